@@ -1,0 +1,25 @@
+"""The package's exceptions: one base class, and each error is also the standard type that a caller would catch."""
+
+
+class TRLDARTSError(Exception):
+    """Base class of every error that `trl_darts` raises on purpose."""
+
+
+class ConfigurationError(TRLDARTSError, ValueError):
+    """A setting, or a combination of settings, that can't work. Names the argument, its value, the rule and the remedy."""
+
+
+class StateMismatchError(TRLDARTSError, ValueError):
+    """A saved state does not belong to the object that should load it. Prints both sets of keys."""
+
+
+class GenerationError(TRLDARTSError, RuntimeError):
+    """An engine failed while generating. Carries the engine's own words."""
+
+
+class GenerationTimeoutError(GenerationError, TimeoutError):
+    """An engine did not answer within its deadline."""
+
+
+class WeightSyncError(TRLDARTSError, RuntimeError):
+    """The engine could not be brought to the trainer's weights."""

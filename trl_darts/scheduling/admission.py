@@ -1,0 +1,160 @@
+"""
+Admission: how many candidates does each prompt of a batch get?
+
+It is decided before a rollout, on one process, from what earlier rollouts of the same prompts looked like; and it learns
+from each rollout afterwards.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import StateMismatchError
+from ..policy import BudgetController, LengthTracker, allocate_redundancy
+from .summary import GroupSummary
+
+
+def prompt_key(token_ids: Sequence[int]) -> int:
+    """
+    Identity of a prompt over the whole training: a 64-bit hash of its tokens. Data set indices would not survive
+    shuffling, streaming or a changed file.
+
+    Args:
+        token_ids (`Sequence[int]` of shape `(P,)`):
+            The prompt.
+
+    Returns:
+        `int`: Unsigned 64-bit hash.
+    """
+    data = np.asarray(token_ids, dtype="<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """What admission knows of a prompt: its identity and its length in tokens."""
+
+    key: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """
+    The decision: candidates per prompt, and what it rests on.
+
+    Args:
+        num_candidates (`list[int]` of shape `(N,)`):
+            M'_i for each prompt.
+        saturated (`int`):
+            Prompts at the upper bound M_up.
+        rho (`float`, *optional*):
+            ρ = σ̃_L / L̃ that the budget was computed from. `None` before anything is known.
+        cost_weight (`float`, *optional*):
+            λ. `None` while it is being calibrated, or where no budget is computed.
+    """
+
+    num_candidates: list[int]
+    saturated: int = 0
+    rho: float | None = None
+    cost_weight: float | None = None
+
+
+class AdmissionPolicy(Protocol):
+    """How many candidates, of which prompts?"""
+
+    def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
+        """Decides before a rollout."""
+        ...
+
+    def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
+        """Learns after a rollout that took `seconds`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training needs, beside the length tracker."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores it."""
+        ...
+
+
+class UniformAdmission:
+    """`num_generations` for each prompt: what GRPO does."""
+
+    def __init__(self, num_generations: int) -> None:
+        self.num_generations = num_generations
+
+    def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
+        """M for each."""
+        return Admission([self.num_generations] * len(prompts))
+
+    def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
+        """Nothing to learn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Accepts only an empty state."""
+        if state:
+            raise StateMismatchError(f"`UniformAdmission` keeps no state, but {sorted(state)} was saved.")
+
+
+class VarianceAdmission:
+    """
+    Variance-based adaptive redundancy ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2): a budget for
+    the batch by Eq. 8 and 9, spread over the prompts by Algorithm 1.
+
+    Args:
+        tracker ([`LengthTracker`]):
+            Length statistics per prompt. Shared with the callback that saves it.
+        budget ([`BudgetController`]):
+            Turns ρ and the cost of a candidate into M_total.
+        num_generations (`int`):
+            M = M_low.
+        max_num_generations (`int`):
+            M_up.
+    """
+
+    def __init__(
+        self, tracker: LengthTracker, budget: BudgetController, num_generations: int, max_num_generations: int
+    ) -> None:
+        self.tracker = tracker
+        self.budget = budget
+        self.num_generations = num_generations
+        self.max_num_generations = max_num_generations
+
+    def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
+        """M'_i by the prompts' smoothed length deviation; a prompt never seen gets the batch's mean weight."""
+        rho = self.tracker.rho
+        total = self.budget.total(len(prompts), rho)
+        stds = [self.tracker.std(prompt.key) for prompt in prompts]
+        counts = allocate_redundancy(stds, total, self.num_generations, self.max_num_generations)
+        at_bound = 0
+        if self.max_num_generations > self.num_generations:
+            at_bound = sum(count == self.max_num_generations for count in counts)
+        return Admission(counts, at_bound, None if np.isnan(rho) else rho, self.budget.cost_weight)
+
+    def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
+        """Updates the prompts' statistics, ρ, and the cost of a candidate."""
+        for summary in summaries:
+            self.tracker.update(summary.prompt_key, summary.lengths, summary.censored)
+        self.tracker.end_step()
+        lengths = [length for summary in summaries for length in summary.lengths]
+        self.budget.observe(len(lengths), seconds, lengths)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The budget's state; the tracker is saved by its callback."""
+        return {"budget": self.budget.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the budget."""
+        if set(state) != {"budget"}:
+            raise StateMismatchError(f"`VarianceAdmission` saves ['budget'], but {sorted(state)} was saved.")
+        self.budget.load_state_dict(state["budget"])

@@ -1,0 +1,160 @@
+"""
+The books of a rollout: every candidate's state, the counters that policies read, and the occupancy over time.
+
+Each transition is one method, so that a candidate can't end twice and a counter can't drift. Nothing is decided here.
+"""
+
+from bisect import insort
+
+from ..errors import ConfigurationError
+from .types import (
+    FINAL_STATES,
+    Candidate,
+    CandidateEnded,
+    CandidateState,
+    EngineLoad,
+    FinishReason,
+    Group,
+    GroupPlan,
+    Submit,
+    TokensArrived,
+)
+
+
+RUNNING, WAITING, ABORTING = CandidateState.RUNNING, CandidateState.WAITING, CandidateState.ABORTING
+
+
+class Ledger:
+    """Candidates, groups and engine loads of one rollout."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, Group] = {}
+        self.candidates: list[Candidate] = []  # by candidate_id
+        self.engines: dict[str, EngineLoad] = {}
+        self.occupancy: list[tuple[float, int]] = []  # (time in seconds, candidates running from then on)
+        self.num_open = 0  # not in a final state
+        self.num_running = 0  # RUNNING or ABORTING: what the engines hold
+        self.num_complete = 0
+        self.num_aborted = 0
+
+    def add_group(self, plan: GroupPlan) -> None:
+        """Enters a group with its candidates, the resumed ones first."""
+        if plan.group_id in self.groups:
+            raise ConfigurationError(f"`group_id` ({plan.group_id}) occurs twice. Each group needs its own.")
+        group = self.groups[plan.group_id] = Group(plan, [])
+        for index in range(plan.num_candidates):
+            candidate = self.add_candidate(group)
+            if index < len(plan.resumed):
+                partial = plan.resumed[index]
+                candidate.tokens.extend(partial.tokens)
+                candidate.logprobs = None if partial.logprobs is None else list(partial.logprobs)
+
+    def add_candidate(self, group: Group) -> Candidate:
+        """Enters one more candidate; it waits."""
+        candidate = Candidate(len(self.candidates), group.plan.group_id, len(group.candidates))
+        self.candidates.append(candidate)
+        group.candidates.append(candidate)
+        group.num_unfinished += 1
+        self.num_open += 1
+        return candidate
+
+    def live(self, candidate_id: int, segment: int) -> Candidate | None:
+        """The candidate, unless it has ended or has been submitted again since `segment`."""
+        candidate = self.candidates[candidate_id]
+        if candidate.segment != segment or candidate.state not in (RUNNING, ABORTING):
+            return None
+        return candidate
+
+    def submit(self, candidate: Candidate, engine_id: str, now: float) -> Submit:
+        """WAITING → RUNNING."""
+        candidate.state = RUNNING
+        candidate.engine_id = engine_id
+        candidate.segment += 1
+        self.engines[engine_id].num_running += 1
+        self._set_running(+1, now)
+        return Submit(
+            candidate.candidate_id,
+            candidate.group_id,
+            candidate.index,
+            engine_id,
+            candidate.segment,
+            tuple(candidate.tokens),
+        )
+
+    def append(self, candidate: Candidate, event: TokensArrived | CandidateEnded) -> str | None:
+        """Adds those tokens of a chunk that are new; says what is wrong with the chunk, if anything."""
+        known = candidate.length - event.offset
+        if known < 0:
+            return f"tokens {candidate.length} to {event.offset} of the completion never arrived"
+        tokens, logprobs = event.tokens[known:], event.logprobs
+        if logprobs is not None:
+            if len(logprobs) != len(event.tokens):
+                return f"{len(logprobs)} log-probs came for {len(event.tokens)} tokens"
+            if candidate.logprobs is None:
+                if candidate.tokens:
+                    return "its later tokens have log-probs, its earlier ones have none"
+                candidate.logprobs = []
+            candidate.logprobs.extend(logprobs[known:])
+        elif tokens and candidate.logprobs is not None:
+            return "its earlier tokens have log-probs, its later ones have none"
+        candidate.tokens.extend(tokens)
+        return None
+
+    def finish(self, candidate: Candidate, reason: FinishReason, now: float) -> None:
+        """RUNNING → FINISHED, or ABORTING → ABORTED: one that ends after it was called off stays called off."""
+        if candidate.state is ABORTING:
+            self._end(candidate, CandidateState.ABORTED, now)
+            self.num_aborted += 1
+        else:
+            self._end(candidate, CandidateState.FINISHED, now)
+            if reason is FinishReason.STOP:
+                group = self.groups[candidate.group_id]
+                self.num_complete += 1
+                group.num_complete += 1
+                insort(group.complete_lengths, len(candidate.tokens))
+        candidate.finish_reason = reason
+
+    def call_off(self, candidate: Candidate, now: float) -> bool:
+        """RUNNING → ABORTING, where an engine must be told; or WAITING → ABORTED. Returns whether one must be told."""
+        if candidate.state is RUNNING:
+            candidate.state = ABORTING
+            self.groups[candidate.group_id].num_unfinished -= 1
+            return True
+        if candidate.state is WAITING:
+            self.abort(candidate, now)
+        return False
+
+    def abort(self, candidate: Candidate, now: float) -> None:
+        """→ ABORTED, with what is known of it."""
+        self._end(candidate, CandidateState.ABORTED, now)
+        candidate.finish_reason = FinishReason.ABORT
+        self.num_aborted += 1
+
+    def requeue(self, candidate: Candidate, now: float) -> None:
+        """RUNNING → WAITING: its engine is lost, its tokens are not."""
+        candidate.state = WAITING
+        self._set_running(-1, now)
+
+    def lose(self, candidate: Candidate, now: float) -> None:
+        """→ LOST: it can't be completed."""
+        self._end(candidate, CandidateState.LOST, now)
+
+    def _end(self, candidate: Candidate, state: CandidateState, now: float) -> None:
+        if candidate.state in FINAL_STATES:
+            raise AssertionError(f"candidate {candidate.candidate_id} ended twice")
+        if candidate.state is not WAITING:
+            self._set_running(-1, now)
+            engine = self.engines.get(candidate.engine_id or "")
+            if engine is not None:
+                engine.num_running -= 1
+        if candidate.state is not ABORTING:
+            self.groups[candidate.group_id].num_unfinished -= 1
+        candidate.state = state
+        self.num_open -= 1
+
+    def _set_running(self, change: int, now: float) -> None:
+        self.num_running += change
+        if self.occupancy and self.occupancy[-1][0] == now:
+            self.occupancy[-1] = (now, self.num_running)
+        else:
+            self.occupancy.append((now, self.num_running))

@@ -1,0 +1,170 @@
+"""
+The four decisions of a rollout as protocols, and the ones that GRPO and DARTS make.
+
+A system of the literature is a choice of one object per protocol; `make_policies` in `schedules.py` has the table. Policies
+see groups and engines, never an engine's API, a clock or a random generator of their own.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..policy import select_dual_end, select_shortest
+from .types import Candidate, EngineLoad, Group
+
+
+class GroupStop(Protocol):
+    """When has a prompt enough, and which of its candidates are kept?"""
+
+    needs_progress: bool
+    """Whether it must see tokens while they are decoded, not only ends."""
+
+    def surplus(self, group: Group) -> Sequence[Candidate]:
+        """Unfinished candidates that are not worth waiting for any more. Called after each event of the group."""
+        ...
+
+    def select(self, group: Group) -> list[int]:
+        """Indices of the `num_generations` rows. Called once, when no candidate of the group is unfinished."""
+        ...
+
+
+class BatchStop(Protocol):
+    """When does the trainer get its batch? Groups that are not settled then are deferred with what they have."""
+
+    def harvest(self, num_settled: int, num_groups: int) -> bool:
+        """Whether to stop here. Called after each group that settles."""
+        ...
+
+
+class Placement(Protocol):
+    """In which order do candidates start, and on which engine?"""
+
+    def order(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The order of submission."""
+        ...
+
+    def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
+        """An engine for the candidate; `None` to let it wait for room."""
+        ...
+
+
+class Refill(Protocol):
+    """Which groups get one more candidate while the rollout runs? `None` where all is decided before it."""
+
+    def extra(self, groups: Iterable[Group], num_running: int) -> Sequence[int]:
+        """IDs of the groups, one for each new candidate. Called whenever a candidate ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class WaitForAll:
+    """GRPO: every candidate is waited for and kept. `num_candidates` must equal `num_generations`."""
+
+    needs_progress: bool = field(default=False, init=False)
+
+    def surplus(self, group: Group) -> Sequence[Candidate]:
+        """None: all are wanted."""
+        return ()
+
+    def select(self, group: Group) -> list[int]:
+        """All of them."""
+        return list(range(len(group.candidates)))
+
+
+@dataclass(frozen=True)
+class DualEnd:
+    """
+    DARTS: dual-end sampling with variance-guided tail pruning and proactive early stopping
+    ([DARTS](https://huggingface.co/papers/2605.30859), Algorithm 2, Sections 4.1.2 and 4.3.1).
+
+    A group with fewer than `max_num_generations` candidates waits for all of them and keeps the shortest and the longest
+    complete ones. A group at `max_num_generations` is one whose history is known to be heavy-tailed: it stops at its
+    `num_generations`-th complete candidate and keeps those.
+
+    Args:
+        num_generations (`int`):
+            M, the rows that a group yields.
+        max_num_generations (`int`):
+            M_up, the number of candidates at which a group counts as saturated.
+        num_longest (`int`):
+            L, how many of the rows are the longest complete ones. The other M − L are the shortest.
+        tail_pruning (`bool`, *optional*, defaults to `True`):
+            Whether saturated groups stop early.
+        long_end_patience (`float`, *optional*):
+            Bound on the wait for the long end. Once a group has M complete candidates, those that reach this many times
+            the M-th shortest complete length are aborted. `None` waits for the whole pool, as the paper does.
+    """
+
+    num_generations: int
+    max_num_generations: int
+    num_longest: int
+    tail_pruning: bool = True
+    long_end_patience: float | None = None
+
+    @property
+    def needs_progress(self) -> bool:
+        """Only a bounded wait must see lengths grow."""
+        return self.long_end_patience is not None
+
+    def saturated(self, group: Group) -> bool:
+        """Whether the group is pruned at its M-th complete candidate."""
+        return self.tail_pruning and group.plan.num_candidates >= self.max_num_generations
+
+    def surplus(self, group: Group) -> Sequence[Candidate]:
+        """All unfinished ones of a saturated group with M complete, or those beyond the bounded wait."""
+        if group.num_complete < self.num_generations or not group.num_unfinished:
+            return ()
+        if self.saturated(group):
+            return group.unfinished
+        if self.long_end_patience is None:
+            return ()
+        bound = self.long_end_patience * group.complete_lengths[self.num_generations - 1]
+        return [c for c in group.unfinished if c.length >= bound]
+
+    def select(self, group: Group) -> list[int]:
+        """The M shortest complete ones of a saturated group, else both ends."""
+        lengths = [c.length for c in group.candidates]
+        complete = [c.complete for c in group.candidates]
+        if self.saturated(group):
+            chosen = select_shortest(lengths, complete, self.num_generations)
+        else:
+            num_shortest = self.num_generations - self.num_longest
+            chosen = select_dual_end(lengths, complete, num_shortest, self.num_longest)
+        return chosen
+
+
+@dataclass(frozen=True)
+class AllGroups:
+    """The batch is ready when every group is settled; nothing is deferred."""
+
+    def harvest(self, num_settled: int, num_groups: int) -> bool:
+        """Whether all are settled."""
+        return num_settled == num_groups
+
+
+@dataclass(frozen=True)
+class LeastLoaded:
+    """In the order given, each on the engine with the fewest running candidates; ties go to the first engine."""
+
+    def order(self, candidates: list[Candidate]) -> list[Candidate]:
+        """As they come: group by group."""
+        return candidates
+
+    def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
+        """The least loaded engine with room."""
+        if len(engines) == 1:  # the common case, and this is called once per candidate
+            return engines[0].engine_id if engines[0].has_room else None
+        open_engines = [e for e in engines if e.has_room]
+        if not open_engines:
+            return None
+        return min(open_engines, key=lambda e: e.num_running).engine_id
+
+
+@dataclass(frozen=True)
+class SchedulePolicies:
+    """One object per decision: what a schedule is made of."""
+
+    group_stop: GroupStop = field(default_factory=WaitForAll)
+    batch_stop: BatchStop = field(default_factory=AllGroups)
+    placement: Placement = field(default_factory=LeastLoaded)
+    refill: Refill | None = None

@@ -1,0 +1,270 @@
+"""
+The scheduler: a state machine without I/O. Events in, commands out.
+
+It knows no torch, no HTTP and no clock. An engine's driver calls `start`, executes the commands returned, reports what
+happens through `handle`, executes what that returns, and reads `result` once `done`. Asyncio against a real server, a
+stopping criterion inside `generate`, and virtual time all drive the same object.
+
+Invariants (`tests/scheduling/test_invariants.py` checks each under its name, over random orders of events with duplicates
+and late ones among them):
+
+- ends_once: every submitted candidate ends exactly once: finished, aborted or lost.
+- rows_per_group: a group that is harvested yields exactly `num_generations` rows.
+- tokens_match_logprobs: `len(tokens) == len(logprobs)` for every candidate of an engine that gives log-probs.
+- nothing_outstanding: once `done`, no command waits for an answer.
+- same_trace_same_commands: decisions depend on the events alone.
+- settled_is_final: once a group's rows are chosen, no later event changes them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import ConfigurationError, GenerationError
+from .ledger import ABORTING, RUNNING, WAITING, Ledger
+from .policies import SchedulePolicies
+from .types import (
+    Abort,
+    Candidate,
+    CandidateEnded,
+    CandidateFailed,
+    Command,
+    EngineJoined,
+    EngineLoad,
+    EngineLost,
+    Event,
+    FinishReason,
+    Group,
+    GroupPlan,
+    GroupResult,
+    RolloutResult,
+    TokensArrived,
+)
+
+
+class Scheduler:
+    """
+    Runs one rollout: decides what engines decode, until the trainer has its batch.
+
+    Args:
+        policies ([`SchedulePolicies`]):
+            The decisions of the schedule.
+        num_generations (`int`):
+            M, the rows that each group must yield.
+    """
+
+    def __init__(self, policies: SchedulePolicies, num_generations: int) -> None:
+        self.policies = policies
+        self.num_generations = num_generations
+        self.ledger = Ledger()
+        self.error: str | None = None
+        self._waiting: deque[Candidate] = deque()
+        self._num_settled = 0
+        self._harvested = False
+        self._handlers: dict[type, Callable[[Any], list[Command]]] = {
+            TokensArrived: self._on_tokens,
+            CandidateEnded: self._on_ended,
+            CandidateFailed: self._on_failed,
+            EngineLost: self._on_engine_lost,
+            EngineJoined: self._on_engine_joined,
+        }
+
+    @property
+    def needs_progress(self) -> bool:
+        """Whether engines must report tokens while they decode, not only ends."""
+        return self.policies.group_stop.needs_progress
+
+    @property
+    def done(self) -> bool:
+        """Whether the batch is decided and nothing runs any more."""
+        return self.ledger.num_open == 0
+
+    def start(self, plans: Sequence[GroupPlan], engines: Sequence[EngineLoad], now: float) -> list[Command]:
+        """
+        Begins the rollout.
+
+        Args:
+            plans (`Sequence[GroupPlan]`):
+                The groups, in the order in which results are wanted.
+            engines (`Sequence[EngineLoad]`):
+                The engines that are ready.
+            now (`float`):
+                Time in seconds.
+
+        Returns:
+            `list[Command]`: What to submit first.
+
+        Raises:
+            [`ConfigurationError`]: If a plan has fewer candidates than rows, an ID occurs twice, or no engine is ready.
+        """
+        if not engines:
+            raise ConfigurationError("`engines` (empty) must name at least one engine that is ready.")
+        self.ledger.engines = {engine.engine_id: engine for engine in engines}
+        for plan in plans:
+            if plan.num_candidates < self.num_generations:
+                raise ConfigurationError(
+                    f"`num_candidates` ({plan.num_candidates}) of group {plan.group_id} must be at least "
+                    f"`num_generations` ({self.num_generations}), the rows that it must yield."
+                )
+            self.ledger.add_group(plan)
+        self._waiting.extend(self.policies.placement.order(list(self.ledger.candidates)))
+        return self._dispatch(now)
+
+    def handle(self, event: Event) -> list[Command]:
+        """
+        Takes note of an event. Events that repeat, or that come after their candidate has ended, change nothing.
+
+        Args:
+            event (`Event`):
+                What an engine reports.
+
+        Returns:
+            `list[Command]`: What the engines are to do now.
+        """
+        return self._handlers[type(event)](event)
+
+    def result(self) -> RolloutResult:
+        """
+        The outcome, once `done`.
+
+        Returns:
+            [`RolloutResult`]: The groups with their rows, and those that were deferred.
+
+        Raises:
+            [`GenerationError`]: If the rollout failed. The message has the engine's own words.
+        """
+        if not self.done:
+            raise GenerationError(f"The rollout is not done: {self.ledger.num_open} candidates are still open.")
+        if self.error is not None:
+            raise GenerationError(self.error)
+        results = [
+            GroupResult(group.plan, group.candidates, group.selected or [], harvested=group.settled)
+            for group in self.ledger.groups.values()
+        ]
+        return RolloutResult(
+            groups=[r for r in results if r.harvested],
+            deferred=[r for r in results if not r.harvested],
+            occupancy=self.ledger.occupancy,
+        )
+
+    # Events
+
+    def _on_tokens(self, event: TokensArrived) -> list[Command]:
+        candidate = self.ledger.live(event.candidate_id, event.segment)
+        if candidate is None:
+            return []
+        if problem := self.ledger.append(candidate, event):
+            return self._fail(candidate, problem, event.now)
+        return self._decide(self.ledger.groups[candidate.group_id], event.now)
+
+    def _on_ended(self, event: CandidateEnded) -> list[Command]:
+        candidate = self.ledger.live(event.candidate_id, event.segment)
+        if candidate is None:
+            return []
+        problem = self.ledger.append(candidate, event)
+        if problem is None and candidate.state is RUNNING:
+            if not candidate.tokens:
+                problem = "it ended without a single token"
+            elif event.finish_reason is FinishReason.ABORT:
+                problem = "it was aborted, but not by this trainer"
+        if problem:
+            return self._fail(candidate, problem, event.now)
+        self.ledger.finish(candidate, event.finish_reason, event.now)
+        return self._decide(self.ledger.groups[candidate.group_id], event.now) + self._dispatch(event.now)
+
+    def _on_failed(self, event: CandidateFailed) -> list[Command]:
+        candidate = self.ledger.live(event.candidate_id, event.segment)
+        return [] if candidate is None else self._fail(candidate, event.error, event.now)
+
+    def _on_engine_lost(self, event: EngineLost) -> list[Command]:
+        if self.ledger.engines.pop(event.engine_id, None) is None:
+            return []
+        orphans = [
+            c for c in self.ledger.candidates if c.engine_id == event.engine_id and c.state in (RUNNING, ABORTING)
+        ]
+        if not self.ledger.engines:
+            return self._lose(orphans, f"{event.engine_id} is lost: {event.error}", event.now)
+        for candidate in reversed(orphans):
+            if candidate.state is ABORTING:  # nobody waits for it: what is known of it will do
+                self.ledger.abort(candidate, event.now)
+            else:
+                self.ledger.requeue(candidate, event.now)
+                self._waiting.appendleft(candidate)
+        return self._dispatch(event.now)
+
+    def _on_engine_joined(self, event: EngineJoined) -> list[Command]:
+        self.ledger.engines.setdefault(event.engine_id, EngineLoad(event.engine_id, event.capacity))
+        return self._dispatch(event.now)
+
+    # Decisions
+
+    def _decide(self, group: Group, now: float) -> list[Command]:
+        """What the group's new state means for its other candidates and, once it is settled, for the batch."""
+        if group.selected is not None or self._harvested or self.error is not None:
+            return []
+        commands: list[Command] = []
+        surplus = self.policies.group_stop.surplus(group)
+        if surplus:
+            commands = self._abort(surplus, now)
+        if group.num_unfinished == 0:
+            self._settle(group)
+            if self.policies.batch_stop.harvest(self._num_settled, len(self.ledger.groups)):
+                self._harvested = True
+                commands += self._abort_unfinished(now)
+        return commands
+
+    def _settle(self, group: Group) -> None:
+        selected = sorted(self.policies.group_stop.select(group))
+        if len(selected) != self.num_generations:
+            raise GenerationError(
+                f"`{type(self.policies.group_stop).__name__}.select` returned {len(selected)} rows for group "
+                f"{group.group_id}; it must return `num_generations` ({self.num_generations})."
+            )
+        group.selected = selected
+        self._num_settled += 1
+
+    def _dispatch(self, now: float) -> list[Command]:
+        """Submits waiting candidates as far as there is room, after adding those that the schedule wants on top."""
+        ledger, placement, refill = self.ledger, self.policies.placement, self.policies.refill
+        if refill is not None and not self._harvested and self.error is None:
+            for group_id in refill.extra(ledger.groups.values(), ledger.num_running):
+                if not ledger.groups[group_id].settled:
+                    self._waiting.append(ledger.add_candidate(ledger.groups[group_id]))
+        if not self._waiting:
+            return []
+        commands: list[Command] = []
+        engines = list(ledger.engines.values())
+        while self._waiting:
+            candidate = self._waiting[0]
+            if candidate.state is WAITING:
+                engine_id = placement.choose(candidate, engines)
+                if engine_id is None:
+                    break
+                commands.append(ledger.submit(candidate, engine_id, now))
+            self._waiting.popleft()  # submitted just now, or called off before it could be
+        return commands
+
+    def _abort(self, candidates: Sequence[Candidate], now: float) -> list[Command]:
+        return [
+            Abort(c.candidate_id, c.engine_id or "", c.segment) for c in candidates if self.ledger.call_off(c, now)
+        ]
+
+    def _abort_unfinished(self, now: float) -> list[Command]:
+        return self._abort([c for group in self.ledger.groups.values() for c in group.unfinished], now)
+
+    # Failures
+
+    def _fail(self, candidate: Candidate, problem: str, now: float) -> list[Command]:
+        if candidate.state is ABORTING:  # it was not wanted any more
+            self.ledger.abort(candidate, now)
+            return self._dispatch(now)
+        where = f"candidate {candidate.index} of prompt {candidate.group_id} on {candidate.engine_id}"
+        return self._lose([candidate], f"Generation failed for {where}: {problem}", now)
+
+    def _lose(self, candidates: Sequence[Candidate], error: str, now: float) -> list[Command]:
+        """Ends the rollout: these candidates can't be completed, and so their groups can't be."""
+        for candidate in candidates:
+            self.ledger.lose(candidate, now)
+        if self.error is None:
+            self.error = error
+        return self._abort_unfinished(now)

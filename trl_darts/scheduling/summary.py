@@ -1,0 +1,93 @@
+"""What is remembered of a rollout once its tokens are gone: lengths, ends and choices per group, and occupancy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .types import FinishReason, GroupResult, RolloutResult
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """
+    A group without its tokens.
+
+    Args:
+        group_id (`int`):
+            Identity within the rollout.
+        prompt_key (`int`):
+            Identity of the prompt over the whole training.
+        lengths (`list[int]` of shape `(M'_i,)`):
+            Tokens sampled for each candidate, also the aborted ones.
+        finish_reasons (`list[str]` of shape `(M'_i,)`):
+            `"stop"`, `"length"` or `"abort"`.
+        selected (`list[int]` of shape `(M,)`):
+            Indices of the rows that are trained on.
+    """
+
+    group_id: int
+    prompt_key: int
+    lengths: list[int]
+    finish_reasons: list[str]
+    selected: list[int]
+
+    @classmethod
+    def of(cls, group: GroupResult) -> "GroupSummary":
+        """The summary of a group's result."""
+        return cls(
+            group_id=group.plan.group_id,
+            prompt_key=group.plan.prompt_key,
+            lengths=[c.length for c in group.candidates],
+            finish_reasons=[(c.finish_reason or FinishReason.ABORT).value for c in group.candidates],
+            selected=group.selected,
+        )
+
+    @property
+    def censored(self) -> list[bool]:
+        """For each candidate, whether its length is only a lower bound."""
+        return [reason != FinishReason.STOP.value for reason in self.finish_reasons]
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """
+    How busy one set of engines was.
+
+    Args:
+        peak (`int`):
+            Most candidates that ran at once.
+        area (`float`):
+            Integral of running candidates over time, in candidate-seconds.
+        seconds (`float`):
+            From the first submission to the last end.
+    """
+
+    peak: int
+    area: float
+    seconds: float
+
+    @classmethod
+    def of(cls, result: RolloutResult) -> "Occupancy":
+        """Integrates a rollout's occupancy."""
+        steps = result.occupancy
+        if not steps:
+            return cls(0, 0.0, 0.0)
+        area = sum(running * (after - now) for (now, running), (after, _) in zip(steps, steps[1:], strict=False))
+        return cls(max(running for _, running in steps), area, steps[-1][0] - steps[0][0])
+
+
+def bubble_ratio(occupancies: Sequence[Occupancy]) -> float:
+    """
+    Share of the decoding slots that stood idle (SortedRL, Eq. 4), over engines that wait for each other.
+
+    The queue size Q of the equation is the most candidates that ran at once on each; T is the time of the slowest.
+
+    Args:
+        occupancies (`Sequence[Occupancy]`):
+            One per set of engines, that is per process that generates.
+
+    Returns:
+        `float`: Between 0 and 1; `0.0` for an empty rollout.
+    """
+    seconds = max((o.seconds for o in occupancies), default=0.0)
+    slots = sum(o.peak for o in occupancies) * seconds
+    return 1.0 - sum(o.area for o in occupancies) / slots if slots > 0 else 0.0

@@ -1,0 +1,267 @@
+"""
+The nouns of a rollout: candidates and groups, the events that engines report, the commands they are given.
+
+A *group* is one prompt and all the answers sampled for it. A *candidate* is one of those answers. `num_generations` of a
+group's candidates become the rows that TRL trains on.
+
+```
+WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FINISHED
+   │                          ├── Abort ──▶ ABORTING ──▶ ABORTED
+   │                          └── engine lost, nowhere to resume ──▶ LOST
+   └── not wanted any more ──▶ ABORTED
+```
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(str, Enum):
+    """Why an engine stopped decoding a candidate. The values are vLLM's."""
+
+    STOP = "stop"  # natural end: an end-of-sequence token or a stop string
+    LENGTH = "length"  # cut off at `max_completion_length`
+    ABORT = "abort"  # cut off by us
+
+
+class CandidateState(str, Enum):
+    """Where a candidate is in its life. The last three are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ABORTING = "aborting"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    LOST = "lost"
+
+
+FINAL_STATES = frozenset({CandidateState.FINISHED, CandidateState.ABORTED, CandidateState.LOST})
+
+
+@dataclass(slots=True)
+class Candidate:
+    """
+    One answer being sampled.
+
+    `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the engine
+    gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
+    """
+
+    candidate_id: int
+    group_id: int
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    state: CandidateState = CandidateState.WAITING
+    finish_reason: FinishReason | None = None
+    engine_id: str | None = None
+    segment: int = -1
+
+    @property
+    def length(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it came to its natural end (and was not called off just before)."""
+        return self.state is CandidateState.FINISHED and self.finish_reason is FinishReason.STOP
+
+    @property
+    def censored(self) -> bool:
+        """Whether its length is only a lower bound of what the model would have written."""
+        return self.finish_reason is not FinishReason.STOP
+
+
+@dataclass(frozen=True, slots=True)
+class PartialCandidate:
+    """A candidate carried over from an earlier rollout, to be resumed after its `tokens`."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """
+    What admission decided for one prompt.
+
+    Args:
+        group_id (`int`):
+            Unique within the rollout.
+        num_candidates (`int`):
+            M'_i: candidates to start. At least the `num_generations` rows that the group must yield.
+        prompt_key (`int`, *optional*, defaults to `0`):
+            Identity of the prompt, see [`prompt_key`].
+        num_prompt_tokens (`int`, *optional*, defaults to `0`):
+            Length of the prompt.
+        resumed (`tuple[PartialCandidate, ...]`, *optional*, defaults to `()`):
+            Candidates to resume; they take the first indices, the other `num_candidates - len(resumed)` start afresh.
+    """
+
+    group_id: int
+    num_candidates: int
+    prompt_key: int = 0
+    num_prompt_tokens: int = 0
+    resumed: tuple[PartialCandidate, ...] = ()
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt and its candidates. The counters are kept by the scheduler, so that policies decide in O(1)."""
+
+    plan: GroupPlan
+    candidates: list[Candidate]
+    num_complete: int = 0
+    num_unfinished: int = 0
+    selected: list[int] | None = None
+    complete_lengths: list[int] = field(default_factory=list)  # sorted
+
+    @property
+    def group_id(self) -> int:
+        """Identity within the rollout."""
+        return self.plan.group_id
+
+    @property
+    def settled(self) -> bool:
+        """Whether its rows are chosen. Nothing that arrives later changes them."""
+        return self.selected is not None
+
+    @property
+    def unfinished(self) -> list[Candidate]:
+        """Candidates that wait or run, and are not called off."""
+        return [c for c in self.candidates if c.state in (CandidateState.WAITING, CandidateState.RUNNING)]
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """What placement sees of an engine. `capacity` is the most candidates it takes at once (`None`: no limit)."""
+
+    engine_id: str
+    capacity: int | None = None
+    num_running: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more candidate fits."""
+        return self.capacity is None or self.num_running < self.capacity
+
+
+# Events: what engines report. `now` is in seconds on the engine's clock; `segment` is that of the command answered.
+
+
+@dataclass(slots=True)
+class TokensArrived:
+    """New tokens of a running candidate. `offset` is how many it had before, so that a repeated chunk does no harm."""
+
+    candidate_id: int
+    segment: int
+    offset: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None
+    now: float
+
+
+@dataclass(slots=True)
+class CandidateEnded:
+    """A candidate stopped decoding, with its last tokens (those after `offset`)."""
+
+    candidate_id: int
+    segment: int
+    offset: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None
+    finish_reason: FinishReason
+    now: float
+
+
+@dataclass(slots=True)
+class CandidateFailed:
+    """An engine refused a candidate or broke while decoding it; `error` is its own message."""
+
+    candidate_id: int
+    segment: int
+    error: str
+    now: float
+
+
+@dataclass(slots=True)
+class EngineLost:
+    """An engine is gone, with everything that it was decoding."""
+
+    engine_id: str
+    error: str
+    now: float
+
+
+@dataclass(slots=True)
+class EngineJoined:
+    """An engine is ready to take candidates."""
+
+    engine_id: str
+    now: float
+    capacity: int | None = None
+
+
+Event = TokensArrived | CandidateEnded | CandidateFailed | EngineLost | EngineJoined
+
+
+# Commands: what engines are to do.
+
+
+@dataclass(slots=True)
+class Submit:
+    """Decode a candidate, after its `prior_tokens` where there are any."""
+
+    candidate_id: int
+    group_id: int
+    index: int
+    engine_id: str
+    segment: int
+    prior_tokens: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Abort:
+    """Stop decoding a candidate and report what it has."""
+
+    candidate_id: int
+    engine_id: str
+    segment: int
+
+
+Command = Submit | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """
+    What a group yielded.
+
+    `selected` are the indices of its `num_generations` rows in `candidates`, ascending. `harvested` is `False` for a group
+    that was deferred: it has no rows, and its candidates carry what was sampled so far.
+    """
+
+    plan: GroupPlan
+    candidates: list[Candidate]
+    selected: list[int]
+    harvested: bool = True
+
+    @property
+    def rows(self) -> list[Candidate]:
+        """The `num_generations` candidates that are trained on."""
+        return [self.candidates[i] for i in self.selected]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """
+    What a rollout yielded: the groups in the order in which they were given, and the occupancy of the engines.
+
+    `occupancy` lists `(time in seconds, candidates running from then on)`.
+    """
+
+    groups: list[GroupResult]
+    deferred: list[GroupResult]
+    occupancy: list[tuple[float, int]]
