@@ -1,0 +1,20 @@
+"""What executes a scheduler's commands: vLLM servers, transformers' `generate`, and a stub with scripted lengths."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .hf_generate import SchedulerCriterion
+    from .stub import StubEngine
+    from .vllm_server import VLLMServerEngine
+
+_MODULES = {"SchedulerCriterion": "hf_generate", "StubEngine": "stub", "VLLMServerEngine": "vllm_server"}
+
+__all__ = ["SchedulerCriterion", "StubEngine", "VLLMServerEngine"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

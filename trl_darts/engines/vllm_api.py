@@ -1,0 +1,171 @@
+"""
+The single place that knows a vLLM server's HTTP API.
+
+What is asked of the server, and what comes back, was checked against vLLM 0.31. A success is a `finish_reason`: when the
+engine process behind the API dies, a stream ends like a normal one, only without it.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from ..errors import GenerationError
+
+
+# The server closes an idle connection after 5 s. A client that keeps it longer sends requests into a closing socket.
+KEEPALIVE_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens that arrived together. `finish_reason` is set on the last one of a request."""
+
+    tokens: list[int]
+    logprobs: list[float] | None
+    finish_reason: str | None
+
+
+class ServerRefusedError(GenerationError):
+    """The server answered, and its answer was an error. The message is the server's own."""
+
+
+class VLLMServer:
+    """
+    One vLLM server, as its development endpoints and its completions endpoint show it.
+
+    Args:
+        base_url (`str`):
+            For example `"http://localhost:8000"`.
+        session (`aiohttp.ClientSession`):
+            Session of the running event loop.
+    """
+
+    def __init__(self, base_url: str, session: aiohttp.ClientSession) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._session = session
+
+    async def get(self, path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Any:
+        """The JSON at a path; `None` where the server does not have it."""
+        async with self._session.get(self.base_url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+            if response.status == 404:
+                return None
+            await self._check(response)
+            data = await response.read()
+            return orjson.loads(data) if data else {}
+
+    async def complete(self, body: Mapping[str, Any], timeout_s: float) -> Chunk:
+        """One completion, in one piece. An aborted one comes back at once, with what it had."""
+        async with self._post("/v1/completions", body, timeout_s) as response:
+            await self._check(response)
+            chunk = parse_choice(orjson.loads(await response.read()))
+        if chunk.finish_reason is None:
+            raise ServerRefusedError(f"{self.base_url} answered without a `finish_reason`: its engine stopped.")
+        return chunk
+
+    async def stream(self, body: Mapping[str, Any], interval: int, timeout_s: float) -> AsyncIterator[Chunk]:
+        """One completion, about every `interval` tokens. Busy servers send more tokens in one chunk."""
+        finished = False
+        body = {**body, "stream": True, "stream_interval": interval}
+        async with self._post("/v1/completions", body, timeout_s) as response:
+            await self._check(response)
+            async for data in _server_sent_events(response.content):
+                if data == b"[DONE]":
+                    break
+                message = orjson.loads(data)
+                if "error" in message:
+                    raise ServerRefusedError(_error_message(message, data))
+                if message.get("choices"):
+                    chunk = parse_choice(message)
+                    finished = finished or chunk.finish_reason is not None
+                    yield chunk
+        if not finished:
+            raise ServerRefusedError(f"{self.base_url} ended a stream without a `finish_reason`: its engine stopped.")
+
+    async def abort(self, request_ids: Sequence[str]) -> bool:
+        """
+        Asks the server to end requests now. Each pending response then arrives with what it has.
+
+        Args:
+            request_ids (`Sequence[str]`):
+                The `request_id` fields that the completions were sent with.
+
+        Returns:
+            `bool`: Whether the server has the endpoint. Its count of aborted requests says nothing: it counts the IDs
+            sent. An ID that has not arrived yet is lost, so ask again while the response is pending.
+        """
+        # The server names the only prompt of a completion request so; a bare ID is ignored with status 200.
+        internal_ids = [f"cmpl-{request_id}-0" for request_id in request_ids]
+        async with self._post("/abort_requests", {"request_ids": internal_ids}, CONNECT_TIMEOUT_S) as response:
+            if response.status in (404, 405):
+                return False
+            await self._check(response)
+            return True
+
+    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        return self._session.post(
+            self.base_url + path,
+            data=orjson.dumps(body),
+            headers={"Content-Type": "application/json"},
+            timeout=timeout,
+        )
+
+    async def _check(self, response: aiohttp.ClientResponse) -> None:
+        if response.status == 200:
+            return
+        data = await response.read()
+        try:
+            message = _error_message(orjson.loads(data), data)
+        except orjson.JSONDecodeError:
+            message = data.decode(errors="replace")
+        raise ServerRefusedError(f"{self.base_url} answered {response.status}: {message}")
+
+
+def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
+    """A session for many long requests at once. Must be called inside the event loop that uses it."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
+    return aiohttp.ClientSession(connector=connector, headers=headers)
+
+
+def parse_choice(message: Mapping[str, Any]) -> Chunk:
+    """
+    Reads the only choice of a completion or of a stream's chunk.
+
+    Args:
+        message (`Mapping`):
+            The decoded JSON.
+
+    Returns:
+        [`Chunk`]: Token IDs and the log-prob of each sampled token (`None` where none were asked for).
+
+    Raises:
+        [`ServerRefusedError`]: If token IDs are missing: a server that does not know `return_token_ids` is too old.
+    """
+    choice = message["choices"][0]
+    tokens = choice.get("token_ids")
+    if tokens is None:
+        raise ServerRefusedError("The server returned no `token_ids`. It is too old: use vLLM 0.22 or newer.")
+    logprobs = choice.get("logprobs")
+    return Chunk(tokens, None if logprobs is None else logprobs["token_logprobs"], choice.get("finish_reason"))
+
+
+async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    buffer = b""
+    async for data in content.iter_any():
+        buffer += data
+        *events, buffer = buffer.split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: "):
+                yield event[6:]
+
+
+def _error_message(message: Any, raw: bytes) -> str:
+    error = message.get("error", message) if isinstance(message, dict) else message
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail")
+    return str(error) if error else raw.decode(errors="replace")
