@@ -1,0 +1,73 @@
+"""Callbacks that go with a [`DARTSGRPOTrainer`]."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.logging import get_logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .policy import LengthTracker
+
+
+if TYPE_CHECKING:
+    from .scheduling import AdmissionPolicy
+
+logger = get_logger(__name__)
+
+LENGTHS_FILE = "darts_lengths.npz"
+ADMISSION_FILE = "darts_admission.json"
+
+
+class VarianceTrackerCallback(TrainerCallback):
+    """
+    Owns what is known of response lengths, saves it with each checkpoint and restores it on resume.
+
+    The trainer adds one by itself. Pass your own in `callbacks` to read it, or to go on from an earlier training's lengths.
+
+    Args:
+        tracker ([`LengthTracker`], *optional*):
+            Length statistics per prompt. Defaults to a new one with the trainer's `length_ema`.
+    """
+
+    def __init__(self, tracker: LengthTracker | None = None) -> None:
+        self.tracker = tracker
+        self.admission: AdmissionPolicy | None = None  # set by the trainer: its budget belongs to the same state
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the state next to the trainer's own, on the main process."""
+        if state.is_world_process_zero:
+            self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+    def save(self, directory: Path) -> None:
+        """
+        Writes two files: the lengths (`.npz`) and the budget (`.json`).
+
+        Args:
+            directory (`Path`):
+                The checkpoint.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self.tracker.save(directory / LENGTHS_FILE)
+        (directory / ADMISSION_FILE).write_text(json.dumps(self.admission.state_dict(), indent=2))
+
+    def load(self, directory: Path) -> None:
+        """
+        Restores what [`VarianceTrackerCallback.save`] wrote. A checkpoint without it, such as one of TRL's `GRPOTrainer`,
+        is fine: lengths are then learned anew.
+
+        Args:
+            directory (`Path`):
+                The checkpoint.
+
+        Raises:
+            [`StateMismatchError`]: If the state belongs to another schedule or version.
+        """
+        if not (directory / LENGTHS_FILE).exists():
+            logger.warning(f"{directory} has no {LENGTHS_FILE}: response lengths are learned anew.")
+            return
+        self.tracker.load(directory / LENGTHS_FILE)
+        self.admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))

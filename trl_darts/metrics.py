@@ -1,0 +1,118 @@
+"""`darts/*`: what a rollout's record says in TRL's log stream. Each metric is defined in `docs/metrics.md`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .scheduling import Admission, FinishReason, GroupSummary, Occupancy, bubble_ratio
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """
+    What is known of a rollout once it is over, over all processes.
+
+    Args:
+        admission ([`Admission`]):
+            What was decided before it.
+        summaries (`list[GroupSummary]` of shape `(N,)`):
+            The groups, in the order of the batch.
+        occupancies (`list[Occupancy]`):
+            One per process that generated.
+        num_generations (`int`):
+            M, rows per group.
+    """
+
+    admission: Admission
+    summaries: list[GroupSummary]
+    occupancies: list[Occupancy]
+    num_generations: int
+
+    @property
+    def seconds(self) -> float:
+        """From the first submission to the last end, on the slowest process."""
+        return max((o.seconds for o in self.occupancies), default=0.0)
+
+    def trace(self) -> list[dict[str, Any]]:
+        """One row per candidate: what `save_rollout_trace` writes."""
+        return [
+            {
+                "group": summary.group_id,
+                "prompt_key": summary.prompt_key,
+                "candidate": index,
+                "num_candidates": len(summary.lengths),
+                "length": length,
+                "finish_reason": reason,
+                "selected": index in summary.selected,
+            }
+            for summary in self.summaries
+            for index, (length, reason) in enumerate(zip(summary.lengths, summary.finish_reasons, strict=True))
+        ]
+
+
+def rollout_metrics(record: RolloutRecord) -> dict[str, float]:
+    """
+    The metrics of one rollout.
+
+    Args:
+        record ([`RolloutRecord`]):
+            A rollout of at least one group.
+
+    Returns:
+        `dict[str, float]`: By name, `darts/<noun>/<stat>`. Those that are not known yet (λ while it is calibrated, ρ
+        before the first rollout) are left out.
+    """
+    summaries = record.summaries
+    lengths = np.concatenate([s.lengths for s in summaries])
+    reasons = [reason for s in summaries for reason in s.finish_reasons]
+    kept = np.array([s.lengths[i] for s in summaries for i in s.selected])
+    aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
+    return {
+        **_pool(lengths, reasons),
+        **_budget(record),
+        **_rollout(record, lengths, kept, aborted),
+        "darts/selection/kept_vs_pool_length_ratio": float(kept.mean() / lengths.mean()),
+        "darts/selection/kept_longest": float(np.mean([max(s.lengths[i] for i in s.selected) for s in summaries])),
+    }
+
+
+def _pool(lengths: np.ndarray, reasons: Sequence[str]) -> dict[str, float]:
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
+    return {
+        "darts/pool/length_mean": float(lengths.mean()),
+        "darts/pool/length_p50": float(p50),
+        "darts/pool/length_p90": float(p90),
+        "darts/pool/length_p99": float(p99),
+        "darts/pool/length_max": float(lengths.max()),
+        "darts/pool/truncated_ratio": sum(r == FinishReason.LENGTH.value for r in reasons) / len(reasons),
+    }
+
+
+def _budget(record: RolloutRecord) -> dict[str, float]:
+    admission, num_groups = record.admission, len(record.summaries)
+    total = sum(admission.num_candidates)
+    metrics = {
+        "darts/budget/total": float(total),
+        "darts/budget/redundancy": total / (num_groups * record.num_generations),
+        "darts/budget/saturated_ratio": admission.saturated / num_groups,
+    }
+    if admission.cost_weight is not None:
+        metrics["darts/budget/cost_weight"] = admission.cost_weight
+    if admission.rho is not None:
+        metrics["darts/budget/rho"] = admission.rho
+    return metrics
+
+
+def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, aborted: np.ndarray) -> dict[str, float]:
+    seconds = record.seconds
+    return {
+        "darts/rollout/seconds": seconds,
+        "darts/rollout/generated_tokens": float(lengths.sum()),
+        "darts/rollout/kept_tokens": float(kept.sum()),
+        "darts/rollout/aborted_candidates": float(aborted.sum()),
+        "darts/rollout/aborted_tokens": float(lengths[aborted].sum()),
+        "darts/rollout/bubble_ratio": bubble_ratio(record.occupancies),
+        "darts/rollout/tokens_per_second": float(lengths.sum() / seconds) if seconds > 0 else 0.0,
+    }
