@@ -1,0 +1,159 @@
+"""
+What a vLLM server must be before a training may count on it. Asked before the model is loaded: a refusal costs seconds.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from transformers import AutoConfig, PretrainedConfig
+
+from ..errors import ConfigurationError, TRLDARTSError
+from .vllm_api import ServerRefusedError, VLLMServer
+
+
+RETRY_INTERVAL_S = 1.0
+
+
+class ServerUnreachableError(TRLDARTSError, ConnectionError):
+    """No vLLM server answers at the address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """
+    What the training needs of each server.
+
+    Args:
+        max_completion_length (`int`):
+            Tokens that a completion may have.
+        model_config (`PretrainedConfig`):
+            The trainer's model.
+        processed_logprobs (`bool`):
+            Whether log-probs must be those of the distribution that was sampled from.
+        weight_transfer (`bool`):
+            Whether the server must have a weight-transfer engine.
+        timeout_s (`float`):
+            Seconds to wait for a server that is still starting.
+    """
+
+    max_completion_length: int
+    model_config: PretrainedConfig
+    processed_logprobs: bool
+    weight_transfer: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What was learned: the served model's name and the most tokens of prompt and completion together."""
+
+    model: str
+    max_model_len: int
+
+
+async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
+    """
+    Waits for a server and checks it.
+
+    Args:
+        server ([`VLLMServer`]):
+            The server.
+        needs ([`Requirements`]):
+            What it must be.
+
+    Returns:
+        [`ServerFacts`]: What requests to it need.
+
+    Raises:
+        [`ServerUnreachableError`]: If it does not answer in time.
+        [`ConfigurationError`]: If it can't serve this training. Names the setting to change.
+    """
+    await _wait_until_healthy(server, needs.timeout_s)
+    info = await server.get("/server_info?config_format=json")
+    if info is None:
+        raise ConfigurationError(
+            f"The vLLM server at {server.base_url} does not expose its development endpoints, through which weights are "
+            "synchronized and requests aborted. Restart it with `VLLM_SERVER_DEV_MODE=1` in its environment."
+        )
+    served = (await server.get("/v1/models"))["data"][0]
+    facts = ServerFacts(served["id"], served["max_model_len"])
+    _check_settings(server.base_url, info["vllm_config"], facts, needs)
+    await _check_vocabulary(server, facts, needs.model_config)
+    _check_architecture(server.base_url, info["vllm_config"]["model_config"]["model"], needs.model_config)
+    return facts
+
+
+async def _wait_until_healthy(server: VLLMServer, timeout_s: float) -> None:
+    failures = (aiohttp.ClientError, ServerRefusedError, TimeoutError)
+    try:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(failures),
+            wait=wait_fixed(RETRY_INTERVAL_S),
+            stop=stop_after_delay(timeout_s),
+            reraise=True,
+        ):
+            with attempt:
+                await server.get("/health", timeout_s=max(RETRY_INTERVAL_S, timeout_s))
+    except failures as error:
+        raise ServerUnreachableError(
+            f"The vLLM server can't be reached at {server.base_url} after `vllm_server_timeout` ({timeout_s:g} s): "
+            f"{error}. Make sure that it is running, and that `vllm_server_base_url` is its address."
+        ) from error
+
+
+def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requirements) -> None:
+    if facts.max_model_len <= needs.max_completion_length:
+        raise ConfigurationError(
+            f"The vLLM server at {url} has `max_model_len` ({facts.max_model_len}), which must be greater than "
+            f"`max_completion_length` ({needs.max_completion_length}): prompt and completion together must fit. Restart it "
+            "with a larger `--max-model-len`, or lower `max_completion_length`."
+        )
+    mode = config["model_config"]["logprobs_mode"]
+    if needs.processed_logprobs and mode != "processed_logprobs":
+        raise ConfigurationError(
+            f"The vLLM server at {url} runs with `--logprobs-mode {mode}`: its log-probs are those before temperature and "
+            "sampling options, which biases the importance sampling correction. Restart it with `--logprobs-mode "
+            "processed_logprobs`, or set `vllm_importance_sampling_correction=False`."
+        )
+    if needs.weight_transfer and config.get("weight_transfer_config") is None:
+        raise ConfigurationError(
+            f"The vLLM server at {url} has no weight-transfer engine. Restart it with "
+            """`--weight-transfer-config '{"backend": "nccl"}'` (`"gloo"` without CUDA), or set """
+            "`weight_sync='filesystem'`."
+        )
+
+
+async def _check_vocabulary(server: VLLMServer, facts: ServerFacts, config: PretrainedConfig) -> None:
+    expected = config.get_text_config().vocab_size
+    # No endpoint tells the size of the vocabulary, but the refusal of a token beyond it does, without any decoding.
+    body = {"model": facts.model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
+    try:
+        await server.complete(body, timeout_s=60.0)
+    except ServerRefusedError as refusal:
+        match = re.search(r"Vocabulary size: (\d+)", str(refusal))
+    else:
+        match = None
+    if match is not None and int(match[1]) != expected:
+        raise ConfigurationError(
+            f"The vLLM server at {server.base_url} serves {facts.model!r} with a vocabulary of {match[1]} tokens, but the "
+            f"trainer's model has {expected}. Serve the model that you train."
+        )
+
+
+def _check_architecture(url: str, served_model: str, config: PretrainedConfig) -> None:
+    """Compares the models' shapes where the served one is a local directory; else the first weight sync tells."""
+    if not os.path.isdir(served_model):
+        return
+    names = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
+    served, own = AutoConfig.from_pretrained(served_model).get_text_config(), config.get_text_config()
+    different = [n for n in names if getattr(served, n, None) != getattr(own, n, None)]
+    if different:
+        words = ", ".join(f"`{n}` {getattr(served, n, None)} instead of {getattr(own, n, None)}" for n in different)
+        raise ConfigurationError(
+            f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {words}. Serve the "
+            "model that you train."
+        )

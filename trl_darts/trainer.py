@@ -1,0 +1,263 @@
+"""`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with rollouts of our making."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from transformers import AutoConfig, PretrainedConfig, TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import GRPOTrainer
+
+from .callbacks import VarianceTrackerCallback
+from .config import DARTSGRPOConfig
+from .engines.hf_generate import SchedulerCriterion, stopping_criterion
+from .engines.preflight import Requirements
+from .errors import ConfigurationError
+from .generation import ServerSettings, connect, server_generation
+from .metrics import RolloutRecord, rollout_metrics
+from .policy import BudgetController, LengthTracker
+from .rollout import RolloutConductor
+from .scheduling import AdmissionPolicy, UniformAdmission, VarianceAdmission
+
+
+class DARTSGRPOTrainer(GRPOTrainer):
+    """
+    Trainer for GRPO that does not wait for its slowest rollout
+    ([DARTS](https://huggingface.co/papers/2605.30859)).
+
+    It is TRL's [`~trl.GRPOTrainer`] with the same arguments. For each prompt it samples more candidates than rows are
+    trained on, decides while they decode which ones are worth waiting for, keeps `num_generations` of them and aborts the
+    rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are not
+    over-provisioned.
+
+    Overrides `_generate_single_turn` and `_load_optimizer_and_scheduler`, each around TRL's own.
+
+    Args:
+        model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to be trained, as in [`~trl.GRPOTrainer`].
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
+            As in [`~trl.GRPOTrainer`].
+        args ([`DARTSGRPOConfig`], *optional*):
+            Configuration. Defaults to one with the model's name.
+        callbacks (`list[TrainerCallback]`, *optional*):
+            As in [`~trl.GRPOTrainer`]. A [`VarianceTrackerCallback`] among them is used instead of a new one.
+        kwargs:
+            The other arguments of [`~trl.GRPOTrainer`].
+
+    Raises:
+        [`ConfigurationError`]: If settings can't work together, or a server can't serve this training. Raised before the
+            model is loaded.
+        [`ServerUnreachableError`]: If a server does not answer within `vllm_server_timeout`.
+
+    Example:
+
+    ```python
+    from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+
+    trainer = DARTSGRPOTrainer(
+        model="Qwen/Qwen2.5-7B",
+        reward_funcs=accuracy_reward,
+        train_dataset=dataset,
+        args=DARTSGRPOConfig(use_vllm=True, vllm_mode="server", num_generations=8),
+    )
+    trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "darts"]  # noqa: RUF012  (TRL's form)
+    _name = "DARTS"
+    _paper = {  # noqa: RUF012  (TRL's form)
+        "title": "DARTS: Distribution-Aware Active Rollout Trajectory Shaping for Accelerating LLM Reinforcement Learning",
+        "id": "2605.30859",
+    }
+    _conductor: RolloutConductor | None = None  # class-level: TRL's own tests build trainers without __init__
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: DARTSGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Any = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
+        _check_arguments(args, rollout_func)
+        settings = engine = facts = None
+        if args.use_vllm and args.vllm_mode == "server":
+            settings = _server_settings(args, model)
+            if args.process_index == 0:
+                engine, facts = connect(settings)
+        try:
+            with server_generation(settings, engine, facts) if settings else nullcontext():
+                super().__init__(
+                    model=model,
+                    reward_funcs=reward_funcs,
+                    args=args,
+                    train_dataset=train_dataset,
+                    eval_dataset=eval_dataset,
+                    processing_class=processing_class,
+                    reward_processing_classes=reward_processing_classes,
+                    callbacks=callbacks,
+                    optimizers=optimizers,
+                    quantization_config=quantization_config,
+                    peft_config=peft_config,
+                    tools=tools,
+                    rollout_func=rollout_func,
+                    environment_factory=environment_factory,
+                )
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            raise
+        self._init_conductor()
+
+    def _init_conductor(self) -> None:
+        args = self.args
+        callback = next((c for c in self.callback_handler.callbacks if isinstance(c, VarianceTrackerCallback)), None)
+        if callback is None:
+            callback = VarianceTrackerCallback()
+            self.add_callback(callback)
+        if callback.tracker is None:
+            callback.tracker = LengthTracker(args.length_ema)
+        callback.admission = _make_admission(args, callback.tracker)
+        self._tracker_callback = callback
+        if args.use_vllm and args.vllm_mode != "server" or args.use_transformers_continuous_batching:
+            return  # schedule="grpo" on a path that is TRL's alone
+        self._conductor = RolloutConductor(
+            self.accelerator, args.policies, callback.admission, args.num_generations, not args.disable_tqdm
+        )
+        if args.use_vllm:
+            self.vllm_generation.conductor = self._conductor
+
+    @property
+    def length_tracker(self) -> LengthTracker:
+        """What is known of response lengths, per prompt and for the data set."""
+        return self._tracker_callback.tracker
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: list | None,
+        multimodal_fields: dict,
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        conductor = self._conductor
+        # A later turn of a tool loop comes with one generation per row, and must answer just the rows it is given.
+        first_turn = self.model.training and num_generations == self.num_generations
+        if conductor is None or not (self.use_vllm or first_turn):
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        conductor.over_provision = first_turn
+        if self.use_vllm:
+            output = super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        else:
+            output = self._generate_in_process(prompt_ids, images, multimodal_fields, num_generations)
+        if first_turn and conductor.record is not None:
+            self._log_rollout(conductor.record)
+        return output
+
+    def _generate_in_process(
+        self, prompt_ids: list[list[int]], images: list | None, multimodal_fields: dict, num_generations: int
+    ) -> tuple[list[list[int]], None]:
+        if images is not None or multimodal_fields:
+            if self.args.schedule != "grpo":
+                raise ConfigurationError(
+                    f"`schedule` ({self.args.schedule!r}) does not run with images yet. Set `schedule='grpo'`, or train "
+                    "on text."
+                )
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations)
+
+        def generate(rows: list[list[int]], criterion: SchedulerCriterion) -> list[list[int]]:
+            with stopping_criterion(self.accelerator.unwrap_model(self.model_wrapped), criterion):
+                return super(DARTSGRPOTrainer, self)._generate_single_turn(rows, None, {}, num_generations)[0]
+
+        sharded = self.is_fsdp_enabled or (self.is_deepspeed_enabled and is_deepspeed_zero3_enabled())
+        return self._conductor.in_process(prompt_ids, generate, self.eos_token_ids, collective=sharded), None
+
+    def _log_rollout(self, record: RolloutRecord) -> None:
+        metrics = rollout_metrics(record)
+        if self.use_vllm and (seconds := self.vllm_generation.take_sync_seconds()) is not None:
+            metrics["darts/sync/seconds"] = seconds
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        if self.args.save_rollout_trace and self.accelerator.is_main_process:
+            directory = Path(self.args.output_dir) / "rollouts"
+            directory.mkdir(parents=True, exist_ok=True)
+            # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
+            micro_step = self._step % self.args.gradient_accumulation_steps
+            trace = pd.DataFrame(record.trace()).assign(step=self.state.global_step)
+            trace.to_parquet(directory / f"rollout_{self.state.global_step:05d}_{micro_step:02d}.parquet")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.accelerator.is_main_process:
+            self._tracker_callback.load(Path(checkpoint))
+
+
+def _check_arguments(args: Any, rollout_func: Callable | None) -> None:
+    if not isinstance(args, DARTSGRPOConfig):
+        raise ConfigurationError(
+            f"`args` ({type(args).__name__}) must be a `DARTSGRPOConfig`. Replace the class's name: all of `GRPOConfig`'s "
+            "fields stay."
+        )
+    if rollout_func is not None and args.schedule != "grpo":
+        raise ConfigurationError(
+            f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
+            "`schedule='grpo'`, or leave `rollout_func` out."
+        )
+
+
+def _server_settings(args: DARTSGRPOConfig, model: Any) -> ServerSettings:
+    return ServerSettings(
+        schedule=args.schedule,
+        base_urls=args.server_urls,
+        weight_sync=args.weight_sync,
+        weight_sync_dir=args.weight_sync_dir,
+        request_timeout_s=args.vllm_request_timeout_s,
+        requirements=Requirements(
+            max_completion_length=args.max_completion_length,
+            model_config=_model_config(args, model),
+            processed_logprobs=args.vllm_importance_sampling_correction,
+            weight_transfer=args.weight_sync != "filesystem",
+            timeout_s=args.vllm_server_timeout,
+        ),
+    )
+
+
+def _model_config(args: DARTSGRPOConfig, model: Any) -> PretrainedConfig:
+    """The model's config, without its weights."""
+    if not isinstance(model, str):
+        return model.config
+    init_kwargs = args.model_init_kwargs or {}
+    options = {name: init_kwargs[name] for name in ("revision", "trust_remote_code") if name in init_kwargs}
+    return AutoConfig.from_pretrained(model, **{"trust_remote_code": args.trust_remote_code, **options})
+
+
+def _make_admission(args: DARTSGRPOConfig, tracker: LengthTracker) -> AdmissionPolicy:
+    if args.schedule == "grpo":
+        return UniformAdmission(args.num_generations)
+    budget = BudgetController(
+        num_generations=args.num_generations,
+        max_num_generations=args.max_num_generations,
+        target_redundancy=args.target_redundancy,
+        cost_weight=args.redundancy_cost_weight,
+        latency_curve=args.load_latency_curve(),
+    )
+    return VarianceAdmission(tracker, budget, args.num_generations, args.max_num_generations)
