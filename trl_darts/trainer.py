@@ -162,7 +162,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
-        conductor.over_provision = first_turn
+        conductor.over_provision, conductor.record = first_turn, None
         if self.use_vllm:
             output = super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images

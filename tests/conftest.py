@@ -1,0 +1,104 @@
+"""Fixtures that every test directory shares, and the rule for tests marked `vllm` where vLLM is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; read at import time, so before transformers
+REQUIRE_VLLM = "TRL_DARTS_REQUIRE_VLLM"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `vllm` skip without vLLM, or fail where `TRL_DARTS_REQUIRE_VLLM=1` promises it."""
+    if item.get_closest_marker("vllm") is None:
+        return
+    from tests.servers import INSTALL_VLLM, vllm_available
+
+    if vllm_available():
+        return
+    reason = f"vLLM can't be imported. {INSTALL_VLLM}"
+    if os.environ.get(REQUIRE_VLLM) == "1":
+        pytest.fail(f"{REQUIRE_VLLM}=1, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@dataclass
+class Clock:
+    """A clock that only moves when told to: `clock()` is the time in seconds."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> float:
+        """Move on, and return the new time."""
+        if seconds < 0:
+            raise ValueError(f"`seconds` ({seconds}) must not be negative: time does not run backwards.")
+        self.now += seconds
+        return self.now
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator with a fixed seed."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A manual clock at 0 seconds."""
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token per printable character; `eos` 1, `pad` 0, 128 tokens."""
+    from tests.models import make_tokenizer
+
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory, tokenizer) -> Path:
+    """A random Qwen2 with separate embeddings and LM head."""
+    from tests.models import make_random_model
+
+    return make_random_model(tmp_path_factory.mktemp("models") / "tiny", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tied_model_dir(tmp_path_factory, tokenizer) -> Path:
+    """A random Qwen2 whose LM head is its embedding."""
+    from tests.models import make_random_model
+
+    return make_random_model(tmp_path_factory.mktemp("models") / "tied", tokenizer, tied=True)
+
+
+@pytest.fixture(scope="session")
+def markov_model_dir(tmp_path_factory, tokenizer) -> Path:
+    """An exact Markov chain: heavy-tailed lengths (p50 8, p90 67, p99 394 tokens) that end by themselves."""
+    from tests.models import SHORT_HEAVY_TAIL, make_markov_model
+
+    return make_markov_model(tmp_path_factory.mktemp("models") / "markov", tokenizer, classes=SHORT_HEAVY_TAIL)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(markov_model_dir, tmp_path_factory) -> Iterator[object]:
+    """
+    A real server of the Markov model, one for the whole session: mark its tests `vllm`.
+
+    A test that changes its weights or pauses it must put both back.
+    """
+    from tests.servers import start_vllm_server
+
+    log_path = tmp_path_factory.mktemp("vllm") / "server.log"
+    with start_vllm_server(markov_model_dir, log_path=log_path) as server:
+        yield server

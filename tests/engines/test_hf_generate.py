@@ -1,0 +1,108 @@
+"""The stopping criterion inside transformers' `generate`."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from trl_darts.engines.hf_generate import SchedulerCriterion, stopping_criterion
+from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
+
+
+EOS, PAD = 1, 0
+
+
+@pytest.fixture(scope="module")
+def model(markov_model_dir):
+    return AutoModelForCausalLM.from_pretrained(markov_model_dir, dtype=torch.float32).eval()
+
+
+def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
+    """What TRL's transformers path does: one call for all rows, then a cut after the first end-of-sequence token."""
+    torch.manual_seed(seed)
+    ids = torch.tensor(prompts)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=True, top_k=0, eos_token_id=EOS, pad_token_id=PAD, disable_compile=True
+    )
+    with stopping_criterion(model, criterion):
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    completions = []
+    for row in output[:, ids.shape[1] :].tolist():
+        completions.append(row[: row.index(EOS) + 1] if EOS in row else row)
+    return completions
+
+
+def rollout(model, counts, schedule="darts", max_new_tokens=200, seed=0, **kwargs):
+    policies = make_policies(schedule, num_generations=4, max_num_generations=8, num_longest=1, **kwargs)
+    scheduler = Scheduler(policies, 4)
+    criterion = SchedulerCriterion(scheduler, [GroupPlan(i, n) for i, n in enumerate(counts)], [EOS])
+    prompts = [[60 + i, 61] for i, n in enumerate(counts) for _ in range(n)]
+    completions = generate(model, criterion, prompts, max_new_tokens, seed)
+    return criterion.finish(completions), completions, criterion
+
+
+def test_grpo_changes_nothing(model):
+    result, completions, _ = rollout(model, [4, 4], schedule="grpo")
+    assert [row.tokens for group in result.groups for row in group.rows] == completions
+
+    class Nothing(SchedulerCriterion):
+        def __init__(self):
+            pass
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    assert generate(model, Nothing(), [[60, 61]] * 4 + [[61, 61]] * 4) == completions
+    assert "generate" not in vars(model)  # the model is left as it was
+
+
+def test_pruned_groups_end_the_loop(model):
+    natural = rollout(model, [8, 8], tail_pruning=False)[2].steps
+    result, completions, criterion = rollout(model, [8, 8])
+    assert criterion.steps < natural
+    candidates = [c for group in result.groups for c in group.candidates]
+    assert criterion.steps == max(c.length for c in candidates)
+    for group in result.groups:
+        lengths = sorted(row.length for row in group.rows)
+        complete = [row for row in group.rows if row.finish_reason is FinishReason.STOP]
+        if len(complete) == 4:
+            assert all(c.length >= lengths[-1] for c in group.candidates if c.state is CandidateState.ABORTED)
+    assert any(c.state is CandidateState.ABORTED for c in candidates)
+
+
+def test_tokens_of_the_scheduler_are_those_of_generate(model):
+    result, completions, _ = rollout(model, [6, 7, 5])
+    candidates = [c for group in result.groups for c in group.candidates]
+    for candidate, completion in zip(candidates, completions, strict=True):
+        assert candidate.tokens == completion[: candidate.length]
+        if candidate.finish_reason is FinishReason.STOP:
+            assert candidate.tokens == completion
+            assert candidate.tokens[-1] == EOS
+
+
+def test_rows_at_the_limit_are_truncated(model):
+    result, _, _ = rollout(model, [8, 8, 8], max_new_tokens=5, tail_pruning=False)
+    candidates = [c for group in result.groups for c in group.candidates]
+    truncated = [c for c in candidates if c.finish_reason is FinishReason.LENGTH]
+    assert truncated
+    assert all(c.length == 5 and EOS not in c.tokens for c in truncated)
+
+
+def test_bounded_wait_sees_rows_grow(model):
+    result, _, criterion = rollout(model, [7] * 6, long_end_patience=1.0)
+    for group in result.groups:
+        bound = sorted(c.length for c in group.candidates if c.complete)[3]
+        assert all(c.length <= bound + 16 for c in group.candidates if c.state is CandidateState.ABORTED)
+    assert any(c.state is CandidateState.ABORTED for group in result.groups for c in group.candidates)
+
+
+def test_error_inside_generate_leaves_the_model_as_it_was(model):
+    class Broken(SchedulerCriterion):
+        def __init__(self):
+            pass
+
+        def __call__(self, input_ids, scores, **kwargs):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        generate(model, Broken(), [[60, 61]])
+    assert "generate" not in vars(model)

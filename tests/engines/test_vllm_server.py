@@ -1,0 +1,182 @@
+"""The server engine against a real vLLM server."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trl_darts.engines import VLLMServerEngine
+from trl_darts.errors import GenerationError
+from trl_darts.scheduling import CandidateState, GroupPlan, RolloutResult, Scheduler, make_policies
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def engine(vllm_server) -> Iterator[VLLMServerEngine]:
+    engine = VLLMServerEngine([vllm_server.base_url])
+    yield engine
+    engine.close()
+
+
+def body(vllm_server, **more) -> dict:
+    fields = {"max_tokens": 400, "temperature": 1.0, "logprobs": 0, "return_token_ids": True}
+    return {"model": vllm_server.model, **fields, **more}
+
+
+def run(engine, body, counts, schedule="darts", prompts=None, overrides=None, on_progress=None, **kwargs):
+    policies = make_policies(schedule, num_generations=4, max_num_generations=8, num_longest=1, **kwargs)
+    plans = [GroupPlan(i, count) for i, count in enumerate(counts)]
+    prompts = prompts or {i: [60 + i, 61] for i in range(len(counts))}
+    return engine.run(Scheduler(policies, 4), plans, prompts, body, overrides, on_progress)
+
+
+def fixed_lengths(lengths):
+    """Request fields under which the server decodes exactly this many tokens, the last of them an end-of-sequence."""
+    return lambda command: {
+        "min_tokens": lengths[command.group_id][command.index] - 1,
+        "logit_bias": {"1": 100},
+    }
+
+
+def running_requests(base_url: str) -> float:
+    text = urllib.request.urlopen(f"{base_url}/metrics").read().decode()
+    (line,) = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+    return float(line.rsplit(" ", 1)[1])
+
+
+def wait_for(condition, seconds: float) -> float:
+    start = time.perf_counter()
+    while not condition():
+        assert time.perf_counter() - start < seconds, f"not within {seconds} s"
+        time.sleep(0.01)
+    return time.perf_counter() - start
+
+
+def assert_sound(result: RolloutResult) -> None:
+    for group in result.groups:
+        assert len(group.rows) == 4
+        for candidate in group.candidates:
+            assert candidate.logprobs is None or len(candidate.logprobs) == len(candidate.tokens)
+            assert all(row.finish_reason is not None for row in group.rows)
+
+
+def test_grpo_keeps_all_and_logprobs_are_those_of_the_model(engine, vllm_server):
+    result = run(engine, body(vllm_server), [4, 4, 4], schedule="grpo")
+    assert_sound(result)
+    model = AutoModelForCausalLM.from_pretrained(vllm_server.model_dir, dtype=torch.float32)
+    for group in result.groups:
+        prompt = [60 + group.plan.group_id, 61]
+        for row in group.rows:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + row.tokens])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0]
+            assert (torch.tensor(row.logprobs) - expected).abs().max() < 1e-3
+
+
+def test_lengths_are_replayed_and_both_ends_kept(engine, vllm_server):
+    lengths = {0: [5, 60, 9, 30, 12, 20], 1: [11, 4, 6, 8, 90, 7]}
+    result = run(engine, body(vllm_server), [6, 6], overrides=fixed_lengths(lengths))
+    assert {g.plan.group_id: [c.length for c in g.candidates] for g in result.groups} == lengths
+    assert [g.selected for g in result.groups] == [[0, 1, 2, 4], [1, 2, 4, 5]]
+
+
+def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_server):
+    lengths = {0: [5, 380, 9, 370, 12, 20, 390, 360]}
+    result = run(engine, body(vllm_server), [8], overrides=fixed_lengths(lengths))
+    (group,) = result.groups
+    assert group.selected == [0, 2, 4, 5]
+    aborted = [c for c in group.candidates if c.state is CandidateState.ABORTED]
+    assert [c.index for c in aborted] == [1, 3, 6, 7]
+    assert all(20 <= c.length < 300 and len(c.logprobs) == c.length for c in aborted)
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+
+
+def test_bounded_wait_streams_and_aborts(engine, vllm_server):
+    lengths = {0: [20, 25, 30, 40, 55, 390]}
+    result = run(engine, body(vllm_server), [6], overrides=fixed_lengths(lengths), long_end_patience=2.0)
+    (group,) = result.groups
+    assert group.selected == [0, 1, 2, 4]
+    assert 80 <= group.candidates[5].length < 200
+    assert_sound(result)
+
+
+def test_candidates_differ_and_a_seed_repeats_them(engine, vllm_server):
+    fields = body(vllm_server, seed=7)
+    first, second = (run(engine, fields, [4, 4], schedule="grpo") for _ in range(2))
+    tokens = [[row.tokens for row in group.rows] for group in first.groups]
+    assert tokens == [[row.tokens for row in group.rows] for group in second.groups]
+    assert len({tuple(row) for row in tokens[0]}) == 4
+
+
+def test_candidates_resume_after_their_tokens(engine, vllm_server):
+    from trl_darts.scheduling import PartialCandidate
+
+    scheduler = Scheduler(make_policies("grpo", 1, 1, 0), 1)
+    full = run_one(engine, vllm_server, Scheduler(make_policies("grpo", 1, 1, 0), 1), ())
+    partial = PartialCandidate(tuple(full.tokens[:10]), tuple(full.logprobs[:10]))
+    resumed = run_one(engine, vllm_server, scheduler, (partial,))
+    assert resumed.tokens == full.tokens
+    assert torch.allclose(torch.tensor(resumed.logprobs), torch.tensor(full.logprobs), atol=1e-4)
+
+
+def run_one(engine, vllm_server, scheduler, resumed):
+    greedy = body(vllm_server, temperature=0.0, max_tokens=30, ignore_eos=True)
+    return engine.run(scheduler, [GroupPlan(0, 1, resumed=resumed)], {0: [60, 61]}, greedy).groups[0].rows[0]
+
+
+def test_servers_words_surface(engine, vllm_server):
+    with pytest.raises(GenerationError, match="answered 400: Token id 99999 is out of vocabulary"):
+        run(engine, body(vllm_server), [4, 4], prompts={0: [60], 1: [99999]})
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+    with pytest.raises(GenerationError, match="maximum context length is 2048"):
+        run(engine, body(vllm_server), [4], prompts={0: [60] * 2000})
+
+
+def test_deadline_of_a_candidate(vllm_server):
+    engine = VLLMServerEngine([vllm_server.base_url], request_timeout_s=0.3)
+    start = time.perf_counter()
+    with pytest.raises(GenerationError, match=r"`vllm_request_timeout_s` \(0.3 s\)"):
+        run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [4])
+    assert time.perf_counter() - start < 2.0
+    engine.close()
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+
+
+def test_interrupt_ends_the_requests(engine, vllm_server):
+    def interrupt(ledger):
+        if ledger.num_running:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [8] * 4, on_progress=interrupt)
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+
+
+def test_killed_trainer_leaves_nothing_running(vllm_server):
+    script = f"""
+        from trl_darts.engines import VLLMServerEngine
+        from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+        body = dict(model={vllm_server.model!r}, max_tokens=2000, ignore_eos=True, logprobs=0, return_token_ids=True)
+        scheduler = Scheduler(make_policies("darts", 8, 16, 1), 8)
+        plans = [GroupPlan(i, 12) for i in range(8)]
+        VLLMServerEngine([{vllm_server.base_url!r}]).run(scheduler, plans, {{i: [60, i] for i in range(8)}}, body)
+    """
+    trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
+    try:
+        wait_for(lambda: running_requests(vllm_server.base_url) > 0, seconds=60)
+        os.kill(trainer.pid, signal.SIGKILL)
+        seconds = wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+        print(f"no request runs {seconds:.2f} s after the trainer was killed")
+    finally:
+        trainer.kill()
+        trainer.wait()

@@ -1,0 +1,147 @@
+"""
+Models and a tokenizer that are made on the spot: no download, no hub, the same bytes every time.
+
+All have `VOCAB_SIZE` tokens, `eos` = 1 and `pad` = 0, and fit the tokenizer of [`make_tokenizer`].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+
+VOCAB_SIZE = 128
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+# (share of the completions, mean length in tokens): heavy-tailed, p50 36, p90 310, p99 1545.
+HEAVY_TAIL = ((0.40, 20), (0.30, 60), (0.18, 180), (0.09, 500), (0.03, 1500))
+# The same shape at a fifth of the length, for tests against a real server: p50 8, p90 67, p99 394.
+SHORT_HEAVY_TAIL = tuple((share, mean_length / 5) for share, mean_length in HEAVY_TAIL)
+FIRST_CLASS_TOKEN, CLASS_SIZE = 99, 5  # the tokenizer's fillers: no prompt made of text ends in a class
+
+
+def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """One token per character of printable ASCII and newline (IDs 3 to 98), then fillers `<99>`, `<100>`, …"""
+    tokens = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
+    if vocab_size < len(tokens):
+        raise ValueError(f"`vocab_size` ({vocab_size}) must be at least {len(tokens)}, one per printable character.")
+    tokens += [f"<{index}>" for index in range(len(tokens), vocab_size)]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _config(hidden_size: int, num_layers: int, tied: bool) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,  # vLLM's CPU attention needs heads of at least 32
+        num_key_value_heads=hidden_size // 64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+
+
+def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path) -> Path:
+    model.generation_config.eos_token_id = EOS_ID
+    model.generation_config.pad_token_id = PAD_ID
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    return Path(out_dir)
+
+
+def make_random_model(
+    out_dir: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    tied: bool = False,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    seed: int = 0,
+) -> Path:
+    """
+    Write a random float32 Qwen2 checkpoint with its tokenizer; nearly uniform next-token probabilities.
+
+    The default generator of torch is left as it was found.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(_config(hidden_size, num_layers, tied)).to(torch.float32)
+    return _save(model, tokenizer, out_dir)
+
+
+def markov_transitions(
+    follow: float = 0.97, classes: Sequence[tuple[float, float]] = HEAVY_TAIL, floor: float = 1e-6
+) -> torch.Tensor:
+    """
+    Next-token probabilities of the Markov chain, `(VOCAB_SIZE, VOCAB_SIZE)`, row = last token.
+
+    Class `c` owns the five tokens from `99 + 5 c` on, fillers that no text contains. From a token of a class the chain
+    ends with probability 1 / mean length, else stays in the class: the next token in its cycle with probability
+    `follow`, else any of the five. Every other token (the last of a prompt) enters class `c` with the class's share.
+    So the length of a completion, `eos` included, is one more than a mixture of geometric distributions, for every
+    prompt.
+    """
+    if FIRST_CLASS_TOKEN + CLASS_SIZE * len(classes) > VOCAB_SIZE:
+        raise ValueError(f"`classes` ({len(classes)}) must be at most {(VOCAB_SIZE - 99) // CLASS_SIZE}.")
+    starts = [FIRST_CLASS_TOKEN + CLASS_SIZE * index for index in range(len(classes))]
+    entry = torch.full((VOCAB_SIZE,), floor)
+    for start, (share, _) in zip(starts, classes, strict=True):
+        entry[start : start + CLASS_SIZE] += share / CLASS_SIZE
+    transitions = entry.repeat(VOCAB_SIZE, 1)
+    for start, (_, mean_length) in zip(starts, classes, strict=True):
+        for position in range(CLASS_SIZE):
+            row = torch.full((VOCAB_SIZE,), floor)
+            row[EOS_ID] += 1 / mean_length
+            row[start : start + CLASS_SIZE] += (1 - 1 / mean_length) * (1 - follow) / CLASS_SIZE
+            row[start + (position + 1) % CLASS_SIZE] += (1 - 1 / mean_length) * follow
+            transitions[start + position] = row
+    return transitions / transitions.sum(1, keepdim=True)  # (V, V)
+
+
+def make_markov_model(
+    out_dir: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    follow: float = 0.97,
+    classes: Sequence[tuple[float, float]] = HEAVY_TAIL,
+) -> Path:
+    """
+    Write a Qwen2 checkpoint that *is* the chain of [`markov_transitions`]: heavy-tailed, ends by itself.
+
+    Attention and MLP add nothing (their output projections are zero), each embedding is a unit vector, RMSNorm scales
+    it by a constant, and the LM head undoes the constant and holds the logarithms of the transition matrix.
+    """
+    config = _config(VOCAB_SIZE, num_layers=1, tied=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config).to(torch.float32)
+    log_probs = markov_transitions(follow, classes).log()
+    scale = (1 / VOCAB_SIZE + config.rms_norm_eps) ** -0.5
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                param.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCAB_SIZE))
+        model.lm_head.weight.copy_((log_probs / scale).T)
+    return _save(model, tokenizer, out_dir)

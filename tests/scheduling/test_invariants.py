@@ -1,0 +1,171 @@
+"""The invariants of `trl_darts/scheduling/scheduler.py`, under the names that its docstring gives them."""
+
+import copy
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduling.chaos import ChaosEngine
+from trl_darts.scheduling import (
+    CandidateEnded,
+    CandidateState,
+    GroupPlan,
+    PartialCandidate,
+    SchedulePolicies,
+    Scheduler,
+    make_policies,
+)
+from trl_darts.scheduling.types import FINAL_STATES
+
+
+NUM_GENERATIONS, MAX_NUM_GENERATIONS = 3, 6
+
+
+class FirstGroups:
+    """A batch stop of the kind that later schedules have: the first `count` groups are enough."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def harvest(self, num_settled: int, num_groups: int) -> bool:
+        return num_settled >= min(self.count, num_groups)
+
+
+class OneMore:
+    """A refill of the kind that later schedules have: one more candidate for each group, once."""
+
+    def __init__(self) -> None:
+        self.given: set[int] = set()
+
+    def extra(self, groups, num_running: int) -> Sequence[int]:
+        wanted = [g.group_id for g in groups if g.num_complete and g.group_id not in self.given]
+        self.given.update(wanted)
+        return wanted
+
+
+@st.composite
+def rollouts(draw) -> dict:
+    schedule = draw(st.sampled_from(["grpo", "darts"]))
+    highest = NUM_GENERATIONS if schedule == "grpo" else MAX_NUM_GENERATIONS
+    counts = draw(st.lists(st.integers(NUM_GENERATIONS, highest), min_size=1, max_size=5))
+    resumed = draw(st.booleans())
+    return {
+        "schedule": schedule,
+        "patience": draw(st.sampled_from([None, 1.0, 1.5])),
+        "tail_pruning": draw(st.booleans()),
+        "num_longest": draw(st.integers(0, NUM_GENERATIONS - 1)),
+        "plans": [
+            GroupPlan(i, n, resumed=(PartialCandidate((0, 1), (-0.0, -1.0)),) if resumed else ())
+            for i, n in enumerate(counts)
+        ],
+        "harvest_after": draw(st.sampled_from([None, 1, 2])),
+        "refill": draw(st.booleans()) and schedule == "darts",
+        "seed": draw(st.integers(0, 2**32)),
+        "num_engines": draw(st.integers(1, 3)),
+    }
+
+
+def new_scheduler(rollout: dict) -> Scheduler:
+    policies = make_policies(
+        rollout["schedule"],
+        num_generations=NUM_GENERATIONS,
+        max_num_generations=MAX_NUM_GENERATIONS,
+        num_longest=rollout["num_longest"],
+        tail_pruning=rollout["tail_pruning"],
+        long_end_patience=rollout["patience"],
+    )
+    if rollout["harvest_after"] is not None:
+        policies = SchedulePolicies(policies.group_stop, FirstGroups(rollout["harvest_after"]))
+    if rollout["refill"]:
+        policies = SchedulePolicies(policies.group_stop, policies.batch_stop, refill=OneMore())
+    return Scheduler(policies, NUM_GENERATIONS)
+
+
+def run(rollout: dict) -> tuple[Scheduler, ChaosEngine]:
+    scheduler, engine = new_scheduler(rollout), ChaosEngine(rollout["seed"], rollout["num_engines"])
+    engine.run(scheduler, rollout["plans"])
+    return scheduler, engine
+
+
+@settings(max_examples=300, deadline=None)
+@given(rollouts())
+def test_ends_once(rollout):
+    scheduler, engine = run(rollout)
+    assert all(c.state in FINAL_STATES for c in scheduler.ledger.candidates)
+    assert all(count == 1 for count in engine.ends.values())
+    finished = [c for c in scheduler.ledger.candidates if c.state is CandidateState.FINISHED]
+    assert all(engine.ends[c.candidate_id] == 1 for c in finished)
+    assert scheduler.ledger.num_aborted == sum(
+        c.state is CandidateState.ABORTED for c in scheduler.ledger.candidates
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(rollouts())
+def test_rows_per_group(rollout):
+    scheduler, _ = run(rollout)
+    result = scheduler.result()
+    assert len(result.groups) + len(result.deferred) == len(rollout["plans"])
+    if rollout["harvest_after"] is None:
+        assert not result.deferred
+    for group in result.groups:
+        assert len(group.rows) == NUM_GENERATIONS
+        assert len(set(group.selected)) == NUM_GENERATIONS
+        assert all(row.state is CandidateState.FINISHED for row in group.rows)
+    for group in result.deferred:
+        assert group.rows == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(rollouts())
+def test_tokens_match_logprobs(rollout):
+    scheduler, _ = run(rollout)
+    for candidate in scheduler.ledger.candidates:
+        assert candidate.tokens == list(range(candidate.length))  # none twice, none missing
+        if candidate.tokens:
+            assert candidate.logprobs == [-float(t) for t in candidate.tokens]
+
+
+@settings(max_examples=300, deadline=None)
+@given(rollouts())
+def test_nothing_outstanding(rollout):
+    scheduler, engine = run(rollout)
+    assert not engine.running
+    assert scheduler.ledger.num_running == 0
+    assert all(load.num_running == 0 for load in scheduler.ledger.engines.values())
+    assert all(group.num_unfinished == 0 for group in scheduler.ledger.groups.values())
+    late = [copy.deepcopy(event) for event, _ in engine.trace if isinstance(event, CandidateEnded)]
+    assert all(scheduler.handle(event) == [] for event in late)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rollouts())
+def test_same_trace_same_commands(rollout):
+    first, engine = run(rollout)
+    second = new_scheduler(rollout)
+    assert second.start(rollout["plans"], copy.deepcopy(engine.initial), 0.0) == engine.first_commands
+    for event, commands in engine.trace:
+        assert second.handle(copy.deepcopy(event)) == commands
+    assert [g.selected for g in second.result().groups] == [g.selected for g in first.result().groups]
+
+
+@settings(max_examples=200, deadline=None)
+@given(rollouts())
+def test_settled_is_final(rollout):
+    scheduler = new_scheduler(rollout)
+    engine = ChaosEngine(rollout["seed"], rollout["num_engines"])
+    seen: dict[int, list[int]] = {}
+    handle = scheduler.handle
+
+    def watched(event):
+        commands = handle(event)
+        for group in scheduler.ledger.groups.values():
+            if group.settled:
+                assert seen.setdefault(group.group_id, list(group.selected)) == group.selected
+        return commands
+
+    scheduler.handle = watched
+    engine.run(scheduler, rollout["plans"])
+    if rollout["harvest_after"] is None:
+        assert len(seen) == len(rollout["plans"])

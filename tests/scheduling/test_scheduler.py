@@ -1,0 +1,178 @@
+"""What the scheduler decides, case by case, on the stub engine."""
+
+import pytest
+
+from trl_darts.engines import StubEngine
+from trl_darts.errors import ConfigurationError, GenerationError
+from trl_darts.scheduling import (
+    Abort,
+    CandidateEnded,
+    CandidateFailed,
+    CandidateState,
+    EngineLoad,
+    EngineLost,
+    FinishReason,
+    GroupPlan,
+    Scheduler,
+    Submit,
+    TokensArrived,
+    make_policies,
+)
+
+
+def darts(num_generations=3, max_num_generations=6, num_longest=1, **kwargs) -> Scheduler:
+    policies = make_policies("darts", num_generations, max_num_generations, num_longest, **kwargs)
+    return Scheduler(policies, num_generations)
+
+
+def grpo(num_generations=3) -> Scheduler:
+    return Scheduler(make_policies("grpo", num_generations, num_generations, 1), num_generations)
+
+
+def ended(candidate_id, num_tokens, now, reason=FinishReason.STOP, segment=0, offset=0):
+    tokens = [5] * num_tokens
+    return CandidateEnded(candidate_id, segment, offset, tokens, [-1.0] * num_tokens, reason, now)
+
+
+def test_grpo_waits_for_all_and_keeps_all():
+    scheduler = grpo()
+    engine = StubEngine({0: [4, 90, 7], 1: [3, 3, 3]})
+    result = engine.run(scheduler, [GroupPlan(0, 3), GroupPlan(1, 3)])
+    assert [g.selected for g in result.groups] == [[0, 1, 2], [0, 1, 2]]
+    assert not [c for c in engine.commands if isinstance(c, Abort)]
+    assert result.occupancy[-1] == (90.0, 0)
+
+
+def test_dual_end_waits_for_the_whole_pool_below_the_bound():
+    engine = StubEngine({0: [4, 90, 7, 30, 12]})
+    result = engine.run(darts(), [GroupPlan(0, 5)])
+    assert result.groups[0].selected == [0, 1, 2]  # the shortest two, 4 and 7, and the longest, 90
+    assert result.occupancy[-1][0] == 90.0
+
+
+def test_saturated_group_stops_at_its_mth_complete_candidate():
+    engine = StubEngine({0: [4, 90, 7, 30, 12, 500]})
+    result = engine.run(darts(), [GroupPlan(0, 6)])
+    assert result.groups[0].selected == [0, 2, 4]
+    assert result.occupancy[-1] == (12.0, 0)
+    aborted = [c for c in result.groups[0].candidates if c.state is CandidateState.ABORTED]
+    assert [c.index for c in aborted] == [1, 3, 5]
+    assert [c.length for c in aborted] == [12, 12, 12]  # what they had is known
+    assert all(c.censored for c in aborted)
+
+
+def test_tail_pruning_off_waits_for_the_saturated_group_too():
+    engine = StubEngine({0: [4, 90, 7, 30, 12, 500]})
+    result = engine.run(darts(tail_pruning=False), [GroupPlan(0, 6)])
+    assert result.groups[0].selected == [0, 2, 5]
+    assert result.occupancy[-1][0] == 500.0
+
+
+def test_truncated_candidates_do_not_count_as_complete():
+    engine = StubEngine({0: [4, 90, 7, 30, 12, 500]}, max_completion_length=20)
+    result = engine.run(darts(tail_pruning=False), [GroupPlan(0, 6)])
+    assert result.groups[0].selected == [0, 2, 4]  # the longest *complete* one is 12
+    engine = StubEngine({0: [40, 90, 7, 30, 12, 500]}, max_completion_length=20)
+    result = engine.run(darts(), [GroupPlan(0, 6)])
+    assert result.groups[0].selected == [0, 2, 4]  # two complete ones, and one of those cut off at 20
+
+
+def test_bounded_wait_aborts_beyond_p_times_the_mth_shortest():
+    engine = StubEngine({0: [10, 15, 20, 35, 900]}, progress_interval=1)
+    result = engine.run(darts(long_end_patience=2.0), [GroupPlan(0, 5)])
+    # The third shortest complete length is 20: 35 ends in time and is the long end, 900 is aborted at 40.
+    assert result.groups[0].selected == [0, 1, 3]
+    assert result.groups[0].candidates[4].state is CandidateState.ABORTED
+    assert result.occupancy[-1][0] == pytest.approx(40, abs=1)
+
+
+def test_bounded_wait_does_nothing_before_the_mth_complete_candidate():
+    engine = StubEngine({0: [10, 15, 600, 700, 900]}, progress_interval=1)
+    result = engine.run(darts(long_end_patience=1.0), [GroupPlan(0, 5)])
+    assert result.groups[0].selected == [0, 1, 2]
+    assert result.occupancy[-1][0] == pytest.approx(600, abs=1)
+
+
+def test_same_decisions_whatever_the_order_of_simultaneous_groups():
+    lengths = {0: [4, 90, 7, 30, 12, 500], 1: [8, 8, 8, 8, 8, 8]}
+    alone = [StubEngine(lengths).run(darts(), [GroupPlan(i, 6)]).groups[0].selected for i in (0, 1)]
+    together = StubEngine(lengths).run(darts(), [GroupPlan(1, 6), GroupPlan(0, 6)])
+    assert [g.selected for g in together.groups] == alone[::-1]
+
+
+def test_candidates_go_to_the_least_loaded_engine():
+    scheduler = grpo(num_generations=4)
+    commands = scheduler.start([GroupPlan(0, 4)], [EngineLoad("a"), EngineLoad("b", capacity=1)], now=0.0)
+    assert [c.engine_id for c in commands] == ["a", "b", "a", "a"]
+
+
+def test_candidates_wait_for_room():
+    scheduler = grpo(num_generations=3)
+    assert len(scheduler.start([GroupPlan(0, 3)], [EngineLoad("a", capacity=2)], now=0.0)) == 2
+    (command,) = scheduler.handle(ended(0, 3, now=1.0))
+    assert isinstance(command, Submit)
+    assert command.candidate_id == 2
+
+
+def test_lost_engine_resumes_elsewhere_from_its_tokens():
+    scheduler = grpo(num_generations=2)
+    scheduler.start([GroupPlan(0, 2)], [EngineLoad("a"), EngineLoad("b")], now=0.0)
+    scheduler.handle(TokensArrived(0, 0, 0, [5, 6], [-1.0, -2.0], now=1.0))
+    (command,) = scheduler.handle(EngineLost("a", "connection refused", now=2.0))
+    assert (command.engine_id, command.segment, command.prior_tokens) == ("b", 1, (5, 6))
+    assert scheduler.handle(ended(0, 9, now=3.0, segment=0)) == []  # of the old segment: too late
+    scheduler.handle(ended(1, 3, now=3.0))
+    scheduler.handle(ended(0, 2, now=4.0, segment=1, offset=2))
+    assert scheduler.result().groups[0].candidates[0].tokens == [5, 6, 5, 5]
+
+
+def test_last_engine_lost_fails_with_its_words():
+    scheduler = grpo()
+    scheduler.start([GroupPlan(0, 3)], [EngineLoad("http://a")], now=0.0)
+    scheduler.handle(EngineLost("http://a", "connection refused", now=1.0))
+    assert scheduler.done
+    with pytest.raises(GenerationError, match="http://a is lost: connection refused"):
+        scheduler.result()
+
+
+def test_failed_candidate_aborts_the_rest_and_surfaces_the_message():
+    scheduler = grpo()
+    scheduler.start([GroupPlan(0, 3)], [EngineLoad("a")], now=0.0)
+    commands = scheduler.handle(CandidateFailed(1, 0, "context length exceeded", now=1.0))
+    assert [c.candidate_id for c in commands] == [0, 2]
+    for candidate_id in (0, 2):
+        scheduler.handle(ended(candidate_id, 0, now=2.0, reason=FinishReason.ABORT))
+    with pytest.raises(GenerationError, match="candidate 1 of prompt 0 on a: context length exceeded"):
+        scheduler.result()
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (ended(0, 0, now=1.0), "without a single token"),
+        (ended(0, 3, now=1.0, reason=FinishReason.ABORT), "not by this trainer"),
+        (ended(0, 3, now=1.0, offset=4), "never arrived"),
+        (CandidateEnded(0, 0, 0, [5, 5], [-1.0], FinishReason.STOP, 1.0), "1 log-probs came for 2 tokens"),
+    ],
+)
+def test_answers_that_make_no_sense_fail(event, words):
+    scheduler = grpo(num_generations=1)
+    scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
+    scheduler.handle(event)
+    with pytest.raises(GenerationError, match=words):
+        scheduler.result()
+
+
+def test_too_few_candidates_are_refused():
+    with pytest.raises(ConfigurationError, match=r"`num_candidates` \(2\) of group 0 must be at least"):
+        grpo().start([GroupPlan(0, 2)], [EngineLoad("a")], now=0.0)
+
+
+def test_repeated_group_is_refused():
+    with pytest.raises(ConfigurationError, match="occurs twice"):
+        grpo().start([GroupPlan(0, 3), GroupPlan(0, 3)], [EngineLoad("a")], now=0.0)
+
+
+def test_unknown_schedule_names_the_rows():
+    with pytest.raises(ConfigurationError, match=r"`schedule` \('best'\) must be one of 'grpo', 'darts'"):
+        make_policies("best", 8, 16, 1)

