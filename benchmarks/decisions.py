@@ -1,0 +1,184 @@
+"""
+What one training step's decisions cost on one core.
+
+    python benchmarks/decisions.py [--num-prompts 512] [--factor 8] [--repeats 15] [--check]
+
+Each stage is a function that takes a `Batch`, does its part of one step's decisions, and is listed in `STAGES`. A
+stage may read what earlier ones left in the batch. Processor time is counted, not the time that other processes take.
+The same step is measured again with `--factor` times the prompts, to show that nothing is quadratic. With `--check`
+the exit status is 1 where a limit is exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from trl_darts.policy import (
+    BudgetController,
+    LatencyCurve,
+    LengthTracker,
+    allocate_redundancy,
+    select_dual_end,
+    select_shortest,
+)
+
+
+LIMIT_S = 0.050
+"""Most that the decisions of a step with 512 prompts may take."""
+
+LIMIT_GROWTH = 1.5
+"""Most that the time may grow, in multiples of the growth of the batch: 12 times for 8 times the prompts."""
+
+NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST = 16, 32, 1
+CURVE = LatencyCurve([1, 64, 256, 8192], [0.010, 0.012, 0.025, 0.700])
+
+
+@dataclass
+class Batch:
+    """One step: what was drawn beforehand, and what the stages decide."""
+
+    keys: list[int]
+    pools: list[tuple[list[int], list[bool]]]  # lengths, complete
+    all_lengths: list[int]
+    tracker: LengthTracker
+    controller: BudgetController
+    total: int = 0
+    allocation: list[int] = field(default_factory=list)
+    selected: list[list[int]] = field(default_factory=list)
+
+
+def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
+    """
+    Log-normal lengths between and within prompts; 5 to 30 % of a pool's candidates were aborted or hit the limit.
+    """
+    keys = rng.integers(-(2**63), 2**63, num_prompts).tolist()
+    tracker = LengthTracker()
+    controller = BudgetController(NUM_GENERATIONS, MAX_NUM_GENERATIONS, latency_curve=CURVE, calibration_steps=1)
+    pools, everything = [], []
+    for key in keys:
+        size = int(rng.integers(NUM_GENERATIONS, MAX_NUM_GENERATIONS + 1))
+        lengths = rng.lognormal(rng.normal(6, 0.5), rng.uniform(0.3, 1.2), size).astype(int) + 1
+        bound = int(np.quantile(lengths, 1 - rng.uniform(0.05, 0.3)))
+        complete = (lengths <= bound).tolist()
+        pools.append((np.minimum(lengths, bound).tolist(), complete))
+        everything += pools[-1][0]
+        tracker.update(key, pools[-1][0], [not done for done in complete])
+    tracker.end_step()
+    controller.observe(controller.total(num_prompts, tracker.rho), 60.0, everything)
+    return Batch(keys, pools, everything, tracker, controller)
+
+
+def budget(batch: Batch) -> None:
+    """How many candidates the batch gets."""
+    batch.total = batch.controller.total(len(batch.keys), batch.tracker.rho)
+
+
+def allocate(batch: Batch) -> None:
+    """How many of them each prompt gets."""
+    stds = [batch.tracker.std(key) for key in batch.keys]
+    batch.allocation = allocate_redundancy(stds, batch.total, NUM_GENERATIONS, MAX_NUM_GENERATIONS)
+
+
+def select(batch: Batch) -> None:
+    """Which candidates of each prompt are kept."""
+    batch.selected = [
+        select_shortest(lengths, complete, NUM_GENERATIONS)
+        if size == MAX_NUM_GENERATIONS
+        else select_dual_end(lengths, complete, NUM_GENERATIONS - NUM_LONGEST, NUM_LONGEST)
+        for size, (lengths, complete) in zip(batch.allocation, batch.pools, strict=True)
+    ]
+
+
+def track(batch: Batch) -> None:
+    """What is remembered of the lengths."""
+    for key, (lengths, complete) in zip(batch.keys, batch.pools, strict=True):
+        batch.tracker.update(key, lengths, [not done for done in complete])
+    batch.tracker.end_step()
+
+
+def observe(batch: Batch) -> None:
+    """What the step cost."""
+    batch.controller.observe(batch.total, 60.0, batch.all_lengths)
+
+
+STAGES: tuple[Callable[[Batch], None], ...] = (budget, allocate, select, track, observe)
+
+
+def measure(num_prompts: int, repeats: int, seed: int = 0) -> dict[str, float]:
+    """
+    Seconds of processor time that each stage takes in a step.
+
+    Args:
+        num_prompts (`int`):
+            Number of prompts of the batch.
+        repeats (`int`):
+            Number of steps, of which each stage's median counts. One more comes first and is left out.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the lengths.
+
+    Returns:
+        `dict[str, float]`: Median seconds by the stage's name.
+    """
+    batch = make_batch(num_prompts, np.random.default_rng(seed))
+    seconds: dict[str, list[float]] = {stage.__name__: [] for stage in STAGES}
+    for _ in range(repeats + 1):
+        for stage in STAGES:
+            start = time.process_time()
+            stage(batch)
+            seconds[stage.__name__].append(time.process_time() - start)
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+
+
+def show(small: dict[str, float], large: dict[str, float], num_prompts: int, factor: int) -> None:
+    """Print the table."""
+    num_candidates = f"{NUM_GENERATIONS} to {MAX_NUM_GENERATIONS} candidates"
+    table = Table(title=f"Decisions of one step on one core, {num_candidates} a prompt (median, ms)")
+    table.add_column("stage")
+    table.add_column("what is decided")
+    for title in (f"{num_prompts} prompts", f"{num_prompts * factor} prompts", "growth"):
+        table.add_column(title, justify="right")
+    for stage in STAGES:
+        a, b = small[stage.__name__], large[stage.__name__]
+        table.add_row(
+            stage.__name__, (stage.__doc__ or "").rstrip("."), f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{b / a:.1f} x"
+        )
+    table.add_section()
+    a, b = sum(small.values()), sum(large.values())
+    table.add_row("total", "", f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{b / a:.1f} x")
+    Console().print(table)
+
+
+def main() -> int:
+    """Measure, print, and compare with the limits."""
+    parser = argparse.ArgumentParser(description="Cost of one step's decisions on one core.")
+    parser.add_argument("--num-prompts", type=int, default=512)
+    parser.add_argument("--factor", type=int, default=8, help="the larger batch, in multiples of the smaller")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is exceeded")
+    args = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    small = measure(args.num_prompts, args.repeats)
+    large = measure(args.num_prompts * args.factor, max(3, args.repeats // 3))
+    show(small, large, args.num_prompts, args.factor)
+    growth, limit = sum(large.values()) / sum(small.values()), LIMIT_S * args.num_prompts / 512
+    exceeded = sum(small.values()) > limit or growth > LIMIT_GROWTH * args.factor
+    print(
+        f"limits: {limit * 1e3:.0f} ms, growth {LIMIT_GROWTH * args.factor:.0f} x: "
+        f"{'exceeded' if exceeded else 'kept'}"
+    )
+    return int(args.check and exceeded)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

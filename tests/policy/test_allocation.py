@@ -1,0 +1,151 @@
+"""The invariants of `trl_darts/policy/allocation.py`, under the names that its docstring gives them."""
+
+import math
+from itertools import product
+from random import Random
+from typing import TypeAlias
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_darts.policy import allocate_redundancy
+
+
+Problem: TypeAlias = tuple[list[float | None], int, int, int]  # stds, total, low, high
+
+STDS = st.lists(
+    st.one_of(
+        st.none(),
+        st.just(math.nan),
+        st.integers(0, 5).map(float),
+        st.floats(0, 1e300),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn, stds: st.SearchStrategy[list[float | None]] = STDS) -> Problem:
+    length_stds = draw(stds)
+    low = draw(st.integers(1, 4))
+    high = draw(st.integers(low, low + 5))
+    total = draw(st.integers(len(length_stds) * low, len(length_stds) * high))
+    return length_stds, total, low, high
+
+
+def weights_by_definition(stds: list[float]) -> list[float]:
+    known = [std for std in stds if not math.isnan(std)]
+    if not known or min(known) == max(known):
+        return [1.0] * len(stds)
+    norms = [(std - min(known)) / (max(known) - min(known)) for std in stds]
+    mean = sum(norm for norm in norms if not math.isnan(norm)) / len(known)
+    return [mean if math.isnan(norm) else norm for norm in norms]
+
+
+def objective(weights: list[float], allocation: list[int] | tuple[int, ...]) -> float:
+    return sum(weight / size for weight, size in zip(weights, allocation, strict=True))
+
+
+@given(problems(st.lists(st.one_of(st.just(math.nan), st.floats(0, 100)), min_size=1, max_size=4)))
+def test_minimises_the_objective(problem: tuple[list[float], int, int, int]) -> None:
+    stds, total, low, high = problem
+    weights = weights_by_definition(stds)
+    best = min(
+        objective(weights, sizes) for sizes in product(range(low, high + 1), repeat=len(stds)) if sum(sizes) == total
+    )
+    assert objective(weights, allocate_redundancy(stds, total, low, high)) <= best * (1 + 1e-12) + 1e-15
+
+
+@given(problems())
+def test_sums_to_the_total_within_bounds(problem: Problem) -> None:
+    stds, total, low, high = problem
+    allocation = allocate_redundancy(stds, total, low, high)
+    assert len(allocation) == len(stds)
+    assert sum(allocation) == total
+    assert all(type(size) is int and low <= size <= high for size in allocation)
+
+
+@given(problems())
+def test_a_larger_std_never_gets_fewer(problem: Problem) -> None:
+    stds, total, low, high = problem
+    allocation = allocate_redundancy(stds, total, low, high)
+    known = [
+        (std, size) for std, size in zip(stds, allocation, strict=True) if std is not None and not math.isnan(std)
+    ]
+    for std, size in known:
+        assert all(size <= other_size for other_std, other_size in known if other_std > std)
+
+
+@given(problems(st.lists(st.floats(0, 100), min_size=1, max_size=8, unique=True)), st.randoms())
+def test_the_order_of_the_prompts_does_not_matter(problem: Problem, random: Random) -> None:
+    stds, total, low, high = problem
+    order = list(range(len(stds)))
+    random.shuffle(order)
+    allocation = allocate_redundancy(stds, total, low, high)
+    shuffled = allocate_redundancy([stds[i] for i in order], total, low, high)
+    assert shuffled == [allocation[i] for i in order]
+
+
+@given(problems(), st.floats(0.01, 100))
+def test_the_unit_of_length_does_not_matter(problem: Problem, factor: float) -> None:
+    stds, total, low, high = problem
+    integers = [None if std is None or math.isnan(std) else round(math.fmod(std, 16)) * 64.0 for std in stds]
+    power = 2.0 ** round(math.log2(factor))  # exact in floating point
+    scaled = [None if std is None else std * power for std in integers]
+    assert allocate_redundancy(scaled, total, low, high) == allocate_redundancy(integers, total, low, high)
+
+
+@pytest.mark.parametrize(
+    ("stds", "total", "expected"),
+    [
+        ([3.0, 3.0, 3.0, 3.0], 10, [3, 3, 2, 2]),  # all equal: evenly, lower index first
+        ([math.nan, None, math.nan, None], 11, [3, 3, 3, 2]),  # nobody has history: as if all were equal
+        ([3.0, None, 3.0, math.nan], 9, [3, 2, 2, 2]),
+        ([0.0, 0.0, 0.0, 9.0], 11, [3, 2, 2, 4]),  # weight 0 gets what is left, evenly, lower index first
+        ([0.0, 0.0, 0.0, 9.0], 13, [3, 3, 3, 4]),
+        ([0.0, 8.0, 4.0, 4.0], 10, [2, 3, 3, 2]),  # after 8 has got one, all gain 1/12: who has fewer comes first
+    ],
+)
+def test_examples(stds: list[float | None], total: int, expected: list[int]) -> None:
+    assert allocate_redundancy(stds, total, low=2, high=4) == expected
+
+
+def test_stds_that_the_norm_cannot_tell_apart_keep_their_order() -> None:
+    assert allocate_redundancy([0.0, 1e-30, 2e-30, 1e300], 11, low=2, high=4) == [2, 2, 3, 4]
+
+
+def test_without_history_means_the_mean_weight() -> None:
+    stds = [0.0, 10.0, None, 2.0]  # mean of the three: 4, which is weight 0.4
+    as_mean = [0.0, 10.0, 4.0, 2.0]
+    for total in range(16, 33):
+        assert allocate_redundancy(stds, total, 4, 8) == allocate_redundancy(as_mean, total, 4, 8)
+
+
+def test_history_overrides_the_std() -> None:
+    marked = allocate_redundancy([0.0, 10.0, math.inf, 2.0], 24, 4, 8, history=[True, True, False, True])
+    assert marked == allocate_redundancy([0.0, 10.0, None, 2.0], 24, 4, 8)
+    assert marked != allocate_redundancy([0.0, 10.0, 50.0, 2.0], 24, 4, 8)
+
+
+def test_empty_batch() -> None:
+    assert allocate_redundancy([], 0, 8, 16) == []
+
+
+@pytest.mark.parametrize(
+    ("stds", "total", "low", "high", "message"),
+    [
+        ([1.0, 2.0], 3, 2, 4, r"`total` \(3\) must be between 4 and 8"),
+        ([1.0, 2.0], 9, 2, 4, r"`total` \(9\) must be between 4 and 8"),
+        ([1.0, 2.0], 6, 4, 2, r"`low` \(4\)"),
+        ([1.0, 2.0], 0, 0, 4, r"`low` \(0\)"),
+        ([1.0, -2.0], 6, 2, 4, r"`length_stds\[1\]` \(-2.0\)"),
+        ([math.inf, 2.0], 6, 2, 4, r"`length_stds\[0\]` \(inf\)"),
+    ],
+)
+def test_impossible_requests_are_named(stds: list[float], total: int, low: int, high: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        allocate_redundancy(stds, total, low, high)
+    with pytest.raises(ValueError, match="`history` has 1 entries"):
+        allocate_redundancy([1.0, 2.0], 6, 2, 4, history=[True])

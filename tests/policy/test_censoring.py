@@ -1,0 +1,190 @@
+"""The estimator of `trl_darts/policy/censoring.py`: its properties, and the bias of the naive estimates against it."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_darts.policy import group_moments
+from trl_darts.policy.censoring import _FAR_TAIL, MAX_SIGMA, _beyond
+
+
+Group = tuple[list[int], list[bool]]
+
+groups = st.lists(st.tuples(st.integers(0, 100_000), st.booleans()), min_size=1, max_size=40)
+rhos = st.one_of(st.just(math.nan), st.floats(0, 1e3))
+
+
+def abort_at(lengths: np.ndarray, num_complete: int) -> Group:
+    """Type-II censoring: all that still run are aborted when the `num_complete`-th completes."""
+    bound = np.sort(lengths)[num_complete - 1]
+    return np.minimum(lengths, bound).tolist(), (lengths > bound).tolist()
+
+
+def limit_to(lengths: np.ndarray, limit: int) -> Group:
+    return np.minimum(lengths, limit).tolist(), (lengths >= limit).tolist()
+
+
+def log_normal(rng: np.random.Generator, sigma: float, num: int, median: float = 400) -> np.ndarray:
+    return np.maximum(rng.lognormal(math.log(median), sigma, num).round(), 1).astype(int)
+
+
+@given(st.lists(st.integers(0, 100_000), min_size=2, max_size=40))
+def test_without_censoring_it_is_the_sample_mean_and_variance(lengths: list[int]) -> None:
+    for censored in (None, [False] * len(lengths)):
+        moments = group_moments(lengths, censored)
+        assert moments.mean == pytest.approx(statistics.fmean(lengths))
+        assert moments.variance == pytest.approx(statistics.variance(lengths), rel=1e-9, abs=1e-9)
+        assert moments.square == pytest.approx(statistics.fmean([length**2 for length in lengths]))
+
+
+def test_one_complete_length_has_no_variance() -> None:
+    assert group_moments([12]) == (12.0, 0.0, 144.0)
+
+
+@given(groups, rhos)
+def test_finite_and_not_below_the_bounds(group: list[tuple[int, bool]], rho: float) -> None:
+    lengths, censored = [length for length, _ in group], [flag for _, flag in group]
+    moments = group_moments(lengths, censored, rho)
+    assert all(math.isfinite(value) and value >= 0 for value in moments)
+    assert moments.mean >= statistics.fmean(lengths) * (1 - 1e-12)
+    assert moments.square >= statistics.fmean([length**2 for length in lengths]) * (1 - 1e-12)
+
+
+@given(groups, st.randoms())
+def test_the_order_of_the_candidates_does_not_matter(group: list[tuple[int, bool]], random: Random) -> None:
+    shuffled = list(group)
+    random.shuffle(shuffled)
+    one, other = (group_moments([x for x, _ in pairs], [flag for _, flag in pairs]) for pairs in (group, shuffled))
+    assert other == pytest.approx(one, rel=1e-9, abs=1e-6)
+
+
+@given(st.integers(1, 100_000), st.integers(1, 32), rhos)
+def test_all_censored(bound: int, num: int, rho: float) -> None:
+    moments = group_moments([bound] * num, [True] * num, rho)
+    assert all(map(math.isfinite, moments))
+    assert moments.mean > bound * 1.001
+    assert moments.variance > 0
+
+
+def test_the_data_sets_rho_stands_in_where_too_few_are_complete() -> None:
+    lengths, censored = [100, 120, 200, 200], [False, False, True, True]
+    calm, wild = group_moments(lengths, censored, 0.2), group_moments(lengths, censored, 2.0)
+    assert wild.variance > 10 * calm.variance
+    enough = [100, 120, 150, 200], [False, False, False, True]
+    assert group_moments(*enough, 0.2) == group_moments(*enough, 2.0)
+
+
+def test_a_bound_far_beyond_the_fit_counts_as_its_own_length() -> None:
+    """Twelve answers of about ten tokens and four that hit the limit: no overflow, no division by zero."""
+    lengths = [9, 10, 11] * 4 + [100_000] * 4
+    moments = group_moments(lengths, [False] * 12 + [True] * 4)
+    assert moments.mean == pytest.approx(statistics.fmean(lengths), rel=0.01)
+    assert math.sqrt(moments.variance) == pytest.approx(statistics.stdev(lengths), rel=0.02)
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.5, 1.5])
+def test_the_asymptote_meets_the_closed_form(sigma: float) -> None:
+    below, above = (_beyond(math.exp(6 + z * sigma), 6, sigma) for z in (_FAR_TAIL - 1e-6, _FAR_TAIL + 1e-6))
+    assert above == pytest.approx(below, rel=0.05)
+
+
+def test_continuous_where_the_asymptote_takes_over() -> None:
+    moments = [
+        group_moments([90, 100, 110, bound], [False, False, False, True]).square - (bound**2) / 4
+        for bound in range(3_000, 60_000, 500)
+    ]
+    ratios = [b / a for a, b in pairwise(moments)]
+    assert min(ratios) > 1
+    assert max(ratios) < 1.5
+
+
+def test_sigma_is_capped() -> None:
+    """Three lengths over four orders of magnitude would otherwise predict answers of 10^10 tokens."""
+    moments = group_moments([2, 200, 20_000, 20_000], [False, False, False, True])
+    assert moments.mean < 20_000 * math.exp(MAX_SIGMA**2)
+
+
+TAILS: dict[str, tuple[float, Callable[[np.ndarray], Group]]] = {
+    "aborted at the 8th of 16, sigma 0.6": (0.6, lambda lengths: abort_at(lengths, 8)),
+    "aborted at the 8th of 16, sigma 1.0": (1.0, lambda lengths: abort_at(lengths, 8)),
+    "aborted at the 12th of 16, sigma 1.0": (1.0, lambda lengths: abort_at(lengths, 12)),
+    "limit at the 85th percentile, sigma 1.0": (1.0, lambda lengths: limit_to(lengths, 1128)),
+    "limit at the 60th percentile, sigma 1.0": (1.0, lambda lengths: limit_to(lengths, 515)),
+}
+
+
+@pytest.mark.parametrize("case", TAILS)
+def test_bias_against_the_naive_estimates(case: str) -> None:
+    """Averaged over the epochs of the same prompt, as the tracker does. The truth is known: the tail is simulated."""
+    sigma, censor = TAILS[case]
+    rng = np.random.default_rng(0)
+    truth = 400 * math.exp(sigma**2 / 2) * math.sqrt(math.expm1(sigma**2))
+    observed, dropped, ours = [], [], []
+    for _ in range(1500):
+        lengths, censored = censor(log_normal(rng, sigma, 16))
+        complete = [length for length, flag in zip(lengths, censored, strict=True) if not flag]
+        observed.append(statistics.pvariance(lengths))
+        dropped.append(statistics.pvariance(complete) if complete else 0.0)
+        ours.append(math.sqrt(group_moments(lengths, censored, prior_rho=0.9).variance))
+    as_observed, as_missing = (
+        math.sqrt(statistics.fmean(observed)) / truth,
+        math.sqrt(statistics.fmean(dropped)) / truth,
+    )
+    estimate, median = statistics.fmean(ours) / truth, statistics.median(ours) / truth
+    print(
+        f"{case}: std / true std: censored as observed {as_observed:.2f}, left out {as_missing:.2f}, "
+        f"ours mean {estimate:.2f}, median {median:.2f}"
+    )
+    assert as_observed < 0.55
+    assert as_missing < 0.5
+    assert 0.7 < median < 1.3
+    assert abs(math.log(estimate)) < abs(math.log(max(as_observed, as_missing)))
+
+
+@pytest.mark.parametrize("num_complete", [6, 8, 10])
+def test_a_censored_heavy_tail_looks_wilder_than_a_censored_calm_prompt(num_complete: int) -> None:
+    """The heavy prompt's std is 8 times the calm one's; left out or taken for observed, its tail would not be seen."""
+    rng = np.random.default_rng(1)
+    right, naive = 0, 0
+    for _ in range(400):
+        heavy, calm = log_normal(rng, 1.0, 16), log_normal(rng, 0.2, 16, median=600)
+        ours = [group_moments(*abort_at(pool, num_complete)).variance for pool in (heavy, calm)]
+        complete = statistics.pvariance(np.sort(heavy)[:num_complete].tolist()), float(np.var(calm))
+        right += ours[0] > ours[1]
+        naive += complete[0] > complete[1]  # the calm prompt was not pruned
+    print(f"heavy tail ranked first: ours {right / 4:.1f} %, naive {naive / 4:.1f} %")
+    assert right >= 360
+    assert naive < right - 100
+
+
+def test_cheap() -> None:
+    lengths, censored = abort_at(log_normal(np.random.default_rng(2), 1.0, 24), 16)
+    took = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(50):
+            group_moments(lengths, censored, 0.9)
+        took.append((time.perf_counter() - start) / 50)
+    print(f"{min(took) * 1e6:.1f} µs a group")
+    assert min(took) < 40e-6  # 12 µs on a quiet core
+
+
+@pytest.mark.parametrize(
+    ("lengths", "censored", "message"),
+    [
+        ([], None, "`lengths`"),
+        ([3, -1], None, "no negative one"),
+        ([3, 1], [True], "`censored` has 1 entries and `lengths` has 2"),
+    ],
+)
+def test_impossible_groups_are_named(lengths: list[int], censored: list[bool] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        group_moments(lengths, censored)

@@ -1,0 +1,27 @@
+"""
+The papers' maths: which candidates are kept, how many there are, what they cost, and what is remembered of their
+lengths.
+
+NumPy and the standard library only. Nothing here reads a clock or draws a random number.
+"""
+
+from trl_darts.policy.allocation import allocate_redundancy
+from trl_darts.policy.budget import BudgetController, redundancy_budget
+from trl_darts.policy.censoring import GroupMoments, group_moments
+from trl_darts.policy.latency import LatencyCurve, rollout_time
+from trl_darts.policy.lengths import LengthTracker
+from trl_darts.policy.selection import select_dual_end, select_shortest
+
+
+__all__ = [
+    "BudgetController",
+    "GroupMoments",
+    "LatencyCurve",
+    "LengthTracker",
+    "allocate_redundancy",
+    "group_moments",
+    "redundancy_budget",
+    "rollout_time",
+    "select_dual_end",
+    "select_shortest",
+]
