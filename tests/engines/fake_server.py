@@ -22,7 +22,12 @@ HEALTHY = {
 def completion(tokens: list[int], finish_reason: str | None = "stop", logprobs: list[float] | None = None) -> dict:
     """The JSON of a completion."""
     logprobs = [-1.0] * len(tokens) if logprobs is None else logprobs
-    choice = {"index": 0, "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish_reason}
+    choice = {
+        "index": 0,
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": logprobs},
+        "finish_reason": finish_reason,
+    }
     return {"choices": [choice]}
 
 

@@ -21,7 +21,12 @@ def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
     torch.manual_seed(seed)
     ids = torch.tensor(prompts)
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=True, top_k=0, eos_token_id=EOS, pad_token_id=PAD, disable_compile=True
+        max_new_tokens=max_new_tokens,
+        do_sample=True,
+        top_k=0,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        disable_compile=True,
     )
     with stopping_criterion(model, criterion):
         output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)

@@ -96,9 +96,7 @@ def test_ends_once(rollout):
     assert all(count == 1 for count in engine.ends.values())
     finished = [c for c in scheduler.ledger.candidates if c.state is CandidateState.FINISHED]
     assert all(engine.ends[c.candidate_id] == 1 for c in finished)
-    assert scheduler.ledger.num_aborted == sum(
-        c.state is CandidateState.ABORTED for c in scheduler.ledger.candidates
-    )
+    assert scheduler.ledger.num_aborted == sum(c.state is CandidateState.ABORTED for c in scheduler.ledger.candidates)
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,6 +7,7 @@ the tokens so far. When the trainer's process dies, its connections close, and t
 """
 
 import asyncio
+import atexit
 import concurrent.futures
 import resource
 import threading
@@ -78,6 +79,7 @@ class VLLMServerEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-engine", daemon=True)
         self._thread.start()
         self._session: aiohttp.ClientSession | None = None
+        atexit.register(self.close)
 
     def run(
         self,
@@ -126,7 +128,8 @@ class VLLMServerEngine:
         return self._wait(ask())
 
     def close(self) -> None:
-        """Closes the connections and ends the thread."""
+        """Closes the connections and ends the thread. Safe to call twice."""
+        atexit.unregister(self.close)
         if self._loop.is_closed():
             return
         if self._session is not None:

@@ -1,0 +1,97 @@
+"""What several test files build: a model whose answers tell which prompt they belong to, data, and trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.models import CLASS_SIZE, FIRST_CLASS_TOKEN, make_markov_model
+from trl_darts import DARTSGRPOConfig
+
+
+LETTERS = "ABCDE"
+# (share, mean length) of the answers to each letter: calm and wild prompts.
+CLASSES = ((0.2, 4), (0.2, 8), (0.2, 15), (0.2, 30), (0.2, 60))
+
+
+def make_letter_model(out_dir: Path, tokenizer: Any) -> Path:
+    """
+    A Markov chain whose answer to a prompt that ends in `LETTERS[c]` consists of the tokens of class `c` alone, and is
+    about `CLASSES[c][1]` tokens long.
+    """
+    make_markov_model(out_dir, tokenizer, classes=CLASSES)
+    model = AutoModelForCausalLM.from_pretrained(out_dir, dtype=torch.float32)
+    scale = (1 / model.config.vocab_size + model.config.rms_norm_eps) ** -0.5
+    with torch.no_grad():
+        for index, letter in enumerate(LETTERS):
+            probs = torch.full((model.config.vocab_size,), 1e-9)
+            start = FIRST_CLASS_TOKEN + CLASS_SIZE * index
+            probs[start : start + CLASS_SIZE] = 1 / CLASS_SIZE
+            column = tokenizer.convert_tokens_to_ids(letter)
+            model.lm_head.weight[:, column] = (probs / probs.sum()).log() / scale
+    model.save_pretrained(out_dir)
+    return out_dir
+
+
+def letter_of(token_id: int) -> str | None:
+    """The letter whose class a completion's token belongs to, if it belongs to one."""
+    index = (token_id - FIRST_CLASS_TOKEN) // CLASS_SIZE
+    return LETTERS[index] if 0 <= index < len(LETTERS) else None
+
+
+def letters_dataset(num_prompts: int = 40, repeats: int = 1) -> Dataset:
+    """Prompts `0A`, `1B`, …, over all letters; each stands `repeats` times in the data set."""
+    rows = [{"prompt": f"{i}{LETTERS[i % len(LETTERS)]}"} for i in range(num_prompts)]
+    return Dataset.from_list(rows * repeats)
+
+
+def length_reward(completions: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that differs from row to row."""
+    return [float(len(ids) % 7) for ids in completion_ids]
+
+
+def make_args(output_dir: Path, **kwargs: Any) -> DARTSGRPOConfig:
+    """A small training on the CPU: 4 prompts × 4 generations a step."""
+    defaults: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "max_completion_length": 48,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-4,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return DARTSGRPOConfig(**{**defaults, **kwargs})
+
+
+def make_trainer(model_dir: Path, args: DARTSGRPOConfig, cls: type | None = None, **kwargs: Any) -> Any:
+    """A trainer of the letters; `cls` is ours by default."""
+    from trl_darts import DARTSGRPOTrainer
+
+    arguments = {"reward_funcs": length_reward, "train_dataset": letters_dataset(), **kwargs}
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return (cls or DARTSGRPOTrainer)(model=str(model_dir), args=args, processing_class=tokenizer, **arguments)
+
+
+def record_batches(trainer: Any) -> list[dict[str, Any]]:
+    """Collects what the trainer scores, batch by batch, before it is shuffled."""
+    batches: list[dict[str, Any]] = []
+    score = trainer._generate_and_score_completions
+
+    def recorded(inputs: Any) -> dict[str, Any]:
+        output = score(inputs)
+        batches.append({"inputs": inputs, **output})
+        return output
+
+    trainer._generate_and_score_completions = recorded
+    return batches

@@ -1,0 +1,127 @@
+"""Servers that can't serve a training are refused before the model is loaded, with the setting to change."""
+
+import copy
+
+import pytest
+from transformers import AutoConfig, Qwen2Config
+
+from tests.engines.fake_server import HEALTHY, answer, fake_server
+from trl_darts.engines import VLLMServerEngine
+from trl_darts.engines.preflight import Requirements, ServerUnreachableError, check_server
+from trl_darts.errors import ConfigurationError
+
+
+def needs(config, **kwargs) -> Requirements:
+    defaults = {"max_completion_length": 256, "processed_logprobs": True, "weight_transfer": True, "timeout_s": 5.0}
+    return Requirements(model_config=config, **{**defaults, **kwargs})
+
+
+def check(url, requirements):
+    engine = VLLMServerEngine([url])
+    try:
+        return engine.query(lambda server: check_server(server, requirements))[0]
+    finally:
+        engine.close()
+
+
+def routes(vllm_config, max_model_len=1024, vocabulary=128, without=()):
+    async def health(request):
+        return await answer({})
+
+    async def info(request):
+        return await answer({"vllm_config": vllm_config})
+
+    async def models(request):
+        return await answer({"data": [{"id": "served", "max_model_len": max_model_len}]})
+
+    async def completions(request):
+        return await answer({"error": {"message": f"out-of-vocab token ids. Vocabulary size: {vocabulary}"}}, 400)
+
+    table = {
+        "GET /health": health,
+        "GET /server_info": info,
+        "GET /v1/models": models,
+        "POST /v1/completions": completions,
+    }
+    return {route: handler for route, handler in table.items() if route not in without}
+
+
+def changed(**fields):
+    config = copy.deepcopy(HEALTHY)
+    config["model_config"].update(fields.pop("model_config", {}))
+    return {**config, **fields}
+
+
+CONFIG = Qwen2Config(vocab_size=128)
+
+
+def test_good_server_passes():
+    with fake_server(routes(HEALTHY)) as url:
+        facts = check(url, needs(CONFIG))
+    assert (facts.model, facts.max_model_len) == ("served", 1024)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"vllm_config": HEALTHY, "without": ("GET /server_info",)}, "VLLM_SERVER_DEV_MODE=1"),
+        (
+            {"vllm_config": HEALTHY, "max_model_len": 256},
+            r"`max_model_len` \(256\), which must be greater than .* \(256\)",
+        ),
+        ({"vllm_config": HEALTHY, "vocabulary": 64}, "vocabulary of 64 tokens, but the trainer's model has 128"),
+        (
+            {"vllm_config": changed(model_config={"logprobs_mode": "raw_logprobs"})},
+            "--logprobs-mode processed_logprobs",
+        ),
+        ({"vllm_config": changed(weight_transfer_config=None)}, "no weight-transfer engine"),
+    ],
+)
+def test_refused(kwargs, words):
+    with fake_server(routes(**kwargs)) as url, pytest.raises(ConfigurationError, match=words):
+        check(url, needs(CONFIG))
+
+
+def test_what_the_training_does_not_need_is_not_asked_for():
+    config = changed(model_config={"logprobs_mode": "raw_logprobs"}, weight_transfer_config=None)
+    with fake_server(routes(config)) as url:
+        check(url, needs(CONFIG, processed_logprobs=False, weight_transfer=False))
+
+
+def test_another_model_is_refused(tiny_model_dir):
+    config = changed(model_config={"model": str(tiny_model_dir)})
+    other = AutoConfig.from_pretrained(tiny_model_dir)
+    other.num_hidden_layers += 1
+    with fake_server(routes(config)) as url:
+        check(url, needs(AutoConfig.from_pretrained(tiny_model_dir)))
+        with pytest.raises(ConfigurationError, match="serves another model .*`num_hidden_layers`"):
+            check(url, needs(other))
+
+
+def test_unreachable():
+    with pytest.raises(ServerUnreachableError, match=r"http://127.0.0.1:9 after `vllm_server_timeout` \(1 s\)"):
+        check("http://127.0.0.1:9", needs(CONFIG, timeout_s=1.0))
+
+
+def test_server_that_starts_late_is_waited_for():
+    calls = []
+
+    async def health(request):
+        calls.append(1)
+        return await answer({}, 200 if len(calls) > 2 else 503)
+
+    with fake_server({**routes(HEALTHY), "GET /health": health}) as url:
+        check(url, needs(CONFIG, timeout_s=30.0))
+    assert len(calls) == 3
+
+
+@pytest.mark.vllm
+def test_real_server(vllm_server, markov_model_dir):
+    config = AutoConfig.from_pretrained(markov_model_dir)
+    facts = check(vllm_server.base_url, needs(config))
+    assert (facts.model, facts.max_model_len) == (vllm_server.model, 2048)
+    config.vocab_size = 127
+    with pytest.raises(ConfigurationError, match="vocabulary of 128 tokens, but the trainer's model has 127"):
+        check(vllm_server.base_url, needs(config))
+    with pytest.raises(ConfigurationError, match=r"`max_model_len` \(2048\)"):
+        check(vllm_server.base_url, needs(AutoConfig.from_pretrained(markov_model_dir), max_completion_length=2048))

@@ -1,0 +1,88 @@
+"""Settings that can't work are refused when the config is made: argument, value, rule, remedy."""
+
+import json
+
+import pytest
+
+from trl_darts import DARTSGRPOConfig
+from trl_darts.errors import ConfigurationError, TRLDARTSError
+
+
+def config(**kwargs) -> DARTSGRPOConfig:
+    return DARTSGRPOConfig(**{"output_dir": "unused", "use_cpu": True, "report_to": [], **kwargs})
+
+
+def test_defaults_are_the_papers():
+    args = config()
+    assert args.schedule == "darts"
+    assert args.max_num_generations == 2 * args.num_generations == 16
+    assert (args.num_longest, args.target_redundancy, args.length_ema) == (1, 1.5, 0.5)
+    assert args.tail_pruning is True
+    assert args.redundancy_cost_weight is None
+
+
+def test_target_redundancy_follows_a_small_upper_bound():
+    assert config(max_num_generations=8).target_redundancy == 1.0
+    assert config(num_generations=4, max_num_generations=5).target_redundancy == 1.25
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"num_longest": 8}, r"`num_longest` \(8\) must be at least 0 and less than `num_generations` \(8\)"),
+        ({"num_longest": -1}, r"`num_longest` \(-1\)"),
+        (
+            {"max_num_generations": 6},
+            r"`max_num_generations` \(6\) must be at least `num_generations` \(8\). Raise it",
+        ),
+        ({"target_redundancy": 0.9}, r"`target_redundancy` \(0.9\) must be between 1 and .* \(2\)"),
+        ({"target_redundancy": 2.1}, r"`target_redundancy` \(2.1\)"),
+        ({"target_redundancy": float("nan")}, r"`target_redundancy` \(nan\)"),
+        ({"target_redundancy": 1.5, "max_num_generations": 8}, r"between 1 and .* \(1\)"),
+        ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'"),
+        ({"long_end_patience": 0.5}, r"`long_end_patience` \(0.5\) must be at least 1"),
+        ({"redundancy_cost_weight": 0.0}, r"`redundancy_cost_weight` \(0.0\) must be positive"),
+        ({"length_ema": 0.0}, r"`length_ema` \(0.0\)"),
+        ({"length_ema": 1.5}, r"`length_ema` \(1.5\)"),
+        ({"vllm_request_timeout_s": 0}, r"`vllm_request_timeout_s` \(0\) must be positive"),
+        ({"weight_sync": "carrier pigeon"}, r"`weight_sync` \('carrier pigeon'\) must be one of"),
+        ({"weight_sync_dir": "/tmp"}, r"`weight_sync_dir` \('/tmp'\) is only used with `weight_sync='filesystem'`"),
+        ({"generation_kwargs": {"n": 4}}, r"`generation_kwargs\['n'\]` \(4\) must be left out"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, r"`schedule` \('darts'\) does not run with `vllm_mode`"),
+        ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching` .True. yet"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": " , "}, "names no server"),
+        ({"latency_curve": "/nowhere/curve.json"}, "/nowhere/curve.json"),
+    ],
+)
+def test_refused(kwargs, words):
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        config(**kwargs)
+    assert isinstance(caught.value, TRLDARTSError | ValueError)
+
+
+@pytest.mark.parametrize(
+    "content", ["not json", "{}", json.dumps({"version": 1, "kind": "latency_curve", "knots": []})]
+)
+def test_malformed_latency_file_is_named(tmp_path, content):
+    path = tmp_path / "curve.json"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=r"curve\.json"):
+        config(latency_curve=str(path))
+
+
+def test_paths_of_trl_alone_are_left_to_the_grpo_schedule():
+    assert config(schedule="grpo", use_vllm=True, vllm_mode="colocate").schedule == "grpo"
+    assert config(schedule="grpo", use_transformers_continuous_batching=True).schedule == "grpo"
+
+
+def test_several_servers():
+    args = config(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://a:1/, http://b:2")
+    assert args.server_urls == ["http://a:1", "http://b:2"]
+    assert config().server_urls == ["http://0.0.0.0:8000"]
+
+
+def test_round_trip_through_a_dictionary():
+    args = config(max_num_generations=12, long_end_patience=2.0)
+    fields = {k: v for k, v in args.to_dict().items() if k in ("max_num_generations", "long_end_patience", "schedule")}
+    again = config(**fields)
+    assert (again.max_num_generations, again.long_end_patience) == (12, 2.0)

@@ -1,0 +1,252 @@
+"""The trainer on the transformers engine: real TRL, real model, no server."""
+
+import logging
+from functools import partialmethod
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.builders import (
+    length_reward,
+    letter_of,
+    letters_dataset,
+    make_args,
+    make_letter_model,
+    make_trainer,
+    record_batches,
+)
+from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer, VarianceTrackerCallback
+from trl_darts.errors import ConfigurationError, StateMismatchError
+from trl_darts.policy import LatencyCurve, LengthTracker
+
+
+METRICS = """
+    pool/length_mean pool/length_p50 pool/length_p90 pool/length_p99 pool/length_max pool/truncated_ratio
+    budget/total budget/redundancy budget/saturated_ratio
+    rollout/seconds rollout/generated_tokens rollout/kept_tokens rollout/aborted_candidates rollout/aborted_tokens
+    rollout/bubble_ratio rollout/tokens_per_second selection/kept_vs_pool_length_ratio selection/kept_longest
+""".split()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer):
+    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
+
+
+@pytest.fixture
+def curve(tmp_path):
+    path = tmp_path / "latency.json"
+    LatencyCurve.fit([1, 2, 4, 8, 16, 32, 64], [1.0, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0]).save(path)
+    return str(path)
+
+
+def rollout_logs(trainer) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
+
+
+def test_prompt_completion_reward_and_advantage_belong_together(model_dir, tmp_path):
+    rewarded = []
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        values = [float(len(ids)) + ord(prompt[-1]) for prompt, ids in zip(prompts, completion_ids, strict=True)]
+        rewarded.append(list(zip(prompts, completion_ids, values, strict=True)))
+        return values
+
+    trainer = make_trainer(model_dir, make_args(tmp_path, scale_rewards=False), reward_funcs=reward)
+    batches = record_batches(trainer)
+    trainer.train()
+    assert len(batches) == len(rewarded) == 3
+    for batch, rows in zip(batches, rewarded, strict=True):
+        assert len(rows) == 16  # N × M: discarded candidates reach no reward function
+        prompts = [example["prompt"] for example in batch["inputs"]]
+        assert [prompt for prompt, _, _ in rows] == prompts == [p for p in prompts[::4] for _ in range(4)]
+        for prompt, ids, _ in rows:
+            assert letter_of(ids[0]) == prompt[-1]
+        values = torch.tensor([value for _, _, value in rows]).view(4, 4)
+        advantages = (values - values.mean(1, keepdim=True)).view(-1)
+        assert torch.allclose(batch["advantages"], advantages, atol=1e-4)
+        lengths = batch["completion_mask"].sum(1).tolist()
+        assert lengths == [len(ids) for _, ids, _ in rows]
+        for row, (_, ids, _) in zip(batch["completion_ids"].tolist(), rows, strict=True):
+            assert row[: len(ids)] == ids
+
+
+def test_metrics_are_logged_and_add_up(model_dir, tmp_path):
+    args = make_args(tmp_path, max_steps=4, save_rollout_trace=True)
+    trainer = make_trainer(model_dir, args)
+    trainer.train()
+    logs = rollout_logs(trainer)
+    assert len(logs) == 4
+    for step, entry in enumerate(logs):
+        assert not [name for name in METRICS if f"darts/{name}" not in entry]
+        trace = pd.read_parquet(tmp_path / "rollouts" / f"rollout_{step:05d}_00.parquet")
+        assert entry["darts/budget/total"] == len(trace) == trace.groupby("group").num_candidates.first().sum()
+        assert entry["darts/rollout/generated_tokens"] == trace.length.sum()
+        assert entry["darts/rollout/kept_tokens"] == trace[trace.selected].length.sum()
+        assert entry["completions/mean_length"] == pytest.approx(trace[trace.selected].length.mean())
+        assert entry["darts/rollout/aborted_candidates"] == (trace.finish_reason == "abort").sum()
+        assert (trace.groupby("group").selected.sum() == 4).all()
+        assert 0 <= entry["darts/rollout/bubble_ratio"] < 1
+        assert 1 <= entry["darts/budget/redundancy"] <= 2
+    assert any(entry["darts/rollout/aborted_candidates"] for entry in logs) or all(
+        entry["darts/budget/saturated_ratio"] == 0 for entry in logs
+    )
+
+
+@pytest.mark.parametrize("kwargs", [{"schedule": "grpo"}, {"schedule": "darts", "max_num_generations": 4}])
+def test_without_redundancy_it_trains_like_grpo(model_dir, tmp_path, kwargs):
+    ours = make_trainer(model_dir, make_args(tmp_path / "ours", **kwargs))
+    ours.train()
+    fields = {
+        k: v for k, v in make_args(tmp_path / "theirs").to_dict().items() if k in GRPOConfig.__dataclass_fields__
+    }
+    for derived in ("generation_batch_size", "steps_per_generation"):
+        fields.pop(derived)
+    theirs = make_trainer(model_dir, GRPOConfig(**fields), GRPOTrainer)
+    theirs.train()
+    for (name, own), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        assert torch.equal(own, other), name
+    rewards = [[e["reward"] for e in t.state.log_history if "reward" in e] for t in (ours, theirs)]
+    assert rewards[0] == rewards[1]
+
+
+def test_wild_prompts_get_more_candidates_than_calm_ones(model_dir, tmp_path):
+    args = make_args(
+        tmp_path, max_steps=10, per_device_train_batch_size=40, learning_rate=0.0, save_rollout_trace=True
+    )
+    trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(10))
+    trainer.train()
+    traces = pd.concat(pd.read_parquet(p) for p in sorted((tmp_path / "rollouts").glob("*.parquet")))
+    later = traces[traces.step >= 4]
+    by_prompt = later.groupby("prompt_key").agg(budget=("num_candidates", "mean"), length=("length", "mean"))
+    assert len(by_prompt) == 10
+    calm, wild = by_prompt.nsmallest(4, "length"), by_prompt.nlargest(4, "length")
+    assert wild.budget.mean() > calm.budget.mean() + 1
+    assert len(trainer.length_tracker) == 10
+
+
+def test_evaluation_is_not_over_provisioned(model_dir, tmp_path):
+    args = make_args(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
+    seen = []
+
+    def reward(completions, completion_ids, **kwargs):
+        seen.append(len(completion_ids))
+        return [0.0] * len(completion_ids)
+
+    trainer = make_trainer(model_dir, args, eval_dataset=letters_dataset(4), reward_funcs=reward)
+    trainer.train()
+    assert seen == [16, 8, 8]
+    logged = [name for entry in trainer.state.log_history for name in entry if name.startswith("eval_")]
+    assert logged
+    assert not [name for name in logged if "darts" in name]
+
+
+@pytest.mark.parametrize("patience", [None, 1.5])
+def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curve, patience):
+    fields = {
+        "max_steps": 20,
+        "save_strategy": "steps",
+        "save_steps": 10,
+        "save_rollout_trace": True,
+        "latency_curve": curve,
+        "long_end_patience": patience,
+    }
+    # One epoch in which prompts recur: TRL 1.16 starts over with the first epoch's order when it resumes in a later one.
+    dataset = letters_dataset(10, repeats=10)
+    whole = make_trainer(model_dir, make_args(tmp_path / "whole", **fields), train_dataset=dataset)
+    whole.train()
+    resumed = make_trainer(model_dir, make_args(tmp_path / "resumed", **fields), train_dataset=dataset)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-10"))
+    for step in range(10, 20):
+        expected, actual = (
+            pd.read_parquet(tmp_path / name / "rollouts" / f"rollout_{step:05d}_00.parquet")
+            for name in ("whole", "resumed")
+        )
+        pd.testing.assert_frame_equal(expected, actual)
+    budgets = [[e["darts/budget/total"] for e in rollout_logs(t)][-10:] for t in (whole, resumed)]
+    assert budgets[0] == budgets[1]
+    assert len(set(budgets[0])) > 1  # they do move
+    assert not (tmp_path / "resumed" / "rollouts" / "rollout_00009_00.parquet").exists()
+
+
+def test_checkpoint_of_another_schedule_is_refused(model_dir, tmp_path):
+    args = make_args(tmp_path / "darts", max_steps=1, save_strategy="steps", save_steps=1)
+    make_trainer(model_dir, args).train()
+    other = make_trainer(model_dir, make_args(tmp_path / "grpo", schedule="grpo", max_steps=2))
+    with pytest.raises(StateMismatchError, match="UniformAdmission"):
+        other.train(resume_from_checkpoint=str(tmp_path / "darts" / "checkpoint-1"))
+
+
+def test_checkpoint_of_trl_is_accepted_with_a_warning(model_dir, tmp_path, caplog):
+    args = make_args(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    make_trainer(model_dir, args).train()
+    for name in ("darts_lengths.npz", "darts_admission.json"):
+        (tmp_path / "checkpoint-1" / name).unlink()
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=2))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "learned anew" in caplog.text
+    assert trainer.state.global_step == 2
+
+
+def test_own_tracker_is_used(model_dir, tmp_path):
+    tracker = LengthTracker(0.5)
+    trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=1), callbacks=[VarianceTrackerCallback(tracker)])
+    trainer.train()
+    assert trainer.length_tracker is tracker
+    assert len(tracker) == 4
+    assert 0 < tracker.rho < 5
+
+
+def test_several_rollouts_per_optimizer_step(model_dir, tmp_path):
+    args = make_args(
+        tmp_path,
+        max_steps=2,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+        save_rollout_trace=True,
+    )
+    make_trainer(model_dir, args).train()
+    names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert names == [f"rollout_{step:05d}_{micro:02d}.parquet" for step in range(2) for micro in range(2)]
+
+
+def test_config_of_trl_is_refused(model_dir, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"`args` \(GRPOConfig\) must be a `DARTSGRPOConfig`"):
+        make_trainer(model_dir, GRPOConfig(str(tmp_path), use_cpu=True, report_to=[]))
+
+
+def test_no_config_makes_one_with_the_models_name(model_dir, monkeypatch):
+    # TRL's default config wants a GPU.
+    monkeypatch.setattr(DARTSGRPOConfig, "__init__", partialmethod(DARTSGRPOConfig.__init__, use_cpu=True, report_to=[]))
+    trainer = DARTSGRPOTrainer(str(model_dir), length_reward, train_dataset=letters_dataset())
+    assert isinstance(trainer.args, DARTSGRPOConfig)
+    assert trainer.args.output_dir == "letters-DARTS"
+
+
+def test_rollout_func_would_have_no_effect(model_dir, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"Set `schedule='grpo'`"):
+        make_trainer(model_dir, make_args(tmp_path), rollout_func=lambda prompts, trainer: {})
+
+
+def test_model_card_names_the_method(model_dir, tmp_path):
+    trainer = make_trainer(model_dir, make_args(tmp_path))
+    trainer.create_model_card(model_name="letters")
+    card = (tmp_path / "README.md").read_text()
+    assert "DARTS" in card
+    assert "2605.30859" in card
+
+
+def test_wild_group_keeps_short_and_longest(model_dir, tmp_path):
+    trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=6, save_rollout_trace=True, tail_pruning=False))
+    trainer.train()
+    for path in (tmp_path / "rollouts").iterdir():
+        for _, group in pd.read_parquet(path).groupby("group"):
+            complete = np.sort(group[group.finish_reason == "stop"].length)
+            if len(complete) >= 4:
+                kept = np.sort(group[group.selected].length)
+                assert list(kept) == [*complete[:3], complete[-1]]

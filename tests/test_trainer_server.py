@@ -1,0 +1,177 @@
+"""The trainer against real vLLM servers: rollouts, weights, faults."""
+
+import time
+import urllib.request
+
+import pandas as pd
+import pytest
+
+from tests.builders import letter_of, letters_dataset, make_args, make_letter_model, make_trainer, record_batches
+from tests.servers import free_port, start_vllm_server
+from trl_darts.engines.preflight import ServerUnreachableError
+from trl_darts.errors import ConfigurationError, GenerationError
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer):
+    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def server(model_dir):
+    """Its weights follow the trainings of this module: each begins with a sync."""
+    with start_vllm_server(model_dir, max_model_len=512) as server:
+        yield server
+
+
+def server_args(output_dir, server, **kwargs):
+    fields = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": server.base_url,
+        "vllm_group_port": free_port(),
+        "max_completion_length": 96,
+    }
+    return make_args(output_dir, **{**fields, **kwargs})
+
+
+def rollout_logs(trainer) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
+
+
+@pytest.mark.parametrize("weight_sync", ["auto", "filesystem"])
+def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tmp_path, weight_sync):
+    matches = []
+
+    def reward(prompts, completion_ids, **kwargs):
+        matches.append([prompt[-1] == letter_of(ids[0]) for prompt, ids in zip(prompts, completion_ids, strict=True)])
+        return [float(len(ids) % 5) for ids in completion_ids]
+
+    # A learning rate at which stale weights would show at once.
+    args = server_args(tmp_path, server, max_steps=5, learning_rate=3e-3, weight_sync=weight_sync)
+    trainer = make_trainer(model_dir, args, reward_funcs=reward)
+    batches = record_batches(trainer)
+    trainer.train()
+    logs = rollout_logs(trainer)
+    assert len(logs) == 5
+    assert all(matches[0])  # training blurs the letters later
+    for entry in logs:
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+        assert entry["darts/sync/seconds"] > 0
+        assert entry["darts/rollout/tokens_per_second"] > 0
+    # The first batch: sampled by the weights that both sides started from. Later ones must differ from it.
+    assert abs(logs[-1]["entropy"] - logs[0]["entropy"]) > 1e-3
+    for batch in batches:
+        assert batch["completion_ids"].shape[0] == 16
+        assert batch["sampling_per_token_logps"].shape == batch["completion_ids"].shape
+
+
+def test_over_provisioning_saturates_and_aborts(server, model_dir, tmp_path):
+    fields = {"max_steps": 12, "per_device_train_batch_size": 40, "learning_rate": 0.0, "save_rollout_trace": True}
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), train_dataset=letters_dataset(10))
+    trainer.train()
+    traces = pd.concat(pd.read_parquet(path) for path in sorted((tmp_path / "rollouts").glob("*.parquet")))
+    saturated = traces[(traces.num_candidates == 8) & (traces.step > 0)]
+    assert len(saturated)
+    complete = saturated[saturated.finish_reason == "stop"].groupby(["step", "group"]).size()
+    aborted = saturated[saturated.finish_reason == "abort"].groupby(["step", "group"]).size()
+    assert (complete >= 4).any()
+    assert aborted.sum() > 0
+    assert (traces.groupby(["step", "group"]).selected.sum() == 4).all()
+
+
+def test_seeded_run_repeats_its_decisions(server, model_dir, tmp_path):
+    traces = []
+    for name in ("first", "second"):
+        fields = {"max_steps": 3, "save_rollout_trace": True, "generation_kwargs": {"seed": 3}, "max_num_generations": 6}
+        args = server_args(tmp_path / name, server, tail_pruning=False, **fields)
+        make_trainer(model_dir, args).train()
+        paths = sorted((tmp_path / name / "rollouts").glob("*.parquet"))
+        traces.append(pd.concat(pd.read_parquet(path) for path in paths))
+    pd.testing.assert_frame_equal(*traces)
+
+
+def test_evaluation_runs_on_the_server_without_redundancy(server, model_dir, tmp_path):
+    seen = []
+
+    def reward(completion_ids, **kwargs):
+        seen.append(len(completion_ids))
+        return [0.0] * len(completion_ids)
+
+    args = server_args(
+        tmp_path, server, max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, num_generations_eval=2
+    )
+    make_trainer(model_dir, args, eval_dataset=letters_dataset(4), reward_funcs=reward).train()
+    assert seen == [16, 8]
+
+
+def test_structured_outputs_reach_the_server(server, model_dir, tmp_path):
+    texts = []
+
+    def reward(completions, **kwargs):
+        texts.extend(completions)
+        return [0.0] * len(completions)
+
+    args = server_args(tmp_path, server, max_steps=1, vllm_structured_outputs_regex="(ab|ba){2}")
+    make_trainer(model_dir, args, reward_funcs=reward).train()
+    assert set(texts) <= {"abab", "abba", "baab", "baba"}
+
+
+def test_prompt_that_does_not_fit_is_named(server, model_dir, tmp_path):
+    dataset = letters_dataset(4).map(lambda row, i: {"prompt": "x" * 500 * (i == 2) + row["prompt"]}, with_indices=True)
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=1), train_dataset=dataset)
+    with pytest.raises(ConfigurationError, match=r"1 of 4 prompts of this batch are longer than 416 tokens .* has 502"):
+        trainer.train()
+
+
+def test_refused_before_the_model_is_loaded(server, model_dir, tmp_path):
+    start = time.perf_counter()
+    args = server_args(tmp_path, server, max_completion_length=512)
+    with pytest.raises(ConfigurationError, match=r"`max_model_len` \(512\)"):
+        make_trainer(model_dir, args)
+    args = server_args(tmp_path, server, vllm_server_base_url="http://127.0.0.1:9", vllm_server_timeout=1.0)
+    with pytest.raises(ServerUnreachableError, match="http://127.0.0.1:9"):
+        make_trainer(model_dir, args)
+    args = server_args(tmp_path, server, weight_sync="nccl")
+    with pytest.raises(ConfigurationError, match="nccl"):
+        make_trainer(model_dir, args)
+    assert time.perf_counter() - start < 60
+
+
+def test_two_servers_share_the_work_and_the_weights(server, model_dir, tmp_path):
+    with start_vllm_server(model_dir, max_model_len=512) as second:
+        fields = {"max_steps": 4, "learning_rate": 3e-3, "save_rollout_trace": True}
+        urls = f"{server.base_url},{second.base_url}"
+        trainer = make_trainer(model_dir, server_args(tmp_path, server, vllm_server_base_url=urls, **fields))
+        trainer.train()
+        for entry in rollout_logs(trainer):
+            assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+        assert all(served_requests(s) > 0 for s in (server, second))
+
+
+def served_requests(server) -> float:
+    text = urllib.request.urlopen(f"{server.base_url}/metrics").read().decode()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("vllm:request_success_total"))
+
+
+def test_server_that_dies_in_the_middle_of_a_rollout_surfaces(model_dir, tmp_path):
+    with start_vllm_server(model_dir, max_model_len=512) as doomed:
+        args = server_args(tmp_path, doomed, max_steps=1, generation_kwargs={"ignore_eos": True}, max_completion_length=400)
+        trainer = make_trainer(model_dir, args)
+        run = trainer.vllm_generation.engine.run
+
+        def run_and_kill(scheduler, plans, prompts, body, overrides, on_progress):
+            def kill_once_running(ledger):
+                if ledger.num_running:
+                    doomed.kill()
+
+            return run(scheduler, plans, prompts, body, overrides, kill_once_running)
+
+        trainer.vllm_generation.engine.run = run_and_kill
+        start = time.perf_counter()
+        with pytest.raises(GenerationError, match=f"{doomed.base_url}"):
+            trainer.train()
+        assert time.perf_counter() - start < 60

@@ -1,0 +1,14 @@
+"""Which optional packages are there, and what to say where one is missing."""
+
+import importlib.util
+
+
+def is_matplotlib_available() -> bool:
+    """Whether figures can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_matplotlib() -> None:
+    """Raises `ImportError` with the command that installs it, where matplotlib is missing."""
+    if not is_matplotlib_available():
+        raise ImportError("Figures need matplotlib. Install it with `pip install 'trl-darts[plots]'`.")

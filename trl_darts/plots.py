@@ -1,0 +1,72 @@
+"""Figures from the logs of training runs."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from .import_utils import require_matplotlib
+
+
+LogHistory = Sequence[Mapping[str, Any]]
+
+
+def series(log_history: LogHistory, name: str) -> list[float]:
+    """
+    The values of one metric, in the order in which they were logged.
+
+    Args:
+        log_history (`Sequence[Mapping[str, Any]]`):
+            `trainer.state.log_history`.
+        name (`str`):
+            The metric.
+
+    Returns:
+        `list[float]`: The values; entries without the metric are left out.
+    """
+    return [float(entry[name]) for entry in log_history if entry.get(name) is not None]
+
+
+def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
+    """
+    Draws runs side by side: reward against steps and against time spent on rollouts, and lengths over training.
+
+    Args:
+        runs (`Mapping[str, LogHistory]`):
+            Log history by the run's name. Each entry must stand for one step (`logging_steps=1`).
+        path (`str` or `Path`):
+            Where to write the picture. The ending decides about the format.
+
+    Raises:
+        [`ImportError`]: If matplotlib is missing.
+    """
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (by_step, by_time, lengths) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for color, (name, log_history) in zip(("C7", "C0", "C1", "C2", "C3"), runs.items(), strict=False):
+        reward = smooth(series(log_history, "reward"))
+        seconds = list(accumulate(series(log_history, "darts/rollout/seconds")))
+        steps = range(1, len(reward) + 1)
+        by_step.plot(steps, reward, color=color, label=name)
+        by_time.plot(seconds[: len(reward)], reward, color=color, label=name)
+        lengths.plot(steps, smooth(series(log_history, "completions/mean_length")), color=color, label=f"{name}, mean kept")
+        pool = smooth(series(log_history, "darts/pool/length_p99"))
+        lengths.plot(steps, pool, color=color, linestyle="--", label=f"{name}, p99 of the pool")
+    by_step.set(xlabel="step", ylabel="reward (mean of 5 steps)", title="Reward against steps")
+    by_time.set(xlabel="seconds of rollout", title="Reward against rollout time")
+    lengths.set(xlabel="step", ylabel="tokens", title="Response lengths", yscale="log")
+    for axes in (by_step, by_time, lengths):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def smooth(values: Sequence[float], window: int = 5) -> list[float]:
+    """Trailing mean over up to `window` values."""
+    windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in windows]

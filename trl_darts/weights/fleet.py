@@ -1,0 +1,156 @@
+"""Several vLLM servers behind the one client that TRL's `VLLMGeneration` talks to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError
+from .client import Metadata, NamedParams, NCCLVLLMClient, SyncedVLLMClient, finish_update, start_update, whole
+from .filesystem import FilesystemVLLMClient, load_everywhere
+from .rounds import UpdateRound
+
+
+CHUNK_BYTES = 1 << 30
+
+
+class FleetVLLMClient:
+    """
+    Keeps several servers at the same weights.
+
+    Parameters are materialised once, in chunks of 1 GiB, and each chunk goes to all servers: with gloo to all at once,
+    with NCCL to one after the other, because a packed NCCL broadcast runs its iterator to the end, and two
+    communicators at work on one device can deadlock. So a sync over NCCL takes as many times longer as there are
+    servers. With `"filesystem"` the weights are written once, and all servers load them at once.
+
+    A server that fails does not keep the others from the new weights: the sync raises, and after
+    [`~FleetVLLMClient.drop`] training can go on without it.
+
+    Args:
+        clients (`Sequence[SyncedVLLMClient]`):
+            One per server, all of one class. Each communicator has a port of its own.
+        chunk_bytes (`int`, *optional*):
+            Memory for parameters that are on their way.
+    """
+
+    def __init__(self, clients: Sequence[SyncedVLLMClient], chunk_bytes: int = CHUNK_BYTES) -> None:
+        if not clients or len({type(client) for client in clients}) > 1:
+            raise ConfigurationError(
+                f"`clients` ({[type(client).__name__ for client in clients]}) must be at least one, all of one class."
+            )
+        self.clients = list(clients)
+        self.chunk_bytes = chunk_bytes
+        self.version = 0
+
+    @property
+    def base_url(self) -> str:
+        """Address of the first server."""
+        return self.clients[0].base_url
+
+    @property
+    def model(self) -> str:
+        """Name that the first server serves its model under."""
+        return self.clients[0].model
+
+    @property
+    def base_urls(self) -> list[str]:
+        """Addresses of the servers."""
+        return [client.base_url for client in self.clients]
+
+    def drop(self, base_url: str) -> None:
+        """
+        Go on without a server, which is not contacted.
+
+        Args:
+            base_url (`str`):
+                Its address.
+
+        Raises:
+            [`ConfigurationError`]: If it is not there, or the last one.
+        """
+        rest = [client for client in self.clients if client.base_url != base_url.rstrip("/")]
+        if not rest or len(rest) == len(self.clients):
+            raise ConfigurationError(f"`base_url` ({base_url!r}) must be one of several: {self.base_urls}.")
+        self.clients = rest
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The first server's configuration."""
+        return self.clients[0].get_server_info()
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Form one group per server; see the clients' own."""
+        for client in self.clients:
+            client.init_communicator(device)
+
+    def close_communicator(self) -> None:
+        """Leave every group."""
+        for client in self.clients:
+            client.close_communicator()
+
+    def reset_prefix_cache(self) -> None:
+        """Empty every server's prefix cache."""
+        for client in self.clients:
+            client.reset_prefix_cache()
+
+    def update_named_params(self, metadata: Metadata, named_params: NamedParams) -> None:
+        """
+        Bring all servers to new weights; arguments as [`SyncedVLLMClient.update_named_params`].
+
+        Raises:
+            [`WeightSyncError`]: If a server does not have them. All others do, and their `version` says so.
+        """
+        version = self.version + 1
+        try:
+            with whole(named_params, len(metadata)) as params:
+                self._sync(version, metadata, params)
+        finally:
+            self.version = version  # also where only some have them: a version is never used twice
+            for client in self.clients:
+                client._updating_weights = False
+
+    def _sync(self, version: int, metadata: Metadata, named_params: NamedParams) -> None:
+        if isinstance(self.clients[0], FilesystemVLLMClient):
+            load_everywhere(self.clients, self.clients[0].directory, version, named_params)
+            return
+        in_turn = isinstance(self.clients[0], NCCLVLLMClient)
+        with UpdateRound(self.clients, version, concurrent=not in_turn) as update:
+            update.each(start_update)
+            for names, tensors in self._chunks(metadata, named_params, on_cpu=not in_turn):
+                update.each(lambda client: client.update_named_params(names, iter(tensors)))  # noqa: B023
+            update.each(finish_update)
+
+    def _chunks(
+        self, metadata: Metadata, named_params: NamedParams, on_cpu: bool
+    ) -> Iterator[tuple[Metadata, list[tuple[str, torch.Tensor]]]]:
+        start = num_bytes = 0
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for end, (name, tensor) in enumerate(named_params, 1):
+            tensors.append((name, tensor.cpu() if on_cpu else tensor))
+            num_bytes += tensor.numel() * tensor.element_size()
+            if num_bytes >= self.chunk_bytes or end == len(metadata):
+                yield metadata[start:end], tensors
+                start, num_bytes, tensors = end, 0, []
+
+    def generate(self, prompts: list, features: list | None = None, **kwargs: Any) -> dict[str, list | None]:
+        """TRL's blocking generation, each server with an equal share of the prompts. Arguments are TRL's."""
+        share = -(-len(prompts) // len(self.clients))
+        starts = range(0, len(prompts), max(share, 1))
+
+        def part(client: SyncedVLLMClient, start: int) -> dict[str, list | None]:
+            end = start + share
+            return client.generate(prompts[start:end], None if features is None else features[start:end], **kwargs)
+
+        with ThreadPoolExecutor(len(self.clients)) as executor:
+            parts = list(executor.map(part, self.clients, starts))
+        return {
+            key: None if value is None else list(itertools.chain.from_iterable(part[key] for part in parts))
+            for key, value in parts[0].items()
+        }
+
+    def image_features(self, images: list, **kwargs: Any) -> list[dict | None]:
+        """Image features for [`~FleetVLLMClient.generate`], from the first server: they don't depend on weights."""
+        return self.clients[0].image_features(images, **kwargs)

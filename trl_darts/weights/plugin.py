@@ -1,0 +1,122 @@
+"""
+Our vLLM plugin. vLLM calls [`register`] in each of its processes, before a model is loaded.
+
+It adds the weight-transfer backend `"gloo"`, and makes `reload_weights` safe to train with. vLLM's worker is not
+imported before vLLM does so itself: importing it early would cost each process seconds, and let it bind kernels that
+the platform replaces later. And nothing here may break a server: where vLLM's interfaces differ, it warns.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+BACKEND = "gloo"
+WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # its `Worker` is the base of the CPU's and XPU's workers too
+
+logger = logging.getLogger("vllm.trl_darts")
+
+
+def register() -> None:
+    """Entry point of the group `vllm.general_plugins`. May be called any number of times."""
+    _guarded(_register_engine)
+    _guarded(functools.partial(when_imported, WORKER_MODULE, _patch_worker))
+
+
+def _register_engine() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "trl_darts.weights.gloo_engine", "GlooWeightTransferEngine"
+        )
+
+
+def _patch_worker(module: ModuleType) -> None:
+    """
+    Make `Worker.reload_weights` repack tied LM heads, survive its own failure, and say that it did.
+
+    Its answer is how a client learns that this plugin is installed: vLLM's own method returns nothing.
+    """
+    original = module.Worker.reload_weights
+    if hasattr(original, "trl_darts_version"):
+        return
+    from .. import __version__
+
+    @functools.wraps(original)
+    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
+        from .reload import repack_tied_lm_heads, restore_unfinished_layers
+
+        try:
+            original(self, *args, **kwargs)
+        except Exception:
+            restore_unfinished_layers(self.model_runner.get_model(), self.vllm_config)
+            raise
+        repack_tied_lm_heads(self.model_runner.get_model())
+        return {"trl_darts": __version__}
+
+    reload_weights.trl_darts_version = __version__  # type: ignore[attr-defined]
+    module.Worker.reload_weights = reload_weights
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """
+    Call `action(module)` right after the module `name` is imported: now, if it already is.
+
+    Args:
+        name (`str`):
+            Full name of the module.
+        action (`Callable[[ModuleType], None]`):
+            What to do with it. A failure is a warning.
+    """
+    if name in sys.modules:
+        _guarded(functools.partial(action, sys.modules[name]))
+    elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(name, action))
+
+
+class _AfterImport(MetaPathFinder):
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self.action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)  # the other finders' answer
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_then_act(module: ModuleType) -> None:
+            execute(module)
+            _guarded(functools.partial(self.action, module))
+
+        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
+        return spec
+
+
+def _guarded(action: Callable[[], None]) -> None:
+    """Run `action`; a failure must never break the server, so it is a warning that names vLLM's version."""
+    try:
+        action()
+    except Exception as error:
+        version = getattr(sys.modules.get("vllm"), "__version__", "unknown")
+        logger.warning(
+            "trl_darts does not know this vLLM (%s): %s: %s. The server works, but weights may not be synchronized "
+            "with `weight_sync='gloo'` or 'filesystem'. Install a vLLM version that trl_darts supports.",
+            version,
+            type(error).__name__,
+            error,
+        )

@@ -1,0 +1,60 @@
+"""What vLLM's layerwise reload leaves undone. Runs in the server's workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def repack_tied_lm_heads(model: torch.nn.Module) -> None:
+    """
+    Bring the LM head's packed copy up to date where it shares its weight with the embedding.
+
+    On CPU each linear layer multiplies with a packed copy of its weight (`cpu_linear`), made when the layer is loaded.
+    A tied LM head is never loaded, only its embedding is, so after a reload its logits are those of the old weights:
+    log-probs are off by 0.1 to 1.1, without any error. It is the second limitation that
+    `vllm/model_executor/model_loader/reload/__init__.py` lists ("tied parameters will only reflect processing from one
+    of the parent layers"). This function can go once vLLM processes every parent of a tied parameter.
+
+    Args:
+        model (`torch.nn.Module`):
+            vLLM's model, after `finalize_layerwise_reload`.
+    """
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear") and owners[id(module.weight)] > 1:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def restore_unfinished_layers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    """
+    End a layerwise reload that failed: layers that were not loaded completely get their last weights back.
+
+    Without it they have no memory, so the next request kills the engine, and what was buffered for them counts towards
+    the next reload, which then processes them too early. The model is a mixture of old and new layers afterwards. This
+    function can go once vLLM offers an abort of its own.
+
+    Args:
+        model (`torch.nn.Module`):
+            vLLM's model, between `initialize_layerwise_reload` and `finalize_layerwise_reload`.
+        vllm_config (`VllmConfig`):
+            The worker's configuration.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights.clear()
+    with set_current_vllm_config(vllm_config):
+        finalize_layerwise_reload(model, vllm_config.model_config)
+    repack_tied_lm_heads(model)
