@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 
+# Models here are tiny: a second thread gains nothing, and waits for the server beside it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; read at import time, so before transformers
 REQUIRE_VLLM = "TRL_DARTS_REQUIRE_VLLM"
 

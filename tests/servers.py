@@ -105,6 +105,12 @@ class VLLMServer:
             body = response.read()
         return json.loads(body) if body else {}
 
+    def metric(self, name: str) -> float:
+        """Sum of a Prometheus metric, such as `"vllm:num_requests_running"`, over its labels; 0 if it is not there."""
+        with _LOCAL.open(f"{self.base_url}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
     def wait_until_healthy(self, timeout_s: float) -> None:
         """Wait for `/health`; [`ServerError`] if the process ends or time runs out first."""
         deadline = time.monotonic() + timeout_s

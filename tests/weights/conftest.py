@@ -1,0 +1,57 @@
+"""Servers for the tests of weight sync. Few, and shared: each takes 15 to 25 s to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.servers import VLLMServer, free_port, start_vllm_server
+
+
+def put_back(server: VLLMServer) -> None:
+    """Give a server the weights it started with, for the tests after these."""
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(server.model_dir)}}
+    server.request("/collective_rpc", body)
+    server.request("/reset_prefix_cache", {})
+    server.request("/update_weight_version", {"new_version": "default"})
+
+
+@pytest.fixture(scope="module")
+def untied(vllm_server) -> Iterator[VLLMServer]:
+    """The session's server; its weights are put back after the module."""
+    yield vllm_server
+    put_back(vllm_server)
+
+
+@pytest.fixture(scope="package")
+def tied_server(tied_model_dir, tmp_path_factory) -> Iterator[VLLMServer]:
+    """A server of a model whose LM head is its embedding."""
+    with start_vllm_server(tied_model_dir, log_path=tmp_path_factory.mktemp("tied") / "server.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tied(tied_server) -> Iterator[VLLMServer]:
+    """The same, put back after the module."""
+    yield tied_server
+    put_back(tied_server)
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[..., object]]:
+    """`client_of("gloo", server, …)`: a connected client, closed after the test."""
+    from trl_darts.weights import make_client
+
+    clients = []
+
+    def connect(weight_sync: str, *servers: VLLMServer, **kwargs: object) -> object:
+        kwargs.setdefault("group_port", free_port())
+        client = make_client([server.base_url for server in servers], weight_sync, "cpu", **kwargs)
+        client.init_communicator("cpu")
+        clients.append(client)
+        return client
+
+    yield connect
+    for client in clients:
+        client.close_communicator()

@@ -1,0 +1,91 @@
+"""The vLLM plugin: light, repeatable, and harmless where it does not fit."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from trl_darts.weights import plugin
+
+
+def test_loading_it_loads_nothing_heavy():
+    """Every vLLM process imports it; and `trl_darts.weights` on the way."""
+    code = (
+        "import sys; before = set(sys.modules); import trl_darts.weights.plugin; "
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "trl", "transformers", "vllm", "requests", "numpy"} & set(loaded)
+
+
+def test_after_import(tmp_path, monkeypatch):
+    (tmp_path / "late_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    finders = len(sys.meta_path)
+    plugin.when_imported("late_module", lambda module: seen.append(module.value))
+    plugin.when_imported("late_module", lambda module: seen.append("registered twice"))
+    assert seen == []
+    import late_module
+
+    assert seen == [1]
+    assert len(sys.meta_path) == finders
+    plugin.when_imported("late_module", lambda module: seen.append("at once"))
+    assert seen == [1, "at once"]
+    assert late_module.__spec__.origin.endswith("late_module.py")
+    del sys.modules["late_module"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_vllm_that_differs_is_a_warning_with_its_version(there, monkeypatch, caplog):
+    vllm = ModuleType("vllm")
+    vllm.__version__ = "9.9.9"
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    for name in list(sys.modules):
+        if name.startswith("vllm."):
+            monkeypatch.delitem(sys.modules, name)
+    worker = ModuleType(plugin.WORKER_MODULE)  # has no `Worker`
+    monkeypatch.setitem(sys.modules, plugin.WORKER_MODULE, worker)
+    if there:
+        transfer = ModuleType("vllm.distributed.weight_transfer")
+        transfer.WeightTransferEngineFactory = SimpleNamespace()  # has no registry
+        monkeypatch.setitem(sys.modules, "vllm.distributed", ModuleType("vllm.distributed"))
+        monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", transfer)
+    logger = logging.getLogger("vllm.trl_darts")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    plugin.register()
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    messages = {record.getMessage() for record in caplog.records}
+    assert len(messages) == 2  # one for the engine, one for the worker
+    assert all("9.9.9" in message for message in messages)
+
+
+def test_reload_says_that_it_was_ours(monkeypatch):
+    """And restores the layers if vLLM's own reload fails, with vLLM's own error."""
+    done = []
+    steps = SimpleNamespace(
+        repack_tied_lm_heads=lambda model: done.append(("repack", model)),
+        restore_unfinished_layers=lambda model, config: done.append(("restore", model, config)),
+    )
+    monkeypatch.setitem(sys.modules, "trl_darts.weights.reload", steps)
+
+    class Worker:
+        vllm_config = "config"
+        model_runner = SimpleNamespace(get_model=lambda: "model")
+
+        def reload_weights(self, weights_path=None):
+            if weights_path == "bad":
+                raise KeyError(weights_path)
+
+    module = SimpleNamespace(Worker=Worker)
+    plugin._patch_worker(module)
+    plugin._patch_worker(module)
+    assert Worker().reload_weights(weights_path="good") == {"trl_darts": __import__("trl_darts").__version__}
+    assert done == [("repack", "model")]
+    with pytest.raises(KeyError, match="bad"):
+        Worker().reload_weights(weights_path="bad")
+    assert done[1:] == [("restore", "model", "config")]
