@@ -12,6 +12,7 @@ the exit status is 1 where a limit is exceeded.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -28,9 +29,8 @@ from trl_darts.policy import (
     LatencyCurve,
     LengthTracker,
     allocate_redundancy,
-    select_dual_end,
-    select_shortest,
 )
+from trl_darts.scheduling import CandidateEnded, EngineLoad, FinishReason, GroupPlan, Scheduler, make_policies
 
 
 LIMIT_S = 0.050
@@ -39,7 +39,8 @@ LIMIT_S = 0.050
 LIMIT_GROWTH = 1.5
 """Most that the time may grow, in multiples of the growth of the batch: 12 times for 8 times the prompts."""
 
-NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST = 16, 32, 1
+NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST = 10, 20, 1
+POOL_SIZES = (12, 20)  # 16 candidates a prompt on average
 CURVE = LatencyCurve([1, 64, 256, 8192], [0.010, 0.012, 0.025, 0.700])
 
 
@@ -52,6 +53,8 @@ class Batch:
     all_lengths: list[int]
     tracker: LengthTracker
     controller: BudgetController
+    plans: list[GroupPlan]
+    events: list[CandidateEnded]  # by length, as they would arrive
     total: int = 0
     allocation: list[int] = field(default_factory=list)
     selected: list[list[int]] = field(default_factory=list)
@@ -66,7 +69,7 @@ def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
     controller = BudgetController(NUM_GENERATIONS, MAX_NUM_GENERATIONS, latency_curve=CURVE, calibration_steps=1)
     pools, everything = [], []
     for key in keys:
-        size = int(rng.integers(NUM_GENERATIONS, MAX_NUM_GENERATIONS + 1))
+        size = int(rng.integers(POOL_SIZES[0], POOL_SIZES[1] + 1))
         lengths = rng.lognormal(rng.normal(6, 0.5), rng.uniform(0.3, 1.2), size).astype(int) + 1
         bound = int(np.quantile(lengths, 1 - rng.uniform(0.05, 0.3)))
         complete = (lengths <= bound).tolist()
@@ -75,7 +78,20 @@ def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
         tracker.update(key, pools[-1][0], [not done for done in complete])
     tracker.end_step()
     controller.observe(controller.total(num_prompts, tracker.rho), 60.0, everything)
-    return Batch(keys, pools, everything, tracker, controller)
+    plans = [GroupPlan(group_id, len(lengths)) for group_id, (lengths, _) in enumerate(pools)]
+    return Batch(keys, pools, everything, tracker, controller, plans, make_events(pools))
+
+
+def make_events(pools: list[tuple[list[int], list[bool]]]) -> list[CandidateEnded]:
+    """The end of every candidate, shortest first. Equal lengths share their lists: the scheduler copies them."""
+    tokens: dict[int, list[int]] = {}
+    events = []
+    for lengths, complete in pools:
+        for length, done in zip(lengths, complete, strict=True):
+            chunk = tokens.setdefault(length, [7] * length)
+            reason = FinishReason.STOP if done else FinishReason.LENGTH
+            events.append(CandidateEnded(len(events), 0, 0, chunk, chunk, reason, float(length)))
+    return sorted(events, key=lambda event: event.now)
 
 
 def budget(batch: Batch) -> None:
@@ -89,14 +105,14 @@ def allocate(batch: Batch) -> None:
     batch.allocation = allocate_redundancy(stds, batch.total, NUM_GENERATIONS, MAX_NUM_GENERATIONS)
 
 
-def select(batch: Batch) -> None:
-    """Which candidates of each prompt are kept."""
-    batch.selected = [
-        select_shortest(lengths, complete, NUM_GENERATIONS)
-        if size == MAX_NUM_GENERATIONS
-        else select_dual_end(lengths, complete, NUM_GENERATIONS - NUM_LONGEST, NUM_LONGEST)
-        for size, (lengths, complete) in zip(batch.allocation, batch.pools, strict=True)
-    ]
+def schedule(batch: Batch) -> None:
+    """What is submitted, waited for, aborted and kept: all events of the rollout, selection included."""
+    policies = make_policies("darts", NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST)
+    scheduler = Scheduler(policies, NUM_GENERATIONS)
+    scheduler.start(batch.plans, [EngineLoad("engine")], 0.0)
+    for event in batch.events:
+        scheduler.handle(event)
+    batch.selected = [group.selected for group in scheduler.result().groups]
 
 
 def track(batch: Batch) -> None:
@@ -111,7 +127,7 @@ def observe(batch: Batch) -> None:
     batch.controller.observe(batch.total, 60.0, batch.all_lengths)
 
 
-STAGES: tuple[Callable[[Batch], None], ...] = (budget, allocate, select, track, observe)
+STAGES: tuple[Callable[[Batch], None], ...] = (budget, allocate, schedule, track, observe)
 
 
 def measure(num_prompts: int, repeats: int, seed: int = 0) -> dict[str, float]:
@@ -130,9 +146,12 @@ def measure(num_prompts: int, repeats: int, seed: int = 0) -> dict[str, float]:
         `dict[str, float]`: Median seconds by the stage's name.
     """
     batch = make_batch(num_prompts, np.random.default_rng(seed))
+    gc.collect()
+    gc.freeze()  # the batch stands for what engines hand over one by one: the collector need not go through it
     seconds: dict[str, list[float]] = {stage.__name__: [] for stage in STAGES}
     for _ in range(repeats + 1):
         for stage in STAGES:
+            gc.collect()  # of what earlier steps left
             start = time.process_time()
             stage(batch)
             seconds[stage.__name__].append(time.process_time() - start)
@@ -141,8 +160,8 @@ def measure(num_prompts: int, repeats: int, seed: int = 0) -> dict[str, float]:
 
 def show(small: dict[str, float], large: dict[str, float], num_prompts: int, factor: int) -> None:
     """Print the table."""
-    num_candidates = f"{NUM_GENERATIONS} to {MAX_NUM_GENERATIONS} candidates"
-    table = Table(title=f"Decisions of one step on one core, {num_candidates} a prompt (median, ms)")
+    low, high = POOL_SIZES
+    table = Table(title=f"Decisions of one step on one core, {low} to {high} candidates a prompt (median, ms)")
     table.add_column("stage")
     table.add_column("what is decided")
     for title in (f"{num_prompts} prompts", f"{num_prompts * factor} prompts", "growth"):

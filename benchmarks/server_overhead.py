@@ -1,11 +1,12 @@
 """
-What our one request per candidate costs: generation time of TRL's own server path against ours, same server, same work.
+What our one request per candidate costs: generation time of TRL's own server path against ours, same server, same
+work.
 
     python benchmarks/server_overhead.py [--base-url URL]
 
-Both sides start from the same gathered rows and end with the same lists of token IDs and log-probs. They alternate, and
-the ratio of medians is printed. Two workloads: all completions of one length (no waiting for tails, so that the client's
-cost shows most), and natural, heavy-tailed ones that a seed makes equal on both sides.
+Both sides start from the same gathered rows and end with the same lists of token IDs and log-probs. They alternate,
+and the ratio of medians is printed. Two workloads: all completions of one length (no waiting for tails, so that the
+client's cost shows most), and natural, heavy-tailed ones that a seed makes equal on both sides.
 """
 
 import argparse

@@ -8,8 +8,8 @@ With a vLLM server (see docs/servers.md), add:
     --use_vllm --vllm_mode server --vllm_server_base_url http://127.0.0.1:8000
 
 `--dataset_name tiny_reasoner` makes the data set of examples/tiny_reasoner; any other name or path goes to
-`datasets.load_dataset`. `--reward_funcs` takes import paths such as `tiny_reasoner.task.accuracy_reward`, and the names of
-TRL's rewards, such as `accuracy_reward`.
+`datasets.load_dataset`. `--reward_funcs` takes import paths such as `tiny_reasoner.task.accuracy_reward`, and the
+names of TRL's rewards, such as `accuracy_reward`.
 """
 
 import importlib

@@ -23,12 +23,26 @@ from trl_darts.errors import ConfigurationError, StateMismatchError
 from trl_darts.policy import LatencyCurve, LengthTracker
 
 
-METRICS = """
-    pool/length_mean pool/length_p50 pool/length_p90 pool/length_p99 pool/length_max pool/truncated_ratio
-    budget/total budget/redundancy budget/saturated_ratio
-    rollout/seconds rollout/generated_tokens rollout/kept_tokens rollout/aborted_candidates rollout/aborted_tokens
-    rollout/bubble_ratio rollout/tokens_per_second selection/kept_vs_pool_length_ratio selection/kept_longest
-""".split()
+METRICS = [
+    "pool/length_mean",
+    "pool/length_p50",
+    "pool/length_p90",
+    "pool/length_p99",
+    "pool/length_max",
+    "pool/truncated_ratio",
+    "budget/total",
+    "budget/redundancy",
+    "budget/saturated_ratio",
+    "rollout/seconds",
+    "rollout/generated_tokens",
+    "rollout/kept_tokens",
+    "rollout/aborted_candidates",
+    "rollout/aborted_tokens",
+    "rollout/bubble_ratio",
+    "rollout/tokens_per_second",
+    "selection/kept_vs_pool_length_ratio",
+    "selection/kept_longest",
+]
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +168,8 @@ def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curv
         "latency_curve": curve,
         "long_end_patience": patience,
     }
-    # One epoch in which prompts recur: TRL 1.16 starts over with the first epoch's order when it resumes in a later one.
+    # One epoch in which prompts recur: TRL 1.16 starts over with the first epoch's order when it resumes in a later
+    # one.
     dataset = letters_dataset(10, repeats=10)
     whole = make_trainer(model_dir, make_args(tmp_path / "whole", **fields), train_dataset=dataset)
     whole.train()
@@ -222,7 +237,9 @@ def test_config_of_trl_is_refused(model_dir, tmp_path):
 
 def test_no_config_makes_one_with_the_models_name(model_dir, monkeypatch):
     # TRL's default config wants a GPU.
-    monkeypatch.setattr(DARTSGRPOConfig, "__init__", partialmethod(DARTSGRPOConfig.__init__, use_cpu=True, report_to=[]))
+    monkeypatch.setattr(
+        DARTSGRPOConfig, "__init__", partialmethod(DARTSGRPOConfig.__init__, use_cpu=True, report_to=[])
+    )
     trainer = DARTSGRPOTrainer(str(model_dir), length_reward, train_dataset=letters_dataset())
     assert isinstance(trainer.args, DARTSGRPOConfig)
     assert trainer.args.output_dir == "letters-DARTS"

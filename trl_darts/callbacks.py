@@ -24,7 +24,8 @@ class VarianceTrackerCallback(TrainerCallback):
     """
     Owns what is known of response lengths, saves it with each checkpoint and restores it on resume.
 
-    The trainer adds one by itself. Pass your own in `callbacks` to read it, or to go on from an earlier training's lengths.
+    The trainer adds one by itself. Pass your own in `callbacks` to read it, or to go on from an earlier training's
+    lengths.
 
     Args:
         tracker ([`LengthTracker`], *optional*):
@@ -35,9 +36,7 @@ class VarianceTrackerCallback(TrainerCallback):
         self.tracker = tracker
         self.admission: AdmissionPolicy | None = None  # set by the trainer: its budget belongs to the same state
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the state next to the trainer's own, on the main process."""
         if state.is_world_process_zero:
             self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -56,8 +55,8 @@ class VarianceTrackerCallback(TrainerCallback):
 
     def load(self, directory: Path) -> None:
         """
-        Restores what [`VarianceTrackerCallback.save`] wrote. A checkpoint without it, such as one of TRL's `GRPOTrainer`,
-        is fine: lengths are then learned anew.
+        Restores what [`VarianceTrackerCallback.save`] wrote. A checkpoint without it, such as one of TRL's
+        `GRPOTrainer`, is fine: lengths are then learned anew.
 
         Args:
             directory (`Path`):

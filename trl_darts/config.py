@@ -19,15 +19,16 @@ class DARTSGRPOConfig(GRPOConfig):
     r"""
     Configuration class for the [`DARTSGRPOTrainer`].
 
-    This class includes only the parameters that it adds to [`~trl.GRPOConfig`]. For the others, see there. The symbols in
-    brackets are those of [DARTS](https://huggingface.co/papers/2605.30859).
+    This class includes only the parameters that it adds to [`~trl.GRPOConfig`]. For the others, see there. The symbols
+    in brackets are those of [DARTS](https://huggingface.co/papers/2605.30859).
 
     Parameters:
         > Parameters that decide how many candidates are sampled
 
         schedule (`str`, *optional*, defaults to `"darts"`):
-            Which system decides about rollouts. `"darts"` samples up to `max_num_generations` candidates per prompt and
-            keeps the shortest and the longest complete ones; `"grpo"` samples and keeps `num_generations`, as TRL does.
+            Which system decides about rollouts. `"darts"` samples up to `max_num_generations` candidates per prompt
+            and keeps the shortest and the longest complete ones; `"grpo"` samples and keeps `num_generations`, as TRL
+            does.
         max_num_generations (`int`, *optional*):
             Most candidates of one prompt [M_up]. Defaults to twice `num_generations`.
         target_redundancy (`float`, *optional*):
@@ -54,8 +55,8 @@ class DARTSGRPOConfig(GRPOConfig):
             one, keeps those and aborts the rest.
         long_end_patience (`float`, *optional*):
             Bound on the wait for the long end: once a prompt has `num_generations` complete candidates, those that
-            reach this many times the `num_generations`-th shortest complete length are aborted. At least 1. `None` waits
-            for all, as the paper does.
+            reach this many times the `num_generations`-th shortest complete length are aborted. At least 1. `None`
+            waits for all, as the paper does.
 
         > Parameters that control generation with vLLM servers
 
@@ -66,8 +67,8 @@ class DARTSGRPOConfig(GRPOConfig):
             `trl_darts` installed), `"filesystem"` (through `weight_sync_dir`, where no process group is possible).
             `"auto"` takes NCCL on CUDA and gloo elsewhere.
         weight_sync_dir (`str`, *optional*):
-            Directory that the trainer and the servers share, for `weight_sync="filesystem"`. Defaults to a new temporary
-            directory of this machine.
+            Directory that the trainer and the servers share, for `weight_sync="filesystem"`. Defaults to a new
+            temporary directory of this machine.
 
         > Parameters that control logging
 
@@ -93,8 +94,9 @@ class DARTSGRPOConfig(GRPOConfig):
     target_redundancy: float | None = field(
         default=None,
         metadata={
-            "help": "Candidates per row trained on, on average over a batch, that the budget is calibrated to. Between 1 "
-            "and `max_num_generations / num_generations`. Defaults to 1.5, or to the upper end where that is less."
+            "help": "Candidates per row trained on, on average over a batch, that the budget is calibrated to. "
+            "Between 1 and `max_num_generations / num_generations`. Defaults to 1.5, or to the upper end where that is "
+            "less."
         },
     )
     redundancy_cost_weight: float | None = field(
@@ -118,15 +120,15 @@ class DARTSGRPOConfig(GRPOConfig):
     num_longest: int = field(
         default=1,
         metadata={
-            "help": "How many of a prompt's `num_generations` rows are its longest complete candidates (L). The others "
-            "are its shortest ones."
+            "help": "How many of a prompt's `num_generations` rows are its longest complete candidates (L). The "
+            "others are its shortest ones."
         },
     )
     tail_pruning: bool = field(
         default=True,
         metadata={
-            "help": "Whether a prompt with `max_num_generations` candidates stops at its `num_generations`-th complete "
-            "one, keeps those and aborts the rest."
+            "help": "Whether a prompt with `max_num_generations` candidates stops at its `num_generations`-th "
+            "complete one, keeps those and aborts the rest."
         },
     )
     long_end_patience: float | None = field(
@@ -189,7 +191,9 @@ class DARTSGRPOConfig(GRPOConfig):
 
     def _check_selection(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise ConfigurationError(f"`schedule` ({self.schedule!r}) must be one of {', '.join(map(repr, SCHEDULES))}.")
+            raise ConfigurationError(
+                f"`schedule` ({self.schedule!r}) must be one of {', '.join(map(repr, SCHEDULES))}."
+            )
         if self.max_num_generations < self.num_generations:
             raise ConfigurationError(
                 f"`max_num_generations` ({self.max_num_generations}) must be at least `num_generations` "
@@ -217,8 +221,8 @@ class DARTSGRPOConfig(GRPOConfig):
             )
         if self.redundancy_cost_weight is not None and not self.redundancy_cost_weight > 0:
             raise ConfigurationError(
-                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) must be positive. Leave it unset to have it "
-                "calibrated."
+                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) must be positive. Leave it unset to have "
+                "it calibrated."
             )
         if not 0 < self.length_ema <= 1:
             raise ConfigurationError(
@@ -245,8 +249,8 @@ class DARTSGRPOConfig(GRPOConfig):
             raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
         if (self.generation_kwargs or {}).get("n", 1) != 1:
             raise ConfigurationError(
-                f"`generation_kwargs['n']` ({self.generation_kwargs['n']}) must be left out. The number of completions "
-                "per prompt is `num_generations`, and of candidates `max_num_generations`."
+                f"`generation_kwargs['n']` ({self.generation_kwargs['n']}) must be left out. The number of "
+                "completions per prompt is `num_generations`, and of candidates `max_num_generations`."
             )
         self._check_engine()
 

@@ -6,7 +6,9 @@ class TRLDARTSError(Exception):
 
 
 class ConfigurationError(TRLDARTSError, ValueError):
-    """A setting, or a combination of settings, that can't work. Names the argument, its value, the rule and the remedy."""
+    """
+    A setting, or a combination of settings, that can't work. Names the argument, its value, the rule and the remedy.
+    """
 
 
 class StateMismatchError(TRLDARTSError, ValueError):

@@ -151,8 +151,8 @@ class ServerGeneration(VLLMGeneration):
             raise ConfigurationError(
                 f"{len(too_long)} of {len(prompts)} prompts of this batch are longer than {limit} tokens ({lengths}): "
                 f"`max_completion_length` ({self.max_completion_length}) more would pass the server's `max_model_len` "
-                f"({self.facts.max_model_len}). Filter the data set, lower `max_completion_length`, or restart the server "
-                "with a larger `--max-model-len`."
+                f"({self.facts.max_model_len}). Filter the data set, lower `max_completion_length`, or restart the "
+                "server with a larger `--max-model-len`."
             )
         return self.conductor.on_servers(self.engine, prompts, num_generations, self.request_body())
 
@@ -200,8 +200,8 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
     if len(names) > 1:
         engine.close()
         raise ConfigurationError(
-            f"The servers of `vllm_server_base_url` serve under different names ({', '.join(map(repr, names))}). Start "
-            "them with the same model or `--served-model-name`."
+            f"The servers of `vllm_server_base_url` serve under different names ({', '.join(map(repr, names))}). "
+            "Start them with the same model or `--served-model-name`."
         )
     return engine, ServerFacts(names[0], min(fact.max_model_len for fact in facts))
 
@@ -213,8 +213,9 @@ def server_generation(
     """
     Inside, TRL's `GRPOTrainer.__init__` builds a [`ServerGeneration`] where it would build its `VLLMGeneration`.
 
-    The class is looked up as a global of TRL's module, and there is no other way to hand it another one; building TRL's
-    first would open its NCCL communicator, which fails without CUDA. It can go when TRL takes the class as an argument.
+    The class is looked up as a global of TRL's module, and there is no other way to hand it another one; building
+    TRL's first would open its NCCL communicator, which fails without CUDA. It can go when TRL takes the class as an
+    argument.
     """
     original = grpo_trainer.VLLMGeneration
     grpo_trainer.VLLMGeneration = partial(ServerGeneration, settings=settings, engine=engine, facts=facts)

@@ -53,7 +53,9 @@ def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
         steps = range(1, len(reward) + 1)
         by_step.plot(steps, reward, color=color, label=name)
         by_time.plot(seconds[: len(reward)], reward, color=color, label=name)
-        lengths.plot(steps, smooth(series(log_history, "completions/mean_length")), color=color, label=f"{name}, mean kept")
+        lengths.plot(
+            steps, smooth(series(log_history, "completions/mean_length")), color=color, label=f"{name}, mean kept"
+        )
         pool = smooth(series(log_history, "darts/pool/length_p99"))
         lengths.plot(steps, pool, color=color, linestyle="--", label=f"{name}, p99 of the pool")
     by_step.set(xlabel="step", ylabel="reward (mean of 5 steps)", title="Reward against steps")

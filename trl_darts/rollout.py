@@ -1,6 +1,6 @@
 """
-One rollout from the trainer's side: admission on the main process, decoding wherever the engine is, the same rows on every
-process.
+One rollout from the trainer's side: admission on the main process, decoding wherever the engine is, the same rows on
+every process.
 
 ```
 rows of all processes ──▶ prompts ──▶ admission (main process) ──▶ scheduler + engine ──▶ kept rows, record
@@ -151,8 +151,8 @@ class RolloutConductor:
         owners = [_owner(index * self.num_generations, first_rows) for index in range(len(prompts))]
         if collective and set(owners) != set(range(len(shares))):
             raise ConfigurationError(
-                f"A generation batch of {len(prompts)} prompts leaves some of the {len(shares)} processes without one, "
-                "and a sharded model must generate on all. Raise `per_device_train_batch_size` or "
+                f"A generation batch of {len(prompts)} prompts leaves some of the {len(shares)} processes without "
+                "one, and a sharded model must generate on all. Raise `per_device_train_batch_size` or "
                 "`steps_per_generation`, or set `use_vllm=True` with `vllm_mode='server'`."
             )
         admission, plans = self._broadcast(lambda: self._plan(prompts, self.num_generations))

@@ -28,9 +28,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ([DARTS](https://huggingface.co/papers/2605.30859)).
 
     It is TRL's [`~trl.GRPOTrainer`] with the same arguments. For each prompt it samples more candidates than rows are
-    trained on, decides while they decode which ones are worth waiting for, keeps `num_generations` of them and aborts the
-    rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are not
-    over-provisioned.
+    trained on, decides while they decode which ones are worth waiting for, keeps `num_generations` of them and aborts
+    the rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are
+    not over-provisioned.
 
     Overrides `_generate_single_turn` and `_load_optimizer_and_scheduler`, each around TRL's own.
 
@@ -47,7 +47,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             The other arguments of [`~trl.GRPOTrainer`].
 
     Raises:
-        [`ConfigurationError`]: If settings can't work together, or a server can't serve this training. Raised before the
+        [`ConfigurationError`]: If settings can't work together, or a server can't serve this training. Raised before
+        the
             model is loaded.
         [`ServerUnreachableError`]: If a server does not answer within `vllm_server_timeout`.
 
@@ -69,7 +70,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _tag_names = ["trl", "grpo", "darts"]  # noqa: RUF012  (TRL's form)
     _name = "DARTS"
     _paper = {  # noqa: RUF012  (TRL's form)
-        "title": "DARTS: Distribution-Aware Active Rollout Trajectory Shaping for Accelerating LLM Reinforcement Learning",
+        "title": "DARTS: Distribution-Aware Active Rollout Trajectory Shaping for Accelerating LLM Reinforcement "
+        "Learning",
         "id": "2605.30859",
     }
     _conductor: RolloutConductor | None = None  # class-level: TRL's own tests build trainers without __init__
@@ -134,7 +136,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             callback.tracker = LengthTracker(args.length_ema)
         callback.admission = _make_admission(args, callback.tracker)
         self._tracker_callback = callback
-        if args.use_vllm and args.vllm_mode != "server" or args.use_transformers_continuous_batching:
+        if (args.use_vllm and args.vllm_mode != "server") or args.use_transformers_continuous_batching:
             return  # schedule="grpo" on a path that is TRL's alone
         self._conductor = RolloutConductor(
             self.accelerator, args.policies, callback.admission, args.num_generations, not args.disable_tqdm
@@ -179,8 +181,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if images is not None or multimodal_fields:
             if self.args.schedule != "grpo":
                 raise ConfigurationError(
-                    f"`schedule` ({self.args.schedule!r}) does not run with images yet. Set `schedule='grpo'`, or train "
-                    "on text."
+                    f"`schedule` ({self.args.schedule!r}) does not run with images yet. Set `schedule='grpo'`, or "
+                    "train on text."
                 )
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations)
 
@@ -214,8 +216,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
 def _check_arguments(args: Any, rollout_func: Callable | None) -> None:
     if not isinstance(args, DARTSGRPOConfig):
         raise ConfigurationError(
-            f"`args` ({type(args).__name__}) must be a `DARTSGRPOConfig`. Replace the class's name: all of `GRPOConfig`'s "
-            "fields stay."
+            f"`args` ({type(args).__name__}) must be a `DARTSGRPOConfig`. Replace the class's name: all of "
+            "`GRPOConfig`'s fields stay."
         )
     if rollout_func is not None and args.schedule != "grpo":
         raise ConfigurationError(
@@ -259,5 +261,7 @@ def _make_admission(args: DARTSGRPOConfig, tracker: LengthTracker) -> AdmissionP
         target_redundancy=args.target_redundancy,
         cost_weight=args.redundancy_cost_weight,
         latency_curve=args.load_latency_curve(),
+        # A curve is that of one engine, and candidates are spread over all.
+        num_engines=len(args.server_urls) if args.use_vllm else args.world_size,
     )
     return VarianceAdmission(tracker, budget, args.num_generations, args.max_num_generations)

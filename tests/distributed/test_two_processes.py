@@ -23,7 +23,16 @@ def model_dir(tmp_path_factory, tokenizer):
 
 def launch(model_dir, out, **args) -> list[dict]:
     options = {"model": str(model_dir), "out": str(out), "args": args}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
     command += ["--main_process_port", str(free_port()), "--mixed_precision", "no", "--dynamo_backend", "no"]
     command += ["-m", "tests.distributed.train", json.dumps(options)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -44,7 +53,9 @@ def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:
         rows = [
             row
             for rank in ranks
-            for row in zip(*(rank["rows"][step][k] for k in ("prompts", "letters", "lengths", "advantages")), strict=True)
+            for row in zip(
+                *(rank["rows"][step][k] for k in ("prompts", "letters", "lengths", "advantages")), strict=True
+            )
         ]
         assert all(prompt[-1] == letter for prompt, letter, _, _ in rows)
         for index, (lengths, selected) in enumerate(groups):
@@ -53,15 +64,13 @@ def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:
             kept = [lengths[i] for i in selected]
             assert [length for _, _, length, _ in group] == kept
             mean = sum(kept) / 4
-            for (_, _, length, advantage) in group:
+            for _, _, length, advantage in group:
                 assert advantage == pytest.approx(length - mean, abs=1e-3)
 
 
 @pytest.mark.parametrize("rows_per_process", [8, 6])  # 6: the second of three groups straddles both processes
 def test_transformers_engine(model_dir, tmp_path, rows_per_process):
-    ranks = launch(
-        model_dir, tmp_path, per_device_train_batch_size=rows_per_process, max_steps=4, scale_rewards=False
-    )
+    ranks = launch(model_dir, tmp_path, per_device_train_batch_size=rows_per_process, max_steps=4, scale_rewards=False)
     assert_agreement(ranks, steps=4, num_prompts=rows_per_process // 2)
 
 
@@ -85,7 +94,10 @@ def test_server_engine(model_dir, tmp_path):
 @pytest.mark.vllm
 def test_error_on_the_main_process_ends_both(model_dir, tmp_path):
     """The server refuses a prompt that does not fit; the other process must hear of it, and not wait for ever."""
-    with start_vllm_server(model_dir, max_model_len=50) as server, pytest.raises(AssertionError, match="max_model_len"):
+    with (
+        start_vllm_server(model_dir, max_model_len=50) as server,
+        pytest.raises(AssertionError, match="max_model_len"),
+    ):
         launch(
             model_dir,
             tmp_path,

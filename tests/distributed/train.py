@@ -1,4 +1,6 @@
-"""One process of a training: `accelerate launch … train.py '<json>'`. Each rank writes what it saw to `OUT/rank<r>.json`."""
+"""
+One process of a training: `accelerate launch … train.py '<json>'`. Each rank writes what it saw to `OUT/rank<r>.json`.
+"""
 
 import json
 import sys

@@ -62,7 +62,7 @@ def test_grpo_changes_nothing(model):
 
 def test_pruned_groups_end_the_loop(model):
     natural = rollout(model, [8, 8], tail_pruning=False)[2].steps
-    result, completions, criterion = rollout(model, [8, 8])
+    result, _, criterion = rollout(model, [8, 8])
     assert criterion.steps < natural
     candidates = [c for group in result.groups for c in group.candidates]
     assert criterion.steps == max(c.length for c in candidates)
@@ -93,7 +93,7 @@ def test_rows_at_the_limit_are_truncated(model):
 
 
 def test_bounded_wait_sees_rows_grow(model):
-    result, _, criterion = rollout(model, [7] * 6, long_end_patience=1.0)
+    result, _, _ = rollout(model, [7] * 6, long_end_patience=1.0)
     for group in result.groups:
         bound = sorted(c.length for c in group.candidates if c.complete)[3]
         assert all(c.length <= bound + 16 for c in group.candidates if c.state is CandidateState.ABORTED)

@@ -94,7 +94,7 @@ def test_another_model_is_refused(tiny_model_dir):
     other.num_hidden_layers += 1
     with fake_server(routes(config)) as url:
         check(url, needs(AutoConfig.from_pretrained(tiny_model_dir)))
-        with pytest.raises(ConfigurationError, match="serves another model .*`num_hidden_layers`"):
+        with pytest.raises(ConfigurationError, match=r"serves another model .*`num_hidden_layers`"):
             check(url, needs(other))
 
 

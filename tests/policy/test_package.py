@@ -9,7 +9,6 @@ import sys
 import pytest
 
 import trl_darts.policy
-from benchmarks.decisions import LIMIT_S, measure
 
 
 MODULES = [f"trl_darts.policy.{module.name}" for module in pkgutil.iter_modules(trl_darts.policy.__path__)]
@@ -42,9 +41,3 @@ def test_exports_what_it_lists() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_print_what_they_say(module: str) -> None:
     assert doctest.testmod(importlib.import_module(module)).failed == 0
-
-
-def test_decisions_of_512_prompts_take_at_most_50_milliseconds() -> None:
-    seconds = measure(num_prompts=512, repeats=5)
-    print({name: f"{value * 1e3:.2f} ms" for name, value in seconds.items()})
-    assert sum(seconds.values()) <= LIMIT_S

@@ -29,6 +29,11 @@ def grpo(num_generations=3) -> Scheduler:
     return Scheduler(make_policies("grpo", num_generations, num_generations, 1), num_generations)
 
 
+def end_of(result) -> float:
+    assert result.timeline.running[-1] == 0
+    return result.timeline.times[-1]
+
+
 def ended(candidate_id, num_tokens, now, reason=FinishReason.STOP, segment=0, offset=0):
     tokens = [5] * num_tokens
     return CandidateEnded(candidate_id, segment, offset, tokens, [-1.0] * num_tokens, reason, now)
@@ -40,21 +45,21 @@ def test_grpo_waits_for_all_and_keeps_all():
     result = engine.run(scheduler, [GroupPlan(0, 3), GroupPlan(1, 3)])
     assert [g.selected for g in result.groups] == [[0, 1, 2], [0, 1, 2]]
     assert not [c for c in engine.commands if isinstance(c, Abort)]
-    assert result.occupancy[-1] == (90.0, 0)
+    assert end_of(result) == 90.0
 
 
 def test_dual_end_waits_for_the_whole_pool_below_the_bound():
     engine = StubEngine({0: [4, 90, 7, 30, 12]})
     result = engine.run(darts(), [GroupPlan(0, 5)])
     assert result.groups[0].selected == [0, 1, 2]  # the shortest two, 4 and 7, and the longest, 90
-    assert result.occupancy[-1][0] == 90.0
+    assert end_of(result) == 90.0
 
 
 def test_saturated_group_stops_at_its_mth_complete_candidate():
     engine = StubEngine({0: [4, 90, 7, 30, 12, 500]})
     result = engine.run(darts(), [GroupPlan(0, 6)])
     assert result.groups[0].selected == [0, 2, 4]
-    assert result.occupancy[-1] == (12.0, 0)
+    assert end_of(result) == 12.0
     aborted = [c for c in result.groups[0].candidates if c.state is CandidateState.ABORTED]
     assert [c.index for c in aborted] == [1, 3, 5]
     assert [c.length for c in aborted] == [12, 12, 12]  # what they had is known
@@ -65,7 +70,7 @@ def test_tail_pruning_off_waits_for_the_saturated_group_too():
     engine = StubEngine({0: [4, 90, 7, 30, 12, 500]})
     result = engine.run(darts(tail_pruning=False), [GroupPlan(0, 6)])
     assert result.groups[0].selected == [0, 2, 5]
-    assert result.occupancy[-1][0] == 500.0
+    assert end_of(result) == 500.0
 
 
 def test_truncated_candidates_do_not_count_as_complete():
@@ -83,14 +88,14 @@ def test_bounded_wait_aborts_beyond_p_times_the_mth_shortest():
     # The third shortest complete length is 20: 35 ends in time and is the long end, 900 is aborted at 40.
     assert result.groups[0].selected == [0, 1, 3]
     assert result.groups[0].candidates[4].state is CandidateState.ABORTED
-    assert result.occupancy[-1][0] == pytest.approx(40, abs=1)
+    assert end_of(result) == pytest.approx(40, abs=1)
 
 
 def test_bounded_wait_does_nothing_before_the_mth_complete_candidate():
     engine = StubEngine({0: [10, 15, 600, 700, 900]}, progress_interval=1)
     result = engine.run(darts(long_end_patience=1.0), [GroupPlan(0, 5)])
     assert result.groups[0].selected == [0, 1, 2]
-    assert result.occupancy[-1][0] == pytest.approx(600, abs=1)
+    assert end_of(result) == pytest.approx(600, abs=1)
 
 
 def test_same_decisions_whatever_the_order_of_simultaneous_groups():

@@ -1,9 +1,9 @@
 """
 Decoding with transformers' `generate`: the scheduler sits in a stopping criterion.
 
-`generate` decodes a fixed batch of rows, one token per step. After each step the criterion reports the rows that ended, and
-marks as done the rows that the scheduler aborts. A row that is done still takes part in the forward passes, but nobody waits
-for it: the loop ends with the last row that is wanted.
+`generate` decodes a fixed batch of rows, one token per step. After each step the criterion reports the rows that
+ended, and marks as done the rows that the scheduler aborts. A row that is done still takes part in the forward passes,
+but nobody waits for it: the loop ends with the last row that is wanted.
 """
 
 import time
@@ -67,7 +67,7 @@ class SchedulerCriterion(StoppingCriteria):
         self._execute(scheduler.start(plans, [EngineLoad(ENGINE_ID)], time.perf_counter()), None)
         self._alive = torch.ones(len(self.running), dtype=torch.bool)
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         # input_ids: (B, P + steps)
         if self.prompt_length is None:
             self.prompt_length = input_ids.shape[1] - 1

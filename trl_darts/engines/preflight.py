@@ -1,5 +1,6 @@
 """
-What a vLLM server must be before a training may count on it. Asked before the model is loaded: a refusal costs seconds.
+What a vLLM server must be before a training may count on it. Asked before the model is loaded: a refusal costs
+seconds.
 """
 
 import os
@@ -76,8 +77,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
     info = await server.get("/server_info?config_format=json")
     if info is None:
         raise ConfigurationError(
-            f"The vLLM server at {server.base_url} does not expose its development endpoints, through which weights are "
-            "synchronized and requests aborted. Restart it with `VLLM_SERVER_DEV_MODE=1` in its environment."
+            f"The vLLM server at {server.base_url} does not expose its development endpoints, through which weights "
+            "are synchronized and requests aborted. Restart it with `VLLM_SERVER_DEV_MODE=1` in its environment."
         )
     served = (await server.get("/v1/models"))["data"][0]
     facts = ServerFacts(served["id"], served["max_model_len"])
@@ -109,14 +110,14 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
     if facts.max_model_len <= needs.max_completion_length:
         raise ConfigurationError(
             f"The vLLM server at {url} has `max_model_len` ({facts.max_model_len}), which must be greater than "
-            f"`max_completion_length` ({needs.max_completion_length}): prompt and completion together must fit. Restart it "
-            "with a larger `--max-model-len`, or lower `max_completion_length`."
+            f"`max_completion_length` ({needs.max_completion_length}): prompt and completion together must fit. "
+            "Restart it with a larger `--max-model-len`, or lower `max_completion_length`."
         )
     mode = config["model_config"]["logprobs_mode"]
     if needs.processed_logprobs and mode != "processed_logprobs":
         raise ConfigurationError(
-            f"The vLLM server at {url} runs with `--logprobs-mode {mode}`: its log-probs are those before temperature and "
-            "sampling options, which biases the importance sampling correction. Restart it with `--logprobs-mode "
+            f"The vLLM server at {url} runs with `--logprobs-mode {mode}`: its log-probs are those before temperature "
+            "and sampling options, which biases the importance sampling correction. Restart it with `--logprobs-mode "
             "processed_logprobs`, or set `vllm_importance_sampling_correction=False`."
         )
     if needs.weight_transfer and config.get("weight_transfer_config") is None:
@@ -139,8 +140,8 @@ async def _check_vocabulary(server: VLLMServer, facts: ServerFacts, config: Pret
         match = None
     if match is not None and int(match[1]) != expected:
         raise ConfigurationError(
-            f"The vLLM server at {server.base_url} serves {facts.model!r} with a vocabulary of {match[1]} tokens, but the "
-            f"trainer's model has {expected}. Serve the model that you train."
+            f"The vLLM server at {server.base_url} serves {facts.model!r} with a vocabulary of {match[1]} tokens, but "
+            f"the trainer's model has {expected}. Serve the model that you train."
         )
 
 
@@ -154,6 +155,6 @@ def _check_architecture(url: str, served_model: str, config: PretrainedConfig) -
     if different:
         words = ", ".join(f"`{n}` {getattr(served, n, None)} instead of {getattr(own, n, None)}" for n in different)
         raise ConfigurationError(
-            f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {words}. Serve the "
-            "model that you train."
+            f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {words}. Serve "
+            "the model that you train."
         )

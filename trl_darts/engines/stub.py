@@ -42,7 +42,8 @@ class StubEngine:
         max_completion_length (`int`, *optional*, defaults to `1_000_000`):
             Longer candidates end here, with `finish_reason` `"length"`.
         latency (`Callable[[int], float]`, *optional*):
-            Seconds per step for a number of running candidates, for example a [`LatencyCurve`]. Defaults to one second.
+            Seconds per step for a number of running candidates, for example a [`LatencyCurve`]. Defaults to one
+            second.
         progress_interval (`int`, *optional*, defaults to `16`):
             Steps between two reports of tokens, where the schedule needs them.
         token_id (`int`, *optional*, defaults to `7`):

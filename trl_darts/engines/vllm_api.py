@@ -1,8 +1,8 @@
 """
 The single place that knows a vLLM server's HTTP API.
 
-What is asked of the server, and what comes back, was checked against vLLM 0.31. A success is a `finish_reason`: when the
-engine process behind the API dies, a stream ends like a normal one, only without it.
+What is asked of the server, and what comes back, was checked against vLLM 0.31. A success is a `finish_reason`: when
+the engine process behind the API dies, a stream ends like a normal one, only without it.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -2,8 +2,9 @@
 Decoding on vLLM servers: asyncio in one background thread, one request per candidate.
 
 The main thread hands over a scheduler and waits. In the thread, each Submit becomes a task with one HTTP request; each
-answer goes to the scheduler as an event; each Abort it returns goes to the server, and the pending answer then arrives with
-the tokens so far. When the trainer's process dies, its connections close, and the servers drop what they were decoding.
+answer goes to the scheduler as an event; each Abort it returns goes to the server, and the pending answer then arrives
+with the tokens so far. When the trainer's process dies, its connections close, and the servers drop what they were
+decoding.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ from .vllm_api import ServerRefusedError, VLLMServer, new_session
 
 T = TypeVar("T")
 
-# A stream costs the server and this thread 3 to 20 times as much per token as one answer at the end; every 16 tokens, the
-# difference is gone, and a bounded wait ends at most 16 tokens late.
+# A stream costs the server and this thread 3 to 20 times as much per token as one answer at the end; every 16 tokens,
+# the difference is gone, and a bounded wait ends at most 16 tokens late.
 STREAM_INTERVAL = 16
 # An abort can overtake its request: it is sent again until the answer is there.
 ABORT_RESEND_S = 0.1
@@ -158,7 +159,9 @@ class VLLMServerEngine:
         return await run.execute(plans, [EngineLoad(url, capacity) for url in servers])
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], on_poll: Callable[[], None] | None = None) -> T:
-        """Waits in the calling thread; whatever interrupts it (Ctrl-C) ends the coroutine, and with it the requests."""
+        """
+        Waits in the calling thread; whatever interrupts it (Ctrl-C) ends the coroutine, and with it the requests.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             while True:
@@ -276,8 +279,9 @@ class _Run:
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - len(command.prior_tokens))
         if body.get("seed") is not None:
-            # Without this, the candidates of a prompt would be copies of each other. The offsets are those by which the
-            # server itself tells the n samples of a request apart; a resumed one must not replay its random numbers.
+            # Without this, the candidates of a prompt would be copies of each other. The offsets are those by which
+            # the server itself tells the n samples of a request apart; a resumed one must not replay its random
+            # numbers.
             body["seed"] += command.index + 1_000_003 * command.segment
         return body
 

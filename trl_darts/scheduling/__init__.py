@@ -23,6 +23,7 @@ from .types import (
     PartialCandidate,
     RolloutResult,
     Submit,
+    Timeline,
     TokensArrived,
 )
 
@@ -59,6 +60,7 @@ __all__ = [
     "SchedulePolicies",
     "Scheduler",
     "Submit",
+    "Timeline",
     "TokensArrived",
     "UniformAdmission",
     "VarianceAdmission",

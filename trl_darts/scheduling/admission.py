@@ -1,8 +1,8 @@
 """
 Admission: how many candidates does each prompt of a batch get?
 
-It is decided before a rollout, on one process, from what earlier rollouts of the same prompts looked like; and it learns
-from each rollout afterwards.
+It is decided before a rollout, on one process, from what earlier rollouts of the same prompts looked like; and it
+learns from each rollout afterwards.
 """
 
 import hashlib

@@ -17,6 +17,7 @@ from .types import (
     Group,
     GroupPlan,
     Submit,
+    Timeline,
     TokensArrived,
 )
 
@@ -31,7 +32,7 @@ class Ledger:
         self.groups: dict[int, Group] = {}
         self.candidates: list[Candidate] = []  # by candidate_id
         self.engines: dict[str, EngineLoad] = {}
-        self.occupancy: list[tuple[float, int]] = []  # (time in seconds, candidates running from then on)
+        self.timeline = Timeline()
         self.num_open = 0  # not in a final state
         self.num_running = 0  # RUNNING or ABORTING: what the engines hold
         self.num_complete = 0
@@ -82,22 +83,28 @@ class Ledger:
         )
 
     def append(self, candidate: Candidate, event: TokensArrived | CandidateEnded) -> str | None:
-        """Adds those tokens of a chunk that are new; says what is wrong with the chunk, if anything."""
-        known = candidate.length - event.offset
+        """
+        Adds those tokens of a chunk that are new; says what is wrong with the chunk, if anything.
+
+        A completion that comes in one piece is not copied: its lists become the candidate's.
+        """
+        tokens, logprobs = event.tokens, event.logprobs
+        known = len(candidate.tokens) - event.offset
         if known < 0:
             return f"tokens {candidate.length} to {event.offset} of the completion never arrived"
-        tokens, logprobs = event.tokens[known:], event.logprobs
-        if logprobs is not None:
-            if len(logprobs) != len(event.tokens):
-                return f"{len(logprobs)} log-probs came for {len(event.tokens)} tokens"
-            if candidate.logprobs is None:
-                if candidate.tokens:
-                    return "its later tokens have log-probs, its earlier ones have none"
-                candidate.logprobs = []
-            candidate.logprobs.extend(logprobs[known:])
-        elif tokens and candidate.logprobs is not None:
-            return "its earlier tokens have log-probs, its later ones have none"
-        candidate.tokens.extend(tokens)
+        if logprobs is not None and len(logprobs) != len(tokens):
+            return f"{len(logprobs)} log-probs came for {len(tokens)} tokens"
+        if not candidate.tokens:
+            final = type(event) is CandidateEnded
+            candidate.tokens = tokens if final and isinstance(tokens, list) else list(tokens)
+            if logprobs is not None:
+                candidate.logprobs = logprobs if final and isinstance(logprobs, list) else list(logprobs)
+        elif len(tokens) > known:
+            candidate.tokens.extend(tokens[known:])
+            if logprobs is not None and candidate.logprobs is not None:
+                candidate.logprobs.extend(logprobs[known:])
+            elif logprobs is not None or candidate.logprobs is not None:
+                return "some of its tokens have log-probs, others have none"
         return None
 
     def finish(self, candidate: Candidate, reason: FinishReason, now: float) -> None:
@@ -154,7 +161,4 @@ class Ledger:
 
     def _set_running(self, change: int, now: float) -> None:
         self.num_running += change
-        if self.occupancy and self.occupancy[-1][0] == now:
-            self.occupancy[-1] = (now, self.num_running)
-        else:
-            self.occupancy.append((now, self.num_running))
+        self.timeline.add(now, self.num_running)

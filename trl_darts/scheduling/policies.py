@@ -1,8 +1,8 @@
 """
 The four decisions of a rollout as protocols, and the ones that GRPO and DARTS make.
 
-A system of the literature is a choice of one object per protocol; `make_policies` in `schedules.py` has the table. Policies
-see groups and engines, never an engine's API, a clock or a random generator of their own.
+A system of the literature is a choice of one object per protocol; `make_policies` in `schedules.py` has the table.
+Policies see groups and engines, never an engine's API, a clock or a random generator of their own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,10 @@ from .types import Candidate, EngineLoad, Group
 class GroupStop(Protocol):
     """When has a prompt enough, and which of its candidates are kept?"""
 
-    needs_progress: bool
-    """Whether it must see tokens while they are decoded, not only ends."""
+    @property
+    def needs_progress(self) -> bool:
+        """Whether it must see tokens while they are decoded, not only ends."""
+        ...
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
         """Unfinished candidates that are not worth waiting for any more. Called after each event of the group."""
@@ -60,7 +62,10 @@ class Refill(Protocol):
 class WaitForAll:
     """GRPO: every candidate is waited for and kept. `num_candidates` must equal `num_generations`."""
 
-    needs_progress: bool = field(default=False, init=False)
+    @property
+    def needs_progress(self) -> bool:
+        """No: only ends matter."""
+        return False
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
         """None: all are wanted."""
@@ -77,8 +82,9 @@ class DualEnd:
     DARTS: dual-end sampling with variance-guided tail pruning and proactive early stopping
     ([DARTS](https://huggingface.co/papers/2605.30859), Algorithm 2, Sections 4.1.2 and 4.3.1).
 
-    A group with fewer than `max_num_generations` candidates waits for all of them and keeps the shortest and the longest
-    complete ones. A group at `max_num_generations` is one whose history is known to be heavy-tailed: it stops at its
+    A group with fewer than `max_num_generations` candidates waits for all of them and keeps the shortest and the
+    longest complete ones. A group at `max_num_generations` is one whose history is known to be heavy-tailed: it stops
+    at its
     `num_generations`-th complete candidate and keeps those.
 
     Args:
@@ -91,8 +97,8 @@ class DualEnd:
         tail_pruning (`bool`, *optional*, defaults to `True`):
             Whether saturated groups stop early.
         long_end_patience (`float`, *optional*):
-            Bound on the wait for the long end. Once a group has M complete candidates, those that reach this many times
-            the M-th shortest complete length are aborted. `None` waits for the whole pool, as the paper does.
+            Bound on the wait for the long end. Once a group has M complete candidates, those that reach this many
+            times the M-th shortest complete length are aborted. `None` waits for the whole pool, as the paper does.
     """
 
     num_generations: int

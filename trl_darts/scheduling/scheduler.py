@@ -5,8 +5,8 @@ It knows no torch, no HTTP and no clock. An engine's driver calls `start`, execu
 happens through `handle`, executes what that returns, and reads `result` once `done`. Asyncio against a real server, a
 stopping criterion inside `generate`, and virtual time all drive the same object.
 
-Invariants (`tests/scheduling/test_invariants.py` checks each under its name, over random orders of events with duplicates
-and late ones among them):
+Invariants (`tests/scheduling/test_invariants.py` checks each under its name, over random orders of events with
+duplicates and late ones among them):
 
 - ends_once: every submitted candidate ends exactly once: finished, aborted or lost.
 - rows_per_group: a group that is harvested yields exactly `num_generations` rows.
@@ -95,7 +95,8 @@ class Scheduler:
             `list[Command]`: What to submit first.
 
         Raises:
-            [`ConfigurationError`]: If a plan has fewer candidates than rows, an ID occurs twice, or no engine is ready.
+            [`ConfigurationError`]: If a plan has fewer candidates than rows, an ID occurs twice, or no engine is
+            ready.
         """
         if not engines:
             raise ConfigurationError("`engines` (empty) must name at least one engine that is ready.")
@@ -144,7 +145,7 @@ class Scheduler:
         return RolloutResult(
             groups=[r for r in results if r.harvested],
             deferred=[r for r in results if not r.harvested],
-            occupancy=self.ledger.occupancy,
+            timeline=self.ledger.timeline,
         )
 
     # Events

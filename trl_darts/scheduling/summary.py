@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .types import FinishReason, GroupResult, RolloutResult
 
 
@@ -68,11 +70,11 @@ class Occupancy:
     @classmethod
     def of(cls, result: RolloutResult) -> "Occupancy":
         """Integrates a rollout's occupancy."""
-        steps = result.occupancy
-        if not steps:
+        times, running = np.asarray(result.timeline.times), np.asarray(result.timeline.running)
+        if not len(times):
             return cls(0, 0.0, 0.0)
-        area = sum(running * (after - now) for (now, running), (after, _) in zip(steps, steps[1:], strict=False))
-        return cls(max(running for _, running in steps), area, steps[-1][0] - steps[0][0])
+        area = float(running[:-1] @ np.diff(times))
+        return cls(int(running.max()), area, float(times[-1] - times[0]))
 
 
 def bubble_ratio(occupancies: Sequence[Occupancy]) -> float:

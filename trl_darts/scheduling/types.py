@@ -1,8 +1,8 @@
 """
 The nouns of a rollout: candidates and groups, the events that engines report, the commands they are given.
 
-A *group* is one prompt and all the answers sampled for it. A *candidate* is one of those answers. `num_generations` of a
-group's candidates become the rows that TRL trains on.
+A *group* is one prompt and all the answers sampled for it. A *candidate* is one of those answers. `num_generations` of
+a group's candidates become the rows that TRL trains on.
 
 ```
 WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FINISHED
@@ -12,6 +12,7 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
 ```
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,8 +45,8 @@ class Candidate:
     """
     One answer being sampled.
 
-    `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the engine
-    gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
+    `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the
+    engine gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
     """
 
     candidate_id: int
@@ -132,6 +133,24 @@ class Group:
     def unfinished(self) -> list[Candidate]:
         """Candidates that wait or run, and are not called off."""
         return [c for c in self.candidates if c.state in (CandidateState.WAITING, CandidateState.RUNNING)]
+
+
+class Timeline:
+    """How many candidates ran, and since when. Two arrays: a long rollout has hundreds of thousands of entries."""
+
+    __slots__ = ("running", "times")
+
+    def __init__(self) -> None:
+        self.times = array("d")  # seconds
+        self.running = array("q")  # candidates running from then on
+
+    def add(self, now: float, num_running: int) -> None:
+        """Notes a change; of several at the same time, the last one counts."""
+        if self.times and self.times[-1] == now:
+            self.running[-1] = num_running
+        else:
+            self.times.append(now)
+            self.running.append(num_running)
 
 
 @dataclass(slots=True)
@@ -239,8 +258,8 @@ class GroupResult:
     """
     What a group yielded.
 
-    `selected` are the indices of its `num_generations` rows in `candidates`, ascending. `harvested` is `False` for a group
-    that was deferred: it has no rows, and its candidates carry what was sampled so far.
+    `selected` are the indices of its `num_generations` rows in `candidates`, ascending. `harvested` is `False` for a
+    group that was deferred: it has no rows, and its candidates carry what was sampled so far.
     """
 
     plan: GroupPlan
@@ -257,11 +276,9 @@ class GroupResult:
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
     """
-    What a rollout yielded: the groups in the order in which they were given, and the occupancy of the engines.
-
-    `occupancy` lists `(time in seconds, candidates running from then on)`.
+    What a rollout yielded: the groups in the order in which they were given, and how many candidates ran over time.
     """
 
     groups: list[GroupResult]
     deferred: list[GroupResult]
-    occupancy: list[tuple[float, int]]
+    timeline: Timeline

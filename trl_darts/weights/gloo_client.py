@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,8 @@ class GlooVLLMClient(SyncedVLLMClient):
     """
 
     communicator: BroadcastGroup | None
+    # A second trainer of this process, as when a notebook's cell is run again, takes over its predecessor's port.
+    _holders: ClassVar[dict[int, GlooVLLMClient]] = {}
 
     def init_communicator(self, device: torch.device | str | int = "cpu") -> None:
         """
@@ -52,11 +54,14 @@ class GlooVLLMClient(SyncedVLLMClient):
         self.close_communicator()
         with ThreadPoolExecutor(1) as executor:
             self.communicator = self._form_group(executor)
+        self._holders[self.group_port] = self
         atexit.register(self.close_communicator)
 
     def _form_group(self, executor: ThreadPoolExecutor) -> BroadcastGroup:
         address = local_address(self.host)
         world_size = self.get_world_size() + 1
+        if self.group_port in self._holders:
+            self._holders[self.group_port].close_communicator()
         try:
             store = listen(address, self.group_port)
         except RuntimeError as error:
@@ -110,6 +115,7 @@ class GlooVLLMClient(SyncedVLLMClient):
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
+            self._holders.pop(self.group_port, None)
             atexit.unregister(self.close_communicator)
 
 
