@@ -1,12 +1,12 @@
 """
-What our one request per candidate costs: generation time of TRL's own server path against ours, same server, same
-work.
+What one request per candidate costs: generation time of TRL's own server path against ours, same server, same work.
 
     python benchmarks/server_overhead.py [--base-url URL]
 
 Both sides start from the same gathered rows and end with the same lists of token IDs and log-probs. They alternate,
-and the ratio of medians is printed. Two workloads: all completions of one length (no waiting for tails, so that the
-client's cost shows most), and natural, heavy-tailed ones that a seed makes equal on both sides.
+and the ratio of medians is printed. Three workloads: all completions of one length; heavy-tailed ones, which a seed
+makes equal on both sides; and the worst case, completions of a single token, where only the requests themselves are
+left. The model is tiny, so a token costs the server next to nothing and a request weighs as much as it ever can.
 """
 
 import argparse
@@ -32,10 +32,17 @@ from trl_darts.rollout import RolloutConductor
 from trl_darts.scheduling import SchedulePolicies, UniformAdmission
 
 
+WORKLOADS = {
+    "128 tokens each": {"ignore_eos": True, "max_tokens": 128},
+    "heavy-tailed, up to 512": {"seed": 11, "max_tokens": 512},
+    "1 token each": {"max_tokens": 1},
+}
+
+
 def build(base_url: str, model_dir: Path, num_generations: int) -> ServerGeneration:
     """Our generation object. `VLLMGeneration.generate` called on it is TRL's path, with TRL's client."""
     accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(model_dir)
-    needs = Requirements(128, model.config, processed_logprobs=True, weight_transfer=False, timeout_s=60.0)
+    needs = Requirements(512, model.config, processed_logprobs=True, weight_transfer=False, timeout_s=60.0)
     settings = ServerSettings("grpo", [base_url], "filesystem", None, 600.0, needs)
     engine, facts = connect(settings)
     generation = ServerGeneration(
@@ -44,7 +51,7 @@ def build(base_url: str, model_dir: Path, num_generations: int) -> ServerGenerat
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         mode="server",
         server_base_url=base_url,
-        max_completion_length=128,
+        max_completion_length=512,
         settings=settings,
         engine=engine,
         facts=facts,
@@ -90,7 +97,7 @@ def main() -> None:
         table = Table(title=f"{args.num_prompts} prompts × {args.num_generations}, median of {args.repeats}")
         for column in ("workload", "tokens", "TRL (s)", "trl_darts (s)", "ratio TRL / trl_darts"):
             table.add_column(column, justify="right")
-        for name, kwargs in {"128 tokens each": {"ignore_eos": True}, "heavy-tailed": {"seed": 11}}.items():
+        for name, kwargs in WORKLOADS.items():
             generation.generation_kwargs = kwargs
             result = measure(generation, rows, args.num_generations, args.repeats)
             (theirs, their_tokens), (ours, our_tokens) = result["TRL"], result["trl_darts"]
