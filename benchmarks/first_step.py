@@ -1,12 +1,13 @@
 """
-What one step costs before any training: TRL's M candidates per prompt against DARTS, lengths replayed on a real server.
+What one step costs before any training: TRL's M candidates per prompt against DARTS, lengths replayed on a real
+server.
 
     python benchmarks/first_step.py [--base-url URL]
 
-Each candidate's length is drawn once (log-normal within and between prompts) and replayed for every row of the table, so
-that all see the same tails. The history that DARTS allocates by comes from other draws of the same prompts, as from an
-earlier epoch. Rows alternate, and medians are printed. This is the price of a step, not the worth of the method: what the
-selection does to later lengths is not in it.
+Each candidate's length is drawn once (log-normal within and between prompts) and replayed for every row of the table,
+so that all see the same tails. The history that DARTS allocates by comes from other draws of the same prompts, as from
+an earlier epoch. Rows alternate, and medians are printed. This is the price of a step, not the worth of the method:
+what the selection does to later lengths is not in it.
 """
 
 import argparse
@@ -60,8 +61,8 @@ class Row:
 def draw_trace(num_prompts: int, num_generations: int, max_length: int, seed: int) -> Trace:
     """Log-normal: p99 / p50 is about 10; prompts differ in their mean and in their spread."""
     rng = np.random.default_rng(seed)
-    mean = rng.normal(3.3, 0.5, (num_prompts, 1))
-    spread = rng.uniform(0.3, 1.3, (num_prompts, 1))
+    mean = rng.normal(3.3, 0.7, (num_prompts, 1))
+    spread = rng.uniform(0.3, 1.4, (num_prompts, 1))
     draws = np.exp(rng.normal(mean, spread, (num_prompts, 3 * num_generations)))
     draws = np.clip(draws.astype(int), 2, max_length)
     return Trace(draws[:, : 2 * num_generations], draws[:, 2 * num_generations :])
