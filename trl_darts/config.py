@@ -95,8 +95,8 @@ class DARTSGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Candidates per row trained on, on average over a batch, that the budget is calibrated to. "
-            "Between 1 and `max_num_generations / num_generations`. Defaults to 1.5, or to the upper end where that is "
-            "less."
+            "Between 1 and `max_num_generations / num_generations`. Defaults to 1.5, or to the upper end where that "
+            "is less."
         },
     )
     redundancy_cost_weight: float | None = field(

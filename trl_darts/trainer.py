@@ -20,6 +20,7 @@ from .metrics import RolloutRecord, rollout_metrics
 from .policy import BudgetController, LengthTracker
 from .rollout import RolloutConductor
 from .scheduling import AdmissionPolicy, UniformAdmission, VarianceAdmission
+from .weights import resolve_weight_sync
 
 
 class DARTSGRPOTrainer(GRPOTrainer):
@@ -227,17 +228,18 @@ def _check_arguments(args: Any, rollout_func: Callable | None) -> None:
 
 
 def _server_settings(args: DARTSGRPOConfig, model: Any) -> ServerSettings:
+    weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
     return ServerSettings(
         schedule=args.schedule,
         base_urls=args.server_urls,
-        weight_sync=args.weight_sync,
+        weight_sync=weight_sync,
         weight_sync_dir=args.weight_sync_dir,
         request_timeout_s=args.vllm_request_timeout_s,
         requirements=Requirements(
             max_completion_length=args.max_completion_length,
             model_config=_model_config(args, model),
             processed_logprobs=args.vllm_importance_sampling_correction,
-            weight_transfer=args.weight_sync != "filesystem",
+            weight_transfer=None if weight_sync == "filesystem" else weight_sync,
             timeout_s=args.vllm_server_timeout,
         ),
     )

@@ -12,7 +12,7 @@ from trl_darts.errors import ConfigurationError
 
 
 def needs(config, **kwargs) -> Requirements:
-    defaults = {"max_completion_length": 256, "processed_logprobs": True, "weight_transfer": True, "timeout_s": 5.0}
+    defaults = {"max_completion_length": 256, "processed_logprobs": True, "weight_transfer": "gloo", "timeout_s": 5.0}
     return Requirements(model_config=config, **{**defaults, **kwargs})
 
 
@@ -74,7 +74,8 @@ def test_good_server_passes():
             {"vllm_config": changed(model_config={"logprobs_mode": "raw_logprobs"})},
             "--logprobs-mode processed_logprobs",
         ),
-        ({"vllm_config": changed(weight_transfer_config=None)}, "no weight-transfer engine"),
+        ({"vllm_config": changed(weight_transfer_config=None)}, "no weight-transfer engine, and .* needs 'gloo'"),
+        ({"vllm_config": changed(weight_transfer_config={"backend": "nccl"})}, "backend 'nccl', and .* needs 'gloo'"),
     ],
 )
 def test_refused(kwargs, words):
@@ -85,7 +86,7 @@ def test_refused(kwargs, words):
 def test_what_the_training_does_not_need_is_not_asked_for():
     config = changed(model_config={"logprobs_mode": "raw_logprobs"}, weight_transfer_config=None)
     with fake_server(routes(config)) as url:
-        check(url, needs(CONFIG, processed_logprobs=False, weight_transfer=False))
+        check(url, needs(CONFIG, processed_logprobs=False, weight_transfer=None))
 
 
 def test_another_model_is_refused(tiny_model_dir):

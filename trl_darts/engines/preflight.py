@@ -35,8 +35,8 @@ class Requirements:
             The trainer's model.
         processed_logprobs (`bool`):
             Whether log-probs must be those of the distribution that was sampled from.
-        weight_transfer (`bool`):
-            Whether the server must have a weight-transfer engine.
+        weight_transfer (`str`, *optional*):
+            Backend of the weight-transfer engine that the server must have.
         timeout_s (`float`):
             Seconds to wait for a server that is still starting.
     """
@@ -44,7 +44,7 @@ class Requirements:
     max_completion_length: int
     model_config: PretrainedConfig
     processed_logprobs: bool
-    weight_transfer: bool
+    weight_transfer: str | None
     timeout_s: float
 
 
@@ -120,11 +120,13 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
             "and sampling options, which biases the importance sampling correction. Restart it with `--logprobs-mode "
             "processed_logprobs`, or set `vllm_importance_sampling_correction=False`."
         )
-    if needs.weight_transfer and config.get("weight_transfer_config") is None:
+    backend = (config.get("weight_transfer_config") or {}).get("backend")
+    if needs.weight_transfer is not None and backend != needs.weight_transfer:
+        found = "no weight-transfer engine" if backend is None else f"the weight-transfer backend {backend!r}"
+        flag = f"""--weight-transfer-config '{{"backend": "{needs.weight_transfer}"}}'"""
         raise ConfigurationError(
-            f"The vLLM server at {url} has no weight-transfer engine. Restart it with "
-            """`--weight-transfer-config '{"backend": "nccl"}'` (`"gloo"` without CUDA), or set """
-            "`weight_sync='filesystem'`."
+            f"The vLLM server at {url} has {found}, and this training needs {needs.weight_transfer!r}. Restart it "
+            f"with `{flag}`, or set `weight_sync`."
         )
 
 

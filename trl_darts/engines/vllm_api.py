@@ -125,11 +125,9 @@ class VLLMServer:
         raise ServerRefusedError(f"{self.base_url} answered {response.status}: {message}")
 
 
-def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
+def new_session() -> aiohttp.ClientSession:
     """A session for many long requests at once. Must be called inside the event loop that uses it."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
-    return aiohttp.ClientSession(connector=connector, headers=headers)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S))
 
 
 def parse_choice(message: Mapping[str, Any]) -> Chunk:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .client import NCCLVLLMClient
-    from .factory import make_client
+    from .factory import make_client, resolve_weight_sync
     from .filesystem import FilesystemVLLMClient
     from .fleet import FleetVLLMClient
     from .gloo_client import GlooVLLMClient
@@ -23,9 +23,17 @@ _MODULES = {
     "GlooVLLMClient": "gloo_client",
     "NCCLVLLMClient": "client",
     "make_client": "factory",
+    "resolve_weight_sync": "factory",
 }
 
-__all__ = ["FilesystemVLLMClient", "FleetVLLMClient", "GlooVLLMClient", "NCCLVLLMClient", "make_client"]
+__all__ = [
+    "FilesystemVLLMClient",
+    "FleetVLLMClient",
+    "GlooVLLMClient",
+    "NCCLVLLMClient",
+    "make_client",
+    "resolve_weight_sync",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -52,7 +52,7 @@ def make_client(
         [`requests.ConnectionError`]: If a server does not answer in time.
     """
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    make = _maker(_resolve(weight_sync, device, sync_dir), sync_dir)
+    make = _maker(resolve_weight_sync(weight_sync, device, sync_dir), sync_dir)
     if not base_urls or len(set(base_urls)) < len(base_urls):
         raise ConfigurationError(f"`base_urls` ({list(base_urls)}) must be one or several different addresses.")
     clients = [
@@ -62,7 +62,13 @@ def make_client(
     return clients[0] if len(clients) == 1 else FleetVLLMClient(clients)
 
 
-def _resolve(weight_sync: str, device: torch.device, sync_dir: str | Path | None) -> str:
+def resolve_weight_sync(weight_sync: str, device: torch.device, sync_dir: str | Path | None = None) -> str:
+    """
+    What a setting of `weight_sync` means on a device: `"nccl"`, `"gloo"` or `"filesystem"`.
+
+    Raises:
+        [`ConfigurationError`]: If the setting is unknown, or can't work on the device.
+    """
     if weight_sync not in WEIGHT_SYNCS:
         raise ConfigurationError(
             f"`weight_sync` ({weight_sync!r}) must be one of {', '.join(map(repr, WEIGHT_SYNCS))}."

@@ -1,0 +1,72 @@
+"""What a user runs first: the training script and the quickstart."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import TrlParser
+
+from tests.servers import free_port, start_vllm_server
+from trl_darts import DARTSGRPOConfig
+
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+def train_grpo(output_dir, *arguments: str) -> subprocess.CompletedProcess:
+    script = ["examples/train_grpo.py", "--config", "configs/tiny_reasoner.yaml", "--output_dir", str(output_dir)]
+    small = ["--max_steps", "3", "--per_device_train_batch_size", "16", "--max_completion_length", "64"]
+    command = [*LAUNCH, *script, *small, "--save_strategy", "steps", "--save_steps", "3", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+
+
+def logged(output_dir) -> list[dict]:
+    state = json.loads((output_dir / "checkpoint-3" / "trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if "darts/rollout/seconds" in entry]
+
+
+def test_training_script_without_a_server(tmp_path):
+    done = train_grpo(tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(logged(tmp_path)) == 3
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.vllm
+def test_training_script_with_a_server(tmp_path):
+    with start_vllm_server(ROOT / "examples/tiny_reasoner/checkpoint", max_model_len=512) as server:
+        arguments = ["--use_vllm", "--vllm_mode", "server", "--vllm_server_base_url", server.base_url]
+        done = train_grpo(tmp_path, *arguments, "--vllm_group_port", str(free_port()))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logged(tmp_path))
+
+
+def test_wrong_setting_is_one_clear_error(tmp_path):
+    done = train_grpo(tmp_path, "--max_num_generations", "3")
+    assert done.returncode != 0
+    assert "`max_num_generations` (3) must be at least `num_generations` (8). Raise it" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_configs_load(path, tmp_path):
+    fields = yaml.safe_load(path.read_text())
+    known = {name: value for name, value in fields.items() if name in DARTSGRPOConfig.__dataclass_fields__}
+    copy = tmp_path / path.name
+    copy.write_text(yaml.safe_dump(known))
+    (args,) = TrlParser((DARTSGRPOConfig,)).parse_args_and_config(["--config", str(copy)])
+    assert args.schedule == fields["schedule"]
+    assert isinstance(args.learning_rate, float)
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path):
+    command = [sys.executable, "examples/tiny_reasoner/quickstart.py", "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "seconds in rollouts" in done.stdout
+    assert (tmp_path / "comparison.png").stat().st_size > 20_000

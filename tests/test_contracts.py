@@ -1,0 +1,106 @@
+"""What we lean on in TRL 1.16 beyond its documented interface. Each failure names the hook, and what we need of it."""
+
+import inspect
+
+import pytest
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from tests.builders import letters_dataset, make_args, make_letter_model, make_trainer
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer):
+    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)[1:]
+
+
+def test_generate_single_turn_is_the_seam():
+    expected = ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"]
+    assert parameters(GRPOTrainer._generate_single_turn) == expected, (
+        "GRPOTrainer._generate_single_turn: we override it, and call it with more rows than it is given"
+    )
+    source = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert "return completion_ids, logprobs" in source, "GRPOTrainer._generate_single_turn must return these two"
+    assert "unwrapped_model.generate(" in source, (
+        "GRPOTrainer._generate_single_turn must call `generate` of the unwrapped model: we add a stopping criterion"
+    )
+    assert "self.vllm_generation.generate(" in source, (
+        "GRPOTrainer._generate_single_turn must call `vllm_generation.generate`: our rollout runs inside"
+    )
+    assert "lp[0] for lp in seq" in source, "GRPOTrainer._generate_single_turn keeps the first log-prob per token"
+
+
+def test_generation_class_is_a_global_of_the_trainers_module():
+    assert grpo_trainer.VLLMGeneration is VLLMGeneration, (
+        "trl.trainer.grpo_trainer.VLLMGeneration: we put our subclass in its place while the trainer is built"
+    )
+    assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__), (
+        "GRPOTrainer.__init__ must build VLLMGeneration by its global name"
+    )
+
+
+def test_vllm_generation_hooks():
+    assert parameters(VLLMGeneration.generate) == ["prompts", "images", "num_generations", "profiler"], (
+        "VLLMGeneration.generate: we override it"
+    )
+    source = inspect.getsource(VLLMGeneration.__init__)
+    assert "self._init_vllm()" in source, "VLLMGeneration.__init__ must connect in `_init_vllm`, which we override"
+    source = inspect.getsource(VLLMGeneration.sync_weights)
+    for call in ("vllm_client.update_named_params(", "vllm_client.reset_prefix_cache()"):
+        assert call in source, f"VLLMGeneration.sync_weights must call {call}: our clients implement it"
+
+
+def test_constructor_arguments_are_those_that_we_pass_on():
+    from trl_darts import DARTSGRPOTrainer
+
+    assert parameters(DARTSGRPOTrainer.__init__) == parameters(GRPOTrainer.__init__), (
+        "GRPOTrainer.__init__: a drop-in subclass takes the same arguments in the same order"
+    )
+
+
+def test_attributes_that_we_read(model_dir, tmp_path):
+    trainer = make_trainer(model_dir, make_args(tmp_path))
+    for name in ("use_vllm", "num_generations", "eos_token_ids", "model_wrapped", "_step", "_metrics"):
+        assert hasattr(trainer, name), f"GRPOTrainer.{name}: we read it"
+    assert trainer._metrics["train"].default_factory is list, (
+        "GRPOTrainer._metrics: we append to lists by mode and name"
+    )
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    assert unwrapped is trainer.model, (
+        "accelerator.unwrap_model(model_wrapped) must be the model whose `generate` runs"
+    )
+
+
+def test_checkpoint_hook_gets_the_directory(model_dir, tmp_path):
+    args = make_args(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    make_trainer(model_dir, args).train()
+    assert (tmp_path / "checkpoint-1" / "darts_lengths.npz").exists(), (
+        "TrainerCallback.on_save must come after the checkpoint's directory is there"
+    )
+    trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=1))
+    seen = []
+    trainer._tracker_callback.load = seen.append
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert seen == [tmp_path / "checkpoint-1"], (
+        "Trainer._load_optimizer_and_scheduler must be called with the checkpoint's path on resume"
+    )
+
+
+def test_rows_of_a_batch_repeat_each_prompt(model_dir, tmp_path):
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.append(prompts)
+        return [0.0] * len(prompts)
+
+    make_trainer(
+        model_dir, make_args(tmp_path, max_steps=1), reward_funcs=reward, train_dataset=letters_dataset()
+    ).train()
+    assert [seen[0][i] for i in range(0, 16, 4) for _ in range(4)] == seen[0], (
+        "TRL's sampler must repeat each prompt `num_generations` times in a row: groups are cut out of that order"
+    )
