@@ -131,14 +131,17 @@ def test_structured_outputs_reach_the_server(server, model_dir, tmp_path):
     assert set(texts) <= {"abab", "abba", "baab", "baba"}
 
 
-def test_prompt_that_does_not_fit_is_named(server, model_dir, tmp_path):
-    dataset = letters_dataset(4).map(
-        lambda row, i: {"prompt": "x" * 500 * (i == 2) + row["prompt"]}, with_indices=True
+def test_prompts_that_do_not_fit_are_named_by_index(server, model_dir, tmp_path):
+    dataset = letters_dataset(8).map(
+        lambda row, i: {"prompt": "x" * 500 * (i in (2, 5)) + row["prompt"]}, with_indices=True
     )
-    trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=1), train_dataset=dataset)
-    with pytest.raises(
-        ConfigurationError, match=r"1 of 4 prompts of this batch are longer than 416 tokens .* has 502"
-    ):
+    words = r"2 prompts of the training data set are longer than 416 tokens \(prompt 2 has 502, prompt 5 has 502\)"
+    with pytest.raises(ConfigurationError, match=words):
+        make_trainer(model_dir, server_args(tmp_path, server), train_dataset=dataset)
+    # What can't be looked at beforehand is checked batch by batch.
+    args = server_args(tmp_path, server, max_steps=2, accelerator_config={"dispatch_batches": False})
+    trainer = make_trainer(model_dir, args, train_dataset=dataset.to_iterable_dataset())
+    with pytest.raises(ConfigurationError, match=r"prompts of this batch are longer than 416 tokens"):
         trainer.train()
 
 

@@ -145,16 +145,34 @@ class ServerGeneration(VLLMGeneration):
         return prompts, kept.completion_ids[mine], logprobs, None
 
     def _rollout(self, prompts: list[list[int]], num_generations: int) -> tuple:
+        self.check_prompts(prompts, "this batch")
+        return self.conductor.on_servers(self.engine, prompts, num_generations, self.request_body())
+
+    def check_prompts(self, prompts: list[list[int]], where: str, first_index: int = 0) -> None:
+        """
+        Refuses prompts that leave no room for a whole completion.
+
+        Args:
+            prompts (`list[list[int]]` of shape `(N, ≤ P)`):
+                Token IDs.
+            where (`str`):
+                What they belong to, for the message.
+            first_index (`int`, *optional*, defaults to `0`):
+                Index of the first one there.
+
+        Raises:
+            [`ConfigurationError`]: If one is too long. Names the first five by index.
+        """
         limit = self.facts.max_model_len - self.max_completion_length
-        if too_long := [index for index, prompt in enumerate(prompts) if len(prompt) > limit]:
-            lengths = ", ".join(f"prompt {index} has {len(prompts[index])}" for index in too_long[:5])
+        lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) > limit}
+        if lengths:
+            words = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
             raise ConfigurationError(
-                f"{len(too_long)} of {len(prompts)} prompts of this batch are longer than {limit} tokens ({lengths}): "
-                f"`max_completion_length` ({self.max_completion_length}) more would pass the server's `max_model_len` "
+                f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({words}): `max_completion_length` "
+                f"({self.max_completion_length}) more would pass the server's `max_model_len` "
                 f"({self.facts.max_model_len}). Filter the data set, lower `max_completion_length`, or restart the "
                 "server with a larger `--max-model-len`."
             )
-        return self.conductor.on_servers(self.engine, prompts, num_generations, self.request_body())
 
     def request_body(self) -> dict[str, Any]:
         """The fields that all completion requests share: TRL's sampling options under the server's names."""

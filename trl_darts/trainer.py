@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from datasets import Dataset
 from transformers import AutoConfig, PretrainedConfig, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
@@ -21,6 +22,10 @@ from .policy import BudgetController, LengthTracker
 from .rollout import RolloutConductor
 from .scheduling import AdmissionPolicy, UniformAdmission, VarianceAdmission
 from .weights import resolve_weight_sync
+
+
+# Tokenizing this many prompts takes seconds.
+MAX_CHECKED_PROMPTS = 100_000
 
 
 class DARTSGRPOTrainer(GRPOTrainer):
@@ -126,6 +131,18 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 engine.close()
             raise
         self._init_conductor()
+        if engine is not None:
+            self._check_prompt_lengths()
+
+    def _check_prompt_lengths(self) -> None:
+        """Looks for prompts that no server can take now, not at the step in which they come up."""
+        dataset = self.train_dataset
+        known = isinstance(dataset, Dataset) and not self._is_vlm and self.environment_factories is None
+        if not known or len(dataset) > MAX_CHECKED_PROMPTS:
+            return  # each batch is checked all the same
+        for start in range(0, len(dataset), 1000):
+            prompt_ids, _, _ = self._tokenize_prompts(dataset[start : start + 1000]["prompt"])
+            self.vllm_generation.check_prompts(prompt_ids, "the training data set", start)
 
     def _init_conductor(self) -> None:
         args = self.args

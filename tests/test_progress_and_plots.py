@@ -1,0 +1,46 @@
+"""What a person sees: the progress line and the figures."""
+
+import sys
+
+import pytest
+
+from trl_darts.engines import StubEngine
+from trl_darts.plots import plot_comparison, series, smooth
+from trl_darts.progress import RolloutProgress, describe
+from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+
+
+@pytest.fixture
+def ledger():
+    scheduler = Scheduler(make_policies("darts", 2, 4, num_longest=1), 2)
+    StubEngine({0: [5, 90, 7, 30]}).run(scheduler, [GroupPlan(0, 4)])
+    return scheduler.ledger
+
+
+def test_line_says_what_runs(ledger):
+    assert describe(ledger) == "rollout: 0 running, 2 complete, 2 aborted of 4 candidates"
+
+
+@pytest.mark.parametrize(
+    ("enabled", "terminal", "shown"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_line_is_shown_on_terminals_only(ledger, monkeypatch, capsys, enabled, terminal, shown):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    with RolloutProgress(enabled) as progress:
+        progress(ledger)
+        progress(ledger)  # too soon after the first: left out
+    assert ("2 aborted of 4 candidates" in capsys.readouterr().err) is shown
+
+
+def test_series_leaves_out_what_was_not_logged():
+    log = [{"reward": 1}, {"loss": 2.0}, {"reward": None}, {"reward": 0.5}]
+    assert series(log, "reward") == [1.0, 0.5]
+    assert smooth([1.0, 3.0, 5.0], window=2) == [1.0, 2.0, 4.0]
+
+
+def test_comparison_is_drawn(tmp_path):
+    names = ("reward", "completions/mean_length", "darts/pool/length_p99", "darts/rollout/seconds")
+    log = [{name: float(step + 1) for name in names} for step in range(8)]
+    plot_comparison({"GRPO": log, "DARTS": log}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
