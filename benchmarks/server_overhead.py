@@ -43,7 +43,7 @@ def build(base_url: str, model_dir: Path, num_generations: int) -> ServerGenerat
     """Our generation object. `VLLMGeneration.generate` called on it is TRL's path, with TRL's client."""
     accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(model_dir)
     needs = Requirements(512, model.config, processed_logprobs=True, weight_transfer=None, timeout_s=60.0)
-    settings = ServerSettings("grpo", [base_url], "filesystem", None, 600.0, needs)
+    settings = ServerSettings([base_url], "filesystem", None, 600.0, needs)
     engine, facts = connect(settings)
     generation = ServerGeneration(
         model=model,

@@ -42,6 +42,12 @@ def test_target_redundancy_follows_a_small_upper_bound():
         ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'"),
         ({"long_end_patience": 0.5}, r"`long_end_patience` \(0.5\) must be at least 1"),
         ({"redundancy_cost_weight": 0.0}, r"`redundancy_cost_weight` \(0.0\) must be positive"),
+        ({"redundancy_cost_weight": float("inf")}, r"`redundancy_cost_weight` \(inf\)"),
+        ({"generation_kwargs": {"stop_strings": ["x"]}}, r"`generation_kwargs\['stop_strings'\]`"),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"},
+            "names a server twice",
+        ),
         ({"length_ema": 0.0}, r"`length_ema` \(0.0\)"),
         ({"length_ema": 1.5}, r"`length_ema` \(1.5\)"),
         ({"vllm_request_timeout_s": 0}, r"`vllm_request_timeout_s` \(0\) must be positive"),

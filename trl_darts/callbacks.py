@@ -65,8 +65,8 @@ class VarianceTrackerCallback(TrainerCallback):
         Raises:
             [`StateMismatchError`]: If the state belongs to another schedule or version.
         """
-        if not (directory / LENGTHS_FILE).exists():
-            logger.warning(f"{directory} has no {LENGTHS_FILE}: response lengths are learned anew.")
+        if missing := [name for name in (LENGTHS_FILE, ADMISSION_FILE) if not (directory / name).exists()]:
+            logger.warning(f"{directory} has no {' and no '.join(missing)}: response lengths are learned anew.")
             return
         self.tracker.load(directory / LENGTHS_FILE)
         self.admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))

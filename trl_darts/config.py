@@ -1,5 +1,6 @@
 """`DARTSGRPOConfig`: TRL's `GRPOConfig` and the fields that shape rollouts."""
 
+import math
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
@@ -219,7 +220,7 @@ class DARTSGRPOConfig(GRPOConfig):
                 f"`target_redundancy` ({self.target_redundancy}) must be between 1 and `max_num_generations` / "
                 f"`num_generations` ({highest:g}). Lower it, or raise `max_num_generations`."
             )
-        if self.redundancy_cost_weight is not None and not self.redundancy_cost_weight > 0:
+        if self.redundancy_cost_weight is not None and not 0 < self.redundancy_cost_weight < math.inf:
             raise ConfigurationError(
                 f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) must be positive. Leave it unset to have "
                 "it calibrated."
@@ -247,6 +248,10 @@ class DARTSGRPOConfig(GRPOConfig):
             )
         if self.use_vllm and self.vllm_mode == "server" and not self.server_urls:
             raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
+        if self.use_vllm and len(set(self.server_urls)) < len(self.server_urls):
+            raise ConfigurationError(
+                f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names a server twice. Each address once."
+            )
         if (self.generation_kwargs or {}).get("n", 1) != 1:
             raise ConfigurationError(
                 f"`generation_kwargs['n']` ({self.generation_kwargs['n']}) must be left out. The number of "
@@ -261,6 +266,12 @@ class DARTSGRPOConfig(GRPOConfig):
             raise ConfigurationError(
                 f"`schedule` ({self.schedule!r}) does not run with `vllm_mode` ({self.vllm_mode!r}) yet. Set "
                 "`vllm_mode='server'`, or `use_vllm=False`, or `schedule='grpo'`."
+            )
+        if not self.use_vllm and (self.generation_kwargs or {}).get("stop_strings"):
+            raise ConfigurationError(
+                f"`generation_kwargs['stop_strings']` ({self.generation_kwargs['stop_strings']!r}) does not run with "
+                f"`schedule` ({self.schedule!r}) on the transformers engine: a completion is complete at its "
+                "end-of-sequence token. Leave it out, or set `schedule='grpo'`, or use a vLLM server with `stop`."
             )
         if not self.use_vllm and self.use_transformers_continuous_batching:
             raise ConfigurationError(

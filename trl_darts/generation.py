@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
@@ -24,8 +23,6 @@ class ServerSettings:
     What our server-mode generation needs beyond TRL's own arguments.
 
     Args:
-        schedule (`str`):
-            See `DARTSGRPOConfig.schedule`.
         base_urls (`list[str]`):
             The servers.
         weight_sync (`str`):
@@ -38,7 +35,6 @@ class ServerSettings:
             What each server must be.
     """
 
-    schedule: str
     base_urls: list[str]
     weight_sync: str
     weight_sync_dir: str | None
@@ -123,23 +119,22 @@ class ServerGeneration(VLLMGeneration):
                 Entered around the rollout.
 
         Returns:
-            `tuple`: `(prompt_ids, completion_ids, logprobs, None)` as in TRL: log-probs of shape `(B, T, 1)`.
+            `tuple`: `(prompt_ids, completion_ids, logprobs, None)`, where log-probs have the shape `(B, T, 1)`. TRL's
+            last item, the token IDs of the log-probs, is not used by its trainer.
 
         Raises:
             [`ConfigurationError`]: If a prompt does not fit, or has images while the schedule over-provisions.
             [`GenerationError`]: If a server fails. The message has its own words.
         """
-        if self.mode != "server" or any(gather_object([images is not None])):
-            if self.conductor is not None and self.conductor.over_provision and self.settings.schedule != "grpo":
-                raise ConfigurationError(
-                    f"`schedule` ({self.settings.schedule!r}) does not run with images on a vLLM server yet. Set "
-                    "`schedule='grpo'`, or train on text."
-                )
+        if self.mode != "server" or self.conductor is None:
             return super().generate(prompts, images, num_generations, profiler)
-        rows = gather_object(prompts)
+        shares = self.conductor.gather(prompts, images is not None, num_generations)
+        if shares is None:
+            return super().generate(prompts, images, num_generations, profiler)
+        rows = [row for share in shares for row in share]
         with profiler or nullcontext():
             kept = self.conductor.share(lambda: self._rollout(rows[::num_generations], num_generations))
-        start = sum(gather_object([len(prompts)])[: self.accelerator.process_index])
+        start = sum(len(share) for share in shares[: self.accelerator.process_index])
         mine = slice(start, start + len(prompts))
         logprobs = [[[logprob] for logprob in row] for row in kept.logprobs[mine]]
         return prompts, kept.completion_ids[mine], logprobs, None

@@ -69,6 +69,8 @@ class RolloutConductor:
             M, rows per prompt in training.
         show_progress (`bool`, *optional*, defaults to `True`):
             Whether to show a line while a rollout runs.
+        schedule (`str`, *optional*, defaults to `"grpo"`):
+            The schedule's name. Any other than `"grpo"` refuses batches that it can't run.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class RolloutConductor:
         admission: AdmissionPolicy,
         num_generations: int,
         show_progress: bool = True,
+        schedule: str = "grpo",
     ) -> None:
         self.accelerator = accelerator
+        self.schedule = schedule
         self.policies = policies
         self.admission = admission
         self.num_generations = num_generations
@@ -87,6 +91,40 @@ class RolloutConductor:
         self.over_provision = False  # whether the next rollout is one of training: set by the trainer
         self.record: RolloutRecord | None = None  # of the last over-provisioned rollout, on every process
         self.overrides: Overrides | None = None  # further request fields per candidate: benchmarks replay lengths
+
+    def gather(
+        self, prompt_rows: Sequence[Tokens], multimodal: bool, num_generations: int
+    ) -> list[list[Tokens]] | None:
+        """
+        The rows of all processes. Called on every process at once.
+
+        Args:
+            prompt_rows (`Sequence[list[int]]` of shape `(B, ≤ P)`):
+                This process's rows.
+            multimodal (`bool`):
+                Whether this process's rows come with images or other fields than tokens.
+            num_generations (`int`):
+                How often each prompt stands in a row.
+
+        Returns:
+            `list[list[list[int]]]`: The rows by process; `None` where this batch must take TRL's own way.
+
+        Raises:
+            [`ConfigurationError`]: If it must, and the schedule over-provisions.
+        """
+        shares = gather_object([(list(prompt_rows), multimodal)])
+        rows = [row for share, _ in shares for row in share]
+        if any(other for _, other in shares):
+            problem = "prompts with images or other multimodal fields"
+        elif any(row != rows[index - index % num_generations] for index, row in enumerate(rows)):
+            problem = "prompts that differ within a group, as from environments that reset each row on its own"
+        else:
+            return [share for share, _ in shares]
+        if self.over_provision and self.schedule != "grpo":
+            raise ConfigurationError(
+                f"`schedule` ({self.schedule!r}) does not run with {problem} yet. Set `schedule='grpo'`."
+            )
+        return None
 
     def on_servers(
         self, engine: VLLMServerEngine, prompts: Sequence[Tokens], num_generations: int, body: Mapping[str, Any]
@@ -118,7 +156,7 @@ class RolloutConductor:
 
     def in_process(
         self,
-        prompt_rows: Sequence[Tokens],
+        shares: Sequence[Sequence[Tokens]],
         generate: Callable[[list[Tokens], SchedulerCriterion], list[Tokens]],
         eos_token_ids: Sequence[int],
         collective: bool,
@@ -127,8 +165,8 @@ class RolloutConductor:
         Runs a rollout with `generate` on every process. Each decodes the prompts whose first row is its own.
 
         Args:
-            prompt_rows (`Sequence[list[int]]` of shape `(B, ≤ P)`):
-                This process's rows: a part of the batch, in which each prompt stands `num_generations` times in a row.
+            shares (`Sequence[Sequence[list[int]]]`):
+                The rows of each process: in the whole, each prompt stands `num_generations` times in a row.
             generate (`Callable`):
                 Decodes rows of token IDs under a stopping criterion and returns the completions.
             eos_token_ids (`Sequence[int]`):
@@ -142,7 +180,6 @@ class RolloutConductor:
         Raises:
             [`ConfigurationError`]: If the model is sharded and a process has no prompt of its own.
         """
-        shares: list[list[Tokens]] = gather_object([list(prompt_rows)])
         first_rows, offset = [], 0
         for share in shares:  # rows of the batch at which this process's part begins
             first_rows.append(offset)
@@ -165,7 +202,7 @@ class RolloutConductor:
             self._learn(self.record)
         rows = [row for _, _, completions in outcomes for row in completions]
         start = first_rows[self.accelerator.process_index]
-        return rows[start : start + len(prompt_rows)]
+        return rows[start : start + len(shares[self.accelerator.process_index])]
 
     def share(self, compute: Callable[[], tuple[KeptRows, RolloutRecord]]) -> KeptRows:
         """

@@ -126,13 +126,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
                     rollout_func=rollout_func,
                     environment_factory=environment_factory,
                 )
+            self._init_conductor()
+            if engine is not None:
+                self._check_prompt_lengths()
         except BaseException:
             if engine is not None:
                 engine.close()
             raise
-        self._init_conductor()
-        if engine is not None:
-            self._check_prompt_lengths()
 
     def _check_prompt_lengths(self) -> None:
         """Looks for prompts that no server can take now, not at the step in which they come up."""
@@ -157,14 +157,19 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if (args.use_vllm and args.vllm_mode != "server") or args.use_transformers_continuous_batching:
             return  # schedule="grpo" on a path that is TRL's alone
         self._conductor = RolloutConductor(
-            self.accelerator, args.policies, callback.admission, args.num_generations, not args.disable_tqdm
+            self.accelerator,
+            args.policies,
+            callback.admission,
+            args.num_generations,
+            show_progress=not args.disable_tqdm,
+            schedule=args.schedule,
         )
         if args.use_vllm:
             self.vllm_generation.conductor = self._conductor
 
     @property
     def length_tracker(self) -> LengthTracker:
-        """What is known of response lengths, per prompt and for the data set."""
+        """What is known of response lengths on the main process. Stays empty with `schedule="grpo"`."""
         return self._tracker_callback.tracker
 
     def _generate_single_turn(
@@ -196,12 +201,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _generate_in_process(
         self, prompt_ids: list[list[int]], images: list | None, multimodal_fields: dict, num_generations: int
     ) -> tuple[list[list[int]], None]:
-        if images is not None or multimodal_fields:
-            if self.args.schedule != "grpo":
-                raise ConfigurationError(
-                    f"`schedule` ({self.args.schedule!r}) does not run with images yet. Set `schedule='grpo'`, or "
-                    "train on text."
-                )
+        shares = self._conductor.gather(prompt_ids, images is not None or bool(multimodal_fields), num_generations)
+        if shares is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations)
 
         def generate(rows: list[list[int]], criterion: SchedulerCriterion) -> list[list[int]]:
@@ -209,7 +210,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 return super(DARTSGRPOTrainer, self)._generate_single_turn(rows, None, {}, num_generations)[0]
 
         sharded = self.is_fsdp_enabled or (self.is_deepspeed_enabled and is_deepspeed_zero3_enabled())
-        return self._conductor.in_process(prompt_ids, generate, self.eos_token_ids, collective=sharded), None
+        return self._conductor.in_process(shares, generate, self.eos_token_ids, collective=sharded), None
 
     def _log_rollout(self, record: RolloutRecord) -> None:
         metrics = rollout_metrics(record)
@@ -247,7 +248,6 @@ def _check_arguments(args: Any, rollout_func: Callable | None) -> None:
 def _server_settings(args: DARTSGRPOConfig, model: Any) -> ServerSettings:
     weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
     return ServerSettings(
-        schedule=args.schedule,
         base_urls=args.server_urls,
         weight_sync=weight_sync,
         weight_sync_dir=args.weight_sync_dir,
@@ -267,7 +267,10 @@ def _model_config(args: DARTSGRPOConfig, model: Any) -> PretrainedConfig:
     if not isinstance(model, str):
         return model.config
     init_kwargs = args.model_init_kwargs or {}
-    options = {name: init_kwargs[name] for name in ("revision", "trust_remote_code") if name in init_kwargs}
+    if init_kwargs.get("config") is not None:
+        return init_kwargs["config"]
+    names = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+    options = {name: init_kwargs[name] for name in names if name in init_kwargs}
     return AutoConfig.from_pretrained(model, **{"trust_remote_code": args.trust_remote_code, **options})
 
 

@@ -1,6 +1,7 @@
 """The server engine against servers that misbehave: a clear error or a clean end, never a hang."""
 
 import asyncio
+import concurrent.futures
 
 import pytest
 from aiohttp import web
@@ -129,6 +130,76 @@ def test_candidates_of_a_lost_server_go_to_the_other():
     with fake_server({"POST /v1/completions": complete}) as url:
         (group,) = run(["http://127.0.0.1:9", url]).groups
     assert [c.engine_id for c in group.candidates] == [url] * 3
+
+
+def test_requests_of_a_lost_server_are_closed_and_go_on_elsewhere():
+    open_requests = []
+
+    async def one_breaks(request: web.Request) -> web.Response:
+        fields = await request.json()
+        if "-0-" in fields["request_id"]:
+            await asyncio.sleep(0.2)
+            request.transport.close()
+        open_requests.append(request)
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            open_requests.remove(request)
+            raise
+        return await answer(completion([4]))
+
+    with (
+        fake_server({"POST /v1/completions": one_breaks}) as broken,
+        fake_server({"POST /v1/completions": complete}) as good,
+    ):
+        engine = VLLMServerEngine([broken, good])
+        scheduler = Scheduler(make_policies("grpo", 6, 6, 0), 6)
+        (group,) = engine.run(scheduler, [GroupPlan(0, 6)], {0: [5]}, BODY).groups
+        assert {c.engine_id for c in group.candidates} == {good}
+        assert sorted(c.segment for c in group.candidates) == [0, 0, 0, 1, 1, 1]
+        engine.query(lambda server: server.get("/health"))  # the loop has taken a turn since
+        assert not [task for task in asyncio.all_tasks(engine._loop) if "_decode" in repr(task)]
+        engine.close()
+
+
+def test_result_that_comes_with_the_poll_is_not_lost():
+    """The waiting thread's poll times out, and the result arrives before it looks."""
+    engine = VLLMServerEngine(["http://127.0.0.1:9"])
+
+    class Future:
+        calls = 0
+
+        def result(self, timeout=None):
+            self.calls += 1
+            if self.calls == 1:
+                raise concurrent.futures.TimeoutError
+            return "rows"
+
+        def done(self):
+            return True
+
+        def cancel(self):
+            raise AssertionError("cancelled")
+
+    async def nothing():
+        pass
+
+    coroutine = nothing()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "run_coroutine_threadsafe", lambda coroutine, loop: Future())
+        assert engine._wait(coroutine, on_poll=lambda: None) == "rows"
+    coroutine.close()
+    engine.close()
+
+
+def test_cut_by_the_servers_repetition_detection_is_a_truncation():
+    async def completions(request: web.Request) -> web.Response:
+        return await answer(completion([4, 4, 4], "repetition"))
+
+    with fake_server({"POST /v1/completions": completions}) as url:
+        (group,) = run([url]).groups
+    assert not any(c.complete for c in group.candidates)
+    assert len(group.rows) == 2
 
 
 def test_no_server_is_refused():

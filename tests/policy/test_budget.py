@@ -391,3 +391,15 @@ def test_impossible_observations_are_named() -> None:
             controller.total(num_prompts, rho)
     with pytest.raises(ValueError, match="`lengths` must be given"):
         BudgetController(M, M_UP, latency_curve=CURVE).observe(8, 1.0)
+
+
+def test_target_that_changed_since_is_met() -> None:
+    """λ is saved; a new target on resume must not be ignored in its favour."""
+    old = BudgetController(8, 16, target_redundancy=1.25, calibration_steps=3)
+    for _ in range(8):
+        total = old.total(10, 1.0)
+        old.observe(total, 5.0 + 0.01 * total)
+    new = BudgetController(8, 16, target_redundancy=1.75, calibration_steps=3)
+    new.load_state_dict(old.state_dict())
+    assert old.total(10, 1.0) == pytest.approx(100, abs=4)
+    assert new.total(10, 1.0) == pytest.approx(140, abs=4)

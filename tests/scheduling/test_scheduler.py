@@ -140,6 +140,15 @@ def test_last_engine_lost_fails_with_its_words():
         scheduler.result()
 
 
+def test_engine_lost_while_only_called_off_candidates_run_loses_nothing():
+    scheduler = darts(num_generations=1, max_num_generations=2, num_longest=0)
+    scheduler.start([GroupPlan(0, 2)], [EngineLoad("a")], now=0.0)
+    (command,) = scheduler.handle(ended(0, 3, now=1.0))
+    assert isinstance(command, Abort)
+    scheduler.handle(EngineLost("a", "closed", now=2.0))
+    assert scheduler.result().groups[0].selected == [0]
+
+
 def test_failed_candidate_aborts_the_rest_and_surfaces_the_message():
     scheduler = grpo()
     scheduler.start([GroupPlan(0, 3)], [EngineLoad("a")], now=0.0)

@@ -7,6 +7,8 @@ end; the server is not paused, still answers, and the next sync brings it to the
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import requests
 
@@ -148,9 +150,23 @@ def test_directory_is_tidy(untied, client_of, tmp_path):
 
 
 def test_taken_port(untied, client_of):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(WeightSyncError, match=rf"`vllm_group_port` \({port}\)"):
+            client_of("gloo", untied, group_port=port)
+
+
+def test_next_trainer_of_the_process_takes_the_port_over(untied, client_of, rng):
+    """A notebook's cell that is run again: the first trainer is still there, and not in use."""
+    model = load_model(untied.model_dir)
     first = client_of("gloo", untied)
-    with pytest.raises(WeightSyncError, match=rf"`vllm_group_port` \({first.group_port}\)"):
-        client_of("gloo", untied, group_port=first.group_port)
+    second = client_of("gloo", untied, group_port=first.group_port)
+    for client in (second, first):  # and the first can take it back
+        perturb(model, rng)
+        sync(client, model)
+        assert max_error(untied, model) <= MAX_ERROR
 
 
 def test_group_can_be_formed_again_on_its_port(untied, client_of, rng):

@@ -84,7 +84,7 @@ class SchedulerCriterion(StoppingCriteria):
 
     def finish(self, completions: Sequence[Sequence[int]]) -> RolloutResult:
         """
-        Ends what `generate` returned without an end-of-sequence token: cut off at the limit, or by a stop string.
+        Ends what `generate` returned without an end-of-sequence token: it was cut off at the limit.
 
         Args:
             completions (`Sequence[Sequence[int]]` of shape `(B, ≤ steps)`):
@@ -141,8 +141,12 @@ def stopping_criterion(model: Any, criterion: StoppingCriteria) -> Iterator[None
         criterion (`StoppingCriteria`):
             Stops rows.
     """
+    own = vars(model).get("generate")  # a user may have wrapped it as well
     model.generate = partial(model.generate, stopping_criteria=StoppingCriteriaList([criterion]))
     try:
         yield
     finally:
-        del model.generate
+        if own is None:
+            del model.generate
+        else:
+            model.generate = own

@@ -3,14 +3,15 @@ What a vLLM server must be before a training may count on it. Asked before the m
 seconds.
 """
 
-import os
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
 from .vllm_api import ServerRefusedError, VLLMServer
@@ -149,13 +150,16 @@ async def _check_vocabulary(server: VLLMServer, facts: ServerFacts, config: Pret
 
 def _check_architecture(url: str, served_model: str, config: PretrainedConfig) -> None:
     """Compares the models' shapes where the served one is a local directory; else the first weight sync tells."""
-    if not os.path.isdir(served_model):
-        return
     names = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
-    served, own = AutoConfig.from_pretrained(served_model).get_text_config(), config.get_text_config()
-    different = [n for n in names if getattr(served, n, None) != getattr(own, n, None)]
+    path = Path(served_model) / "config.json"
+    if not path.is_file():
+        return
+    served = json.loads(path.read_text())  # as data: the directory may bring code along
+    served = served.get("text_config", served)
+    own = config.get_text_config()
+    different = [n for n in names if n in served and served[n] != getattr(own, n, None)]
     if different:
-        words = ", ".join(f"`{n}` {getattr(served, n, None)} instead of {getattr(own, n, None)}" for n in different)
+        words = ", ".join(f"`{n}` {served[n]} instead of {getattr(own, n, None)}" for n in different)
         raise ConfigurationError(
             f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {words}. Serve "
             "the model that you train."

@@ -59,8 +59,11 @@ class RolloutRun:
         self.overrides = overrides
         self.request_timeout_s = request_timeout_s
         self.run_id = uuid.uuid4().hex
-        self.requests: dict[int, asyncio.Task[None]] = {}  # by candidate_id
-        self.aborting: dict[int, tuple[Abort, float]] = {}  # with the time of the command
+        # By (candidate_id, segment): a candidate that moves to another server is another request.
+        self.requests: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self.aborting: dict[tuple[int, int], tuple[Abort, float]] = {}  # with the time of the command
+        self.engine_of: dict[tuple[int, int], str] = {}
+        self.lost: set[str] = set()
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -76,9 +79,11 @@ class RolloutRun:
     def _execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Submit):
-                self.requests[command.candidate_id] = asyncio.create_task(self._decode(command))
+                key = (command.candidate_id, command.segment)
+                self.engine_of[key] = command.engine_id
+                self.requests[key] = asyncio.create_task(self._decode(command))
             else:
-                self.aborting[command.candidate_id] = (command, time.perf_counter())
+                self.aborting[command.candidate_id, command.segment] = (command, time.perf_counter())
                 aborter = self.aborters.get(command.engine_id)
                 if aborter is None or aborter.done():
                     self.aborters[command.engine_id] = asyncio.create_task(self._abort(command.engine_id))
@@ -103,13 +108,14 @@ class RolloutRun:
                 if chunk.finish_reason is None:
                     self._report(TokensArrived(candidate_id, segment, before, chunk.tokens, chunk.logprobs, now))
                 else:
-                    self.aborting.pop(candidate_id, None)
-                    reason = FinishReason(chunk.finish_reason)
+                    self.aborting.pop((candidate_id, segment), None)
+                    # vLLM's own cut, `repetition_detection`, is a cut like that at the limit.
+                    reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
                     self._report(
                         CandidateEnded(candidate_id, segment, before, chunk.tokens, chunk.logprobs, reason, now)
                     )
         except asyncio.CancelledError:
-            if self.aborting.pop(candidate_id, None) is None:
+            if self.aborting.pop((candidate_id, segment), None) is None:
                 raise
             self._report(
                 CandidateEnded(candidate_id, segment, offset, (), None, FinishReason.ABORT, time.perf_counter())
@@ -117,14 +123,25 @@ class RolloutRun:
         except ServerRefusedError as error:
             self._report(CandidateFailed(candidate_id, segment, str(error), time.perf_counter()))
         except aiohttp.ClientError as error:  # also a connection that could not be made in time
-            words = f"{type(error).__name__}: {error}"
-            self._report(EngineLost(command.engine_id, words, time.perf_counter()))
+            self._lose(command.engine_id, f"{type(error).__name__}: {error}")
         except asyncio.TimeoutError:
             words = f"no complete answer within `vllm_request_timeout_s` ({self.request_timeout_s:g} s)"
             self._report(CandidateFailed(candidate_id, segment, words, time.perf_counter()))
         except Exception as error:  # an answer that makes no sense is the server's failure, not a hang
             words = f"the answer could not be read ({type(error).__name__}: {error})"
             self._report(CandidateFailed(candidate_id, segment, words, time.perf_counter()))
+
+    def _lose(self, engine_id: str, words: str) -> None:
+        """Reports a lost server, and closes what is still open there: its candidates go on elsewhere."""
+        if engine_id in self.lost:
+            return
+        self.lost.add(engine_id)
+        self._report(EngineLost(engine_id, words, time.perf_counter()))
+        current = asyncio.current_task()
+        for key, task in self.requests.items():
+            if self.engine_of[key] == engine_id and task is not current:
+                self.aborting.pop(key, None)
+                task.cancel()
 
     async def _chunks(self, command: Submit) -> AsyncIterator[Chunk]:
         server, body = self.servers[command.engine_id], self._request_body(command)
@@ -160,7 +177,7 @@ class RolloutRun:
             deadline = time.perf_counter() - ABORT_GRACE_S
             for command, since in pending:
                 if not supported or since < deadline:
-                    self.requests[command.candidate_id].cancel()
+                    self.requests[command.candidate_id, command.segment].cancel()
             await asyncio.sleep(ABORT_RESEND_S)
 
     async def _cancel(self) -> None:

@@ -144,8 +144,8 @@ class VLLMServerEngine:
                 try:
                     return future.result(timeout=None if on_poll is None else PROGRESS_INTERVAL_S)
                 except concurrent.futures.TimeoutError:
-                    if future.done():
-                        raise
+                    if future.done():  # between the timeout and here; or it failed with a timeout of its own
+                        return future.result()
                     if on_poll is not None:
                         on_poll()
         except BaseException:

@@ -222,6 +222,7 @@ class BudgetController:
         return {
             "num_generations": self.num_generations,
             "max_num_generations": self.max_num_generations,
+            "target_redundancy": self.target_redundancy,
             "cost_weight": self._calibrated_cost_weight,
             "num_observed": self._num_observed,
             "reference_prompts": self._reference_prompts,
@@ -234,7 +235,8 @@ class BudgetController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Go on from a saved state. A `cost_weight` that was given stays.
+        Go on from a saved state. A `cost_weight` that was given stays; a `target_redundancy` that has changed since is
+        met.
 
         Args:
             state (`Mapping[str, Any]`):
@@ -263,6 +265,9 @@ class BudgetController:
                 "the same, or start without the state to calibrate anew."
             )
         self._calibrated_cost_weight = state["cost_weight"]
+        if self._calibrated_cost_weight is not None:
+            # λ was set to meet the target of then, and is inversely proportional to it.
+            self._calibrated_cost_weight *= state["target_redundancy"] / self.target_redundancy
         self._num_observed, self._reference_prompts = int(state["num_observed"]), int(state["reference_prompts"])
         self._rho = math.nan if state["rho"] is None else float(state["rho"])
         self._rho_sum, self._num_rhos = float(state["rho_sum"]), int(state["num_rhos"])

@@ -103,7 +103,10 @@ class UniformAdmission:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Accepts only an empty state."""
         if state:
-            raise StateMismatchError(f"`UniformAdmission` keeps no state, but {sorted(state)} was saved.")
+            raise StateMismatchError(
+                f"`UniformAdmission` keeps no state, but {sorted(state)} was saved, under another `schedule`. Resume "
+                "with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
+            )
 
 
 class VarianceAdmission:
@@ -156,5 +159,8 @@ class VarianceAdmission:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the budget."""
         if set(state) != {"budget"}:
-            raise StateMismatchError(f"`VarianceAdmission` saves ['budget'], but {sorted(state)} was saved.")
+            raise StateMismatchError(
+                f"`VarianceAdmission` saves ['budget'], but {sorted(state)} was saved, under another `schedule`. "
+                "Resume with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
+            )
         self.budget.load_state_dict(state["budget"])

@@ -183,14 +183,15 @@ class Scheduler:
         orphans = [
             c for c in self.ledger.candidates if c.engine_id == event.engine_id and c.state in (RUNNING, ABORTING)
         ]
-        if not self.ledger.engines:
-            return self._lose(orphans, f"{event.engine_id} is lost: {event.error}", event.now)
-        for candidate in reversed(orphans):
+        for candidate in orphans:
             if candidate.state is ABORTING:  # nobody waits for it: what is known of it will do
                 self.ledger.abort(candidate, event.now)
-            else:
-                self.ledger.requeue(candidate, event.now)
-                self._waiting.appendleft(candidate)
+        wanted = [c for c in orphans if c.state is RUNNING]
+        if not self.ledger.engines and (wanted or self._waiting):
+            return self._lose(wanted, f"{event.engine_id} is lost: {event.error}", event.now)
+        for candidate in reversed(wanted):
+            self.ledger.requeue(candidate, event.now)
+            self._waiting.appendleft(candidate)
         return self._dispatch(event.now)
 
     def _on_engine_joined(self, event: EngineJoined) -> list[Command]:

@@ -27,8 +27,7 @@ class FleetVLLMClient:
     communicators at work on one device can deadlock. So a sync over NCCL takes as many times longer as there are
     servers. With `"filesystem"` the weights are written once, and all servers load them at once.
 
-    A server that fails does not keep the others from the new weights: the sync raises, and after
-    [`~FleetVLLMClient.drop`] training can go on without it.
+    A server that fails does not keep the others from the new weights, but the sync raises.
 
     Args:
         clients (`Sequence[SyncedVLLMClient]`):
@@ -60,22 +59,6 @@ class FleetVLLMClient:
     def base_urls(self) -> list[str]:
         """Addresses of the servers."""
         return [client.base_url for client in self.clients]
-
-    def drop(self, base_url: str) -> None:
-        """
-        Go on without a server, which is not contacted.
-
-        Args:
-            base_url (`str`):
-                Its address.
-
-        Raises:
-            [`ConfigurationError`]: If it is not there, or the last one.
-        """
-        rest = [client for client in self.clients if client.base_url != base_url.rstrip("/")]
-        if not rest or len(rest) == len(self.clients):
-            raise ConfigurationError(f"`base_url` ({base_url!r}) must be one of several: {self.base_urls}.")
-        self.clients = rest
 
     def get_server_info(self) -> dict[str, Any]:
         """The first server's configuration."""
