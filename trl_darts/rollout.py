@@ -192,7 +192,7 @@ class RolloutConductor:
                 "one, and a sharded model must generate on all. Raise `per_device_train_batch_size` or "
                 "`steps_per_generation`, or set `use_vllm=True` with `vllm_mode='server'`."
             )
-        admission, plans = self._broadcast(lambda: self._plan(prompts, self.num_generations))
+        admission, plans = self.agree(lambda: self._plan(prompts, self.num_generations))
         mine = [plan for plan, owner in zip(plans, owners, strict=True) if owner == self.accelerator.process_index]
         outcome = self._generate(mine, prompts, generate, eos_token_ids)
         outcomes: list[tuple[list[GroupSummary], Occupancy, list[Tokens]]] = gather_object([outcome])
@@ -215,7 +215,7 @@ class RolloutConductor:
         Returns:
             [`KeptRows`]: The rows of the whole batch.
         """
-        rows, record = self._broadcast(compute)
+        rows, record = self.agree(compute)
         self.record = record if self.over_provision else None
         return rows
 
@@ -255,8 +255,18 @@ class RolloutConductor:
     def _progress(self) -> RolloutProgress:
         return RolloutProgress(self.show_progress and self.accelerator.is_main_process)
 
-    def _broadcast(self, compute: Callable[[], Any]) -> Any:
-        """The main process's value on every process; its error too, so that no process waits for one that failed."""
+    def agree(self, compute: Callable[[], Any]) -> Any:
+        """
+        Computes on the main process. Called on every process at once.
+
+        Args:
+            compute (`Callable`):
+                What to compute.
+
+        Returns:
+            `Any`: The main process's value, on every process. Its error is raised on every process too, so that none
+            waits for one that failed.
+        """
         box: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             try:

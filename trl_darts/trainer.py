@@ -127,8 +127,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
                     environment_factory=environment_factory,
                 )
             self._init_conductor()
-            if engine is not None:
-                self._check_prompt_lengths()
+            if settings is not None:
+                self._conductor.agree(self._check_prompt_lengths)
         except BaseException:
             if engine is not None:
                 engine.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import gc
 
 import pytest
 from aiohttp import web
@@ -200,6 +201,15 @@ def test_cut_by_the_servers_repetition_detection_is_a_truncation():
         (group,) = run([url]).groups
     assert not any(c.complete for c in group.candidates)
     assert len(group.rows) == 2
+
+
+def test_dropped_engine_ends_its_thread():
+    engine = VLLMServerEngine(["http://127.0.0.1:9"])
+    thread = engine._thread
+    del engine
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_no_server_is_refused():

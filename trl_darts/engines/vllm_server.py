@@ -8,10 +8,10 @@ decoding.
 """
 
 import asyncio
-import atexit
 import concurrent.futures
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +32,8 @@ from .vllm_rollout import Overrides, RolloutRun
 T = TypeVar("T")
 
 PROGRESS_INTERVAL_S = 0.1
+# The loop may be busy reading an answer; it is not waited for longer than this.
+SHUTDOWN_S = 5.0
 # File descriptors that are left to the rest of the trainer.
 RESERVED_FILES = 512
 
@@ -55,8 +57,9 @@ class VLLMServerEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-engine", daemon=True)
         self._thread.start()
-        self._session: aiohttp.ClientSession | None = None
-        atexit.register(self.close)
+        self._sessions: list[aiohttp.ClientSession] = []  # one, once the loop has made it
+        # Also at the interpreter's exit; holds no reference to the engine, so that a trainer can be dropped.
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions)
 
     def run(
         self,
@@ -105,20 +108,13 @@ class VLLMServerEngine:
         return self._wait(ask())
 
     def close(self) -> None:
-        """Closes the connections and ends the thread. Safe to call twice."""
-        atexit.unregister(self.close)
-        if self._loop.is_closed():
-            return
-        if self._session is not None:
-            self._wait(self._session.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Closes the connections and ends the thread. Safe to call twice; an engine that is dropped closes itself."""
+        self._finalizer()
 
     async def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = new_session()
-        return self._session
+        if not self._sessions:
+            self._sessions.append(new_session())
+        return self._sessions[0]
 
     async def _rollout(
         self,
@@ -151,6 +147,21 @@ class VLLMServerEngine:
         except BaseException:
             future.cancel()
             raise
+
+
+def _shut_down(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, sessions: list[aiohttp.ClientSession]
+) -> None:
+    async def close() -> None:
+        for session in sessions:
+            await session.close()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(close(), loop)
+    if threading.current_thread() is not thread:  # garbage can be collected anywhere
+        thread.join(timeout=SHUTDOWN_S)
+        if not thread.is_alive():
+            loop.close()
 
 
 def max_open_files() -> int:
