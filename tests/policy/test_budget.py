@@ -1,54 +1,17 @@
 """`redundancy_budget` and `BudgetController`: bounds, calibration, what moves the budget, small batches, resuming."""
 
-import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.errors import ConfigurationError, StateMismatchError
+from tests.policy.clusters import CURVE, M_UP, TARGET, Cluster, M, N, calibrated, mean
+from trl_darts.errors import ConfigurationError
 from trl_darts.policy import BudgetController, LatencyCurve, redundancy_budget
 from trl_darts.policy.cost_slope import TRUST_REGION, TimedCostSlope, calibration_cycle
-
-
-M, M_UP, N = 8, 16, 64
-TARGET = int(1.5 * N * M)
-CURVE = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.025, 0.085])
-
-
-@dataclass
-class Cluster:
-    """Rollouts whose time is k·M + c, with noise: what Eq. 6 assumes."""
-
-    k: float = 0.01
-    c: float = 8.0
-    noise: float = 0.05
-    seed: int = 0
-    warm_up: float = 1.0
-    lengths_median: float = 400.0
-    rng: np.random.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
-
-    def run(
-        self, controller: BudgetController, num_steps: int, rho: float = 0.9, num_prompts: int = N
-    ) -> Iterator[int]:
-        for _ in range(num_steps):
-            total = controller.total(num_prompts, rho)
-            seconds = (self.k * total + self.c) * math.exp(self.noise * self.rng.standard_normal()) * self.warm_up
-            self.warm_up = 1.0
-            controller.observe(total, seconds, self.rng.lognormal(math.log(self.lengths_median), 1, total).astype(int))
-            yield total
-
-
-def mean(totals: Iterator[int]) -> float:
-    return statistics.fmean(totals)
 
 
 @given(st.floats(0, 1e6), st.floats(1e-12, 1e6), st.floats(1e-12, 1e6), st.integers(0, 5000), st.integers(0, 5000))
@@ -157,12 +120,6 @@ def test_a_slow_first_step_is_told_from_the_others() -> None:
     controller, cluster = BudgetController(M, M_UP), Cluster(warm_up=6.0)
     list(cluster.run(controller, 8))
     assert mean(cluster.run(controller, 100)) == pytest.approx(TARGET, rel=0.12)
-
-
-def calibrated(cluster: Cluster, **kwargs: object) -> tuple[BudgetController, float]:
-    controller = BudgetController(M, M_UP, **kwargs)  # type: ignore[arg-type]
-    list(cluster.run(controller, 8))
-    return controller, mean(cluster.run(controller, 60))
 
 
 @pytest.mark.parametrize("curve", [None, CURVE])
@@ -315,54 +272,6 @@ def test_calibration_waits_for_a_rho(rho: float) -> None:
     assert controller.cost_weight is not None
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 5, 8, 30])
-@pytest.mark.parametrize("curve", [None, CURVE])
-def test_a_restored_controller_decides_the_same(num_steps: int, curve: LatencyCurve | None) -> None:
-    controller, restored = (BudgetController(M, M_UP, latency_curve=curve) for _ in range(2))
-    list(Cluster(seed=1).run(controller, num_steps))
-    restored.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    assert restored.state_dict() == controller.state_dict()
-    assert list(Cluster(seed=2).run(restored, 20)) == list(Cluster(seed=2).run(controller, 20))
-    assert restored.state_dict() == controller.state_dict()
-
-
-def test_with_a_curve_timings_do_not_decide() -> None:
-    quiet, busy = (BudgetController(M, M_UP, latency_curve=CURVE) for _ in range(2))
-    assert list(Cluster(k=0.01).run(quiet, 40)) == list(Cluster(k=0.5, noise=0.05).run(busy, 40))
-
-
-def test_a_state_is_not_shared_with_its_owner() -> None:
-    controller = BudgetController(M, M_UP)
-    state = controller.state_dict()
-    before = json.dumps(state)
-    list(Cluster().run(controller, 3))
-    assert json.dumps(state) == before
-
-
-def test_a_given_price_survives_loading() -> None:
-    calibrated_controller, _ = calibrated(Cluster())
-    given_price = BudgetController(M, M_UP, cost_weight=0.5)
-    given_price.load_state_dict(calibrated_controller.state_dict())
-    assert given_price.cost_weight == 0.5
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("rho"), r"has the keys \['cost_weight'.*this one has"),
-        (lambda state: state.update(surplus=1), "'surplus'"),
-        (lambda state: state.update(num_generations=4), r"`num_generations` \(4\), and it is 8 now"),
-        (lambda state: state.update(max_num_generations=12), r"`max_num_generations` \(12\)"),
-        (lambda state: state.update(timed_cost_slope=None), "`latency_curve`"),
-    ],
-)
-def test_other_states_are_rejected_by_name(change: Callable[[dict[str, object]], object], message: str) -> None:
-    state = BudgetController(M, M_UP).state_dict()
-    change(state)
-    with pytest.raises(StateMismatchError, match=message):
-        BudgetController(M, M_UP).load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -391,15 +300,3 @@ def test_impossible_observations_are_named() -> None:
             controller.total(num_prompts, rho)
     with pytest.raises(ValueError, match="`lengths` must be given"):
         BudgetController(M, M_UP, latency_curve=CURVE).observe(8, 1.0)
-
-
-def test_target_that_changed_since_is_met() -> None:
-    """λ is saved; a new target on resume must not be ignored in its favour."""
-    old = BudgetController(8, 16, target_redundancy=1.25, calibration_steps=3)
-    for _ in range(8):
-        total = old.total(10, 1.0)
-        old.observe(total, 5.0 + 0.01 * total)
-    new = BudgetController(8, 16, target_redundancy=1.75, calibration_steps=3)
-    new.load_state_dict(old.state_dict())
-    assert old.total(10, 1.0) == pytest.approx(100, abs=4)
-    assert new.total(10, 1.0) == pytest.approx(140, abs=4)
