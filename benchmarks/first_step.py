@@ -5,9 +5,10 @@ server.
     python benchmarks/first_step.py [--base-url URL]
 
 Each candidate's length is drawn once (log-normal within and between prompts) and replayed for every row of the table,
-so that all see the same tails. The history that DARTS allocates by comes from other draws of the same prompts, as from
-an earlier epoch. Rows alternate, and medians are printed. This is the price of a step, not the worth of the method:
-what the selection does to later lengths is not in it.
+so that all see the same tails. One trace says little, since a single candidate can decide about a step: there are
+several, and the range is shown. The history that DARTS allocates by comes from other draws of the same prompts, as
+from an earlier epoch. Rows alternate, and medians are printed. This is the price of a step, not the worth of the
+method: what the selection does to later lengths is not in it.
 """
 
 import argparse
@@ -107,23 +108,73 @@ def run(engine: VLLMServerEngine, row: Row, trace: Trace, num_generations: int, 
     return engine.run(Scheduler(policies, num_generations), plans, prompts, body, replay(trace))
 
 
-def describe(row: Row, results: list[RolloutResult], baseline: float) -> list[str]:
-    """The row's cells: medians over the repeats."""
-    seconds = statistics.median(Occupancy.of(result).seconds for result in results)
-    groups = results[-1].groups
-    candidates = [candidate for group in groups for candidate in group.candidates]
-    kept = sum(candidate.length for group in groups for candidate in group.rows)
-    aborted = [candidate for candidate in candidates if candidate.finish_reason.value == "abort"]
-    return [
-        row.name,
-        f"{seconds:.2f}",
-        f"{baseline / seconds:.2f}x",
-        str(len(candidates)),
-        str(sum(candidate.length for candidate in candidates)),
-        str(kept),
-        f"{len(aborted)} ({sum(candidate.length for candidate in aborted)})",
-        f"{statistics.median(bubble_ratio([Occupancy.of(result)]) for result in results):.2f}",
-    ]
+@dataclass
+class Outcome:
+    """A row on one trace: medians over the repeats."""
+
+    seconds: float
+    bubble: float
+    candidates: int
+    tokens: int
+    kept: int
+    aborted: int
+    aborted_tokens: int
+
+    @classmethod
+    def of(cls, results: list[RolloutResult]) -> "Outcome":
+        """The outcome of the repeats. Tokens differ between them only by when aborts land."""
+        occupancies = [Occupancy.of(result) for result in results]
+        groups = results[-1].groups
+        candidates = [candidate for group in groups for candidate in group.candidates]
+        aborted = [candidate for candidate in candidates if candidate.finish_reason.value == "abort"]
+        return cls(
+            seconds=statistics.median(occupancy.seconds for occupancy in occupancies),
+            bubble=statistics.median(bubble_ratio([occupancy]) for occupancy in occupancies),
+            candidates=len(candidates),
+            tokens=sum(candidate.length for candidate in candidates),
+            kept=sum(row.length for group in groups for row in group.rows),
+            aborted=len(aborted),
+            aborted_tokens=sum(candidate.length for candidate in aborted),
+        )
+
+
+def measure(
+    engine: VLLMServerEngine, trace: Trace, num_generations: int, redundancy: float, repeats: int
+) -> dict[str, Outcome]:
+    """All rows on one trace, alternating."""
+    model = engine.query(lambda server: server.get("/v1/models"))[0]["data"][0]["id"]
+    rows = make_rows(trace, num_generations, redundancy)
+    results: dict[str, list[RolloutResult]] = {row.name: [] for row in rows}
+    for _ in range(repeats):
+        for row in rows:
+            results[row.name].append(run(engine, row, trace, num_generations, model))
+    return {name: Outcome.of(outcomes) for name, outcomes in results.items()}
+
+
+def show(measured: list[dict[str, Outcome]], traces: list[Trace], num_generations: int) -> None:
+    """Prints the table: medians over the traces, and the range of the speed."""
+    flat = [trace.lengths[:, :num_generations] for trace in traces]
+    tail = statistics.median(float(np.percentile(f, 99) / np.percentile(f, 50)) for f in flat)
+    size = f"{len(flat[0])} prompts × {num_generations}"
+    table = Table(title=f"{size}, {len(traces)} traces, p99 / p50 {tail:.1f} in the median")
+    for column in ("", "seconds", "speed (range)", "candidates", "tokens", "kept", "aborted (tokens)", "bubble"):
+        table.add_column(column, justify="right" if column else "left")
+    baseline = next(iter(measured[0]))
+    for name in measured[0]:
+        speeds = sorted(outcomes[baseline].seconds / outcomes[name].seconds for outcomes in measured)
+
+        def median(field: str, name: str = name) -> float:
+            return statistics.median(getattr(outcomes[name], field) for outcomes in measured)
+
+        table.add_row(
+            name,
+            f"{median('seconds'):.2f}",
+            f"{statistics.median(speeds):.2f}x ({speeds[0]:.2f}-{speeds[-1]:.2f})",
+            *(f"{median(field):.0f}" for field in ("candidates", "tokens", "kept")),
+            f"{median('aborted'):.0f} ({median('aborted_tokens'):.0f})",
+            f"{median('bubble'):.2f}",
+        )
+    Console(width=120).print(table)
 
 
 def main() -> None:
@@ -133,30 +184,17 @@ def main() -> None:
     parser.add_argument("--num-generations", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=1500)
     parser.add_argument("--redundancy", type=float, default=1.5)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", type=int, default=7, help="draws of the lengths, one after the other")
+    parser.add_argument("--repeats", type=int, default=3, help="of each row on each trace")
     args = parser.parse_args()
-    trace = draw_trace(args.num_prompts, args.num_generations, args.max_length, args.seed)
-    rows = make_rows(trace, args.num_generations, args.redundancy)
+    shape = (args.num_prompts, args.num_generations, args.max_length)
+    traces = [draw_trace(*shape, seed) for seed in range(args.traces)]
     # The server must hold all candidates at once, as a GPU would: no queue in front of the tails.
     with benchmark_server(args.base_url, max_num_seqs=1024) as (base_url, _):
         engine = VLLMServerEngine([base_url])
-        model = engine.query(lambda server: server.get("/v1/models"))[0]["data"][0]["id"]
-        results: dict[str, list[RolloutResult]] = {row.name: [] for row in rows}
-        for _ in range(args.repeats):
-            for row in rows:
-                results[row.name].append(run(engine, row, trace, args.num_generations, model))
+        measured = [measure(engine, trace, args.num_generations, args.redundancy, args.repeats) for trace in traces]
         engine.close()
-    flat = trace.lengths[:, : args.num_generations]
-    ratio = np.percentile(flat, 99) / np.percentile(flat, 50)
-    title = f"{args.num_prompts} prompts × {args.num_generations}, p50 {np.median(flat):.0f}, p99 / p50 {ratio:.1f}"
-    table = Table(title=title)
-    for column in ("", "seconds", "speed", "candidates", "tokens", "kept", "aborted (tokens)", "bubble"):
-        table.add_column(column, justify="right" if column else "left")
-    baseline = statistics.median(Occupancy.of(result).seconds for result in results[rows[0].name])
-    for row in rows:
-        table.add_row(*describe(row, results[row.name], baseline))
-    Console(width=120).print(table)
+    show(measured, traces, args.num_generations)
 
 
 if __name__ == "__main__":
