@@ -8,11 +8,11 @@ from trl import GRPOConfig
 from .errors import ConfigurationError
 from .policy import LatencyCurve
 from .scheduling import SCHEDULES, SchedulePolicies, make_policies
+from .weights import WEIGHT_SYNCS
 
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
 DEFAULT_REDUNDANCY = 1.5
-WEIGHT_SYNCS = ("auto", "nccl", "gloo", "filesystem")
 
 
 @dataclass

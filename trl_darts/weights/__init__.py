@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .fleet import FleetVLLMClient
     from .gloo_client import GlooVLLMClient
 
+# The settings of `weight_sync`.
+WEIGHT_SYNCS = ("auto", "nccl", "gloo", "filesystem")
+
 _MODULES = {
     "FilesystemVLLMClient": "filesystem",
     "FleetVLLMClient": "fleet",
@@ -27,6 +30,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "WEIGHT_SYNCS",
     "FilesystemVLLMClient",
     "FleetVLLMClient",
     "GlooVLLMClient",

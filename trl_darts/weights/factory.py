@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigurationError
+from . import WEIGHT_SYNCS
 from .client import NCCLVLLMClient, SyncedVLLMClient
 from .directory import WeightDirectory
 from .filesystem import FilesystemVLLMClient
@@ -15,7 +16,6 @@ from .fleet import FleetVLLMClient
 from .gloo_client import GlooVLLMClient
 
 
-WEIGHT_SYNCS = ("auto", "nccl", "gloo", "filesystem")
 GROUP_PORT = 51216  # TRL's default
 
 
