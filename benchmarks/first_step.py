@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.servers import benchmark_server
-from trl_darts.engines import VLLMServerEngine
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LengthTracker, allocate_redundancy
 from trl_darts.scheduling import (
     GroupPlan,
@@ -104,7 +104,7 @@ def run(engine: VLLMServerEngine, row: Row, trace: Trace, num_generations: int, 
     policies = make_policies(num_generations=num_generations, max_num_generations=trace.lengths.shape[1], **settings)
     body = {"model": model, "max_tokens": int(trace.lengths.max()) + 8, "logprobs": 0, "return_token_ids": True}
     plans = [GroupPlan(index, count) for index, count in enumerate(row.counts)]
-    prompts = {index: [60 + index % 40, 61] for index in range(len(plans))}
+    prompts = [[ServerPrompt([60 + index % 40, 61])] for index in range(len(plans))]
     return engine.run(Scheduler(policies, num_generations), plans, prompts, body, replay(trace))
 
 
@@ -129,7 +129,7 @@ class Outcome:
         aborted = [candidate for candidate in candidates if candidate.finish_reason.value == "abort"]
         return cls(
             seconds=statistics.median(occupancy.seconds for occupancy in occupancies),
-            bubble=statistics.median(bubble_ratio([occupancy]) for occupancy in occupancies),
+            bubble=statistics.median(bubble_ratio(occupancy) for occupancy in occupancies),
             candidates=len(candidates),
             tokens=sum(candidate.length for candidate in candidates),
             kept=sum(row.length for group in groups for row in group.rows),

@@ -54,8 +54,6 @@ def test_target_redundancy_follows_a_small_upper_bound():
         ({"weight_sync": "carrier pigeon"}, r"`weight_sync` \('carrier pigeon'\) must be one of"),
         ({"weight_sync_dir": "/tmp"}, r"`weight_sync_dir` \('/tmp'\) is only used with `weight_sync='filesystem'`"),
         ({"generation_kwargs": {"n": 4}}, r"`generation_kwargs\['n'\]` \(4\) must be left out"),
-        ({"use_vllm": True, "vllm_mode": "colocate"}, r"`schedule` \('darts'\) does not run with `vllm_mode`"),
-        ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching` .True. yet"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": " , "}, "names no server"),
         ({"latency_curve": "/nowhere/curve.json"}, "/nowhere/curve.json"),
     ],
@@ -74,11 +72,6 @@ def test_malformed_latency_file_is_named(tmp_path, content):
     path.write_text(content)
     with pytest.raises(ConfigurationError, match=r"curve\.json"):
         config(latency_curve=str(path))
-
-
-def test_paths_of_trl_alone_are_left_to_the_grpo_schedule():
-    assert config(schedule="grpo", use_vllm=True, vllm_mode="colocate").schedule == "grpo"
-    assert config(schedule="grpo", use_transformers_continuous_batching=True).schedule == "grpo"
 
 
 def test_several_servers():

@@ -77,7 +77,7 @@ def emitted_metrics() -> set[str]:
         selected=[0, 3],
     )
     admission = Admission([4], saturated=1, rho=0.9, cost_weight=0.1)
-    record = RolloutRecord(admission, [summary], [Occupancy(peak=4, area=20.0, seconds=9.0)], num_generations=2)
+    record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), num_generations=2)
     sources = [path.read_text() for path in (ROOT / "trl_darts").rglob("*.py")]
     return {*rollout_metrics(record), *(name for source in sources for name in METRIC.findall(source))}
 

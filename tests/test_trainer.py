@@ -230,19 +230,6 @@ def test_several_rollouts_per_optimizer_step(model_dir, tmp_path):
     assert names == [f"rollout_{step:05d}_{micro:02d}.parquet" for step in range(2) for micro in range(2)]
 
 
-def test_prompts_that_differ_within_a_group_are_refused_or_left_to_trl(model_dir, tmp_path):
-    rows = [[5], [5], [5], [6]]
-    trainer = make_trainer(model_dir, make_args(tmp_path))
-    trainer._conductor.over_provision = True
-    with pytest.raises(ConfigurationError, match="prompts that differ within a group"):
-        trainer._conductor.gather(rows, False, 4)
-    trainer = make_trainer(model_dir, make_args(tmp_path, schedule="grpo"))
-    trainer._conductor.over_provision = True
-    assert trainer._conductor.gather(rows, False, 4) is None
-    assert trainer._conductor.gather([[5]] * 4, False, 4) == [[[5]] * 4]
-    assert trainer._conductor.gather([[5]] * 4, True, 4) is None
-
-
 def test_config_of_trl_is_refused(model_dir, tmp_path):
     with pytest.raises(ConfigurationError, match=r"`args` \(GRPOConfig\) must be a `DARTSGRPOConfig`"):
         make_trainer(model_dir, GRPOConfig(str(tmp_path), use_cpu=True, report_to=[]))

@@ -260,21 +260,9 @@ class DARTSGRPOConfig(GRPOConfig):
         self._check_engine()
 
     def _check_engine(self) -> None:
-        if self.schedule == "grpo":
-            return
-        if self.use_vllm and self.vllm_mode != "server":
-            raise ConfigurationError(
-                f"`schedule` ({self.schedule!r}) does not run with `vllm_mode` ({self.vllm_mode!r}) yet. Set "
-                "`vllm_mode='server'`, or `use_vllm=False`, or `schedule='grpo'`."
-            )
-        if not self.use_vllm and (self.generation_kwargs or {}).get("stop_strings"):
+        if self.schedule != "grpo" and not self.use_vllm and (self.generation_kwargs or {}).get("stop_strings"):
             raise ConfigurationError(
                 f"`generation_kwargs['stop_strings']` ({self.generation_kwargs['stop_strings']!r}) does not run with "
-                f"`schedule` ({self.schedule!r}) on the transformers engine: a completion is complete at its "
-                "end-of-sequence token. Leave it out, or set `schedule='grpo'`, or use a vLLM server with `stop`."
-            )
-        if not self.use_vllm and self.use_transformers_continuous_batching:
-            raise ConfigurationError(
-                f"`schedule` ({self.schedule!r}) does not run with `use_transformers_continuous_batching` (True) yet. "
-                "Set it to `False`, or `use_vllm=True` with `vllm_mode='server'`, or `schedule='grpo'`."
+                f"`schedule` ({self.schedule!r}) on the transformers engines: a completion is complete at its "
+                "end-of-sequence token. Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`."
             )

@@ -1,4 +1,4 @@
-"""TRL's server-mode generation, with our engine in the place of its one blocking request."""
+"""TRL's generation with vLLM, with our engines in the place of its one blocking call."""
 
 import time
 from collections.abc import Iterator
@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from accelerate.utils import gather_object
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
+from .distributed import PromptBatch, Share, Slot
+from .engines.hf_generate import replaced
 from .engines.preflight import Requirements, ServerFacts, check_server
+from .engines.vllm_api import ServerPrompt
 from .engines.vllm_server import VLLMServerEngine
 from .errors import ConfigurationError
-from .rollout import RolloutConductor
+from .metrics import RolloutRecord
+from .rollout import KeptRows, RolloutConductor, Turn
 from .weights import make_client
 
 
@@ -42,20 +48,21 @@ class ServerSettings:
     requirements: Requirements
 
 
-class ServerGeneration(VLLMGeneration):
+class RolloutGeneration(VLLMGeneration):
     """
-    [`~trl.generation.vllm_generation.VLLMGeneration`] for `vllm_mode="server"`: prompts go to our engine candidate by
-    candidate, weights through our clients. Other modes are TRL's, unchanged.
+    [`~trl.generation.vllm_generation.VLLMGeneration`] whose rollouts are ours: with `vllm_mode="server"` prompts go to
+    our engine candidate by candidate and weights through our clients, with `vllm_mode="colocate"` the engine inside
+    this process is driven step by step.
 
     Overrides `_init_vllm`, `sync_weights` and `generate`.
 
     Args:
-        settings ([`ServerSettings`]):
-            What we need to know.
+        settings ([`ServerSettings`], *optional*):
+            What we need to know of servers.
         engine ([`VLLMServerEngine`], *optional*):
-            The engine, on the main process.
+            The engine of servers, on the main process.
         facts ([`ServerFacts`], *optional*):
-            What it learned about the servers.
+            What it learned about them.
         kwargs:
             TRL's own arguments.
     """
@@ -63,7 +70,7 @@ class ServerGeneration(VLLMGeneration):
     def __init__(
         self,
         *args: Any,
-        settings: ServerSettings,
+        settings: ServerSettings | None,
         engine: VLLMServerEngine | None,
         facts: ServerFacts | None,
         **kwargs: Any,
@@ -94,7 +101,10 @@ class ServerGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """TRL's sync, timed."""
         start = time.perf_counter()
-        super().sync_weights()
+        # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
+        packed = self.mode == "colocate" and self.accelerator.device.type == "cpu"
+        with reloaded_layers(self.llm) if packed else nullcontext():
+            super().sync_weights()
         self._sync_seconds = time.perf_counter() - start
 
     def take_sync_seconds(self) -> float | None:
@@ -106,15 +116,15 @@ class ServerGeneration(VLLMGeneration):
         self, prompts: list[list[int]], images: list[list | None] | None, num_generations: int, profiler: Any = None
     ) -> tuple:
         """
-        Runs a rollout on the servers.
+        Runs a rollout.
 
         Args:
             prompts (`list[list[int]]` of shape `(B, ≤ P)`):
-                This process's rows; over all processes, each prompt stands `num_generations` times in a row.
+                This process's rows; over all processes, `num_generations` in a row are a group.
             images (`list[list | None]`, *optional*):
-                Images per row. Such a batch takes TRL's own way.
+                Images of each row.
             num_generations (`int`):
-                Rows per prompt.
+                Rows per group.
             profiler (`ContextManager`, *optional*):
                 Entered around the rollout.
 
@@ -123,25 +133,82 @@ class ServerGeneration(VLLMGeneration):
             last item, the token IDs of the log-probs, is not used by its trainer.
 
         Raises:
-            [`ConfigurationError`]: If a prompt does not fit, or has images while the schedule over-provisions.
-            [`GenerationError`]: If a server fails. The message has its own words.
+            [`ConfigurationError`]: If a prompt does not fit.
+            [`GenerationError`]: If an engine fails. The message has its own words.
         """
-        if self.mode != "server" or self.conductor is None:
+        if self.conductor is None:  # TRL asks nobody else before the trainer is built
             return super().generate(prompts, images, num_generations, profiler)
-        shares = self.conductor.gather(prompts, images is not None, num_generations)
-        if shares is None:
+        if self.mode == "server":
+            kept = self._on_servers(prompts, images, num_generations, profiler or nullcontext())
+        elif self.conductor.turn is Turn.TRAINING:
+            kept = self._colocated(prompts, images, num_generations, profiler)
+        else:
             return super().generate(prompts, images, num_generations, profiler)
-        rows = [row for share in shares for row in share]
-        with profiler or nullcontext():
-            kept = self.conductor.share(lambda: self._rollout(rows[::num_generations], num_generations))
-        start = sum(len(share) for share in shares[: self.accelerator.process_index])
-        mine = slice(start, start + len(prompts))
-        logprobs = [[[logprob] for logprob in row] for row in kept.logprobs[mine]]
-        return prompts, kept.completion_ids[mine], logprobs, None
+        logprobs = [[[logprob] for logprob in row] for row in kept.logprobs]
+        return prompts, kept.completion_ids, logprobs, None
 
-    def _rollout(self, prompts: list[list[int]], num_generations: int) -> tuple:
-        self.check_prompts(prompts, "this batch")
-        return self.conductor.on_servers(self.engine, prompts, num_generations, self.request_body())
+    # Colocated
+
+    def _colocated(
+        self, prompts: list[list[int]], images: list[list | None] | None, num_generations: int, profiler: Any
+    ) -> KeptRows:
+        from .engines.vllm_colocated import SteppedLLM  # imports vLLM
+
+        conductor = self.conductor
+        batch = conductor.gather(prompts, images, {}, num_generations)
+        first_row = batch.mine.start
+
+        def decode(share: Share, feed: list[Slot]) -> None:
+            rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
+            own_images = None if images is None else [images[row - first_row] for row in rows]
+            with replaced(self, "llm", SteppedLLM(self.llm, share)):
+                super(RolloutGeneration, self).generate(
+                    [batch.rows[row] for row in rows], own_images, num_generations, profiler
+                )
+
+        tp_size = self.tensor_parallel_size
+        return conductor.in_process(batch, decode, tp_size, self.tp_group if tp_size > 1 else None)
+
+    # Servers
+
+    def _on_servers(
+        self, prompts: list[list[int]], images: list[list | None] | None, num_generations: int, profiler: Any
+    ) -> KeptRows:
+        conductor = self.conductor
+        if conductor.turn is Turn.LATER:
+            # The processes' tool loops differ in length, so each asks the servers by itself.
+            batch = PromptBatch.alone(prompts, images, num_generations)
+            return self._rollout(batch, images)[0]
+        batch = conductor.gather(prompts, images, {}, num_generations)
+        all_images = gather_object(images or [None] * len(prompts)) if batch.multimodal else None
+        with profiler:
+            return conductor.share(lambda: self._rollout(batch, all_images))[batch.mine]
+
+    def _rollout(self, batch: PromptBatch, images: list[list | None] | None) -> tuple[KeptRows, RolloutRecord]:
+        self.check_prompts(batch.rows[:: batch.num_generations], "this batch")
+        if self.engine is None:  # a process other than the main one, in the later turns of a tool loop
+            self.engine = VLLMServerEngine(self.settings.base_urls, self.settings.request_timeout_s)
+        prompts = self._server_prompts(batch, images)
+        return self.conductor.on_servers(self.engine, prompts, batch, self.request_body())
+
+    def _server_prompts(self, batch: PromptBatch, images: list[list | None] | None) -> list[list[ServerPrompt]]:
+        size = batch.num_generations
+        rows = [
+            range(start, start + (size if mixed else 1))
+            for start, mixed in zip(range(0, len(batch.rows), size), batch.mixed, strict=True)
+        ]
+        flat = [row for group in rows for row in group]
+        features: dict[int, Any] = {}
+        if images is not None and any(images):
+            processed = self._feature_client().image_features([images[row] for row in flat])
+            placed = map(self._place_features, processed, (batch.rows[row] for row in flat))
+            features = dict(zip(flat, placed, strict=True))
+        return [[ServerPrompt(batch.rows[row], features.get(row)) for row in group] for group in rows]
+
+    def _feature_client(self) -> Any:
+        if not hasattr(self, "vllm_client"):
+            self.vllm_client = VLLMClient(base_url=self.settings.base_urls[0])
+        return self.vllm_client
 
     def check_prompts(self, prompts: list[list[int]], where: str, first_index: int = 0) -> None:
         """
@@ -180,8 +247,6 @@ class ServerGeneration(VLLMGeneration):
             "min_p": 0.0 if self.min_p is None else self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "logprobs": 0,  # the sampled token's alone
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
         }
         if self.structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": self.structured_outputs_regex}
@@ -220,19 +285,27 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
 
 
 @contextmanager
-def server_generation(
-    settings: ServerSettings, engine: VLLMServerEngine | None, facts: ServerFacts | None
+def rollout_generation(
+    settings: ServerSettings | None, engine: VLLMServerEngine | None, facts: ServerFacts | None
 ) -> Iterator[None]:
     """
-    Inside, TRL's `GRPOTrainer.__init__` builds a [`ServerGeneration`] where it would build its `VLLMGeneration`.
+    Inside, TRL's `GRPOTrainer.__init__` builds a [`RolloutGeneration`] where it would build its `VLLMGeneration`.
 
     The class is looked up as a global of TRL's module, and there is no other way to hand it another one; building
     TRL's first would open its NCCL communicator, which fails without CUDA. It can go when TRL takes the class as an
     argument.
     """
-    original = grpo_trainer.VLLMGeneration
-    grpo_trainer.VLLMGeneration = partial(ServerGeneration, settings=settings, engine=engine, facts=facts)
-    try:
+    make = partial(RolloutGeneration, settings=settings, engine=engine, facts=facts)
+    with replaced(grpo_trainer, "VLLMGeneration", make):
         yield
-    finally:
-        grpo_trainer.VLLMGeneration = original
+
+
+@contextmanager
+def reloaded_layers(llm: Any) -> Iterator[None]:
+    """Inside, weights that are loaded into a colocated engine take effect layer by layer; see `weights/reload.py`."""
+    from .weights.reload import finish_reload, initialize_layerwise_reload  # imports vLLM
+
+    worker = llm.llm_engine.model_executor.driver_worker.model_runner
+    initialize_layerwise_reload(worker.model)
+    yield
+    finish_reload(worker.model, worker.model_config)

@@ -19,21 +19,24 @@ class RolloutRecord:
             What was decided before it.
         summaries (`list[GroupSummary]` of shape `(N,)`):
             The groups, in the order of the batch.
-        occupancies (`list[Occupancy]`):
-            One per process that generated.
+        occupancy ([`Occupancy`]):
+            How many candidates ran over time.
         num_generations (`int`):
             M, rows per group.
+        num_mixed (`int`, *optional*, defaults to `0`):
+            Groups whose rows have different prompts.
     """
 
     admission: Admission
     summaries: list[GroupSummary]
-    occupancies: list[Occupancy]
+    occupancy: Occupancy
     num_generations: int
+    num_mixed: int = 0
 
     @property
     def seconds(self) -> float:
-        """From the first submission to the last end, on the slowest process."""
-        return max((o.seconds for o in self.occupancies), default=0.0)
+        """From the first submission to the last end, over all processes."""
+        return self.occupancy.seconds
 
     def trace(self) -> list[dict[str, Any]]:
         """One row per candidate: what `save_rollout_trace` writes."""
@@ -97,6 +100,7 @@ def _budget(record: RolloutRecord) -> dict[str, float]:
         "darts/budget/total": float(total),
         "darts/budget/redundancy": total / (num_groups * record.num_generations),
         "darts/budget/saturated_ratio": admission.saturated / num_groups,
+        "darts/budget/mixed_ratio": record.num_mixed / num_groups,
     }
     if admission.cost_weight is not None:
         metrics["darts/budget/cost_weight"] = admission.cost_weight
@@ -113,6 +117,6 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
         "darts/rollout/kept_tokens": float(kept.sum()),
         "darts/rollout/aborted_candidates": float(aborted.sum()),
         "darts/rollout/aborted_tokens": float(lengths[aborted].sum()),
-        "darts/rollout/bubble_ratio": bubble_ratio(record.occupancies),
+        "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
         "darts/rollout/tokens_per_second": float(lengths.sum() / seconds) if seconds > 0 else 0.0,
     }

@@ -3,40 +3,62 @@ One rollout from the trainer's side: admission on the main process, decoding whe
 every process.
 
 ```
-rows of all processes ──▶ prompts ──▶ admission (main process) ──▶ scheduler + engine ──▶ kept rows, record
-        gather                         M'_i per prompt              on the main process (servers), or on each
-                                                                    process for its own prompts (transformers)
+rows of all processes ──▶ PromptBatch ──▶ admission (main process) ──▶ scheduler ──▶ kept rows, record
+        gather                            M'_i per prompt                on the main process; candidates decode on
+                                                                         servers, or on all processes
 ```
 """
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from .engines.hf_generate import SchedulerCriterion
-from .engines.vllm_server import Overrides, VLLMServerEngine
-from .errors import ConfigurationError
+from .distributed import (
+    DirectLink,
+    Director,
+    FollowingLink,
+    Mailbox,
+    MainLink,
+    PromptBatch,
+    RemoteLink,
+    Share,
+    Slot,
+)
+from .engines.vllm_rollout import Overrides, ServerPrompt
+from .engines.vllm_server import VLLMServerEngine
+from .errors import GenerationError
 from .metrics import RolloutRecord
 from .progress import RolloutProgress
 from .scheduling import (
     Admission,
     AdmissionPolicy,
+    AssignedPlacement,
     GroupPlan,
     GroupSummary,
     Occupancy,
-    PromptInfo,
     RolloutResult,
     SchedulePolicies,
     Scheduler,
     UniformAdmission,
-    prompt_key,
+    balance,
 )
 
 
 Tokens = list[int]
+Decode = Callable[[Share, list[Slot]], None]
+
+
+class Turn(Enum):
+    """What a call for completions is for. Only the first turn of training is over-provisioned."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    LATER = "later"  # a tool loop goes on: each process for itself, and not equally often
 
 
 @dataclass
@@ -47,11 +69,21 @@ class KeptRows:
     logprobs: list[list[float]] | None
 
     @classmethod
-    def of(cls, result: RolloutResult) -> "KeptRows":
-        """The kept rows of a result, in the order of its groups."""
-        rows = [row for group in result.groups for row in group.rows]
-        given = all(row.logprobs is not None for row in rows)
-        return cls([row.tokens for row in rows], [row.logprobs or [] for row in rows] if given else None)
+    def of(cls, rows: Sequence[tuple[Tokens, list[float] | None]]) -> "KeptRows":
+        """From tokens and log-probs of each row."""
+        given = all(logprobs is not None for _, logprobs in rows)
+        return cls([tokens for tokens, _ in rows], [logprobs or [] for _, logprobs in rows] if given else None)
+
+    def __getitem__(self, rows: slice) -> "KeptRows":
+        return KeptRows(self.completion_ids[rows], None if self.logprobs is None else self.logprobs[rows])
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How a rollout begins: which candidates each process feeds to its engine."""
+
+    feeds: list[list[Slot]]
+    needs_progress: bool
 
 
 class RolloutConductor:
@@ -69,8 +101,6 @@ class RolloutConductor:
             M, rows per prompt in training.
         show_progress (`bool`, *optional*, defaults to `True`):
             Whether to show a line while a rollout runs.
-        schedule (`str`, *optional*, defaults to `"grpo"`):
-            The schedule's name. Any other than `"grpo"` refuses batches that it can't run.
     """
 
     def __init__(
@@ -80,129 +110,107 @@ class RolloutConductor:
         admission: AdmissionPolicy,
         num_generations: int,
         show_progress: bool = True,
-        schedule: str = "grpo",
     ) -> None:
         self.accelerator = accelerator
-        self.schedule = schedule
         self.policies = policies
         self.admission = admission
         self.num_generations = num_generations
         self.show_progress = show_progress
-        self.over_provision = False  # whether the next rollout is one of training: set by the trainer
-        self.record: RolloutRecord | None = None  # of the last over-provisioned rollout, on every process
+        self.turn = Turn.TRAINING  # what the next rollout is for: set by the trainer
+        self.record: RolloutRecord | None = None  # of the last rollout of training, on every process
         self.overrides: Overrides | None = None  # further request fields per candidate: benchmarks replay lengths
+        self._mailbox: Mailbox | None = None
+        self._num_rollouts = 0
 
     def gather(
-        self, prompt_rows: Sequence[Tokens], multimodal: bool, num_generations: int
-    ) -> list[list[Tokens]] | None:
-        """
-        The rows of all processes. Called on every process at once.
-
-        Args:
-            prompt_rows (`Sequence[list[int]]` of shape `(B, ≤ P)`):
-                This process's rows.
-            multimodal (`bool`):
-                Whether this process's rows come with images or other fields than tokens.
-            num_generations (`int`):
-                How often each prompt stands in a row.
-
-        Returns:
-            `list[list[list[int]]]`: The rows by process; `None` where this batch must take TRL's own way.
-
-        Raises:
-            [`ConfigurationError`]: If it must, and the schedule over-provisions.
-        """
-        shares = gather_object([(list(prompt_rows), multimodal)])
-        rows = [row for share, _ in shares for row in share]
-        if any(other for _, other in shares):
-            problem = "prompts with images or other multimodal fields"
-        elif any(row != rows[index - index % num_generations] for index, row in enumerate(rows)):
-            problem = "prompts that differ within a group, as from environments that reset each row on its own"
-        else:
-            return [share for share, _ in shares]
-        if self.over_provision and self.schedule != "grpo":
-            raise ConfigurationError(
-                f"`schedule` ({self.schedule!r}) does not run with {problem} yet. Set `schedule='grpo'`."
-            )
-        return None
+        self,
+        prompt_rows: Sequence[Tokens],
+        images: Sequence[Sequence[Any] | None] | None,
+        multimodal_fields: Mapping[str, Any],
+        num_generations: int,
+    ) -> PromptBatch:
+        """The batch over all processes. Called on every process at once; see [`PromptBatch`]."""
+        return PromptBatch.gather(
+            prompt_rows, images, bool(multimodal_fields), num_generations, self.accelerator.process_index
+        )
 
     def on_servers(
-        self, engine: VLLMServerEngine, prompts: Sequence[Tokens], num_generations: int, body: Mapping[str, Any]
+        self,
+        engine: VLLMServerEngine,
+        prompts: Sequence[Sequence[ServerPrompt]],
+        batch: PromptBatch,
+        body: Mapping[str, Any],
     ) -> tuple[KeptRows, RolloutRecord]:
         """
-        Runs a rollout on vLLM servers. Called on the main process only.
+        Runs a rollout on vLLM servers. Called on the process that the engine belongs to.
 
         Args:
             engine ([`VLLMServerEngine`]):
                 The servers.
-            prompts (`Sequence[list[int]]` of shape `(N, ≤ P)`):
-                Token IDs of each prompt of the batch, once.
-            num_generations (`int`):
-                Rows that each prompt must yield.
+            prompts (`Sequence[Sequence[ServerPrompt]]` of shape `(N, 1)` or `(N, M)`):
+                The prompt of each group, or of each of its rows where they differ.
+            batch ([`PromptBatch`]):
+                What the prompts belong to.
             body (`Mapping[str, Any]`):
                 Fields of the completion requests.
 
         Returns:
             `tuple[KeptRows, RolloutRecord]`: What is trained on, and what is known of the rest.
         """
-        admission, plans = self._plan(prompts, num_generations)
-        scheduler = self._scheduler(num_generations)
+        admission, plans = self._plan(batch)
+        scheduler = Scheduler(self._policies(), batch.num_generations)
         with self._progress() as progress:
-            result = engine.run(scheduler, plans, dict(enumerate(prompts)), body, self.overrides, progress)
-        summaries = [GroupSummary.of(group) for group in result.groups]
-        record = RolloutRecord(admission, summaries, [Occupancy.of(result)], num_generations)
-        self._learn(record)
-        return KeptRows.of(result), record
+            result = engine.run(scheduler, plans, prompts, body, self.overrides, progress)
+        record = self._conclude(admission, result, batch)
+        return KeptRows.of([(row.tokens, row.logprobs) for group in result.groups for row in group.rows]), record
 
-    def in_process(
-        self,
-        shares: Sequence[Sequence[Tokens]],
-        generate: Callable[[list[Tokens], SchedulerCriterion], list[Tokens]],
-        eos_token_ids: Sequence[int],
-        collective: bool,
-    ) -> list[Tokens]:
+    def in_process(self, batch: PromptBatch, decode: Decode, engine_size: int = 1, group: Any = None) -> KeptRows:
         """
-        Runs a rollout with `generate` on every process. Each decodes the prompts whose first row is its own.
+        Runs a rollout on all processes, each decoding a share of the candidates. Called on every process at once.
+
+        Candidates are spread so that all processes are expected to end together. They stay with the rows that they
+        are for where there are no more of them than rows, as TRL has it, or where something else than tokens goes
+        with them.
 
         Args:
-            shares (`Sequence[Sequence[list[int]]]`):
-                The rows of each process: in the whole, each prompt stands `num_generations` times in a row.
-            generate (`Callable`):
-                Decodes rows of token IDs under a stopping criterion and returns the completions.
-            eos_token_ids (`Sequence[int]`):
-                Tokens that end a completion.
-            collective (`bool`):
-                Whether `generate` must be called on all processes at once (sharded models).
+            batch ([`PromptBatch`]):
+                The prompts.
+            decode (`Callable[[Share, list[Slot]], None]`):
+                Decodes a share until nothing of it runs. Its second argument are the candidates whose prompts this
+                process is to bring.
+            engine_size (`int`, *optional*, defaults to `1`):
+                Processes that decode one share together (tensor parallelism): neighbours.
+            group (`torch.distributed.ProcessGroup`, *optional*):
+                The group of those processes.
 
         Returns:
-            `list[list[int]]` of shape `(B, ≤ T)`: Completions of this process's rows.
+            [`KeptRows`]: Rows of this process.
 
         Raises:
-            [`ConfigurationError`]: If the model is sharded and a process has no prompt of its own.
+            [`GenerationError`]: If a process can't decode its share. Raised on every process.
         """
-        first_rows, offset = [], 0
-        for share in shares:  # rows of the batch at which this process's part begins
-            first_rows.append(offset)
-            offset += len(share)
-        prompts = [row for share in shares for row in share][:: self.num_generations]
-        owners = [_owner(index * self.num_generations, first_rows) for index in range(len(prompts))]
-        if collective and set(owners) != set(range(len(shares))):
-            raise ConfigurationError(
-                f"A generation batch of {len(prompts)} prompts leaves some of the {len(shares)} processes without "
-                "one, and a sharded model must generate on all. Raise `per_device_train_batch_size` or "
-                "`steps_per_generation`, or set `use_vllm=True` with `vllm_mode='server'`."
-            )
-        admission, plans = self.agree(lambda: self._plan(prompts, self.num_generations))
-        mine = [plan for plan, owner in zip(plans, owners, strict=True) if owner == self.accelerator.process_index]
-        outcome = self._generate(mine, prompts, generate, eos_token_ids)
-        outcomes: list[tuple[list[GroupSummary], Occupancy, list[Tokens]]] = gather_object([outcome])
-        summaries = [summary for group_summaries, _, _ in outcomes for summary in group_summaries]
-        self.record = RolloutRecord(admission, summaries, [o for _, o, _ in outcomes], self.num_generations)
-        if self.accelerator.is_main_process:
-            self._learn(self.record)
-        rows = [row for _, _, completions in outcomes for row in completions]
-        start = first_rows[self.accelerator.process_index]
-        return rows[start : start + len(shares[self.accelerator.process_index])]
+        self._num_rollouts += 1
+        me = self.accelerator.process_index
+        state: dict[str, Any] = {}  # of the main process
+        start: _Start = self.agree(lambda: self._start(batch, engine_size, state))
+        first = me - me % engine_size
+        slots = [slot for feed in start.feeds[first : first + engine_size] for slot in feed]
+        link = self._link(state.get("director"), engine_size)
+        following = link if group is None else FollowingLink(link if me == first else None, first, group)
+        with self._progress() as progress:
+            watch = (lambda: progress(state["director"].scheduler.ledger)) if state else None
+            share = Share(slots, following, start.needs_progress, watch)
+            try:
+                decode(share, start.feeds[me])
+                if share.running:
+                    raise GenerationError(f"The engine left {len(share.running)} candidates without an end.")
+                share.exchange()
+            except Exception as error:
+                self._give_up(link, error)
+                raise
+        kept, record = self.agree(lambda: self._end(link, batch, state))
+        self.record = record
+        return self._collect(kept, share, leader=me == first)[batch.mine]
 
     def share(self, compute: Callable[[], tuple[KeptRows, RolloutRecord]]) -> KeptRows:
         """
@@ -216,48 +224,13 @@ class RolloutConductor:
             [`KeptRows`]: The rows of the whole batch.
         """
         rows, record = self.agree(compute)
-        self.record = record if self.over_provision else None
+        self.record = record if self.turn is Turn.TRAINING else None
         return rows
-
-    def _generate(
-        self,
-        plans: Sequence[GroupPlan],
-        prompts: Sequence[Tokens],
-        generate: Callable[[list[Tokens], SchedulerCriterion], list[Tokens]],
-        eos_token_ids: Sequence[int],
-    ) -> tuple[list[GroupSummary], Occupancy, list[Tokens]]:
-        if not plans:
-            return [], Occupancy(0, 0.0, 0.0), []
-        with self._progress() as progress:
-            criterion = SchedulerCriterion(self._scheduler(self.num_generations), plans, eos_token_ids, progress)
-            rows = [prompts[plan.group_id] for plan in plans for _ in range(plan.num_candidates)]
-            result = criterion.finish(generate(rows, criterion))
-        summaries = [GroupSummary.of(group) for group in result.groups]
-        return summaries, Occupancy.of(result), KeptRows.of(result).completion_ids
-
-    def _plan(self, prompts: Sequence[Tokens], num_generations: int) -> tuple[Admission, list[GroupPlan]]:
-        infos = [PromptInfo(prompt_key(prompt), len(prompt)) for prompt in prompts]
-        policy = self.admission if self.over_provision else UniformAdmission(num_generations)
-        admission = policy.plan(infos)
-        plans = [
-            GroupPlan(index, count, info.key, info.num_tokens)
-            for index, (info, count) in enumerate(zip(infos, admission.num_candidates, strict=True))
-        ]
-        return admission, plans
-
-    def _scheduler(self, num_generations: int) -> Scheduler:
-        return Scheduler(self.policies if self.over_provision else SchedulePolicies(), num_generations)
-
-    def _learn(self, record: RolloutRecord) -> None:
-        if self.over_provision:
-            self.admission.observe(record.summaries, record.seconds)
-
-    def _progress(self) -> RolloutProgress:
-        return RolloutProgress(self.show_progress and self.accelerator.is_main_process)
 
     def agree(self, compute: Callable[[], Any]) -> Any:
         """
-        Computes on the main process. Called on every process at once.
+        Computes on the main process. Called on every process at once. The others wait for it outside of any
+        collective, so that it may take as long as it likes.
 
         Args:
             compute (`Callable`):
@@ -267,19 +240,113 @@ class RolloutConductor:
             `Any`: The main process's value, on every process. Its error is raised on every process too, so that none
             waits for one that failed.
         """
-        box: list[Any] = [None, None]
+        if self.accelerator.num_processes == 1:
+            return compute()
+        mailbox = self._open_mailbox()
+        box: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
                 box[0] = compute()
             except Exception as error:
-                box[1] = error
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(box, from_process=0)
-        if box[1] is not None:
-            raise box[1]
+                mailbox.announce(_pickled(error))
+                raise
+            mailbox.announce(b"done")
+        elif (word := mailbox.await_announcement()) != b"done":
+            raise pickle.loads(word)
+        broadcast_object_list(box, from_process=0)
         return box[0]
 
+    # A rollout on all processes
 
-def _owner(row: int, first_rows: Sequence[int]) -> int:
-    """The process whose part of the batch holds a row."""
-    return max(process for process, first in enumerate(first_rows) if first <= row)
+    def _start(self, batch: PromptBatch, engine_size: int, state: dict[str, Any]) -> _Start:
+        admission, plans = self._plan(batch)
+        counts, num_engines = admission.num_candidates, len(batch.sizes) // engine_size
+        owners = batch.owners
+        homes = [[owners[batch.row_of(g, i)] for i in range(count)] for g, count in enumerate(counts)]
+        if batch.multimodal or sum(counts) == len(batch.rows):
+            engines, lengths = [[home // engine_size for home in group] for group in homes], None
+        else:
+            lengths = admission.expected_lengths or [1.0] * len(counts)
+            engines = balance(counts, lengths, num_engines)
+        placement = AssignedPlacement([[str(engine) for engine in group] for group in engines], lengths)
+        scheduler = Scheduler(replace(self._policies(), placement=placement), batch.num_generations)
+        director = Director(scheduler, plans, num_engines)
+        state.update(director=director, admission=admission)
+        feeds: list[list[Slot]] = [[] for _ in batch.sizes]
+        for engine, slots in enumerate(director.slots):
+            for slot in slots:
+                home = homes[slot.group_id][slot.index]
+                feeds[home if batch.multimodal else engine * engine_size].append(slot)
+        return _Start(feeds, scheduler.needs_progress)
+
+    def _link(self, director: Director | None, engine_size: int) -> DirectLink | MainLink | RemoteLink:
+        num_processes = self.accelerator.num_processes
+        if num_processes == 1:
+            return DirectLink(director)
+        mailbox = self._open_mailbox()
+        if director is None:
+            return RemoteLink(mailbox, self._num_rollouts)
+        return MainLink(director, mailbox, self._num_rollouts, range(0, num_processes, engine_size))
+
+    def _give_up(self, link: DirectLink | MainLink | RemoteLink, error: Exception) -> None:
+        """Tells the other processes, so that none waits for this one."""
+        if isinstance(link, DirectLink):
+            return
+        link.fail(error)
+        if isinstance(link, MainLink):
+            self._open_mailbox().announce(_pickled(error))
+
+    def _end(
+        self, link: DirectLink | MainLink | RemoteLink, batch: PromptBatch, state: dict[str, Any]
+    ) -> tuple[list[int], RolloutRecord]:
+        if isinstance(link, MainLink):
+            link.wait()
+        result = state["director"].result()
+        kept = [row.candidate_id for group in result.groups for row in group.rows]
+        return kept, self._conclude(state["admission"], result, batch)
+
+    def _collect(self, kept: Sequence[int], share: Share, leader: bool) -> KeptRows:
+        wanted = set(kept)
+        mine = {number: row for number, row in share.rows.items() if number in wanted} if leader else {}
+        rows = {number: row for part in gather_object([mine]) for number, row in part.items()}
+        return KeptRows.of([rows[number] for number in kept])
+
+    # Common to all
+
+    def _plan(self, batch: PromptBatch) -> tuple[Admission, list[GroupPlan]]:
+        infos = batch.infos
+        training = self.turn is Turn.TRAINING
+        admission = (self.admission if training else UniformAdmission(batch.num_generations)).plan(infos)
+        plans = [
+            GroupPlan(index, count, info.key, info.num_tokens)
+            for index, (info, count) in enumerate(zip(infos, admission.num_candidates, strict=True))
+        ]
+        return admission, plans
+
+    def _policies(self) -> SchedulePolicies:
+        return self.policies if self.turn is Turn.TRAINING else SchedulePolicies()
+
+    def _conclude(self, admission: Admission, result: RolloutResult, batch: PromptBatch) -> RolloutRecord:
+        """The record of a rollout, and what is learned from it: nothing from groups of different prompts."""
+        summaries = [GroupSummary.of(group) for group in result.groups]
+        mixed = batch.mixed
+        record = RolloutRecord(admission, summaries, Occupancy.of(result), batch.num_generations, sum(mixed))
+        uniform = [summary for summary in summaries if not mixed[summary.group_id]]
+        if self.turn is Turn.TRAINING and uniform:
+            self.admission.observe(uniform, record.seconds)
+        return record
+
+    def _progress(self) -> RolloutProgress:
+        return RolloutProgress(self.show_progress and self.accelerator.is_main_process)
+
+    def _open_mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            self._mailbox = Mailbox.open(self.accelerator.process_index, self.accelerator.num_processes)
+        return self._mailbox
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        return pickle.dumps(error)
+    except Exception:  # an error that holds a lock or a socket
+        return pickle.dumps(GenerationError(f"{type(error).__name__}: {error}"))

@@ -1,7 +1,6 @@
 """`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with rollouts of our making."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,28 @@ from trl import GRPOTrainer
 
 from .callbacks import VarianceTrackerCallback
 from .config import DARTSGRPOConfig
+from .distributed import Share, Slot
+from .engines.hf_continuous import scheduled_batching
 from .engines.hf_generate import SchedulerCriterion, stopping_criterion
 from .engines.preflight import Requirements
 from .errors import ConfigurationError
-from .generation import ServerSettings, connect, server_generation
+from .generation import ServerSettings, connect, rollout_generation
 from .metrics import RolloutRecord, rollout_metrics
+from .multimodal import select_rows
 from .policy import BudgetController, LengthTracker
-from .rollout import RolloutConductor
+from .rollout import RolloutConductor, Turn
 from .scheduling import AdmissionPolicy, UniformAdmission, VarianceAdmission
 from .weights import resolve_weight_sync
 
 
 # Tokenizing this many prompts takes seconds.
 MAX_CHECKED_PROMPTS = 100_000
+
+
+IMAGES_IN_CONTINUOUS_BATCHING = (
+    "`use_transformers_continuous_batching` (True) generates from token IDs alone, and the prompts have images. Set "
+    "it to `False`, or use `use_vllm=True`."
+)
 
 
 class DARTSGRPOTrainer(GRPOTrainer):
@@ -38,7 +46,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     the rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are
     not over-provisioned.
 
-    Overrides `_generate_single_turn` and `_load_optimizer_and_scheduler`, each around TRL's own.
+    Overrides `_generate_single_turn`, `_tool_call_loop` and `_load_optimizer_and_scheduler`, each around TRL's own.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -80,7 +88,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         "Learning",
         "id": "2605.30859",
     }
-    _conductor: RolloutConductor | None = None  # class-level: TRL's own tests build trainers without __init__
+    # Class-level: TRL's own tests build trainers without __init__.
+    _conductor: RolloutConductor | None = None
+    _in_tool_loop = False
 
     def __init__(
         self,
@@ -109,7 +119,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if args.process_index == 0:
                 engine, facts = connect(settings)
         try:
-            with server_generation(settings, engine, facts) if settings else nullcontext():
+            with rollout_generation(settings, engine, facts):
                 super().__init__(
                     model=model,
                     reward_funcs=reward_funcs,
@@ -127,6 +137,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
                     environment_factory=environment_factory,
                 )
             self._init_conductor()
+            self._check_path()
             if settings is not None:
                 self._conductor.agree(self._check_prompt_lengths)
         except BaseException:
@@ -144,6 +155,28 @@ class DARTSGRPOTrainer(GRPOTrainer):
             prompt_ids, _, _ = self._tokenize_prompts(dataset[start : start + 1000]["prompt"])
             self.vllm_generation.check_prompts(prompt_ids, "the training data set", start)
 
+    def _check_path(self) -> None:
+        """Refuses combinations that only the built trainer knows to be impossible."""
+        args, columns = self.args, set(getattr(self.train_dataset, "column_names", None) or ())
+        has_images = self._is_vlm and columns & {"image", "images"}
+        if args.use_transformers_continuous_batching and not args.use_vllm:
+            if has_images:
+                raise ConfigurationError(IMAGES_IN_CONTINUOUS_BATCHING)
+            gathered = self.is_deepspeed_enabled and args.ds3_gather_for_generation
+            if self._is_sharded and not gathered:
+                raise ConfigurationError(
+                    "`use_transformers_continuous_batching` (True) does not run with a sharded model on "
+                    f"{self.accelerator.num_processes} processes: their numbers of forward passes differ, and each is "
+                    "a collective. Set it to `False`, or use `ds3_gather_for_generation=True` with DeepSpeed, or DDP."
+                )
+        server = args.use_vllm and args.vllm_mode == "server"
+        if server and has_images and getattr(self.processing_class, "image_token_id", None) is None:
+            raise ConfigurationError(
+                f"`processing_class` ({type(self.processing_class).__name__}) has no `image_token_id`, by which a "
+                "server's images are put into the prompt. Set it on the processor, or use `vllm_mode='colocate'` or "
+                "`use_vllm=False`."
+            )
+
     def _init_conductor(self) -> None:
         args = self.args
         callback = next((c for c in self.callback_handler.callbacks if isinstance(c, VarianceTrackerCallback)), None)
@@ -154,15 +187,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
             callback.tracker = LengthTracker(args.length_ema)
         callback.admission = _make_admission(args, callback.tracker)
         self._tracker_callback = callback
-        if (args.use_vllm and args.vllm_mode != "server") or args.use_transformers_continuous_batching:
-            return  # schedule="grpo" on a path that is TRL's alone
         self._conductor = RolloutConductor(
             self.accelerator,
             args.policies,
             callback.admission,
             args.num_generations,
             show_progress=not args.disable_tqdm,
-            schedule=args.schedule,
         )
         if args.use_vllm:
             self.vllm_generation.conductor = self._conductor
@@ -181,36 +211,64 @@ class DARTSGRPOTrainer(GRPOTrainer):
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         conductor = self._conductor
-        # A later turn of a tool loop comes with one generation per row, and must answer just the rows it is given.
-        first_turn = self.model.training and num_generations == self.num_generations
-        if conductor is None or not (self.use_vllm or first_turn):
+        if conductor is None:
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
-        conductor.over_provision, conductor.record = first_turn, None
-        if self.use_vllm:
+        training = self.model.training
+        conductor.turn = Turn.LATER if self._in_tool_loop else Turn.TRAINING if training else Turn.EVALUATION
+        if conductor.turn is Turn.TRAINING and not self.use_vllm:
+            output = self._generate_in_process(prompt_ids, images, multimodal_fields, num_generations), None
+        else:
             output = super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
-        else:
-            output = self._generate_in_process(prompt_ids, images, multimodal_fields, num_generations)
-        if first_turn and conductor.record is not None:
+        if conductor.turn is Turn.TRAINING:
             self._log_rollout(conductor.record)
         return output
 
+    def _tool_call_loop(self, *args: Any) -> tuple:
+        self._in_tool_loop = True
+        try:
+            return super()._tool_call_loop(*args)
+        finally:
+            self._in_tool_loop = False
+
     def _generate_in_process(
         self, prompt_ids: list[list[int]], images: list | None, multimodal_fields: dict, num_generations: int
-    ) -> tuple[list[list[int]], None]:
-        shares = self._conductor.gather(prompt_ids, images is not None or bool(multimodal_fields), num_generations)
-        if shares is None:
-            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations)
+    ) -> list[list[int]]:
+        """The transformers paths: TRL generates for a share of the candidates instead of the rows."""
+        batch = self._conductor.gather(prompt_ids, images, multimodal_fields, num_generations)
+        if batch.multimodal and self.use_transformers_continuous_batching:
+            raise ConfigurationError(IMAGES_IN_CONTINUOUS_BATCHING)
+        first_row = batch.mine.start
 
-        def generate(rows: list[list[int]], criterion: SchedulerCriterion) -> list[list[int]]:
-            with stopping_criterion(self.accelerator.unwrap_model(self.model_wrapped), criterion):
-                return super(DARTSGRPOTrainer, self)._generate_single_turn(rows, None, {}, num_generations)[0]
+        def decode(share: Share, feed: list[Slot]) -> None:
+            rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
+            prompts = [batch.rows[row] for row in rows]
+            fields, own_images = {}, None
+            if batch.multimodal:  # each candidate is where its row is
+                own = [row - first_row for row in rows]
+                fields = select_rows(multimodal_fields, images, own)
+                own_images = None if images is None else [images[row] for row in own]
+            model = self.accelerator.unwrap_model(self.model_wrapped)
+            turn = super(DARTSGRPOTrainer, self)._generate_single_turn
+            if self.use_transformers_continuous_batching:
+                with scheduled_batching(model, share, self.eos_token_ids):
+                    turn(prompts, own_images, fields, num_generations)
+            else:
+                criterion = SchedulerCriterion(share, self.eos_token_ids)
+                with stopping_criterion(model, criterion, synced=self._is_sharded):
+                    completions, _ = turn(prompts, own_images, fields, num_generations)
+                criterion.finish(completions)
 
+        return self._conductor.in_process(batch, decode).completion_ids
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether a forward pass is a collective."""
         sharded = self.is_fsdp_enabled or (self.is_deepspeed_enabled and is_deepspeed_zero3_enabled())
-        return self._conductor.in_process(shares, generate, self.eos_token_ids, collective=sharded), None
+        return sharded and self.accelerator.num_processes > 1
 
     def _log_rollout(self, record: RolloutRecord) -> None:
         metrics = rollout_metrics(record)

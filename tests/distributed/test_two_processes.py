@@ -37,8 +37,14 @@ def launch(model_dir, out, **args) -> list[dict]:
     command += ["-m", "tests.distributed.train", json.dumps(options)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, "\n".join(_last_words(done.stderr))
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def _last_words(stderr: str) -> list[str]:
+    """What each process said last; the launcher's own traceback says nothing."""
+    lines = [line for line in stderr.splitlines() if line.startswith("[rank")]
+    return [line for rank in (0, 1) for line in [x for x in lines if x.startswith(f"[rank{rank}]")][-20:]]
 
 
 def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:

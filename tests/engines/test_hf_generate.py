@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from trl_darts.distributed import DirectLink, Director, Share
 from trl_darts.engines.hf_generate import SchedulerCriterion, stopping_criterion
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
 
@@ -38,11 +39,20 @@ def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
 
 def rollout(model, counts, schedule="darts", max_new_tokens=200, seed=0, **kwargs):
     policies = make_policies(schedule, num_generations=4, max_num_generations=8, num_longest=1, **kwargs)
-    scheduler = Scheduler(policies, 4)
-    criterion = SchedulerCriterion(scheduler, [GroupPlan(i, n) for i, n in enumerate(counts)], [EOS])
+    director = Director(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)], num_engines=1)
+    share = Share(director.slots[0], DirectLink(director), director.scheduler.needs_progress)
+    criterion = SchedulerCriterion(share, [EOS])
     prompts = [[60 + i, 61] for i, n in enumerate(counts) for _ in range(n)]
     completions = generate(model, criterion, prompts, max_new_tokens, seed)
-    return criterion.finish(completions), completions, criterion
+    criterion.finish(completions)
+    share.exchange()
+    result = director.result()
+    for candidate in (c for group in result.groups for c in group.candidates):
+        tokens, logprobs = share.rows[candidate.candidate_id]
+        assert len(tokens) == candidate.length
+        assert logprobs is None
+        candidate.tokens = tokens  # the director has seen none
+    return result, completions, criterion
 
 
 def test_grpo_changes_nothing(model):

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts.engines import VLLMServerEngine
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import CandidateState, GroupPlan, Scheduler, make_policies
 
@@ -20,7 +20,7 @@ def run(urls, num_candidates=3, **kwargs):
     engine = VLLMServerEngine(urls, request_timeout_s=5.0)
     policies = make_policies("darts", num_generations=2, max_num_generations=4, num_longest=1, **kwargs)
     try:
-        return engine.run(Scheduler(policies, 2), [GroupPlan(0, num_candidates)], {0: [5]}, BODY)
+        return engine.run(Scheduler(policies, 2), [GroupPlan(0, num_candidates)], [[ServerPrompt([5])]], BODY)
     finally:
         engine.close()
 
@@ -155,7 +155,7 @@ def test_requests_of_a_lost_server_are_closed_and_go_on_elsewhere():
     ):
         engine = VLLMServerEngine([broken, good])
         scheduler = Scheduler(make_policies("grpo", 6, 6, 0), 6)
-        (group,) = engine.run(scheduler, [GroupPlan(0, 6)], {0: [5]}, BODY).groups
+        (group,) = engine.run(scheduler, [GroupPlan(0, 6)], [[ServerPrompt([5])]], BODY).groups
         assert {c.engine_id for c in group.candidates} == {good}
         assert sorted(c.segment for c in group.candidates) == [0, 0, 0, 1, 1, 1]
         engine.query(lambda server: server.get("/health"))  # the loop has taken a turn since

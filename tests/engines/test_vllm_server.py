@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trl_darts.engines import VLLMServerEngine
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, GroupPlan, RolloutResult, Scheduler, make_policies
 
@@ -36,7 +36,8 @@ def body(vllm_server, **more) -> dict:
 def run(engine, body, counts, schedule="darts", prompts=None, overrides=None, on_progress=None, **kwargs):
     policies = make_policies(schedule, num_generations=4, max_num_generations=8, num_longest=1, **kwargs)
     plans = [GroupPlan(i, count) for i, count in enumerate(counts)]
-    prompts = prompts or {i: [60 + i, 61] for i in range(len(counts))}
+    prompts = prompts or [[60 + i, 61] for i in range(len(counts))]
+    prompts = [[ServerPrompt(prompt)] for prompt in prompts]
     return engine.run(Scheduler(policies, 4), plans, prompts, body, overrides, on_progress)
 
 
@@ -131,15 +132,17 @@ def test_candidates_resume_after_their_tokens(engine, vllm_server):
 
 def run_one(engine, vllm_server, scheduler, resumed):
     greedy = body(vllm_server, temperature=0.0, max_tokens=30, ignore_eos=True)
-    return engine.run(scheduler, [GroupPlan(0, 1, resumed=resumed)], {0: [60, 61]}, greedy).groups[0].rows[0]
+    return (
+        engine.run(scheduler, [GroupPlan(0, 1, resumed=resumed)], [[ServerPrompt([60, 61])]], greedy).groups[0].rows[0]
+    )
 
 
 def test_servers_words_surface(engine, vllm_server):
     with pytest.raises(GenerationError, match="answered 400: Token id 99999 is out of vocabulary"):
-        run(engine, body(vllm_server), [4, 4], prompts={0: [60], 1: [99999]})
+        run(engine, body(vllm_server), [4, 4], prompts=[[60], [99999]])
     wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
     with pytest.raises(GenerationError, match="maximum context length is 2048"):
-        run(engine, body(vllm_server), [4], prompts={0: [60] * 2000})
+        run(engine, body(vllm_server), [4], prompts=[[60] * 2000])
 
 
 def test_deadline_of_a_candidate(vllm_server):
@@ -164,12 +167,13 @@ def test_interrupt_ends_the_requests(engine, vllm_server):
 
 def test_killed_trainer_leaves_nothing_running(vllm_server):
     script = f"""
-        from trl_darts.engines import VLLMServerEngine
+        from trl_darts.engines import ServerPrompt, VLLMServerEngine
         from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
         body = dict(model={vllm_server.model!r}, max_tokens=2000, ignore_eos=True, logprobs=0, return_token_ids=True)
         scheduler = Scheduler(make_policies("darts", 8, 16, 1), 8)
         plans = [GroupPlan(i, 12) for i in range(8)]
-        VLLMServerEngine([{vllm_server.base_url!r}]).run(scheduler, plans, {{i: [60, i] for i in range(8)}}, body)
+        prompts = [[ServerPrompt([60, i])] for i in range(8)]
+        VLLMServerEngine([{vllm_server.base_url!r}]).run(scheduler, plans, prompts, body)
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
     try:

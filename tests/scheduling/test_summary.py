@@ -15,18 +15,12 @@ def test_bubble_ratio_is_equation_4():
     # Four slots, 10 seconds: (4 − 4)·2 + (4 − 3)·3 + (4 − 1)·5 = 18 idle of 40.
     busy = occupancy([2, 5, 5, 10])
     assert (busy.peak, busy.area, busy.seconds) == (4, 22.0, 10.0)
-    assert bubble_ratio([busy]) == pytest.approx(18 / 40)
+    assert bubble_ratio(busy) == pytest.approx(18 / 40)
 
 
 def test_equal_lengths_leave_no_bubble():
-    assert bubble_ratio([occupancy([7, 7, 7])]) == 0.0
-
-
-def test_processes_wait_for_the_slowest():
-    # The first process is idle for 6 of 10 seconds in both of its slots.
-    assert bubble_ratio([occupancy([4, 4]), occupancy([10, 10])]) == pytest.approx(12 / 40)
+    assert bubble_ratio(occupancy([7, 7, 7])) == 0.0
 
 
 def test_nothing_ran():
-    assert bubble_ratio([Occupancy(0, 0.0, 0.0)]) == 0.0
-    assert bubble_ratio([]) == 0.0
+    assert bubble_ratio(Occupancy(0, 0.0, 0.0)) == 0.0

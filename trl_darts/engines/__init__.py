@@ -1,4 +1,7 @@
-"""What executes a scheduler's commands: vLLM servers, transformers' `generate`, and a stub with scripted lengths."""
+"""
+What decodes candidates: vLLM servers, vLLM inside the trainer, transformers' `generate` and continuous batching, and a
+stub with scripted lengths.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -7,11 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .hf_generate import SchedulerCriterion
     from .stub import StubEngine
+    from .vllm_api import ServerPrompt
     from .vllm_server import VLLMServerEngine
 
-_MODULES = {"SchedulerCriterion": "hf_generate", "StubEngine": "stub", "VLLMServerEngine": "vllm_server"}
+_MODULES = {
+    "SchedulerCriterion": "hf_generate",
+    "ServerPrompt": "vllm_api",
+    "StubEngine": "stub",
+    "VLLMServerEngine": "vllm_server",
+}
 
-__all__ = ["SchedulerCriterion", "StubEngine", "VLLMServerEngine"]
+__all__ = ["SchedulerCriterion", "ServerPrompt", "StubEngine", "VLLMServerEngine"]
 
 
 def __getattr__(name: str) -> object:

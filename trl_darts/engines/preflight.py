@@ -14,7 +14,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
-from .vllm_api import ServerRefusedError, VLLMServer
+from .vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
 
 
 RETRY_INTERVAL_S = 1.0
@@ -134,9 +134,9 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
 async def _check_vocabulary(server: VLLMServer, facts: ServerFacts, config: PretrainedConfig) -> None:
     expected = config.get_text_config().vocab_size
     # No endpoint tells the size of the vocabulary, but the refusal of a token beyond it does, without any decoding.
-    body = {"model": facts.model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
+    options = {"model": facts.model, "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
     try:
-        await server.complete(body, timeout_s=60.0)
+        await server.complete(CompletionRequest.of("vocabulary", ServerPrompt([0]), [], options), timeout_s=60.0)
     except ServerRefusedError as refusal:
         match = re.search(r"Vocabulary size: (\d+)", str(refusal))
     else:

@@ -29,6 +29,81 @@ class Chunk:
     finish_reason: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class ServerPrompt:
+    """A prompt as a server takes it: token IDs, and what it made of the prompt's images, if there are any."""
+
+    tokens: Sequence[int]
+    features: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """
+    One candidate's request.
+
+    Args:
+        path (`str`):
+            The endpoint.
+        body (`dict`):
+            The JSON.
+        internal_id (`str`):
+            The server's own name of the request, by which it can be aborted.
+    """
+
+    path: str
+    body: dict[str, Any]
+    internal_id: str
+
+    @classmethod
+    def of(
+        cls, request_id: str, prompt: ServerPrompt, prior_tokens: Sequence[int], options: Mapping[str, Any]
+    ) -> "CompletionRequest":
+        """
+        Puts a request together.
+
+        Args:
+            request_id (`str`):
+                Unique.
+            prompt ([`ServerPrompt`]):
+                The prompt. One with images goes to the endpoint that takes tokens and images together.
+            prior_tokens (`Sequence[int]`):
+                Tokens after the prompt to go on from.
+            options (`Mapping[str, Any]`):
+                The model's name and sampling options.
+
+        Returns:
+            [`CompletionRequest`]: The request.
+        """
+        tokens = [*prompt.tokens, *prior_tokens]
+        if prompt.features is None:
+            body = {
+                **options,
+                "request_id": request_id,
+                "prompt": tokens,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+            }
+            # The server names the only prompt of a completion request so; a bare ID is ignored with status 200.
+            return cls("/v1/completions", body, f"cmpl-{request_id}-0")
+        sampling = {name: value for name, value in options.items() if name != "model"}
+        body = {
+            "model": options["model"],
+            "request_id": request_id,
+            "token_ids": tokens,
+            "features": prompt.features,
+            "sampling_params": sampling,
+        }
+        return cls("/inference/v1/generate", body, f"generate-tokens-{request_id}")
+
+    def streaming(self, interval: int) -> dict[str, Any]:
+        """The body of the same request, answered about every `interval` tokens."""
+        if "sampling_params" in self.body:
+            sampling = {**self.body["sampling_params"], "stream_interval": interval}
+            return {**self.body, "stream": True, "sampling_params": sampling}
+        return {**self.body, "stream": True, "stream_interval": interval}
+
+
 class ServerRefusedError(GenerationError):
     """The server answered, and its answer was an error. The message is the server's own."""
 
@@ -57,20 +132,19 @@ class VLLMServer:
             data = await response.read()
             return orjson.loads(data) if data else {}
 
-    async def complete(self, body: Mapping[str, Any], timeout_s: float) -> Chunk:
+    async def complete(self, request: CompletionRequest, timeout_s: float) -> Chunk:
         """One completion, in one piece. An aborted one comes back at once, with what it had."""
-        async with self._post("/v1/completions", body, timeout_s) as response:
+        async with self._post(request.path, request.body, timeout_s) as response:
             await self._check(response)
             chunk = parse_choice(orjson.loads(await response.read()))
         if chunk.finish_reason is None:
             raise ServerRefusedError(f"{self.base_url} answered without a `finish_reason`: its engine stopped.")
         return chunk
 
-    async def stream(self, body: Mapping[str, Any], interval: int, timeout_s: float) -> AsyncIterator[Chunk]:
+    async def stream(self, request: CompletionRequest, interval: int, timeout_s: float) -> AsyncIterator[Chunk]:
         """One completion, about every `interval` tokens. Busy servers send more tokens in one chunk."""
         finished = False
-        body = {**body, "stream": True, "stream_interval": interval}
-        async with self._post("/v1/completions", body, timeout_s) as response:
+        async with self._post(request.path, request.streaming(interval), timeout_s) as response:
             await self._check(response)
             async for data in _server_sent_events(response.content):
                 if data == b"[DONE]":
@@ -85,21 +159,19 @@ class VLLMServer:
         if not finished:
             raise ServerRefusedError(f"{self.base_url} ended a stream without a `finish_reason`: its engine stopped.")
 
-    async def abort(self, request_ids: Sequence[str]) -> bool:
+    async def abort(self, internal_ids: Sequence[str]) -> bool:
         """
         Asks the server to end requests now. Each pending response then arrives with what it has.
 
         Args:
-            request_ids (`Sequence[str]`):
-                The `request_id` fields that the completions were sent with.
+            internal_ids (`Sequence[str]`):
+                The server's names of the requests.
 
         Returns:
             `bool`: Whether the server has the endpoint. Its count of aborted requests says nothing: it counts the IDs
             sent. An ID that has not arrived yet is lost, so ask again while the response is pending.
         """
-        # The server names the only prompt of a completion request so; a bare ID is ignored with status 200.
-        internal_ids = [f"cmpl-{request_id}-0" for request_id in request_ids]
-        async with self._post("/abort_requests", {"request_ids": internal_ids}, CONNECT_TIMEOUT_S) as response:
+        async with self._post("/abort_requests", {"request_ids": list(internal_ids)}, CONNECT_TIMEOUT_S) as response:
             if response.status in (404, 405):
                 return False
             await self._check(response)
@@ -149,7 +221,10 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
     if tokens is None:
         raise ServerRefusedError("The server returned no `token_ids`. It is too old: use vLLM 0.22 or newer.")
     logprobs = choice.get("logprobs")
-    return Chunk(tokens, None if logprobs is None else logprobs["token_logprobs"], choice.get("finish_reason"))
+    if logprobs is not None:
+        content = logprobs.get("content")
+        logprobs = logprobs["token_logprobs"] if content is None else [entry["logprob"] for entry in content]
+    return Chunk(tokens, logprobs, choice.get("finish_reason"))
 
 
 async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

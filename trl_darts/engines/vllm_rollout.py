@@ -26,7 +26,7 @@ from ..scheduling import (
     Submit,
     TokensArrived,
 )
-from .vllm_api import Chunk, ServerRefusedError, VLLMServer
+from .vllm_api import Chunk, CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
 
 
 # A stream costs the server and this thread 3 to 20 times as much per token as one answer at the end; every 16 tokens,
@@ -47,7 +47,7 @@ class RolloutRun:
         self,
         scheduler: Scheduler,
         servers: Mapping[str, VLLMServer],
-        prompts: Mapping[int, Sequence[int]],
+        prompts: Sequence[Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None,
         request_timeout_s: float,
@@ -62,6 +62,7 @@ class RolloutRun:
         # By (candidate_id, segment): a candidate that moves to another server is another request.
         self.requests: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.aborting: dict[tuple[int, int], tuple[Abort, float]] = {}  # with the time of the command
+        self.internal_ids: dict[tuple[int, int], str] = {}
         self.engine_of: dict[tuple[int, int], str] = {}
         self.lost: set[str] = set()
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
@@ -144,17 +145,16 @@ class RolloutRun:
                 task.cancel()
 
     async def _chunks(self, command: Submit) -> AsyncIterator[Chunk]:
-        server, body = self.servers[command.engine_id], self._request_body(command)
+        server, request = self.servers[command.engine_id], self._request(command)
+        self.internal_ids[command.candidate_id, command.segment] = request.internal_id
         if self.scheduler.needs_progress:
-            async for chunk in server.stream(body, STREAM_INTERVAL, self.request_timeout_s):
+            async for chunk in server.stream(request, STREAM_INTERVAL, self.request_timeout_s):
                 yield chunk
         else:
-            yield await server.complete(body, self.request_timeout_s)
+            yield await server.complete(request, self.request_timeout_s)
 
-    def _request_body(self, command: Submit) -> dict[str, Any]:
+    def _request(self, command: Submit) -> CompletionRequest:
         body = {**self.body, **(self.overrides(command) if self.overrides else {})}
-        body["request_id"] = self._request_id(command)
-        body["prompt"] = [*self.prompts[command.group_id], *command.prior_tokens]
         body["max_tokens"] -= len(command.prior_tokens)
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - len(command.prior_tokens))
@@ -163,15 +163,15 @@ class RolloutRun:
             # the server itself tells the n samples of a request apart; a resumed one must not replay its random
             # numbers.
             body["seed"] += command.index + 1_000_003 * command.segment
-        return body
-
-    def _request_id(self, command: Submit | Abort) -> str:
-        return f"{self.run_id}-{command.candidate_id}-{command.segment}"
+        prompts = self.prompts[command.group_id]
+        request_id = f"{self.run_id}-{command.candidate_id}-{command.segment}"
+        return CompletionRequest.of(request_id, prompts[command.index % len(prompts)], command.prior_tokens, body)
 
     async def _abort(self, engine_id: str) -> None:
         while pending := [(c, since) for c, since in self.aborting.values() if c.engine_id == engine_id]:
             try:
-                supported = await self.servers[engine_id].abort([self._request_id(c) for c, _ in pending])
+                ids = [self.internal_ids.get((c.candidate_id, c.segment)) for c, _ in pending]
+                supported = await self.servers[engine_id].abort([name for name in ids if name is not None])
             except (ServerRefusedError, aiohttp.ClientError, asyncio.TimeoutError):
                 supported = False
             deadline = time.perf_counter() - ABORT_GRACE_S

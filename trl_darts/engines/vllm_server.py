@@ -25,7 +25,7 @@ from ..scheduling import (
     Scheduler,
 )
 from ..scheduling.ledger import Ledger
-from .vllm_api import VLLMServer, new_session
+from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
 
 
@@ -65,7 +65,7 @@ class VLLMServerEngine:
         self,
         scheduler: Scheduler,
         plans: Sequence[GroupPlan],
-        prompts: Mapping[int, Sequence[int]],
+        prompts: Sequence[Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
         on_progress: Callable[[Ledger], None] | None = None,
@@ -78,8 +78,8 @@ class VLLMServerEngine:
                 A new one.
             plans (`Sequence[GroupPlan]`):
                 The groups.
-            prompts (`Mapping[int, Sequence[int]]`):
-                Token IDs of each group's prompt, by `group_id`.
+            prompts (`Sequence[Sequence[ServerPrompt]]` of shape `(N, 1)` or `(N, M)`):
+                The prompt of each group, by `group_id`, or of each of its candidates where they differ.
             body (`Mapping[str, Any]`):
                 Fields of the completion requests: `model`, `max_tokens`, sampling options.
             overrides (`Callable`, *optional*):
@@ -120,7 +120,7 @@ class VLLMServerEngine:
         self,
         scheduler: Scheduler,
         plans: Sequence[GroupPlan],
-        prompts: Mapping[int, Sequence[int]],
+        prompts: Sequence[Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None,
     ) -> RolloutResult:

@@ -1,6 +1,7 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
+from .placement import AssignedPlacement, balance
 from .policies import AllGroups, BatchStop, DualEnd, GroupStop, LeastLoaded, Placement, SchedulePolicies, WaitForAll
 from .scheduler import Scheduler
 from .schedules import SCHEDULES, make_policies
@@ -34,6 +35,7 @@ __all__ = [
     "Admission",
     "AdmissionPolicy",
     "AllGroups",
+    "AssignedPlacement",
     "BatchStop",
     "Candidate",
     "CandidateEnded",
@@ -65,6 +67,7 @@ __all__ = [
     "UniformAdmission",
     "VarianceAdmission",
     "WaitForAll",
+    "balance",
     "bubble_ratio",
     "make_policies",
     "prompt_key",

@@ -17,28 +17,34 @@ from ..policy import BudgetController, LengthTracker, allocate_redundancy
 from .summary import GroupSummary
 
 
-def prompt_key(token_ids: Sequence[int]) -> int:
+def prompt_key(token_ids: Sequence[int], image_digest: bytes = b"") -> int:
     """
-    Identity of a prompt over the whole training: a 64-bit hash of its tokens. Data set indices would not survive
-    shuffling, streaming or a changed file.
+    Identity of a prompt over the whole training: a 64-bit hash of its tokens and images. Data set indices would not
+    survive shuffling, streaming or a changed file.
 
     Args:
         token_ids (`Sequence[int]` of shape `(P,)`):
             The prompt.
+        image_digest (`bytes`, *optional*, defaults to `b""`):
+            Hash of its images, in their order. Empty without any.
 
     Returns:
         `int`: Unsigned 64-bit hash.
     """
-    data = np.asarray(token_ids, dtype="<i8").tobytes()
+    data = np.asarray(token_ids, dtype="<i8").tobytes() + image_digest
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
-    """What admission knows of a prompt: its identity and its length in tokens."""
+    """
+    What admission knows of a prompt: its identity and its length in tokens. A group whose rows have different prompts
+    is not `extendable`: each row has its own one candidate.
+    """
 
     key: int
     num_tokens: int
+    extendable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +61,15 @@ class Admission:
             ρ = σ̃_L / L̃ that the budget was computed from. `None` before anything is known.
         cost_weight (`float`, *optional*):
             λ. `None` while it is being calibrated, or where no budget is computed.
+        expected_lengths (`list[float]` of shape `(N,)`, *optional*):
+            Tokens that a candidate of each prompt is expected to have; NaN for a prompt never seen.
     """
 
     num_candidates: list[int]
     saturated: int = 0
     rho: float | None = None
     cost_weight: float | None = None
+    expected_lengths: list[float] | None = None
 
 
 class AdmissionPolicy(Protocol):
@@ -136,13 +145,22 @@ class VarianceAdmission:
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
         """M'_i by the prompts' smoothed length deviation; a prompt never seen gets the batch's mean weight."""
         rho = self.tracker.rho
-        total = self.budget.total(len(prompts), rho)
-        stds = [self.tracker.std(prompt.key) for prompt in prompts]
-        counts = allocate_redundancy(stds, total, self.num_generations, self.max_num_generations)
+        stds = [self.tracker.std(prompt.key) for prompt in prompts if prompt.extendable]
+        total = self.budget.total(len(stds), rho) if stds else 0
+        extended = iter(
+            allocate_redundancy(stds, total, self.num_generations, self.max_num_generations) if stds else ()
+        )
+        counts = [next(extended) if prompt.extendable else self.num_generations for prompt in prompts]
         at_bound = 0
         if self.max_num_generations > self.num_generations:
             at_bound = sum(count == self.max_num_generations for count in counts)
-        return Admission(counts, at_bound, None if np.isnan(rho) else rho, self.budget.cost_weight)
+        return Admission(
+            counts,
+            at_bound,
+            None if np.isnan(rho) else rho,
+            self.budget.cost_weight,
+            [self.tracker.mean(prompt.key) for prompt in prompts],
+        )
 
     def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
         """Updates the prompts' statistics, ρ, and the cost of a candidate."""

@@ -1,6 +1,5 @@
 """What is remembered of a rollout once its tokens are gone: lengths, ends and choices per group, and occupancy."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +51,7 @@ class GroupSummary:
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """
-    How busy one set of engines was.
+    How busy the engines were.
 
     Args:
         peak (`int`):
@@ -77,19 +76,18 @@ class Occupancy:
         return cls(int(running.max()), area, float(times[-1] - times[0]))
 
 
-def bubble_ratio(occupancies: Sequence[Occupancy]) -> float:
+def bubble_ratio(occupancy: Occupancy) -> float:
     """
-    Share of the decoding slots that stood idle (SortedRL, Eq. 4), over engines that wait for each other.
+    Share of the decoding slots that stood idle (SortedRL, Eq. 4).
 
-    The queue size Q of the equation is the most candidates that ran at once on each; T is the time of the slowest.
+    The queue size Q of the equation is the most candidates that ran at once, over all engines.
 
     Args:
-        occupancies (`Sequence[Occupancy]`):
-            One per set of engines, that is per process that generates.
+        occupancy ([`Occupancy`]):
+            Of a rollout.
 
     Returns:
         `float`: Between 0 and 1; `0.0` for an empty rollout.
     """
-    seconds = max((o.seconds for o in occupancies), default=0.0)
-    slots = sum(o.peak for o in occupancies) * seconds
-    return 1.0 - sum(o.area for o in occupancies) / slots if slots > 0 else 0.0
+    slots = occupancy.peak * occupancy.seconds
+    return 1.0 - occupancy.area / slots if slots > 0 else 0.0

@@ -13,10 +13,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from .gloo import SYNC_TIMEOUT_S, BroadcastGroup
-from .reload import repack_tied_lm_heads, restore_unfinished_layers
+from .reload import finish_reload, initialize_layerwise_reload, restore_unfinished_layers
 
 
 logger = logging.getLogger("vllm.trl_darts")
@@ -114,8 +113,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def finish_weight_update(self) -> None:
         """Put the new weights into place."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_tied_lm_heads(self.model)
+        finish_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the group."""

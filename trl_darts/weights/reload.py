@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+
+
+__all__ = ["finish_reload", "initialize_layerwise_reload", "repack_tied_lm_heads", "restore_unfinished_layers"]
 
 
 def repack_tied_lm_heads(model: torch.nn.Module) -> None:
@@ -36,6 +39,20 @@ def repack_tied_lm_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+def finish_reload(model: torch.nn.Module, model_config: ModelConfig) -> None:
+    """
+    Put the new weights into place, tied ones included.
+
+    Args:
+        model (`torch.nn.Module`):
+            vLLM's model, after `initialize_layerwise_reload` and its `load_weights`.
+        model_config (`ModelConfig`):
+            vLLM's.
+    """
+    finalize_layerwise_reload(model, model_config)
+    repack_tied_lm_heads(model)
+
+
 def restore_unfinished_layers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     """
     End a layerwise reload that failed: layers that were not loaded completely get their last weights back.
@@ -56,5 +73,4 @@ def restore_unfinished_layers(model: torch.nn.Module, vllm_config: VllmConfig) -
             info.load_numel = 0
             info.loaded_weights.clear()
     with set_current_vllm_config(vllm_config):
-        finalize_layerwise_reload(model, vllm_config.model_config)
-    repack_tied_lm_heads(model)
+        finish_reload(model, vllm_config.model_config)

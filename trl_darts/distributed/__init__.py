@@ -1,0 +1,22 @@
+"""One rollout over many processes: each decodes a share of the candidates, and one of them decides."""
+
+from .batch import PromptBatch
+from .director import Director, Report, Slot
+from .links import DirectLink, FollowingLink, Link, MainLink, RemoteLink
+from .mailbox import Mailbox
+from .share import Share
+
+
+__all__ = [
+    "DirectLink",
+    "Director",
+    "FollowingLink",
+    "Link",
+    "Mailbox",
+    "MainLink",
+    "PromptBatch",
+    "RemoteLink",
+    "Report",
+    "Share",
+    "Slot",
+]

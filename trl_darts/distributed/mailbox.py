@@ -1,0 +1,93 @@
+"""
+Messages between processes without a collective: nobody stands still because another process is busy decoding, or waits
+for a server.
+"""
+
+import os
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+
+
+# A wait is renewed this often. The connection of a store whose process is gone breaks at once, whatever this is.
+WAIT_S = 60.0
+
+
+class Mailbox:
+    """
+    Messages in a key-value store that the main process holds.
+
+    Args:
+        store (`torch.distributed.Store`):
+            Shared by all processes.
+        process_index (`int`):
+            Whose mailbox this is.
+    """
+
+    def __init__(self, store: Any, process_index: int) -> None:
+        self._store = store
+        self.process_index = process_index
+        self._num_read = 0
+        self._num_announced = 0
+
+    @classmethod
+    def open(cls, process_index: int, num_processes: int) -> "Mailbox":
+        """
+        Opens the mailboxes. Called on every process at once.
+
+        Args:
+            process_index (`int`):
+                This process.
+            num_processes (`int`):
+                How many there are.
+
+        Returns:
+            [`Mailbox`]: This process's.
+        """
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        box: list[Any] = [None]
+        store = None
+        if process_index == 0:
+            store = torch.distributed.TCPStore(host, 0, num_processes, is_master=True, wait_for_workers=False)
+            box[0] = store.port
+        broadcast_object_list(box, from_process=0)
+        if store is None:
+            store = torch.distributed.TCPStore(host, box[0], num_processes, is_master=False, wait_for_workers=False)
+        return cls(store, process_index)
+
+    def post(self, receiver: int, message: Any) -> None:
+        """Sends a message; returns at once."""
+        number = self._store.add(f"inbox/{receiver}", 1)
+        self._store.set(f"inbox/{receiver}/{number}", pickle.dumps(message))
+
+    def receive(self) -> list[Any]:
+        """The messages that came since the last call, in the order in which they were sent."""
+        inbox = f"inbox/{self.process_index}"
+        messages = []
+        for number in range(self._num_read + 1, self._store.add(inbox, 0) + 1):
+            messages.append(pickle.loads(self._store.get(f"{inbox}/{number}")))
+            self._store.delete_key(f"{inbox}/{number}")
+        self._num_read += len(messages)
+        return messages
+
+    def announce(self, word: bytes) -> None:
+        """Lets go those that wait for the next announcement."""
+        self._num_announced += 1
+        self._store.set(f"announcement/{self._num_announced}", word)
+        self._store.delete_key(f"announcement/{self._num_announced - 2}")  # everybody has read it
+
+    def await_announcement(self) -> bytes:
+        """Waits for the next announcement, however long it takes."""
+        self._num_announced += 1
+        key = f"announcement/{self._num_announced}"
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=WAIT_S))
+            except torch.distributed.DistStoreError as error:
+                if "timeout" not in str(error).lower():
+                    raise
+            else:
+                return self._store.get(key)

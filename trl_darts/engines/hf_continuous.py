@@ -1,0 +1,144 @@
+"""
+Decoding with transformers' continuous batching: a candidate that ends or is aborted makes room for others.
+
+`generate_batch` runs unchanged; the manager that it talks to is ours, which reports ends and cancels requests while it
+waits for results.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ..distributed import Share
+from ..errors import GenerationError
+from ..scheduling import FinishReason
+from .hf_generate import replaced
+
+
+# How long a result is waited for before decisions are asked for again.
+POLL_S = 0.01
+PROGRESS_INTERVAL_S = 0.05
+
+
+class ScheduledManager:
+    """
+    Stands between `generate_batch` and transformers' manager.
+
+    Args:
+        manager (`ContinuousBatchingManager`):
+            Transformers'. Runs in a thread of its own.
+        share ([`Share`]):
+            What this process decodes. The r-th request is its r-th candidate.
+        eos_token_ids (`set[int]`):
+            Tokens that end a completion.
+    """
+
+    def __init__(self, manager: Any, share: Share, eos_token_ids: set[int]) -> None:
+        self._manager = manager
+        self._share = share
+        self._eos_token_ids = eos_token_ids
+        self._candidate_of: dict[str, int] = {}
+        self._request_of: dict[int, str] = {}
+        self._cancelled: list[GenerationOutput] = []
+        self.error: Exception | None = None
+        self._last_progress = time.monotonic()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def add_requests(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Remembers which request is which candidate."""
+        request_ids = self._manager.add_requests(*args, **kwargs)
+        for slot, request_id in zip(self._share.slots, request_ids, strict=True):
+            self._candidate_of[request_id] = slot.candidate_id
+            self._request_of[slot.candidate_id] = request_id
+        return request_ids
+
+    def get_result(self, *args: Any, **kwargs: Any) -> GenerationOutput | None:
+        """The next request that ended or was aborted; `None` every now and then."""
+        if not self._cancelled:
+            try:
+                self._decide()
+            except Exception as error:  # `generate_batch` would log it and go on
+                self.error = error
+                raise
+        if self._cancelled:
+            return self._cancelled.pop()
+        while (result := self._manager.get_result(timeout=POLL_S)) is not None:
+            if result.is_finished() or result.error is not None:
+                candidate_id = self._candidate_of[result.request_id]
+                if candidate_id in self._share.running:  # not aborted while its last token was decoded
+                    self._end(candidate_id, result)
+                    return result
+        return None
+
+    def _end(self, candidate_id: int, result: GenerationOutput) -> None:
+        if result.error is not None:
+            self._share.fail(candidate_id, result.error)
+            return
+        tokens = list(result.generated_tokens)
+        stopped = bool(tokens) and tokens[-1] in self._eos_token_ids
+        self._share.end(candidate_id, tokens, None, FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    def _decide(self) -> None:
+        now = time.monotonic()
+        if self._share.needs_progress and now - self._last_progress >= PROGRESS_INTERVAL_S:
+            self._last_progress = now
+            for candidate_id in self._share.running:
+                self._share.progress(candidate_id, len(self._so_far(candidate_id).generated_tokens))
+        for candidate_id in self._share.exchange():
+            output = self._so_far(candidate_id)
+            self._manager.cancel_request(self._request_of[candidate_id])
+            self._share.end(candidate_id, list(output.generated_tokens), None, FinishReason.ABORT)
+            self._cancelled.append(output)
+
+    def _so_far(self, candidate_id: int) -> GenerationOutput:
+        """
+        What a running request has. Transformers tells only those that stream, with a copy of all tokens for each new
+        one, so its state is read; an empty one stands for a request that waits for room.
+        """
+        request_id = self._request_of[candidate_id]
+        processor = self._manager.batch_processor
+        state = None if processor is None else processor.scheduler.active_requests.get(request_id)
+        output = GenerationOutput(request_id) if state is None else state.to_generation_output()
+        output.status = RequestStatus.FINISHED
+        return output
+
+
+@contextmanager
+def scheduled_batching(model: PreTrainedModel, share: Share, eos_token_ids: list[int]) -> Iterator[None]:
+    """
+    Inside, a model's `generate_batch` decodes a share.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model whose `generate_batch` is called once inside the context, with a prompt for each candidate.
+        share ([`Share`]):
+            What this process decodes.
+        eos_token_ids (`list[int]`):
+            Tokens that end a completion.
+
+    Raises:
+        [`GenerationError`]: If transformers' thread broke; it would go on with what it has.
+    """
+    target = model.get_base_model() if hasattr(model, "get_base_model") else model
+    make_manager = target.continuous_batching_context_manager
+    error: list[Exception] = []
+
+    @contextmanager
+    def managed(*args: Any, **kwargs: Any) -> Iterator[ScheduledManager]:
+        with make_manager(*args, **kwargs) as manager:
+            scheduled = ScheduledManager(manager, share, set(eos_token_ids))
+            yield scheduled
+            fatal = manager.background_thread_status.fatal_error
+            if fatal is not None or scheduled.error is not None:
+                error.append(scheduled.error or GenerationError(f"Continuous batching broke: {fatal}"))
+
+    with replaced(target, "continuous_batching_context_manager", managed):
+        yield
+    if error:
+        raise error[0]

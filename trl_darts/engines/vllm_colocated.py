@@ -1,0 +1,107 @@
+"""
+Decoding with a vLLM engine inside the trainer's process, step by step: add requests, step, abort.
+
+TRL calls `LLM.generate` once per rollout, which returns when the last request has ended. A [`SteppedLLM`] in its place
+runs the same engine's loop, and asks for decisions after each step. What surrounds the call, sampling parameters,
+sleep mode, tensor-parallel groups and images, stays TRL's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind
+
+from ..distributed import Share
+from ..scheduling import FinishReason
+
+
+# Steps between two reports of progress, where the schedule needs them.
+PROGRESS_INTERVAL = 16
+
+
+class SteppedLLM:
+    """
+    `vllm.LLM` with a `generate` that decodes a share.
+
+    Args:
+        llm (`vllm.LLM`):
+            Everything else goes to it.
+        share ([`Share`]):
+            What this process decodes.
+    """
+
+    def __init__(self, llm: Any, share: Share) -> None:
+        self._llm = llm
+        self._share = share
+        self._request_of: dict[int, str] = {}  # the engine's own request ID of each running candidate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
+        """
+        Decodes until every candidate has ended or was aborted.
+
+        Args:
+            prompts (`Sequence[dict]`):
+                vLLM's inputs, one per candidate in the order of the share.
+            sampling_params (`vllm.SamplingParams`):
+                Common to all.
+            use_tqdm (`bool`, *optional*, defaults to `False`):
+                Not used.
+
+        Returns:
+            `list`: Empty: the share has the results.
+        """
+        engine = self._llm.llm_engine
+        try:
+            for slot, prompt in zip(self._share.slots, prompts, strict=True):
+                params = sampling_params.clone()
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+                if params.seed is not None:  # else the candidates of a prompt would be copies of each other
+                    params.seed += slot.index
+                self._request_of[slot.candidate_id] = engine.add_request(str(slot.candidate_id), prompt, params)
+            self._decode(engine)
+        finally:
+            if self._request_of:  # a failure, or Ctrl-C: the engine must not go on with them in the next rollout
+                engine.abort_request(list(self._request_of.values()), internal=True)
+        return []
+
+    def _decode(self, engine: Any) -> None:
+        steps = 0
+        while self._share.running and engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    self._end(output)
+            steps += 1
+            if self._share.needs_progress and steps % PROGRESS_INTERVAL == 0:
+                for candidate_id in self._share.running:
+                    self._share.progress(candidate_id, len(self._so_far(engine, candidate_id)[0]))
+            for candidate_id in self._share.exchange():
+                tokens, logprobs = self._so_far(engine, candidate_id)
+                engine.abort_request([self._request_of.pop(candidate_id)], internal=True)
+                self._share.end(candidate_id, tokens, logprobs, FinishReason.ABORT)
+
+    def _end(self, output: Any) -> None:
+        candidate_id, completion = int(output.request_id), output.outputs[0]
+        self._request_of.pop(candidate_id)
+        tokens = list(completion.token_ids)
+        # vLLM's own cut, `repetition_detection`, is a cut like that at the limit.
+        reason = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}.get(
+            completion.finish_reason
+        )
+        if reason is None:
+            self._share.fail(candidate_id, f"vLLM ended it with {completion.finish_reason!r}")
+        else:
+            self._share.end(candidate_id, tokens, _sampled(tokens, completion.logprobs), reason)
+
+    def _so_far(self, engine: Any, candidate_id: int) -> tuple[list[int], list[float] | None]:
+        """What a running request has. vLLM hands partial outputs only to those who pay for one in every step."""
+        state = engine.output_processor.request_states[self._request_of[candidate_id]]
+        tokens = list(state.detokenizer.output_token_ids)
+        return tokens, _sampled(tokens, state.logprobs_processor.logprobs)
+
+
+def _sampled(tokens: Sequence[int], logprobs: Sequence[Any] | None) -> list[float] | None:
+    """The log-prob of each sampled token."""
+    return None if logprobs is None else [entry[token].logprob for token, entry in zip(tokens, logprobs, strict=True)]

@@ -1,0 +1,90 @@
+"""
+Placement over engines that each decode a part of the batch: which process runs which candidate, decided before the
+rollout, because a batch of `generate` can't be joined later.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .types import Candidate, EngineLoad
+
+
+def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engines: int) -> list[list[int]]:
+    """
+    Spreads candidates over engines so that all are expected to end at about the same time: longest expected first,
+    each to the engine with the least work.
+
+    A prompt's candidates stay together, since they share its cache, unless they are more than an engine's fair part:
+    then they are cut into parts that are not. No engine stays empty if there are at least as many candidates.
+
+    Args:
+        counts (`Sequence[int]` of shape `(N,)`):
+            Candidates of each prompt, M'_i ≥ 1.
+        expected_lengths (`Sequence[float]` of shape `(N,)`):
+            Expected tokens of one candidate. NaN where nothing is known: then the mean of the others.
+        num_engines (`int`):
+            Number of engines.
+
+    Returns:
+        `list[list[int]]` of shape `(N, M'_i)`: The engine of each candidate.
+    """
+    lengths = _known(expected_lengths)
+    fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
+    # The small number: a part that is fair but for rounding is one part.
+    parts = [
+        min(count, max(1, math.ceil(count * length / fair - 1e-9)))
+        for count, length in zip(counts, lengths, strict=True)
+    ]
+    if sum(parts) < num_engines:
+        parts = list(counts)
+    pieces = [(group, size) for group, n in enumerate(parts) for size in _split(counts[group], n)]
+    pieces.sort(key=lambda piece: -piece[1] * lengths[piece[0]])  # stable: ties in the order of the batch
+    engines: list[list[int]] = [[] for _ in counts]
+    loads = [(0.0, engine) for engine in range(num_engines)]
+    for group, size in pieces:
+        load, engine = heapq.heappop(loads)
+        engines[group] += [engine] * size
+        heapq.heappush(loads, (load + size * lengths[group], engine))
+    return engines
+
+
+class AssignedPlacement:
+    """
+    Each candidate on the engine that was chosen for it, longest expected first.
+
+    Args:
+        engine_ids (`Sequence[Sequence[str]]` of shape `(N, M'_i)`):
+            The engine of each candidate, by group and index.
+        expected_lengths (`Sequence[float]` of shape `(N,)`, *optional*):
+            Expected tokens of one candidate. `None` keeps the order of the batch.
+    """
+
+    def __init__(self, engine_ids: Sequence[Sequence[str]], expected_lengths: Sequence[float] | None = None) -> None:
+        self.engine_ids = engine_ids
+        self.expected_lengths = None if expected_lengths is None else _known(expected_lengths)
+
+    def order(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Longest expected first; ties in the order of the batch."""
+        if self.expected_lengths is None:
+            return candidates
+        return sorted(candidates, key=lambda c: -self.expected_lengths[c.group_id])
+
+    def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
+        """The engine that was chosen."""
+        return self.engine_ids[candidate.group_id][candidate.index]
+
+
+def _known(expected_lengths: Sequence[float]) -> list[float]:
+    lengths = np.asarray(expected_lengths, dtype=float)
+    known = lengths[np.isfinite(lengths) & (lengths > 0)]
+    return [
+        float(x) for x in np.where(np.isfinite(lengths) & (lengths > 0), lengths, known.mean() if len(known) else 1)
+    ]
+
+
+def _split(count: int, parts: int) -> list[int]:
+    small, larger = divmod(count, parts)
+    return [small + 1] * larger + [small] * (parts - larger)
