@@ -31,6 +31,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip(reason)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says on which engines the conformance suite ran."""
+    if engines := getattr(config, "engines_that_ran", None):
+        terminalreporter.write_line(f"conformance suite ran on: {', '.join(engines)}")
+
+
 @dataclass
 class Clock:
     """A clock that only moves when told to: `clock()` is the time in seconds."""

@@ -258,7 +258,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
                     turn(prompts, own_images, fields, num_generations)
             else:
                 criterion = SchedulerCriterion(share, self.eos_token_ids)
-                with stopping_criterion(model, criterion, synced=self._is_sharded):
+                with stopping_criterion(model, criterion):
                     completions, _ = turn(prompts, own_images, fields, num_generations)
                 criterion.finish(completions)
 

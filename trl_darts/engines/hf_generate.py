@@ -79,7 +79,7 @@ class SchedulerCriterion(StoppingCriteria):
 
 
 @contextmanager
-def stopping_criterion(model: Any, criterion: StoppingCriteria, synced: bool = False) -> Iterator[None]:
+def stopping_criterion(model: Any, criterion: StoppingCriteria) -> Iterator[None]:
     """
     Adds a criterion to every `generate` call of a model, for callers that can't pass one.
 
@@ -88,12 +88,9 @@ def stopping_criterion(model: Any, criterion: StoppingCriteria, synced: bool = F
             The model whose `generate` is called inside the context.
         criterion (`StoppingCriteria`):
             Stops rows.
-        synced (`bool`, *optional*, defaults to `False`):
-            Whether all processes must take the same number of steps, because a forward pass is a collective.
     """
-    options = {"synced_gpus": True} if synced else {}
     criteria = StoppingCriteriaList([criterion])
-    with replaced(model, "generate", partial(model.generate, stopping_criteria=criteria, **options)):
+    with replaced(model, "generate", partial(model.generate, stopping_criteria=criteria)):
         yield
 
 

@@ -1,0 +1,93 @@
+"""
+The scenarios that every engine must pass, run on one of them in a process of its own: `run.py ENGINE MODEL OUT [URL]`.
+
+Each scenario is one call of TRL's `_generate_single_turn` on a real trainer. What came of it is written as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.builders import make_args, make_trainer
+from tests.engines.settings import engine_settings, prepare_colocated
+from trl_darts.scheduling import Admission, make_policies
+
+
+M, M_UP = 4, 8
+LETTERS = "ABCDEABCDE"
+COUNTS = [4, 5, 6, 7, 8, 8, 8, 8, 6, 7]
+
+
+class FixedAdmission:
+    """A budget that does not depend on history."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        self.observed = 0
+
+    def plan(self, prompts: Any) -> Admission:
+        counts = [count if prompt.extendable else M for count, prompt in zip(self.counts, prompts, strict=True)]
+        return Admission(counts, saturated=sum(count == M_UP for count in counts))
+
+    def observe(self, summaries: Any, seconds: float) -> None:
+        self.observed += len(summaries)
+
+
+def policies(schedule: str = "darts", **kwargs: Any) -> Any:
+    return make_policies(schedule, num_generations=M, max_num_generations=M_UP, num_longest=1, **kwargs)
+
+
+def play(trainer: Any, prompts: list[str], counts: list[int], schedule_policies: Any) -> dict[str, Any]:
+    """One rollout: rows as TRL hands them over, and everything that is known of the outcome."""
+    conductor = trainer._conductor
+    conductor.policies, conductor.admission = schedule_policies, FixedAdmission(counts)
+    prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+    completions, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, M)
+    record = conductor.record
+    return {
+        "prompts": prompts,
+        "completions": completions,
+        "logprobs": logprobs,
+        "budgets": record.admission.num_candidates,
+        "groups": [[s.lengths, s.finish_reasons, s.selected] for s in record.summaries],
+        "metrics": {name: values[-1] for name, values in trainer._metrics["train"].items()},
+        "observed": conductor.admission.observed,
+        "peak": record.occupancy.peak,
+    }
+
+
+def main() -> None:
+    engine, model_dir, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    url = sys.argv[4] if len(sys.argv) > 4 else None
+    if engine == "vllm_colocated":
+        prepare_colocated()
+    args = make_args(
+        out / "run", per_device_train_batch_size=40, max_completion_length=100, **engine_settings(engine, url)
+    )
+    trainer = make_trainer(model_dir, args)
+    trainer.model.train()
+    rows = [f"{i}{letter}" for i, letter in enumerate(LETTERS) for _ in range(M)]
+    mixed = [
+        f"{i}{LETTERS[(i + j) % 5]}" if i == 2 else f"{i}{letter}"
+        for i, letter in enumerate(LETTERS)
+        for j in range(M)
+    ]
+    results = {
+        "darts": play(trainer, rows, COUNTS, policies()),
+        "no_pruning": play(trainer, rows, COUNTS, policies(tail_pruning=False)),
+        "patience": play(trainer, rows, [7] * 10, policies(long_end_patience=1.5)),
+        "grpo": play(trainer, rows, [M] * 10, policies("grpo")),
+        "mixed": play(trainer, mixed, COUNTS, policies()),
+    }
+    trainer.model.eval()
+    prompt_ids = trainer.processing_class(text=rows[:8])["input_ids"]
+    completions, _ = trainer._generate_single_turn(prompt_ids, None, {}, M)
+    results["evaluation"] = {"prompts": rows[:8], "completions": completions, "turn": trainer._conductor.turn.value}
+    out.joinpath("results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""How a trainer is told to use each of the engines, small enough for tests."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+
+ENGINES = ("transformers", "continuous_batching", "vllm_colocated", "vllm_server")
+
+
+def engine_settings(engine: str, url: str | None = None) -> dict[str, Any]:
+    """Fields of the config that choose an engine."""
+    if engine == "transformers":
+        return {}
+    if engine == "continuous_batching":
+        # Without limits the cache takes most of the machine's memory, which takes it ten seconds per rollout.
+        limits = {"num_blocks": 256, "max_batch_tokens": 256, "max_memory_percent": 0.1}
+        return {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": limits,
+        }
+    if engine == "vllm_colocated":
+        return {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
+    from tests.servers import free_port
+
+    return {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}
+
+
+def prepare_colocated() -> None:
+    """What the CPU build needs and TRL has no setting for. Before any trainer is made."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from trl.generation import vllm_generation
+
+    # Compilation takes a minute, and bfloat16, its choice, would hide a wrong weight in its noise.
+    vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True, dtype="float32")
