@@ -1,4 +1,7 @@
-"""Two real processes: one decides, both agree, and rows stay with their prompts, also where a group straddles them."""
+"""
+Two real processes under each way to launch them: one decides, both agree, and rows stay with their prompts, also where
+a group straddles them.
+"""
 
 import json
 import os
@@ -7,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.builders import make_letter_model
 from tests.servers import free_port, start_vllm_server
@@ -14,6 +18,7 @@ from tests.servers import free_port, start_vllm_server
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs" / "accelerate"
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +26,10 @@ def model_dir(tmp_path_factory, tokenizer):
     return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
 
 
-def launch(model_dir, out, **args) -> list[dict]:
-    options = {"model": str(model_dir), "out": str(out), "args": args}
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    command += ["--main_process_port", str(free_port()), "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["-m", "tests.distributed.train", json.dumps(options)]
+def launch(model_dir, out, config=CONFIGS / "ddp.yaml", engine="transformers", url=None, **args) -> list[dict]:
+    options = {"model": str(model_dir), "out": str(out), "engine": engine, "url": url, "args": args}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--main_process_port", str(free_port()), "-m", "tests.distributed.train", json.dumps(options)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, "\n".join(_last_words(done.stderr))
@@ -43,8 +38,9 @@ def launch(model_dir, out, **args) -> list[dict]:
 
 def _last_words(stderr: str) -> list[str]:
     """What each process said last; the launcher's own traceback says nothing."""
-    lines = [line for line in stderr.splitlines() if line.startswith("[rank")]
-    return [line for rank in (0, 1) for line in [x for x in lines if x.startswith(f"[rank{rank}]")][-20:]]
+    lines = stderr.splitlines()
+    words = [line for rank in (0, 1) for line in [x for x in lines if x.startswith(f"[rank{rank}]")][-20:]]
+    return words or lines[-20:]
 
 
 def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:
@@ -56,13 +52,8 @@ def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:
     for step in range(steps):
         budgets, groups = first["records"][step]
         assert len(budgets) == len(groups) == num_prompts
-        rows = [
-            row
-            for rank in ranks
-            for row in zip(
-                *(rank["rows"][step][k] for k in ("prompts", "letters", "lengths", "advantages")), strict=True
-            )
-        ]
+        columns = ("prompts", "letters", "lengths", "advantages")
+        rows = [row for rank in ranks for row in zip(*(rank["rows"][step][name] for name in columns), strict=True)]
         assert all(prompt[-1] == letter for prompt, letter, _, _ in rows)
         for index, (lengths, selected) in enumerate(groups):
             group = rows[4 * index : 4 * index + 4]
@@ -74,25 +65,87 @@ def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:
                 assert advantage == pytest.approx(length - mean, abs=1e-3)
 
 
+def assert_shared_work(ranks: list[dict]) -> None:
+    """Both decoded, and together every candidate once."""
+    totals = [sum(budgets) for budgets, _ in ranks[0]["records"]]
+    assert [sum(counts) for counts in zip(*(rank["decoded"] for rank in ranks), strict=True)] == totals
+    assert all(count > 0 for rank in ranks for count in rank["decoded"])
+
+
 @pytest.mark.parametrize("rows_per_process", [8, 6])  # 6: the second of three groups straddles both processes
 def test_transformers_engine(model_dir, tmp_path, rows_per_process):
-    ranks = launch(model_dir, tmp_path, per_device_train_batch_size=rows_per_process, max_steps=4, scale_rewards=False)
+    ranks = launch(model_dir, tmp_path, per_device_train_batch_size=rows_per_process, max_steps=4)
     assert_agreement(ranks, steps=4, num_prompts=rows_per_process // 2)
+    assert_shared_work(ranks)
+
+
+@pytest.mark.parametrize(
+    ("engine", "tensor_parallel"),
+    [
+        ("continuous_batching", 1),
+        pytest.param("vllm_colocated", 1, marks=pytest.mark.vllm),
+        pytest.param("vllm_colocated", 2, marks=pytest.mark.vllm),
+    ],
+)
+def test_engines_of_each_process(model_dir, tmp_path, engine, tensor_parallel):
+    """`target_redundancy` at its bound: every group is pruned, mostly by what the other process reports."""
+    more = {"vllm_tensor_parallel_size": tensor_parallel} if engine == "vllm_colocated" else {}
+    ranks = launch(
+        model_dir, tmp_path, engine=engine, per_device_train_batch_size=6, max_steps=3, target_redundancy=2.0, **more
+    )
+    assert_agreement(ranks, steps=3, num_prompts=3)
+    if tensor_parallel == 1:
+        assert_shared_work(ranks)
+    else:
+        assert ranks[0]["decoded"] == ranks[1]["decoded"]  # the same candidates, half of each layer
+    assert sum(line.get("darts/rollout/aborted_candidates", 0) for line in map(_numbers, ranks[0]["log"])) > 0
+
+
+def _numbers(line: dict) -> dict:
+    return {name: float(value) for name, value in line.items() if name.startswith("darts/")}
+
+
+@pytest.mark.parametrize(
+    ("name", "distributed_type"),
+    [("fsdp2", "FSDP"), ("deepspeed_zero2", "DEEPSPEED"), ("deepspeed_zero3", "DEEPSPEED")],
+)
+def test_sharded_models(model_dir, tmp_path, name, distributed_type):
+    """One process's rows end long before the other's: neither may leave the other alone in a collective."""
+    config = CONFIGS / f"{name}.yaml"
+    args = {"ds3_gather_for_generation": False} if name == "deepspeed_zero3" else {}
+    if name == "deepspeed_zero3":  # its default leaves parameters as small as these unsharded
+        config = _with_every_parameter_sharded(config, tmp_path)
+    ranks = launch(
+        model_dir, tmp_path, config, per_device_train_batch_size=6, max_steps=3, target_redundancy=2.0, **args
+    )
+    assert distributed_type in ranks[0]["distributed_type"]
+    assert_agreement(ranks, steps=3, num_prompts=3)
+    assert_shared_work(ranks)
+
+
+def _with_every_parameter_sharded(config: Path, out: Path) -> Path:
+    settings = yaml.safe_load(config.read_text())
+    stage3 = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    path = out / "deepspeed.json"
+    path.write_text(json.dumps({"zero_optimization": stage3, **batch, "train_batch_size": "auto"}))
+    settings["deepspeed_config"] = {"deepspeed_config_file": str(path), "zero3_init_flag": True}
+    settings.pop("mixed_precision")  # DeepSpeed's file decides about it
+    (out / "accelerate.yaml").write_text(yaml.safe_dump(settings))
+    return out / "accelerate.yaml"
 
 
 @pytest.mark.vllm
 def test_server_engine(model_dir, tmp_path):
     with start_vllm_server(model_dir, max_model_len=512) as server:
         ranks = launch(
-            model_dir,
-            tmp_path,
-            per_device_train_batch_size=6,
-            max_steps=4,
-            scale_rewards=False,
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_server_base_url=server.base_url,
-            vllm_group_port=free_port(),
+            model_dir, tmp_path, engine="vllm_server", url=server.base_url, per_device_train_batch_size=6, max_steps=4
         )
     assert_agreement(ranks, steps=4, num_prompts=3)
 
@@ -107,11 +160,9 @@ def test_error_on_the_main_process_ends_both(model_dir, tmp_path):
         launch(
             model_dir,
             tmp_path,
+            engine="vllm_server",
+            url=server.base_url,
             per_device_train_batch_size=6,
             max_completion_length=49,
             max_steps=1,
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_server_base_url=server.base_url,
-            vllm_group_port=free_port(),
         )

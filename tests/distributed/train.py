@@ -7,40 +7,61 @@ import sys
 from pathlib import Path
 
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
+from tests.distributed.cpu_sharded import allow_fsdp_on_cpu
+from tests.engines.settings import engine_settings, prepare_colocated
+from trl_darts import rollout
+
+
+def record_rollouts(trainer) -> tuple[list, list]:
+    """Budgets and selections of each rollout, and how many candidates this process decoded."""
+    records, decoded = [], []
+    log_rollout, share_class = trainer._log_rollout, rollout.Share
+
+    def logged(record):
+        records.append([record.admission.num_candidates, [[s.lengths, s.selected] for s in record.summaries]])
+        log_rollout(record)
+
+    def share(slots, *args, **kwargs):
+        decoded.append(len(slots))
+        return share_class(slots, *args, **kwargs)
+
+    trainer._log_rollout, rollout.Share = logged, share
+    return records, decoded
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    out = Path(options["out"])
+    out, engine = Path(options["out"]), options["engine"]
+    allow_fsdp_on_cpu()
+    if engine == "vllm_colocated":
+        prepare_colocated()
 
     def reward(prompts, completion_ids, **kwargs):
         return [float(len(ids)) for ids in completion_ids]
 
-    args = make_args(out / "run", learning_rate=0.0, **options["args"])
+    settings = {"learning_rate": 0.0, "scale_rewards": False, **engine_settings(engine, options["url"])}
+    args = make_args(out / "run", **{**settings, **options["args"]})
     trainer = make_trainer(Path(options["model"]), args, reward_funcs=reward, train_dataset=letters_dataset(10))
     batches = record_batches(trainer)
-    records = []
-    log_rollout = trainer._log_rollout
-
-    def recorded(record):
-        records.append([record.admission.num_candidates, [[s.lengths, s.selected] for s in record.summaries]])
-        log_rollout(record)
-
-    trainer._log_rollout = recorded
+    records, decoded = record_rollouts(trainer)
     trainer.train()
-    rows = []
-    for batch in batches:
-        lengths = batch["completion_mask"].sum(1).tolist()
-        letters = [letter_of(ids[0]) for ids in batch["completion_ids"].tolist()]
-        rows.append(
-            {
-                "prompts": [example["prompt"] for example in batch["inputs"]],
-                "letters": letters,
-                "lengths": lengths,
-                "advantages": batch["advantages"].tolist(),
-            }
-        )
-    result = {"records": records, "rows": rows, "tracked": len(trainer.length_tracker)}
+    rows = [
+        {
+            "prompts": [example["prompt"] for example in batch["inputs"]],
+            "letters": [letter_of(ids[0]) for ids in batch["completion_ids"].tolist()],
+            "lengths": batch["completion_mask"].sum(1).tolist(),
+            "advantages": batch["advantages"].tolist(),
+        }
+        for batch in batches
+    ]
+    result = {
+        "records": records,
+        "decoded": decoded,
+        "rows": rows,
+        "tracked": len(trainer.length_tracker),
+        "distributed_type": str(trainer.accelerator.distributed_type),
+        "log": trainer.state.log_history,
+    }
     (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
 
 
