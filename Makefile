@@ -26,7 +26,7 @@ $(VENV)/.base: pyproject.toml constraints-cpu.txt
 # vLLM brings its own requirements, so ours come after it.
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) install --quiet $(CONSTRAINTS) $(VLLM)
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[dev]'
+	DS_BUILD_OPS=0 $(PIP) install --quiet $(CONSTRAINTS) -e '.[dev]'
 	$(if $(UNWANTED),$(PIP) uninstall --quiet --yes $(UNWANTED))
 	touch $@
 

@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from trl.generation.vllm_generation import VLLMGeneration
+from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -53,6 +53,44 @@ def test_vllm_generation_hooks():
     source = inspect.getsource(VLLMGeneration.sync_weights)
     for call in ("vllm_client.update_named_params(", "vllm_client.reset_prefix_cache()"):
         assert call in source, f"VLLMGeneration.sync_weights must call {call}: our clients implement it"
+
+
+def test_vllm_generation_in_this_process():
+    source = inspect.getsource(VLLMGeneration.generate)
+    for call, why in {
+        "self.llm.generate(vllm_prompts, sampling_params=sampling_params, use_tqdm=False)": "ours takes its place",
+        "torch.distributed.all_gather_object(gathered_prompts, prompts, group=self.tp_group)": "each process of a "
+        "tensor-parallel group brings its part of the prompts",
+        "self.llm.sleep(level=2)": "sleep mode surrounds our rollout",
+        'self.llm.wake_up(tags=["kv_cache"])': "sleep mode surrounds our rollout",
+    }.items():
+        assert call in source, f"VLLMGeneration.generate must call `{call}`: {why}"
+    assert extract_logprobs([]) == ([], []), "extract_logprobs must take an empty list: our `LLM.generate` returns one"
+    source = inspect.getsource(VLLMGeneration.sync_weights)
+    assert "self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(" in source, (
+        "VLLMGeneration.sync_weights must load into the model runner's model: on CPU we reload its layers around that"
+    )
+    assert parameters(VLLMGeneration._place_features) == ["features", "prompt_ids"], (
+        "VLLMGeneration._place_features: we place a server's image features with it"
+    )
+
+
+def test_continuous_batching_is_one_call():
+    source = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert "unwrapped_model.generate_batch(" in source, (
+        "GRPOTrainer._generate_single_turn must call `generate_batch` of the unwrapped model: its manager is ours"
+    )
+
+
+def test_tool_loop_asks_again_with_one_generation():
+    assert "self._tool_call_loop(" in inspect.getsource(GRPOTrainer._generate), (
+        "GRPOTrainer._generate must run `_tool_call_loop`: inside it, turns are later ones"
+    )
+    source = inspect.getsource(GRPOTrainer._tool_call_loop)
+    assert "self._generate_single_turn(" in source, (
+        "GRPOTrainer._tool_call_loop must generate with `_generate_single_turn`"
+    )
+    assert "num_generations=1" in source, "GRPOTrainer._tool_call_loop must ask for one completion per row"
 
 
 def test_constructor_arguments_are_those_that_we_pass_on():

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,38 +13,14 @@ from trl.trainer import grpo_trainer
 
 from .distributed import PromptBatch, Share, Slot
 from .engines.hf_generate import replaced
-from .engines.preflight import Requirements, ServerFacts, check_server
+from .engines.preflight import ServerFacts
 from .engines.vllm_api import ServerPrompt
 from .engines.vllm_server import VLLMServerEngine
 from .errors import ConfigurationError
 from .metrics import RolloutRecord
 from .rollout import KeptRows, RolloutConductor, Turn
+from .servers import ServerSettings
 from .weights import make_client
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """
-    What our server-mode generation needs beyond TRL's own arguments.
-
-    Args:
-        base_urls (`list[str]`):
-            The servers.
-        weight_sync (`str`):
-            See `DARTSGRPOConfig.weight_sync`.
-        weight_sync_dir (`str`, *optional*):
-            See `DARTSGRPOConfig.weight_sync_dir`.
-        request_timeout_s (`float`):
-            Deadline of one candidate.
-        requirements ([`Requirements`]):
-            What each server must be.
-    """
-
-    base_urls: list[str]
-    weight_sync: str
-    weight_sync_dir: str | None
-    request_timeout_s: float
-    requirements: Requirements
 
 
 class RolloutGeneration(VLLMGeneration):
@@ -251,37 +226,6 @@ class RolloutGeneration(VLLMGeneration):
         if self.structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return body | self.generation_kwargs
-
-
-def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
-    """
-    Connects to the servers and checks them.
-
-    Args:
-        settings ([`ServerSettings`]):
-            Their addresses, and what they must be.
-
-    Returns:
-        `tuple[VLLMServerEngine, ServerFacts]`: The engine, and what requests need to know.
-
-    Raises:
-        [`ConfigurationError`]: If one can't serve this training, or they serve under different names.
-        [`ServerUnreachableError`]: If one does not answer.
-    """
-    engine = VLLMServerEngine(settings.base_urls, settings.request_timeout_s)
-    try:
-        facts = engine.query(lambda server: check_server(server, settings.requirements))
-    except BaseException:
-        engine.close()
-        raise
-    names = sorted({fact.model for fact in facts})
-    if len(names) > 1:
-        engine.close()
-        raise ConfigurationError(
-            f"The servers of `vllm_server_base_url` serve under different names ({', '.join(map(repr, names))}). "
-            "Start them with the same model or `--served-model-name`."
-        )
-    return engine, ServerFacts(names[0], min(fact.max_model_len for fact in facts))
 
 
 @contextmanager

@@ -9,20 +9,19 @@ rows of all processes ──▶ PromptBatch ──▶ admission (main process) �
 ```
 """
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from .distributed import (
+    Agreement,
     DirectLink,
     Director,
     FollowingLink,
-    Mailbox,
     MainLink,
     PromptBatch,
     RemoteLink,
@@ -119,7 +118,7 @@ class RolloutConductor:
         self.turn = Turn.TRAINING  # what the next rollout is for: set by the trainer
         self.record: RolloutRecord | None = None  # of the last rollout of training, on every process
         self.overrides: Overrides | None = None  # further request fields per candidate: benchmarks replay lengths
-        self._mailbox: Mailbox | None = None
+        self.agree = Agreement(accelerator)
         self._num_rollouts = 0
 
     def gather(
@@ -227,35 +226,6 @@ class RolloutConductor:
         self.record = record if self.turn is Turn.TRAINING else None
         return rows
 
-    def agree(self, compute: Callable[[], Any]) -> Any:
-        """
-        Computes on the main process. Called on every process at once. The others wait for it outside of any
-        collective, so that it may take as long as it likes.
-
-        Args:
-            compute (`Callable`):
-                What to compute.
-
-        Returns:
-            `Any`: The main process's value, on every process. Its error is raised on every process too, so that none
-            waits for one that failed.
-        """
-        if self.accelerator.num_processes == 1:
-            return compute()
-        mailbox = self._open_mailbox()
-        box: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            try:
-                box[0] = compute()
-            except Exception as error:
-                mailbox.announce(_pickled(error))
-                raise
-            mailbox.announce(b"done")
-        elif (word := mailbox.await_announcement()) != b"done":
-            raise pickle.loads(word)
-        broadcast_object_list(box, from_process=0)
-        return box[0]
-
     # A rollout on all processes
 
     def _start(self, batch: PromptBatch, engine_size: int, state: dict[str, Any]) -> _Start:
@@ -283,7 +253,7 @@ class RolloutConductor:
         num_processes = self.accelerator.num_processes
         if num_processes == 1:
             return DirectLink(director)
-        mailbox = self._open_mailbox()
+        mailbox = self.agree.mailbox
         if director is None:
             return RemoteLink(mailbox, self._num_rollouts)
         return MainLink(director, mailbox, self._num_rollouts, range(0, num_processes, engine_size))
@@ -294,7 +264,7 @@ class RolloutConductor:
             return
         link.fail(error)
         if isinstance(link, MainLink):
-            self._open_mailbox().announce(_pickled(error))
+            self.agree.break_off(error)
 
     def _end(
         self, link: DirectLink | MainLink | RemoteLink, batch: PromptBatch, state: dict[str, Any]
@@ -338,15 +308,3 @@ class RolloutConductor:
 
     def _progress(self) -> RolloutProgress:
         return RolloutProgress(self.show_progress and self.accelerator.is_main_process)
-
-    def _open_mailbox(self) -> Mailbox:
-        if self._mailbox is None:
-            self._mailbox = Mailbox.open(self.accelerator.process_index, self.accelerator.num_processes)
-        return self._mailbox
-
-
-def _pickled(error: Exception) -> bytes:
-    try:
-        return pickle.dumps(error)
-    except Exception:  # an error that holds a lock or a socket
-        return pickle.dumps(GenerationError(f"{type(error).__name__}: {error}"))

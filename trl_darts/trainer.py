@@ -6,34 +6,27 @@ from typing import Any
 
 import pandas as pd
 from datasets import Dataset
-from transformers import AutoConfig, PretrainedConfig, TrainerCallback
+from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
 from .callbacks import VarianceTrackerCallback
+from .checks import IMAGES_IN_CONTINUOUS_BATCHING, check_arguments, check_path
 from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
-from .engines.hf_continuous import scheduled_batching
 from .engines.hf_generate import SchedulerCriterion, stopping_criterion
-from .engines.preflight import Requirements
 from .errors import ConfigurationError
-from .generation import ServerSettings, connect, rollout_generation
+from .generation import rollout_generation
 from .metrics import RolloutRecord, rollout_metrics
 from .multimodal import select_rows
 from .policy import BudgetController, LengthTracker
 from .rollout import RolloutConductor, Turn
 from .scheduling import AdmissionPolicy, UniformAdmission, VarianceAdmission
-from .weights import resolve_weight_sync
+from .servers import connect, server_settings
 
 
 # Tokenizing this many prompts takes seconds.
 MAX_CHECKED_PROMPTS = 100_000
-
-
-IMAGES_IN_CONTINUOUS_BATCHING = (
-    "`use_transformers_continuous_batching` (True) generates from token IDs alone, and the prompts have images. Set "
-    "it to `False`, or use `use_vllm=True`."
-)
 
 
 class DARTSGRPOTrainer(GRPOTrainer):
@@ -112,10 +105,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
-        _check_arguments(args, rollout_func)
+        check_arguments(args, rollout_func)
         settings = engine = facts = None
         if args.use_vllm and args.vllm_mode == "server":
-            settings = _server_settings(args, model)
+            settings = server_settings(args, model, train_dataset)
             if args.process_index == 0:
                 engine, facts = connect(settings)
         try:
@@ -137,7 +130,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
                     environment_factory=environment_factory,
                 )
             self._init_conductor()
-            self._check_path()
+            check_path(self)
             if settings is not None:
                 self._conductor.agree(self._check_prompt_lengths)
         except BaseException:
@@ -154,28 +147,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
         for start in range(0, len(dataset), 1000):
             prompt_ids, _, _ = self._tokenize_prompts(dataset[start : start + 1000]["prompt"])
             self.vllm_generation.check_prompts(prompt_ids, "the training data set", start)
-
-    def _check_path(self) -> None:
-        """Refuses combinations that only the built trainer knows to be impossible."""
-        args, columns = self.args, set(getattr(self.train_dataset, "column_names", None) or ())
-        has_images = self._is_vlm and columns & {"image", "images"}
-        if args.use_transformers_continuous_batching and not args.use_vllm:
-            if has_images:
-                raise ConfigurationError(IMAGES_IN_CONTINUOUS_BATCHING)
-            gathered = self.is_deepspeed_enabled and args.ds3_gather_for_generation
-            if self._is_sharded and not gathered:
-                raise ConfigurationError(
-                    "`use_transformers_continuous_batching` (True) does not run with a sharded model on "
-                    f"{self.accelerator.num_processes} processes: their numbers of forward passes differ, and each is "
-                    "a collective. Set it to `False`, or use `ds3_gather_for_generation=True` with DeepSpeed, or DDP."
-                )
-        server = args.use_vllm and args.vllm_mode == "server"
-        if server and has_images and getattr(self.processing_class, "image_token_id", None) is None:
-            raise ConfigurationError(
-                f"`processing_class` ({type(self.processing_class).__name__}) has no `image_token_id`, by which a "
-                "server's images are put into the prompt. Set it on the processor, or use `vllm_mode='colocate'` or "
-                "`use_vllm=False`."
-            )
 
     def _init_conductor(self) -> None:
         args = self.args
@@ -196,6 +167,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         )
         if args.use_vllm:
             self.vllm_generation.conductor = self._conductor
+            # In the later turns of a tool loop each process asks the servers by itself.
+            self.vllm_generation.facts = self._conductor.agree(lambda: self.vllm_generation.facts)
 
     @property
     def length_tracker(self) -> LengthTracker:
@@ -254,6 +227,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             model = self.accelerator.unwrap_model(self.model_wrapped)
             turn = super(DARTSGRPOTrainer, self)._generate_single_turn
             if self.use_transformers_continuous_batching:
+                from .engines.hf_continuous import scheduled_batching  # not in every supported transformers
+
                 with scheduled_batching(model, share, self.eos_token_ids):
                     turn(prompts, own_images, fields, num_generations)
             else:
@@ -265,7 +240,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return self._conductor.in_process(batch, decode).completion_ids
 
     @property
-    def _is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether a forward pass is a collective."""
         sharded = self.is_fsdp_enabled or (self.is_deepspeed_enabled and is_deepspeed_zero3_enabled())
         return sharded and self.accelerator.num_processes > 1
@@ -288,48 +263,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.accelerator.is_main_process:
             self._tracker_callback.load(Path(checkpoint))
-
-
-def _check_arguments(args: Any, rollout_func: Callable | None) -> None:
-    if not isinstance(args, DARTSGRPOConfig):
-        raise ConfigurationError(
-            f"`args` ({type(args).__name__}) must be a `DARTSGRPOConfig`. Replace the class's name: all of "
-            "`GRPOConfig`'s fields stay."
-        )
-    if rollout_func is not None and args.schedule != "grpo":
-        raise ConfigurationError(
-            f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
-            "`schedule='grpo'`, or leave `rollout_func` out."
-        )
-
-
-def _server_settings(args: DARTSGRPOConfig, model: Any) -> ServerSettings:
-    weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
-    return ServerSettings(
-        base_urls=args.server_urls,
-        weight_sync=weight_sync,
-        weight_sync_dir=args.weight_sync_dir,
-        request_timeout_s=args.vllm_request_timeout_s,
-        requirements=Requirements(
-            max_completion_length=args.max_completion_length,
-            model_config=_model_config(args, model),
-            processed_logprobs=args.vllm_importance_sampling_correction,
-            weight_transfer=None if weight_sync == "filesystem" else weight_sync,
-            timeout_s=args.vllm_server_timeout,
-        ),
-    )
-
-
-def _model_config(args: DARTSGRPOConfig, model: Any) -> PretrainedConfig:
-    """The model's config, without its weights."""
-    if not isinstance(model, str):
-        return model.config
-    init_kwargs = args.model_init_kwargs or {}
-    if init_kwargs.get("config") is not None:
-        return init_kwargs["config"]
-    names = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-    options = {name: init_kwargs[name] for name in names if name in init_kwargs}
-    return AutoConfig.from_pretrained(model, **{"trust_remote_code": args.trust_remote_code, **options})
 
 
 def _make_admission(args: DARTSGRPOConfig, tracker: LengthTracker) -> AdmissionPolicy:

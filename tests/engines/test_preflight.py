@@ -46,6 +46,16 @@ def routes(vllm_config, max_model_len=1024, vocabulary=128, without=()):
     return {route: handler for route, handler in table.items() if route not in without}
 
 
+def test_server_without_the_endpoints_for_images_is_refused_if_there_are_images():
+    async def openapi(request):
+        return await answer({"paths": {"/v1/completions": {}, "/inference/v1/generate": {}}})
+
+    with fake_server({**routes(HEALTHY), "GET /openapi.json": openapi}) as url:
+        check(url, needs(CONFIG))
+        with pytest.raises(ConfigurationError, match=r"'/v1/chat/completions/render'.*`--enable-scale-out`"):
+            check(url, needs(CONFIG, images=True))
+
+
 def changed(**fields):
     config = copy.deepcopy(HEALTHY)
     config["model_config"].update(fields.pop("model_config", {}))

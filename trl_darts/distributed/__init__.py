@@ -1,5 +1,6 @@
 """One rollout over many processes: each decodes a share of the candidates, and one of them decides."""
 
+from .agreement import Agreement
 from .batch import PromptBatch
 from .director import Director, Report, Slot
 from .links import DirectLink, FollowingLink, Link, MainLink, RemoteLink
@@ -8,6 +9,7 @@ from .share import Share
 
 
 __all__ = [
+    "Agreement",
     "DirectLink",
     "Director",
     "FollowingLink",

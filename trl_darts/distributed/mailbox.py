@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 # A wait is renewed this often. The connection of a store whose process is gone breaks at once, whatever this is.
@@ -51,11 +52,11 @@ class Mailbox:
         box: list[Any] = [None]
         store = None
         if process_index == 0:
-            store = torch.distributed.TCPStore(host, 0, num_processes, is_master=True, wait_for_workers=False)
+            store = TCPStore(host, 0, num_processes, is_master=True, wait_for_workers=False)
             box[0] = store.port
         broadcast_object_list(box, from_process=0)
         if store is None:
-            store = torch.distributed.TCPStore(host, box[0], num_processes, is_master=False, wait_for_workers=False)
+            store = TCPStore(host, box[0], num_processes, is_master=False, wait_for_workers=False)
         return cls(store, process_index)
 
     def post(self, receiver: int, message: Any) -> None:

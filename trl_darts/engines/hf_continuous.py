@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..distributed import Share
@@ -110,7 +109,7 @@ class ScheduledManager:
 
 
 @contextmanager
-def scheduled_batching(model: PreTrainedModel, share: Share, eos_token_ids: list[int]) -> Iterator[None]:
+def scheduled_batching(model: Any, share: Share, eos_token_ids: list[int]) -> Iterator[None]:
     """
     Inside, a model's `generate_batch` decodes a share.
 
@@ -125,7 +124,7 @@ def scheduled_batching(model: PreTrainedModel, share: Share, eos_token_ids: list
     Raises:
         [`GenerationError`]: If transformers' thread broke; it would go on with what it has.
     """
-    target = model.get_base_model() if hasattr(model, "get_base_model") else model
+    target: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     make_manager = target.continuous_batching_context_manager
     error: list[Exception] = []
 

@@ -24,6 +24,9 @@ class ServerUnreachableError(TRLDARTSError, ConnectionError):
     """No vLLM server answers at the address."""
 
 
+IMAGE_ENDPOINTS = ("/v1/chat/completions/render", "/inference/v1/generate")
+
+
 @dataclass(frozen=True, slots=True)
 class Requirements:
     """
@@ -40,6 +43,8 @@ class Requirements:
             Backend of the weight-transfer engine that the server must have.
         timeout_s (`float`):
             Seconds to wait for a server that is still starting.
+        images (`bool`, *optional*, defaults to `False`):
+            Whether prompts have images.
     """
 
     max_completion_length: int
@@ -47,6 +52,7 @@ class Requirements:
     processed_logprobs: bool
     weight_transfer: str | None
     timeout_s: float
+    images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
     facts = ServerFacts(served["id"], served["max_model_len"])
     _check_settings(server.base_url, info["vllm_config"], facts, needs)
     await _check_vocabulary(server, facts, needs.model_config)
+    if needs.images:
+        await _check_image_endpoints(server)
     _check_architecture(server.base_url, info["vllm_config"]["model_config"]["model"], needs.model_config)
     return facts
 
@@ -163,4 +171,13 @@ def _check_architecture(url: str, served_model: str, config: PretrainedConfig) -
         raise ConfigurationError(
             f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {words}. Serve "
             "the model that you train."
+        )
+
+
+async def _check_image_endpoints(server: VLLMServer) -> None:
+    paths = (await server.get("/openapi.json") or {}).get("paths", {})
+    if missing := [path for path in IMAGE_ENDPOINTS if path not in paths]:
+        raise ConfigurationError(
+            f"The vLLM server at {server.base_url} does not serve {' and '.join(map(repr, missing))}, which prompts "
+            "with images need. Restart it with `--enable-scale-out` (vLLM 0.30 or newer)."
         )

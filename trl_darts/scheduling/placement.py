@@ -68,9 +68,8 @@ class AssignedPlacement:
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
         """Longest expected first; ties in the order of the batch."""
-        if self.expected_lengths is None:
-            return candidates
-        return sorted(candidates, key=lambda c: -self.expected_lengths[c.group_id])
+        lengths = self.expected_lengths
+        return candidates if lengths is None else sorted(candidates, key=lambda c: -lengths[c.group_id])
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         """The engine that was chosen."""

@@ -1,0 +1,75 @@
+"""Combinations that can't work, refused before any GPU time is spent. Single fields are checked by the config."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .config import DARTSGRPOConfig
+from .errors import ConfigurationError
+
+
+IMAGES_IN_CONTINUOUS_BATCHING = (
+    "`use_transformers_continuous_batching` (True) generates from token IDs alone, and the prompts have images. Set "
+    "it to `False`, or use `use_vllm=True`."
+)
+
+
+def check_arguments(args: Any, rollout_func: Callable | None) -> None:
+    """
+    Refuses arguments of the trainer that can't work.
+
+    Args:
+        args (`Any`):
+            Must be a [`DARTSGRPOConfig`].
+        rollout_func (`Callable`, *optional*):
+            A user's own generation.
+
+    Raises:
+        [`ConfigurationError`]: Names the argument.
+    """
+    if not isinstance(args, DARTSGRPOConfig):
+        raise ConfigurationError(
+            f"`args` ({type(args).__name__}) must be a `DARTSGRPOConfig`. Replace the class's name: all of "
+            "`GRPOConfig`'s fields stay."
+        )
+    if rollout_func is not None and args.schedule != "grpo":
+        raise ConfigurationError(
+            f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
+            "`schedule='grpo'`, or leave `rollout_func` out."
+        )
+
+
+def has_image_columns(dataset: Any) -> bool:
+    """Whether a data set has TRL's columns of images."""
+    return bool({"image", "images"} & set(getattr(dataset, "column_names", None) or ()))
+
+
+def check_path(trainer: Any) -> None:
+    """
+    Refuses combinations of model, data, processes and engine that can't work.
+
+    Args:
+        trainer ([`DARTSGRPOTrainer`]):
+            Once it is built.
+
+    Raises:
+        [`ConfigurationError`]: Names the setting to change.
+    """
+    args = trainer.args
+    has_images = trainer._is_vlm and has_image_columns(trainer.train_dataset)
+    if args.use_transformers_continuous_batching and not args.use_vllm:
+        if has_images:
+            raise ConfigurationError(IMAGES_IN_CONTINUOUS_BATCHING)
+        gathered = trainer.is_deepspeed_enabled and args.ds3_gather_for_generation
+        if trainer.is_sharded and not gathered:
+            raise ConfigurationError(
+                "`use_transformers_continuous_batching` (True) does not run with a sharded model on "
+                f"{trainer.accelerator.num_processes} processes: their numbers of forward passes differ, and each is "
+                "a collective. Set it to `False`, or use `ds3_gather_for_generation=True` with DeepSpeed, or DDP."
+            )
+    server = args.use_vllm and args.vllm_mode == "server"
+    if server and has_images and getattr(trainer.processing_class, "image_token_id", None) is None:
+        raise ConfigurationError(
+            f"`processing_class` ({type(trainer.processing_class).__name__}) has no `image_token_id`, by which a "
+            "server's images are put into the prompt. Set it on the processor, or use `vllm_mode='colocate'` or "
+            "`use_vllm=False`."
+        )

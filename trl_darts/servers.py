@@ -1,0 +1,113 @@
+"""What the trainer asks of its vLLM servers, and the first contact with them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from .checks import has_image_columns
+from .config import DARTSGRPOConfig
+from .engines.preflight import Requirements, ServerFacts, check_server
+from .engines.vllm_server import VLLMServerEngine
+from .errors import ConfigurationError
+from .weights import resolve_weight_sync
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """
+    What our server-mode generation needs beyond TRL's own arguments.
+
+    Args:
+        base_urls (`list[str]`):
+            The servers.
+        weight_sync (`str`):
+            See `DARTSGRPOConfig.weight_sync`.
+        weight_sync_dir (`str`, *optional*):
+            See `DARTSGRPOConfig.weight_sync_dir`.
+        request_timeout_s (`float`):
+            Deadline of one candidate.
+        requirements ([`Requirements`]):
+            What each server must be.
+    """
+
+    base_urls: list[str]
+    weight_sync: str
+    weight_sync_dir: str | None
+    request_timeout_s: float
+    requirements: Requirements
+
+
+def server_settings(args: DARTSGRPOConfig, model: Any, train_dataset: Any = None) -> ServerSettings:
+    """
+    Collects the settings.
+
+    Args:
+        args ([`DARTSGRPOConfig`]):
+            The trainer's.
+        model (`str` or [`~transformers.PreTrainedModel`]):
+            The model to be trained, or its name.
+        train_dataset (`Dataset`, *optional*):
+            Whether it has images decides what a server must be able to do.
+
+    Returns:
+        [`ServerSettings`]: The settings.
+    """
+    weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
+    return ServerSettings(
+        base_urls=args.server_urls,
+        weight_sync=weight_sync,
+        weight_sync_dir=args.weight_sync_dir,
+        request_timeout_s=args.vllm_request_timeout_s,
+        requirements=Requirements(
+            max_completion_length=args.max_completion_length,
+            model_config=_model_config(args, model),
+            processed_logprobs=args.vllm_importance_sampling_correction,
+            weight_transfer=None if weight_sync == "filesystem" else weight_sync,
+            timeout_s=args.vllm_server_timeout,
+            images=has_image_columns(train_dataset),
+        ),
+    )
+
+
+def _model_config(args: DARTSGRPOConfig, model: Any) -> PretrainedConfig:
+    """The model's config, without its weights."""
+    if not isinstance(model, str):
+        return model.config
+    init_kwargs = args.model_init_kwargs or {}
+    if init_kwargs.get("config") is not None:
+        return init_kwargs["config"]
+    names = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+    options = {name: init_kwargs[name] for name in names if name in init_kwargs}
+    return AutoConfig.from_pretrained(model, **{"trust_remote_code": args.trust_remote_code, **options})
+
+
+def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
+    """
+    Connects to the servers and checks them.
+
+    Args:
+        settings ([`ServerSettings`]):
+            Their addresses, and what they must be.
+
+    Returns:
+        `tuple[VLLMServerEngine, ServerFacts]`: The engine, and what requests need to know.
+
+    Raises:
+        [`ConfigurationError`]: If one can't serve this training, or they serve under different names.
+        [`ServerUnreachableError`]: If one does not answer.
+    """
+    engine = VLLMServerEngine(settings.base_urls, settings.request_timeout_s)
+    try:
+        facts = engine.query(lambda server: check_server(server, settings.requirements))
+    except BaseException:
+        engine.close()
+        raise
+    names = sorted({fact.model for fact in facts})
+    if len(names) > 1:
+        engine.close()
+        raise ConfigurationError(
+            f"The servers of `vllm_server_base_url` serve under different names ({', '.join(map(repr, names))}). "
+            "Start them with the same model or `--served-model-name`."
+        )
+    return engine, ServerFacts(names[0], min(fact.max_model_len for fact in facts))
