@@ -66,6 +66,13 @@ def check_path(trainer: Any) -> None:
                 f"{trainer.accelerator.num_processes} processes: their numbers of forward passes differ, and each is "
                 "a collective. Set it to `False`, or use `ds3_gather_for_generation=True` with DeepSpeed, or DDP."
             )
+    patched = next((type(m).__name__ for m in trainer.model.modules() if _call_is_vllms(type(m))), None)
+    if args.use_vllm and args.vllm_mode == "colocate" and patched is not None:
+        raise ConfigurationError(
+            f"`vllm_model_impl` ({args.vllm_model_impl!r}) has vLLM change {patched} of transformers for the whole "
+            "process, and the trainer's own model, which is one, can't run any more. Set `vllm_model_impl='vllm'`, or "
+            "use `vllm_mode='server'`."
+        )
     server = args.use_vllm and args.vllm_mode == "server"
     if server and has_images and getattr(trainer.processing_class, "image_token_id", None) is None:
         raise ConfigurationError(
@@ -73,3 +80,7 @@ def check_path(trainer: Any) -> None:
             "server's images are put into the prompt. Set it on the processor, or use `vllm_mode='colocate'` or "
             "`use_vllm=False`."
         )
+
+
+def _call_is_vllms(module_class: type) -> bool:
+    return module_class.__call__.__module__.startswith("vllm.")

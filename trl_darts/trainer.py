@@ -14,11 +14,10 @@ from .callbacks import VarianceTrackerCallback
 from .checks import IMAGES_IN_CONTINUOUS_BATCHING, check_arguments, check_path
 from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
-from .engines.hf_generate import SchedulerCriterion, stopping_criterion
+from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
 from .errors import ConfigurationError
 from .generation import rollout_generation
 from .metrics import RolloutRecord, rollout_metrics
-from .multimodal import select_rows
 from .policy import BudgetController, LengthTracker
 from .rollout import RolloutConductor, Turn
 from .scheduling import AdmissionPolicy, UniformAdmission, VarianceAdmission
@@ -39,7 +38,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     the rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are
     not over-provisioned.
 
-    Overrides `_generate_single_turn`, `_tool_call_loop` and `_load_optimizer_and_scheduler`, each around TRL's own.
+    Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop` and `_load_optimizer_and_scheduler`, each
+    around TRL's own.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -200,6 +200,22 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._log_rollout(conductor.record)
         return output
 
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], list | None, dict]:
+        self._rollout_prompts = prompts
+        return super()._tokenize_prompts(prompts)
+
+    def _process_rows(self, rows: list[int]) -> tuple[list | None, dict]:
+        """
+        Images and the processor's fields for candidates of some rows of this process, each as often as it is named.
+
+        The fields of a batch are cut in a different way for each kind of model, so the processor makes them anew.
+        """
+        prompts = [self._rollout_prompts[row] for row in rows]
+        if self.environment_factories is None:
+            return super()._tokenize_prompts(prompts)[1:]
+        with replaced(self, "_batch_environments", [self._batch_environments[row] for row in rows]):
+            return super()._tokenize_prompts(prompts)[1:]
+
     def _tool_call_loop(self, *args: Any) -> tuple:
         self._in_tool_loop = True
         try:
@@ -219,11 +235,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         def decode(share: Share, feed: list[Slot]) -> None:
             rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
             prompts = [batch.rows[row] for row in rows]
-            fields, own_images = {}, None
-            if batch.multimodal:  # each candidate is where its row is
-                own = [row - first_row for row in rows]
-                fields = select_rows(multimodal_fields, images, own)
-                own_images = None if images is None else [images[row] for row in own]
+            own_images, fields = images, multimodal_fields
+            if batch.multimodal and rows != list(range(len(batch.rows)))[batch.mine]:
+                own_images, fields = self._process_rows([row - first_row for row in rows])
             model = self.accelerator.unwrap_model(self.model_wrapped)
             turn = super(DARTSGRPOTrainer, self)._generate_single_turn
             if self.use_transformers_continuous_batching:

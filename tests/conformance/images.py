@@ -1,0 +1,69 @@
+"""
+A training with pictures on one engine, in a process of its own: `images.py ENGINE MODEL OUT [URL]`.
+
+All prompts are the same words; only the pictures differ, and so do the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from tests.builders import make_args, record_batches
+from tests.engines.settings import engine_settings, prepare_colocated
+from tests.trl_parity.vlms import load_processor, picture
+from trl_darts import DARTSGRPOTrainer
+
+
+NUM_PICTURES = 8
+STEPS = 4
+
+
+def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def scores(trainer: Any, batch: dict[str, Any]) -> list[list[float]]:
+    """Mean log-prob of each row's answer under each row's picture: a row's own must explain it best."""
+    model, pixels = trainer.model, batch["pixel_values"]
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    length = batch["completion_ids"].shape[1]
+    rows = []
+    with torch.no_grad():
+        for other in range(len(ids)):
+            logits = model(input_ids=ids, attention_mask=mask, pixel_values=pixels[other].expand_as(pixels)).logits
+            logps = logits[:, -length - 1 : -1].log_softmax(-1).gather(2, batch["completion_ids"][..., None])[..., 0]
+            rows.append(((logps * batch["completion_mask"]).sum(1) / batch["completion_mask"].sum(1)).tolist())
+    return rows  # (picture, row)
+
+
+def main() -> None:
+    engine, model_dir, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    settings = engine_settings(engine, sys.argv[4] if len(sys.argv) > 4 else None)
+    if engine == "vllm_colocated":
+        prepare_colocated()
+    words = [{"role": "user", "content": "What is this?"}]
+    dataset = Dataset.from_list([{"prompt": words, "image": picture(i), "which": i} for i in range(NUM_PICTURES)])
+    args = make_args(out / "run", max_steps=STEPS, max_completion_length=16, learning_rate=0.0, **settings)
+    trainer = DARTSGRPOTrainer(
+        str(model_dir), reward, args=args, train_dataset=dataset, processing_class=load_processor(model_dir)
+    )
+    batches = record_batches(trainer)
+    trainer.train()
+    results = {
+        "log": [{k: v for k, v in line.items() if "/" in k} for line in trainer.state.log_history],
+        "which": [[row["which"] for row in batch["inputs"]] for batch in batches],
+        "scores": [scores(trainer, batch) for batch in batches],
+        "tracked": len(trainer.length_tracker),
+    }
+    (out / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""
+Small models of many kinds, made on the spot: language models (dense, tied, mixture of experts), reward models, and a
+chain that calls tools. Vision-language models: `tests/trl_parity/vlms.py`.
+
+All speak one tongue: a token per printable character, `<eos>` = 1, `<pad>` = 0, and a chat template that knows images
+and tools. Language models end by themselves after about `mean_length` tokens. Each is written as a float32 checkpoint
+with its tokenizer, the same bytes every time, that transformers and vLLM load.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tests.models import EOS_ID, PAD_ID, make_tokenizer
+
+
+VOCAB_SIZE = 128  # of every model; tokenizers may fill less of it
+FIRST_WORD_ID = 99  # the first token that is not a character
+HIDDEN_SIZE = 32
+CALL_OPEN, CALL_CLOSE = "<call>", "</call>"
+
+# `IMAGE` stands for the image token. `greeting` is there for tests of `chat_template_kwargs`.
+CHAT_TEMPLATE = """
+{%- if greeting %}{{ greeting }}{% endif %}
+{%- for tool in tools or [] %}{{ 'tool ' + tool['function']['name'] + '\n' }}{% endfor %}
+{%- for message in messages %}
+    {{- message['role'] + ': ' }}
+    {%- if message['content'] is string %}{{ message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'image' %}{{ 'IMAGE' }}{% else %}{{ part['text'] }}{% endif %}
+        {%- endfor %}
+    {%- endif %}
+    {%- for call in message['tool_calls'] or [] %}
+        {{- '<call>{"name": "' + call['function']['name'] + '", "arguments": ' }}
+        {{- call['function']['arguments'] | tojson }}
+        {{- '}</call>' }}
+    {%- endfor %}
+    {{- '<eos>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+
+# What transformers needs to read tool calls in an answer.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant: ",
+    "fields": {
+        "tool_calls": {
+            "open": CALL_OPEN,
+            "close_pattern": CALL_CLOSE,
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": "<eos>", "content": "text"},
+    },
+}
+
+
+def make_chat_tokenizer(words: Sequence[str] = (), image: str = "", tools: bool = False) -> PreTrainedTokenizerBase:
+    """
+    One token per character, then one per word.
+
+    Args:
+        words (`Sequence[str]`, *optional*):
+            Texts that are one token each, such as a [`tool_call`].
+        image (`str`, *optional*):
+            What the chat template puts for an image.
+        tools (`bool`, *optional*, defaults to `False`):
+            Whether answers are read for tool calls.
+    """
+    tokenizer = make_tokenizer(FIRST_WORD_ID)
+    tokenizer.add_tokens(list(words))
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("IMAGE", image)
+    if tools:
+        tokenizer.response_template = RESPONSE_TEMPLATE
+    return tokenizer
+
+
+def tool_call(name: str, **arguments: Any) -> str:
+    """The text with which a model calls a tool."""
+    return f"{CALL_OPEN}{json.dumps({'name': name, 'arguments': arguments})}{CALL_CLOSE}"
+
+
+def make_lm(out_dir: Path, kind: str = "qwen3", mean_length: float = 6, seed: int = 0) -> Path:
+    """
+    Write a random causal language model.
+
+    Args:
+        out_dir (`Path`):
+            Where to.
+        kind (`str`, *optional*, defaults to `"qwen3"`):
+            `"qwen3"`, `"qwen3_tied"` (LM head = embedding), `"llama"` or `"qwen3_moe"` (four experts). Not
+            `"qwen2"`: for it, `AutoTokenizer` of transformers 5.17 puts its own pre-tokenizer in place of the saved
+            one, and spaces are lost.
+        mean_length (`float`, *optional*, defaults to `6`):
+            Tokens until it ends, about.
+        seed (`int`, *optional*, defaults to `0`):
+            Of the weights.
+    """
+    tokenizer = make_chat_tokenizer()
+    model = random_model(f"{_camel_case(kind)}ForCausalLM", text_config(kind), seed)
+    set_odds(model, tokenizer, {EOS_ID: 1 / mean_length})
+    return save(out_dir, model, tokenizer)
+
+
+def make_reward_model(out_dir: Path, kind: str = "qwen3", reverse: bool = False, seed: int = 1) -> Path:
+    """
+    Write a random sequence-classification model with one label, whose score tells texts apart.
+
+    Args:
+        out_dir (`Path`):
+            Where to.
+        kind (`str`, *optional*, defaults to `"qwen3"`):
+            `"qwen3"` or `"llama"`.
+        reverse (`bool`, *optional*, defaults to `False`):
+            Whether its tokenizer gives the characters other IDs, and its chat template other words.
+        seed (`int`, *optional*, defaults to `1`):
+            Of the weights.
+    """
+    tokenizer = make_chat_tokenizer()
+    if reverse:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        vocab = state["model"]["vocab"]
+        state["model"]["vocab"] = {token: index if index < 3 else 101 - index for token, index in vocab.items()}
+        tokenizer = tokenizer_of(state, tokenizer.chat_template.replace("': '", "' says '"))
+    model = random_model(f"{_camel_case(kind)}ForSequenceClassification", text_config(kind, num_labels=1), seed)
+    return save(out_dir, model, tokenizer)
+
+
+def make_chain(
+    out_dir: Path, tokenizer: PreTrainedTokenizerBase, after: Mapping[str, Mapping[str, float]], floor: float = 1e-6
+) -> Path:
+    """
+    Write a Markov chain: what comes next depends on the last token alone.
+
+    Args:
+        out_dir (`Path`):
+            Where to.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        after (`Mapping[str, Mapping[str, float]]`):
+            By token, the odds of the next ones. `""` stands for all tokens that are not named: the last of a prompt is
+            among them.
+        floor (`float`, *optional*, defaults to `1e-6`):
+            Odds of all other tokens.
+    """
+    ids = tokenizer.convert_tokens_to_ids
+    table = torch.full((VOCAB_SIZE, VOCAB_SIZE), floor)  # row = last token
+    for word, odds in sorted(after.items()):  # "" first
+        rows = ids(word) if word else slice(None)
+        table[rows] = floor
+        for follower, weight in odds.items():
+            table[rows, ids(follower)] = weight
+    config = text_config("llama", hidden_size=VOCAB_SIZE, num_hidden_layers=1)
+    model = random_model("LlamaForCausalLM", config, seed=0)
+    scale = (1 / VOCAB_SIZE + config.rms_norm_eps) ** -0.5
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                param.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCAB_SIZE))
+        model.lm_head.weight.copy_(((table / table.sum(1, keepdim=True)).log() / scale).T)
+    return save(out_dir, model, tokenizer)
+
+
+def text_options(kind: str, hidden_size: int = HIDDEN_SIZE, **fields: Any) -> dict[str, Any]:
+    """Fields of a small text model's config."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden_size,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": hidden_size // 32,  # vLLM's CPU attention needs heads of at least 32
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.2,  # so that the context matters
+        "tie_word_embeddings": kind.endswith("_tied"),
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        **({"head_dim": 32} if kind.startswith("qwen3") else {}),
+        **(experts if kind.endswith("_moe") else {}),
+        **fields,
+    }
+
+
+def text_config(kind: str, **fields: Any) -> transformers.PretrainedConfig:
+    """A small text model's config."""
+    return getattr(transformers, f"{_camel_case(kind)}Config")(**text_options(kind, **fields))
+
+
+def random_model(class_name: str, config: transformers.PretrainedConfig, seed: int) -> PreTrainedModel:
+    """A model of transformers' class. The default generator of torch is left as it was found."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(transformers, class_name)(config).to(torch.float32)
+
+
+def set_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, odds: Mapping[int, float]) -> None:
+    """
+    Makes some tokens about as likely as asked, whatever the context; special ones other than `<eos>` never come.
+
+    The first hidden dimension is 1.5 for every token and stays so in all layers, so after the last norm it hardly
+    depends on the context, and a token's weight for it is a constant in its logit.
+    """
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    never = {*tokenizer.all_special_ids, *range(len(tokenizer), VOCAB_SIZE)} - {*odds}
+    others = [token for token in range(VOCAB_SIZE) if token not in never and token not in odds]
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                param[..., 0, :] = 0.0
+        head[:, 0] = 0.0
+        embedding[:, 0] = 1.5  # if tied, that of the head too, which adds the same to all logits
+        hidden = model.model(torch.tensor([tokenizer("any words")["input_ids"]])).last_hidden_state[0, -1]  # (H,)
+        rest = (head[others] @ hidden).logsumexp(0) - math.log(1 - sum(odds.values()))
+        for token in (*never, *odds):
+            logit = rest + math.log(odds.get(token, 1e-9))
+            head[token, 1:] = 0.0
+            head[token, 0] = logit / hidden[0]
+
+
+def tokenizer_of(
+    state: Mapping[str, Any], chat_template: str, extra_special_tokens: Mapping[str, str] | None = None
+) -> PreTrainedTokenizerBase:
+    """A tokenizer from the state of a `tokenizers.Tokenizer`."""
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        chat_template=chat_template,
+        extra_special_tokens=dict(extra_special_tokens or {}),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save(out_dir: Path, model: PreTrainedModel, processing_class: Any) -> Path:
+    """Write a model with its tokenizer or processor."""
+    if model.can_generate():
+        model.generation_config.eos_token_id = EOS_ID
+        model.generation_config.pad_token_id = PAD_ID
+    model.save_pretrained(out_dir)
+    processing_class.save_pretrained(out_dir)
+    return Path(out_dir)
+
+
+def _camel_case(kind: str) -> str:
+    return "".join(part.capitalize() for part in kind.removesuffix("_tied").split("_"))
