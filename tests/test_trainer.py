@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from tests.builders import (
     length_reward,
@@ -108,23 +108,6 @@ def test_metrics_are_logged_and_add_up(model_dir, tmp_path):
     assert any(entry["darts/rollout/aborted_candidates"] for entry in logs) or all(
         entry["darts/budget/saturated_ratio"] == 0 for entry in logs
     )
-
-
-@pytest.mark.parametrize("kwargs", [{"schedule": "grpo"}, {"schedule": "darts", "max_num_generations": 4}])
-def test_without_redundancy_it_trains_like_grpo(model_dir, tmp_path, kwargs):
-    ours = make_trainer(model_dir, make_args(tmp_path / "ours", **kwargs))
-    ours.train()
-    fields = {
-        k: v for k, v in make_args(tmp_path / "theirs").to_dict().items() if k in GRPOConfig.__dataclass_fields__
-    }
-    for derived in ("generation_batch_size", "steps_per_generation"):
-        fields.pop(derived)
-    theirs = make_trainer(model_dir, GRPOConfig(**fields), GRPOTrainer)
-    theirs.train()
-    for (name, own), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
-        assert torch.equal(own, other), name
-    rewards = [[e["reward"] for e in t.state.log_history if "reward" in e] for t in (ours, theirs)]
-    assert rewards[0] == rewards[1]
 
 
 def test_wild_prompts_get_more_candidates_than_calm_ones(model_dir, tmp_path):
