@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,11 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.builders import letters_dataset, make_args, make_letter_model, make_trainer
+from tests.distributed.test_two_processes import CONFIGS, run_launcher
 from tests.engines.settings import engine_settings
-from tests.servers import free_port
 from trl_darts import DARTSGRPOTrainer
 
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = 5
 OURS = {"grpo": {"schedule": "grpo"}, "darts": {"schedule": "darts", "max_num_generations": 4}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -114,17 +111,7 @@ def test_two_processes(model_dir, tmp_path):
     """Groups straddle the processes, and each process's rows are sampled where TRL samples them."""
     digests = {}
     for who in ("theirs", *OURS):
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_port())]
-        command += ["--config_file", str(ROOT / "configs" / "accelerate" / "ddp.yaml"), "-m", "tests.test_equivalence"]
-        done = subprocess.run(
-            [*command, str(model_dir), str(tmp_path / who), who],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_launcher(CONFIGS / "ddp.yaml", "tests.test_equivalence", [model_dir, tmp_path / who, who])
         digests[who] = json.loads((tmp_path / who / "parameters.json").read_text())
     assert digests["grpo"] == digests["theirs"]
     assert digests["darts"] == digests["theirs"]

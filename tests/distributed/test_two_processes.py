@@ -28,12 +28,17 @@ def model_dir(tmp_path_factory, tokenizer):
 
 def launch(model_dir, out, config=CONFIGS / "ddp.yaml", engine="transformers", url=None, **args) -> list[dict]:
     options = {"model": str(model_dir), "out": str(out), "engine": engine, "url": url, "args": args}
+    run_launcher(config, "tests.distributed.train", [json.dumps(options)])
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def run_launcher(config: Path, module: str, arguments: list) -> None:
+    """`accelerate launch --config_file CONFIG -m MODULE ARGUMENTS`, which must end well."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--main_process_port", str(free_port()), "-m", "tests.distributed.train", json.dumps(options)]
+    command += ["--main_process_port", str(free_port()), "-m", module, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, "\n".join(_last_words(done.stderr))
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def _last_words(stderr: str) -> list[str]:
@@ -166,3 +171,11 @@ def test_error_on_the_main_process_ends_both(model_dir, tmp_path):
             max_completion_length=49,
             max_steps=1,
         )
+
+
+def test_a_long_wait_is_not_a_collective(tmp_path):
+    """The main process may wait for a server for longer than a collective would let the others wait for it."""
+    run_launcher(CONFIGS / "ddp.yaml", "tests.distributed.wait", [tmp_path])
+    for rank in (0, 1):
+        values = (tmp_path / f"rank{rank}.txt").read_text().splitlines()
+        assert values == ["at once", "after a while", "division by zero"]

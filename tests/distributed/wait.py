@@ -1,0 +1,27 @@
+"""One of two processes, whose collectives fail after three seconds: `accelerate launch … wait.py OUT`."""
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from trl_darts.distributed import Agreement
+
+
+def main() -> None:
+    limit = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=3))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[limit])
+    agree = Agreement(accelerator)
+    values = [agree(lambda: "at once"), agree(lambda: time.sleep(8) or "after a while")]
+    try:
+        agree(lambda: 1 / 0)
+    except ZeroDivisionError as error:
+        values.append(str(error))
+    Path(sys.argv[1], f"rank{accelerator.process_index}.txt").write_text("\n".join(values))
+
+
+if __name__ == "__main__":
+    main()
