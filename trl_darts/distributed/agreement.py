@@ -1,6 +1,7 @@
 """One value on all processes, computed on the main one; the others wait for it outside of any collective."""
 
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from .mailbox import Mailbox
 
 
 DONE = b"done"
+HEARD = (0, "heard")  # rollouts are counted from 1
+HEARING_S = 5.0
+POLL_S = 0.005
 
 
 class Agreement:
@@ -58,13 +62,21 @@ class Agreement:
                 raise
             mailbox.announce(DONE)
         elif (word := mailbox.await_announcement()) != DONE:
+            mailbox.post(0, HEARD)
             raise pickle.loads(word)
         broadcast_object_list(box, from_process=0)
         return box[0]
 
     def break_off(self, error: Exception) -> None:
-        """Raises an error on the processes that wait, or will wait, for the main process, which calls this."""
+        """
+        Raises an error on the processes that wait, or will wait, for the main process, which calls this. It gives them
+        a moment to hear of it: the store ends with its process.
+        """
         self.mailbox.announce(_pickled(error))
+        deadline, waiting = time.monotonic() + HEARING_S, self._accelerator.num_processes - 1
+        while waiting and time.monotonic() < deadline:
+            waiting -= self.mailbox.receive().count(HEARD)
+            time.sleep(POLL_S)
 
 
 def _pickled(error: Exception) -> bytes:
