@@ -75,13 +75,13 @@ def test_model_that_vllm_has_changed():
     check_path(trainer(use_vllm=True, model=model))  # servers have processes of their own
 
 
-def test_images_with_continuous_batching(tmp_path):
+def test_images_with_continuous_batching_are_refused_by_trl(tmp_path):
     model_dir = make_vlm(tmp_path / "vlm")
     words = [{"role": "user", "content": "What is this?"}]
     dataset = Dataset.from_list([{"prompt": words, "image": picture(i)} for i in range(4)])
     assert has_image_columns(dataset)
     args = make_args(tmp_path, use_transformers_continuous_batching=True)
-    with pytest.raises(ConfigurationError, match="generates from token IDs alone, and the prompts have images"):
+    with pytest.raises(ValueError, match="does not support multimodal models"):
         DARTSGRPOTrainer(
             str(model_dir),
             lambda completions, **kwargs: [0.0] * len(completions),

@@ -7,12 +7,6 @@ from .config import DARTSGRPOConfig
 from .errors import ConfigurationError
 
 
-IMAGES_IN_CONTINUOUS_BATCHING = (
-    "`use_transformers_continuous_batching` (True) generates from token IDs alone, and the prompts have images. Set "
-    "it to `False`, or use `use_vllm=True`."
-)
-
-
 def check_arguments(args: Any, rollout_func: Callable | None) -> None:
     """
     Refuses arguments of the trainer that can't work.
@@ -57,8 +51,6 @@ def check_path(trainer: Any) -> None:
     args = trainer.args
     has_images = trainer._is_vlm and has_image_columns(trainer.train_dataset)
     if args.use_transformers_continuous_batching and not args.use_vllm:
-        if has_images:
-            raise ConfigurationError(IMAGES_IN_CONTINUOUS_BATCHING)
         gathered = trainer.is_deepspeed_enabled and args.ds3_gather_for_generation
         if trainer.is_sharded and not gathered:
             raise ConfigurationError(

@@ -11,11 +11,10 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
 from .callbacks import VarianceTrackerCallback
-from .checks import IMAGES_IN_CONTINUOUS_BATCHING, check_arguments, check_path
+from .checks import check_arguments, check_path
 from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
-from .errors import ConfigurationError
 from .generation import rollout_generation
 from .metrics import RolloutRecord, rollout_metrics
 from .policy import BudgetController, LengthTracker
@@ -228,8 +227,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ) -> list[list[int]]:
         """The transformers paths: TRL generates for a share of the candidates instead of the rows."""
         batch = self._conductor.gather(prompt_ids, images, multimodal_fields, num_generations)
-        if batch.multimodal and self.use_transformers_continuous_batching:
-            raise ConfigurationError(IMAGES_IN_CONTINUOUS_BATCHING)
         first_row = batch.mine.start
 
         def decode(share: Share, feed: list[Slot]) -> None:
