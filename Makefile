@@ -55,6 +55,7 @@ quickstart: $(VENV)/.base
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/server_overhead.py
+	$(BIN)/python benchmarks/process_overhead.py
 	$(BIN)/python benchmarks/first_step.py
 
 clean:

@@ -27,9 +27,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from benchmarks.servers import benchmark_server
 from trl_darts.engines.preflight import Requirements
-from trl_darts.generation import ServerGeneration, ServerSettings, connect
+from trl_darts.generation import RolloutGeneration
 from trl_darts.rollout import RolloutConductor
 from trl_darts.scheduling import SchedulePolicies, UniformAdmission
+from trl_darts.servers import ServerSettings, connect
 
 
 WORKLOADS = {
@@ -39,13 +40,13 @@ WORKLOADS = {
 }
 
 
-def build(base_url: str, model_dir: Path, num_generations: int) -> ServerGeneration:
+def build(base_url: str, model_dir: Path, num_generations: int) -> RolloutGeneration:
     """Our generation object. `VLLMGeneration.generate` called on it is TRL's path, with TRL's client."""
     accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(model_dir)
     needs = Requirements(512, model.config, processed_logprobs=True, weight_transfer=None, timeout_s=60.0)
     settings = ServerSettings([base_url], "filesystem", None, 600.0, needs)
     engine, facts = connect(settings)
-    generation = ServerGeneration(
+    generation = RolloutGeneration(
         model=model,
         accelerator=accelerator,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
@@ -60,13 +61,12 @@ def build(base_url: str, model_dir: Path, num_generations: int) -> ServerGenerat
     generation.conductor = RolloutConductor(
         accelerator, SchedulePolicies(), UniformAdmission(num_generations), num_generations, show_progress=False
     )
-    generation.conductor.over_provision = True
     return generation
 
 
-def measure(generation: ServerGeneration, rows: list[list[int]], num_generations: int, repeats: int) -> dict:
+def measure(generation: RolloutGeneration, rows: list[list[int]], num_generations: int, repeats: int) -> dict:
     """Seconds of each side, alternating, after one warm-up of both."""
-    sides = {"TRL": VLLMGeneration.generate, "trl_darts": ServerGeneration.generate}
+    sides = {"TRL": VLLMGeneration.generate, "trl_darts": RolloutGeneration.generate}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens = {}
     for repeat in range(repeats + 1):
