@@ -60,6 +60,9 @@ class RolloutGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.mode != "server":
             super()._init_vllm()
+            from .engines.vllm_colocated import keep_expanded_images  # imports vLLM
+
+            keep_expanded_images(self.llm)
             return
         if self.accelerator.is_main_process:
             self.vllm_client = make_client(
@@ -80,6 +83,8 @@ class RolloutGeneration(VLLMGeneration):
         packed = self.mode == "colocate" and self.accelerator.device.type == "cpu"
         with reloaded_layers(self.llm) if packed else nullcontext():
             super().sync_weights()
+        if self.mode == "colocate":  # TRL drops the prompts' KV cache alone, and not what the old encoder saw
+            self.llm.llm_engine.reset_encoder_cache()
         self._sync_seconds = time.perf_counter() - start
 
     def take_sync_seconds(self) -> float | None:

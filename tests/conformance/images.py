@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+import tests.conformance.vlm  # noqa: F401  AutoProcessor loads Idefics3's processor once it is imported
 from tests.builders import make_args, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
 from tests.trl_parity.vlms import load_processor, picture
@@ -48,9 +49,10 @@ def main() -> None:
     settings = engine_settings(engine, sys.argv[4] if len(sys.argv) > 4 else None)
     if engine == "vllm_colocated":
         prepare_colocated()
+    # It learns, so that an engine that keeps what its old weights saw in a picture is found out.
     words = [{"role": "user", "content": "What is this?"}]
     dataset = Dataset.from_list([{"prompt": words, "image": picture(i), "which": i} for i in range(NUM_PICTURES)])
-    args = make_args(out / "run", max_steps=STEPS, max_completion_length=16, learning_rate=0.0, **settings)
+    args = make_args(out / "run", max_steps=STEPS, max_completion_length=16, learning_rate=2e-3, **settings)
     trainer = DARTSGRPOTrainer(
         str(model_dir), reward, args=args, train_dataset=dataset, processing_class=load_processor(model_dir)
     )

@@ -6,7 +6,7 @@ runs the same engine's loop, and asks for decisions after each step. What surrou
 sleep mode, tensor-parallel groups and images, stays TRL's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -17,6 +17,32 @@ from ..scheduling import FinishReason
 
 # Steps between two reports of progress, where the schedule needs them.
 PROGRESS_INTERVAL = 16
+
+
+def keep_expanded_images(llm: Any) -> None:
+    """
+    Has a colocated engine take prompts whose image tokens are already there, one for each part of the image.
+
+    TRL hands it those, as the model needs them, and vLLM, which expects one token per image, expands the first of them
+    once more: the model answers another prompt than it is trained on, and log-probs are off by about 1, without any
+    error. It can go when TRL hands over one token per image (https://github.com/huggingface/trl/issues/6294).
+
+    Args:
+        llm (`vllm.LLM`):
+            Of TRL.
+    """
+    processor = llm.llm_engine.renderer.mm_processor
+    if processor is None:  # a language model
+        return
+    expand = processor._apply_prompt_updates
+
+    def expand_once(token_ids: list[int], updates: Mapping[str, Sequence[Any]]) -> tuple[list[int], Mapping[str, Any]]:
+        placeholders = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(placeholders.get(modality, ())) == len(items) for modality, items in updates.items()):
+            return token_ids, placeholders
+        return expand(token_ids, updates)
+
+    processor._apply_prompt_updates = expand_once
 
 
 class SteppedLLM:
