@@ -3,7 +3,8 @@ Decoding with transformers' `generate`: decisions come through a stopping criter
 
 `generate` decodes a fixed batch of rows, one token per step. After each step the criterion reports the rows that
 ended, and marks as done the rows that are aborted. A row that is done still takes part in the forward passes, but
-nobody waits for it: the loop ends with the last row that is wanted.
+nobody waits for it: the loop ends with the last row that is wanted. With beam search, a candidate is several rows, and
+its end is known when all have ended: it can be aborted, but nothing is learned of it earlier.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ class SchedulerCriterion(StoppingCriteria):
 
     Args:
         share ([`Share`]):
-            What this process decodes. Row r of the batch is its r-th candidate.
+            What this process decodes. Row r of the batch is its r-th candidate; with beam search, so many rows are.
         eos_token_ids (`Sequence[int]`):
             Tokens that end a completion.
     """
@@ -42,21 +43,24 @@ class SchedulerCriterion(StoppingCriteria):
         self._row_of = {slot.candidate_id: row for row, slot in enumerate(share.slots)}
         self._alive = torch.ones(len(share.slots), dtype=torch.bool)
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        # input_ids: (B, P + steps)
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        # input_ids: (B * num_beams, P + steps)
         if self.prompt_length is None:
             self.prompt_length = input_ids.shape[1] - 1
         self.steps = input_ids.shape[1] - self.prompt_length
-        ended = torch.isin(input_ids[:, -1], self.eos_token_ids.to(input_ids.device)).cpu() & self._alive
-        for row in ended.nonzero().flatten().tolist():
-            self._end(row, input_ids, FinishReason.STOP)
+        num_beams = len(input_ids) // len(self._alive)
+        first_beams = input_ids[::num_beams]
+        if num_beams == 1:  # else it ends one beam, which may not be the one that is chosen
+            ended = torch.isin(input_ids[:, -1], self.eos_token_ids.to(input_ids.device)).cpu() & self._alive
+            for row in ended.nonzero().flatten().tolist():
+                self._end(row, input_ids, FinishReason.STOP)
         if self.share.needs_progress and self.steps - self.reported >= PROGRESS_INTERVAL:
             self.reported = self.steps
             for candidate_id in self.share.running:
                 self.share.progress(candidate_id, self.steps)
         for candidate_id in self.share.exchange():
-            self._end(self._row_of[candidate_id], input_ids, FinishReason.ABORT)
-        return (~self._alive).to(input_ids.device)
+            self._end(self._row_of[candidate_id], first_beams, FinishReason.ABORT)
+        return (~self._alive).repeat_interleave(num_beams).to(input_ids.device)
 
     def finish(self, completions: Sequence[list[int]]) -> None:
         """
@@ -72,7 +76,7 @@ class SchedulerCriterion(StoppingCriteria):
             stopped = bool(tokens) and tokens[-1] in eos
             self.share.end(candidate_id, tokens, None, FinishReason.STOP if stopped else FinishReason.LENGTH)
 
-    def _end(self, row: int, input_ids: torch.LongTensor, reason: FinishReason) -> None:
+    def _end(self, row: int, input_ids: torch.Tensor, reason: FinishReason) -> None:
         self._alive[row] = False
         tokens = input_ids[row, self.prompt_length :].tolist()
         self.share.end(self.share.slots[row].candidate_id, tokens, None, reason)
