@@ -6,6 +6,7 @@ waits for results.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,7 @@ class ScheduledManager:
         self._candidate_of: dict[str, int] = {}
         self._request_of: dict[int, str] = {}
         self._cancelled: list[GenerationOutput] = []
+        self._fetched: deque[GenerationOutput] = deque()
         self.error: Exception | None = None
         self._last_progress = time.monotonic()
 
@@ -67,13 +69,21 @@ class ScheduledManager:
                 raise
         if self._cancelled:
             return self._cancelled.pop()
-        while (result := self._manager.get_result(timeout=POLL_S)) is not None:
+        while (result := self._next()) is not None:
             if result.is_finished() or result.error is not None:
                 candidate_id = self._candidate_of[result.request_id]
                 if candidate_id in self._share.running:  # not aborted while its last token was decoded
                     self._end(candidate_id, result)
                     return result
         return None
+
+    def cancel(self) -> None:
+        """Cancels what runs."""
+        for candidate_id in self._share.running & self._request_of.keys():
+            self._manager.cancel_request(self._request_of[candidate_id])
+
+    def _next(self) -> GenerationOutput | None:
+        return self._fetched.popleft() if self._fetched else self._manager.get_result(timeout=POLL_S)
 
     def _end(self, candidate_id: int, result: GenerationOutput) -> None:
         if result.error is not None:
@@ -88,24 +98,34 @@ class ScheduledManager:
         if self._share.needs_progress and now - self._last_progress >= PROGRESS_INTERVAL_S:
             self._last_progress = now
             for candidate_id in self._share.running:
-                self._share.progress(candidate_id, len(self._so_far(candidate_id).generated_tokens))
+                if (output := self._so_far(candidate_id)) is not None:
+                    self._share.progress(candidate_id, len(output.generated_tokens))
         for candidate_id in self._share.exchange():
-            output = self._so_far(candidate_id)
-            self._manager.cancel_request(self._request_of[candidate_id])
+            request_id = self._request_of[candidate_id]
+            output = self._so_far(candidate_id) or self._result_of(request_id) or GenerationOutput(request_id)
+            output.status = RequestStatus.FINISHED
+            self._manager.cancel_request(request_id)
             self._share.end(candidate_id, list(output.generated_tokens), None, FinishReason.ABORT)
             self._cancelled.append(output)
 
-    def _so_far(self, candidate_id: int) -> GenerationOutput:
+    def _so_far(self, candidate_id: int) -> GenerationOutput | None:
         """
-        What a running request has. Transformers tells only those that stream, with a copy of all tokens for each new
-        one, so its state is read; an empty one stands for a request that waits for room.
+        What a request has that runs, or that waits because it had to give up its room. Transformers tells only those
+        that stream, with a copy of all tokens for each new one, so its state is read.
         """
-        request_id = self._request_of[candidate_id]
         processor = self._manager.batch_processor
-        state = None if processor is None else processor.scheduler.active_requests.get(request_id)
-        output = GenerationOutput(request_id) if state is None else state.to_generation_output()
-        output.status = RequestStatus.FINISHED
-        return output
+        if processor is None:  # its thread has not begun
+            return None
+        request_id = self._request_of[candidate_id]
+        books = (processor.scheduler.active_requests, processor.scheduler.waiting_requests)
+        state = next((state for book in books if (state := book.get(request_id)) is not None), None)
+        return None if state is None else state.to_generation_output()
+
+    def _result_of(self, request_id: str) -> GenerationOutput | None:
+        """The result of a request that has just ended, if it has."""
+        while (result := self._manager.get_result(timeout=0)) is not None:
+            self._fetched.append(result)
+        return next((result for result in self._fetched if result.request_id == request_id), None)
 
 
 @contextmanager
@@ -132,7 +152,10 @@ def scheduled_batching(model: Any, share: Share, eos_token_ids: list[int]) -> It
     def managed(*args: Any, **kwargs: Any) -> Iterator[ScheduledManager]:
         with make_manager(*args, **kwargs) as manager:
             scheduled = ScheduledManager(manager, share, set(eos_token_ids))
-            yield scheduled
+            try:
+                yield scheduled
+            finally:
+                scheduled.cancel()  # after a failure; transformers' thread would decode on
             fatal = manager.background_thread_status.fatal_error
             if fatal is not None or scheduled.error is not None:
                 error.append(scheduled.error or GenerationError(f"Continuous batching broke: {fatal}"))
