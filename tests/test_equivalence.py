@@ -17,8 +17,8 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.builders import letters_dataset, make_args, make_letter_model, make_trainer
-from tests.distributed.test_two_processes import CONFIGS, run_launcher
 from tests.engines.settings import engine_settings
+from tests.launches.test_two_processes import CONFIGS, run_launcher
 from trl_darts import DARTSGRPOTrainer
 
 

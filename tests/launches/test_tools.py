@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.distributed.test_two_processes import CONFIGS, run_launcher
+from tests.launches.test_two_processes import CONFIGS, run_launcher
 from tests.servers import start_vllm_server
 from tests.trl_parity.tool_calls import RIGHT, caller_maker
 
@@ -26,7 +26,7 @@ def turns_per_step(turns: list[str]) -> list[int]:
 def test_tool_loops_of_different_length(tmp_path):
     model_dir = caller_maker(lambda: tmp_path / "caller")(RIGHT, share=0.35)
     with start_vllm_server(model_dir, max_model_len=1024) as server:
-        run_launcher(CONFIGS / "ddp.yaml", "tests.distributed.tools", [model_dir, tmp_path, server.base_url])
+        run_launcher(CONFIGS / "ddp.yaml", "tests.launches.tools", [model_dir, tmp_path, server.base_url])
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     later = [turns_per_step(rank["turns"]) for rank in ranks]
     assert len(later[0]) == len(later[1]) == 4

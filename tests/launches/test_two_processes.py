@@ -28,7 +28,7 @@ def model_dir(tmp_path_factory, tokenizer):
 
 def launch(model_dir, out, config=CONFIGS / "ddp.yaml", engine="transformers", url=None, **args) -> list[dict]:
     options = {"model": str(model_dir), "out": str(out), "engine": engine, "url": url, "args": args}
-    run_launcher(config, "tests.distributed.train", [json.dumps(options)])
+    run_launcher(config, "tests.launches.train", [json.dumps(options)])
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -175,7 +175,7 @@ def test_error_on_the_main_process_ends_both(model_dir, tmp_path):
 
 def test_a_long_wait_is_not_a_collective(tmp_path):
     """The main process may wait for a server for longer than a collective would let the others wait for it."""
-    run_launcher(CONFIGS / "ddp.yaml", "tests.distributed.wait", [tmp_path])
+    run_launcher(CONFIGS / "ddp.yaml", "tests.launches.wait", [tmp_path])
     for rank in (0, 1):
         values = (tmp_path / f"rank{rank}.txt").read_text().splitlines()
         assert values == ["at once", "after a while", "division by zero"]

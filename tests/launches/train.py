@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
-from tests.distributed.cpu_sharded import allow_fsdp_on_cpu
 from tests.engines.settings import engine_settings, prepare_colocated
+from tests.launches.cpu_sharded import allow_fsdp_on_cpu
 from trl_darts import rollout
 
 

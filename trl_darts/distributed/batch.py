@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from accelerate.utils import gather_object
 
 from ..scheduling import PromptInfo, prompt_key
@@ -127,8 +128,15 @@ def _digests(prompt_rows: Sequence[Tokens], images: Sequence[Sequence[Any] | Non
 
 def _digest(image: Any, known: dict[int, bytes]) -> bytes:
     if id(image) not in known:
-        # An image, an array, or the path or address of one.
-        shape = f"{getattr(image, 'mode', '')}{getattr(image, 'size', '')}".encode()
-        content = image.tobytes() if hasattr(image, "tobytes") else str(image).encode()
-        known[id(image)] = hashlib.blake2b(shape + content, digest_size=16).digest()
+        known[id(image)] = hashlib.blake2b(b"".join(_content(image)), digest_size=16).digest()
     return known[id(image)]
+
+
+def _content(image: Any) -> tuple[bytes, bytes]:
+    """An image's bytes and what they mean."""
+    if hasattr(image, "getpalette"):  # PIL's
+        return image.tobytes(), f"{image.mode}{image.size}{image.getpalette()}".encode()
+    if hasattr(image, "__array__"):
+        array = np.asarray(image)
+        return array.tobytes(), f"{array.dtype}{array.shape}".encode()
+    return str(image).encode(), b""  # the path or address of one

@@ -178,17 +178,31 @@ class FollowingLink:
         self._group = group
         self._steps = 0
         self._aborts: list[int] = []
+        self._error: Exception | None = None
 
     def exchange(self, reports: Sequence[Report]) -> list[int]:
-        """Every eighth call, the aborts that have arrived since; the reports of followers are left out."""
-        if self._inner is not None:
-            self._aborts += self._inner.exchange(reports)
+        """
+        Every eighth call, the aborts that have arrived since; the reports of followers are left out.
+
+        Raises:
+            [`GenerationError`]: If the rollout failed on another process. Raised on all of the group in the same step:
+                none is left alone in the next one.
+        """
+        if self._inner is not None and self._error is None:
+            try:
+                self._aborts += self._inner.exchange(reports)
+            except Exception as error:
+                self._error = error
         self._steps += 1
         if self._steps % FOLLOW_INTERVAL:
             return []
-        box = [self._aborts]
+        box: list[Any] = [self._aborts if self._error is None else str(self._error) or type(self._error).__name__]
         torch.distributed.broadcast_object_list(box, src=self._leader, group=self._group)
         self._aborts = []
+        if self._error is not None:
+            raise self._error
+        if isinstance(box[0], str):
+            raise GenerationError(box[0])
         return box[0]
 
 

@@ -18,7 +18,8 @@ def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engine
     each to the engine with the least work.
 
     A prompt's candidates stay together, since they share its cache, unless they are more than an engine's fair part:
-    then they are cut into parts that are not. No engine stays empty if there are at least as many candidates.
+    then they are cut into parts that are not. No engine stays empty if there are at least as many candidates: the
+    heaviest parts are cut until there is one for each.
 
     Args:
         counts (`Sequence[int]` of shape `(N,)`):
@@ -38,8 +39,12 @@ def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engine
         min(count, max(1, math.ceil(count * length / fair - 1e-9)))
         for count, length in zip(counts, lengths, strict=True)
     ]
-    if sum(parts) < num_engines:
-        parts = list(counts)
+    while sum(parts) < min(num_engines, sum(counts)):
+        heaviest = max(
+            (group for group in range(len(counts)) if parts[group] < counts[group]),
+            key=lambda group: counts[group] * lengths[group] / parts[group],
+        )
+        parts[heaviest] += 1
     pieces = [(group, size) for group, n in enumerate(parts) for size in _split(counts[group], n)]
     pieces.sort(key=lambda piece: -piece[1] * lengths[piece[0]])  # stable: ties in the order of the batch
     engines: list[list[int]] = [[] for _ in counts]

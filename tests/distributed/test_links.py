@@ -1,0 +1,541 @@
+"""
+Rollouts over several processes: each a thread that decodes by a script, over a real key-value store.
+
+A candidate's tokens can't be pickled, so that a test fails in which one leaves its process.
+"""
+
+import pickle
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import TIMEOUT_S, at_once, in_threads, open_mailboxes
+from trl_darts.distributed import (
+    DirectLink,
+    Director,
+    FollowingLink,
+    Link,
+    Mailbox,
+    MainLink,
+    RemoteLink,
+    Report,
+    Share,
+    links,
+)
+from trl_darts.engines import StubEngine
+from trl_darts.errors import GenerationError
+from trl_darts.policy import select_dual_end
+from trl_darts.scheduling import (
+    AssignedPlacement,
+    CandidateState,
+    FinishReason,
+    GroupPlan,
+    RolloutResult,
+    Scheduler,
+    make_policies,
+)
+from trl_darts.scheduling.types import FINAL_STATES
+
+
+M, M_UP = 3, 6
+NEVER = 10**9  # a length that only an abort ends
+Lengths = list[list[int]]  # by group and index
+
+
+@pytest.fixture(autouse=True)
+def quick_polls(monkeypatch):
+    monkeypatch.setattr(links, "POLL_S", 0.0005)
+
+
+class Token:
+    """A token that stays where it is."""
+
+    def __reduce__(self) -> Any:
+        raise AssertionError("a token left its process")
+
+
+class Watched:
+    """A link that counts the reports that go through it, and notes the aborts that come."""
+
+    def __init__(self, inner: Link) -> None:
+        self.inner = inner
+        self.num_sent = 0
+        self.aborts: list[int] = []
+
+    def exchange(self, reports: Sequence[Report]) -> Sequence[int]:
+        self.num_sent += len(reports)
+        aborts = self.inner.exchange(reports)
+        self.aborts += aborts
+        return aborts
+
+
+class WatchedDirector(Director):
+    """A director that notes what it was told, in order, and what it decided."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told: list[Report] = []
+        self.decided: list[tuple[int, int]] = []
+
+    def handle(self, reports: Sequence[Report]) -> list[tuple[int, int]]:
+        aborts = super().handle(reports)
+        self.decided += aborts
+        self.told += reports
+        return aborts
+
+
+class Decoder:
+    """Decodes a share: each step gives each running candidate a token, until it is as long as the script says."""
+
+    def __init__(self, share: Share, lengths: Lengths) -> None:
+        self.share = share
+        self.lengths = lengths
+        self.steps = 0
+
+    def step(self) -> None:
+        self.grow()
+        self.exchange()
+
+    def grow(self) -> None:
+        self.steps += 1
+        for slot in self.share.slots:
+            if slot.candidate_id in self.share.running and self.lengths[slot.group_id][slot.index] == self.steps:
+                self._end(slot.candidate_id, FinishReason.STOP)
+        if self.share.needs_progress:
+            for candidate_id in self.share.running:
+                self.share.progress(candidate_id, self.steps)
+
+    def exchange(self) -> None:
+        for candidate_id in self.share.exchange():
+            self._end(candidate_id, FinishReason.ABORT)
+
+    def _end(self, candidate_id: int, reason: FinishReason) -> None:
+        self.share.end(candidate_id, [Token() for _ in range(self.steps)], None, reason)
+
+    def decode(self, pause: Callable[[], float] = lambda: 0.0) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.share.running:
+            self.step()
+            time.sleep(pause())
+            assert time.monotonic() < deadline, f"{self.share.running} never end"
+        self.share.exchange()
+
+
+def make_director(lengths: Lengths, num_engines: int, **options: Any) -> WatchedDirector:
+    """Candidates are dealt out in turn, so that every group has some on every engine."""
+    policies = make_policies("darts", M, M_UP, 1, **options)
+    numbers = iter(range(10**6))
+    placement = AssignedPlacement([[str(next(numbers) % num_engines) for _ in group] for group in lengths])
+    plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]
+    return WatchedDirector(Scheduler(replace(policies, placement=placement), M), plans, num_engines)
+
+
+class Processes:
+    """A rollout on several processes: the first decides, and each has a share."""
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        num_processes: int,
+        boxes: list[Mailbox] | None = None,
+        rollout: int = 1,
+        **options: Any,
+    ) -> None:
+        self.director = make_director(lengths, num_processes, **options)
+        main, *others = boxes or open_mailboxes(num_processes)
+        self.main = MainLink(self.director, main, rollout, range(num_processes))
+        self.links = [self.main, *(RemoteLink(box, rollout) for box in others)]
+        self.watched = [Watched(link) for link in self.links]
+        needs_progress = self.director.scheduler.needs_progress
+        self.shares = [Share(*pair, needs_progress) for pair in zip(self.director.slots, self.watched, strict=True)]
+        self.decoders = [Decoder(share, lengths) for share in self.shares]
+
+    def run(self, pauses: Sequence[Callable[[], float]]) -> RolloutResult:
+        """Each process at its own pace."""
+        at_once(*(lambda d=d, p=p: d.decode(p) for d, p in zip(self.decoders, pauses, strict=True)))
+        self.main.wait()
+        return self.director.result()
+
+    def run_in_step(self) -> RolloutResult:
+        """All processes take each step together, and every decision arrives before the next."""
+        while not self.director.done:
+            for decoder in self.decoders:
+                decoder.grow()
+            self._settle()
+        self.main.wait()
+        return self.director.result()
+
+    def _settle(self) -> None:
+        """Until the director knows everything, and everybody knows what it decided."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            for decoder in self.decoders:
+                decoder.exchange()
+            running = {number for share in self.shares for number in share.running}
+            told = len(self.director.told) == sum(link.num_sent for link in self.watched)
+            if told and not running & {candidate_id for _, candidate_id in self.director.decided}:
+                return
+            assert time.monotonic() < deadline, "messages got lost"
+
+
+def random_lengths(seed: int, highest: int = 60) -> Lengths:
+    """No two end at the same time: then it does not matter in which order processes report."""
+    draw = random.Random(seed)
+    counts = [draw.randint(M, M_UP) for _ in range(draw.randint(2, 5))]
+    lengths = iter(draw.sample(range(1, highest), sum(counts)))
+    return [[next(lengths) for _ in range(count)] for count in counts]
+
+
+OPTIONS = {"darts": {}, "no pruning": {"tail_pruning": False}, "patience": {"long_end_patience": 1.5}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_processes_in_step_decide_what_one_engine_decides(options, seed):
+    lengths = random_lengths(seed)
+    processes = Processes(lengths, num_processes=2 + seed % 2, **options)
+    result = processes.run_in_step()
+
+    engine = StubEngine(lambda group_id, index: lengths[group_id][index], progress_interval=1)
+    scheduler = Scheduler(make_policies("darts", M, M_UP, 1, **options), M)
+    expected = engine.run(scheduler, [GroupPlan(index, len(group)) for index, group in enumerate(lengths)])
+    for group, wanted in zip(result.groups, expected.groups, strict=True):
+        assert group.selected == wanted.selected
+        assert [c.length for c in group.candidates] == [c.length for c in wanted.candidates]
+        assert [c.finish_reason for c in group.candidates] == [c.finish_reason for c in wanted.candidates]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_processes_at_their_own_pace(options, seed):
+    lengths = random_lengths(seed)
+    num_processes = 2 + seed % 2
+    processes = Processes(lengths, num_processes, **options)
+    draw = random.Random(seed)
+    pace = [draw.uniform(0, 0.002) for _ in range(num_processes)]
+    result = processes.run([lambda p=p: draw.uniform(0, p) for p in pace])
+    director, ledger = processes.director, processes.director.scheduler.ledger
+
+    # Every candidate ends once, on the process that has its slot, and the director knows of all its tokens.
+    ends = Counter(report.candidate_id for report in director.told if report.finish_reason is not None)
+    assert ends == Counter(range(sum(map(len, lengths))))
+    assert all(candidate.state in FINAL_STATES for candidate in ledger.candidates)
+    for share, slots in zip(processes.shares, director.slots, strict=True):
+        assert not share.running
+        assert set(share.rows) == {slot.candidate_id for slot in slots}
+        for number, (tokens, _) in share.rows.items():
+            assert all(isinstance(token, Token) for token in tokens)
+            assert ledger.candidates[number].tokens == [0] * len(tokens)
+
+    # Aborts reach the process that decodes the candidate, once, and nobody else.
+    for engine, watched in enumerate(processes.watched):
+        decided = [number for owner, number in director.decided if owner == engine]
+        assert Counter(watched.aborts) <= Counter(decided)
+        for number in set(decided) - set(watched.aborts):  # it had ended by itself
+            assert ledger.candidates[number].finish_reason is FinishReason.STOP
+
+    for group, script in zip(result.groups, lengths, strict=True):
+        stopped = [c.finish_reason is FinishReason.STOP for c in group.candidates]
+        assert all(c.length == script[c.index] for c in group.candidates if stopped[c.index])
+        complete = [c.complete for c in group.candidates]
+        if len(script) == M_UP and options.get("tail_pruning", True):
+            assert sum(complete) == M
+            assert group.selected == [index for index, done in enumerate(complete) if done]
+        else:
+            assert group.selected == select_dual_end([c.length for c in group.candidates], complete, M - 1, 1)
+        if options.get("long_end_patience") is None and len(script) < M_UP:
+            assert all(complete)
+
+    # One process that hears the same in the same order decides the same.
+    again = make_director(lengths, num_processes, **options)
+    link = DirectLink(again)
+    aborts = [number for report in director.told for number in link.exchange([report])]
+    assert Counter(aborts) == Counter(number for _, number in director.decided)
+    assert [group.selected for group in again.result().groups] == [group.selected for group in result.groups]
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_an_abort_reaches_a_process_that_waits_for_nothing_else(owner):
+    """Candidates 0, 3 are on the main process, 1, 4 on the second, 2, 5 on the third: one of them never ends."""
+    lengths = [[4, 4, 4, 9, 9, 9]]
+    lengths[0][owner] = lengths[0][owner + 3] = NEVER
+    result = Processes(lengths, num_processes=3).run([lambda: 0.001] * 3)
+    group = result.groups[0]
+    assert not {owner, owner + 3} & set(group.selected)
+    for index in (owner, owner + 3):
+        assert group.candidates[index].state is CandidateState.ABORTED
+        assert group.candidates[index].finish_reason is FinishReason.ABORT
+
+
+def test_bounded_wait_sees_the_progress_of_other_processes():
+    """Three end at 4, 6 and 10 on two processes; the fourth, on the third one, may have 15 tokens."""
+    lengths = [[4, 6, NEVER, 10]]
+    processes = Processes(lengths, num_processes=3, long_end_patience=1.5)
+    result = processes.run_in_step()
+    assert [c.length for c in result.groups[0].candidates] == [4, 6, 15, 10]
+    assert result.groups[0].selected == [0, 1, 3]
+    assert processes.director.decided == [(2, 2)]
+
+
+def test_a_process_without_candidates_takes_no_part():
+    result = Processes([[3, 5, 4]], num_processes=5).run([lambda: 0.001] * 5)
+    assert result.groups[0].selected == [0, 1, 2]
+
+
+# Errors
+
+
+class OutOfMemory(Exception):
+    """What an engine raises."""
+
+
+def play(processes: Processes, broken: int, error: Exception, at_step: int = 3) -> dict[int, BaseException]:
+    """Process `broken` raises in a step. What each process raised, as `RolloutConductor.in_process` would."""
+
+    def decode(index: int) -> None:
+        decoder, link = processes.decoders[index], processes.links[index]
+
+        def grow() -> None:
+            if index == broken and decoder.steps == at_step:
+                raise error
+            Decoder.grow(decoder)
+
+        decoder.grow = grow
+        try:
+            decoder.decode(lambda: 0.001)
+        except Exception as problem:
+            link.fail(problem)
+            raise
+        if isinstance(link, MainLink):
+            link.wait()
+
+    return in_threads(*(lambda index=index: decode(index) for index in range(len(processes.links))))[1]
+
+
+def test_an_error_of_another_process_ends_the_rollout_everywhere():
+    processes = Processes([[NEVER] * 4], num_processes=4)
+    errors = play(processes, broken=2, error=OutOfMemory("no block left for req_7"))
+    assert isinstance(errors.pop(2), OutOfMemory)
+    assert set(errors) == {0, 1, 3}
+    for error in errors.values():
+        assert isinstance(error, GenerationError)
+        assert str(error) == "Generation failed on process 2: no block left for req_7"
+
+
+def test_an_error_of_the_main_process_ends_the_rollout_everywhere():
+    processes = Processes([[NEVER] * 3], num_processes=3)
+    errors = play(processes, broken=0, error=OutOfMemory("no block left for req_7"))
+    assert isinstance(errors.pop(0), OutOfMemory)
+    assert set(errors) == {1, 2}
+    assert {str(error) for error in errors.values()} == {"no block left for req_7"}
+    assert {type(error) for error in errors.values()} == {GenerationError}
+
+
+def test_an_error_reaches_a_main_process_that_has_ended_its_share():
+    processes = Processes([[2, NEVER, 2, 2]], num_processes=3)
+    errors = play(processes, broken=1, error=OutOfMemory("gone"), at_step=40)
+    assert str(errors[0]) == "Generation failed on process 1: gone"
+
+
+def test_an_error_without_words_has_its_name():
+    processes = Processes([[NEVER] * 3], num_processes=3)
+    errors = play(processes, broken=1, error=OutOfMemory())
+    assert str(errors[0]) == str(errors[2]) == "Generation failed on process 1: OutOfMemory"
+    processes = Processes([[NEVER] * 3], num_processes=3)
+    assert str(play(processes, broken=0, error=OutOfMemory())[1]) == "OutOfMemory"
+
+
+def test_an_error_of_the_director_ends_the_rollout_everywhere():
+    """For example a group stop of the user's that selects too few: it happens in the thread that serves the others."""
+    processes = Processes([[NEVER, 3, NEVER]], num_processes=3)
+    handle = processes.director.handle
+
+    def broken(reports: Sequence[Report]) -> list[tuple[int, int]]:
+        handle(reports)
+        raise ValueError("`select` returned 2 rows")
+
+    processes.director.handle = broken
+    errors = play(processes, broken=-1, error=OutOfMemory())
+    assert isinstance(errors[0], ValueError)
+    assert {str(error) for error in errors.values()} == {"`select` returned 2 rows"}
+    assert set(errors) == {0, 1, 2}
+
+
+def test_a_candidate_that_cannot_be_decoded_is_not_waited_for_on_any_process():
+    processes = Processes([[NEVER] * 3], num_processes=3)
+
+    def decode(index: int) -> None:
+        if index == 1:
+            processes.shares[1].fail(1, "prompt too long")
+        processes.decoders[index].decode(lambda: 0.001)
+
+    at_once(*(lambda index=index: decode(index) for index in range(3)))
+    processes.main.wait()
+    with pytest.raises(GenerationError, match="candidate 1 of prompt 0 on 1: prompt too long"):
+        processes.director.result()
+
+
+# Messages of earlier rollouts
+
+
+def test_late_messages_of_an_earlier_rollout_are_ignored():
+    """Reports, errors and aborts that were on their way when their rollout ended."""
+    lengths = [[4, 9, 6, 7], [3, 8, 5]]
+    *boxes, late = open_mailboxes(3)
+    for message in ([Report(n, 1, FinishReason.STOP) for n in range(7)], [Report(0, 0, error="old")], "old"):
+        late.post(0, (1, message))
+    for message in (list(range(7)), "old"):
+        late.post(1, (1, message))
+    processes = Processes(lengths, 2, boxes, rollout=2)
+    result = processes.run([lambda: 0.001] * 2)
+    assert [[c.length for c in group.candidates] for group in result.groups] == lengths
+    assert all(watched.aborts == [] for watched in processes.watched)
+
+
+def test_a_rollout_after_one_that_failed():
+    boxes = open_mailboxes(3)
+    assert len(play(Processes([[NEVER] * 4], 3, boxes, rollout=1), broken=1, error=OutOfMemory("boom"))) == 3
+    result = Processes([[5, 6, 7, 8]], 3, boxes, rollout=2).run([lambda: 0.001] * 3)
+    assert [c.length for c in result.groups[0].candidates] == [5, 6, 7, 8]
+
+
+def test_a_remote_asks_for_aborts_every_five_milliseconds_at_most(monkeypatch, clock):
+    monkeypatch.undo()
+    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=clock))
+    clock.advance(100)
+    main, other = open_mailboxes(2)
+    link = RemoteLink(other, 1)
+    heard = []
+    for number in range(12):
+        main.post(1, (1, [number]))
+        heard.append(link.exchange([]))
+        clock.advance(0.001)
+    assert [aborts for aborts in heard if aborts] == [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    assert heard[0] == [0]
+    assert heard[5] == [1, 2, 3, 4, 5]
+
+
+def test_reports_are_not_held_back_by_that(monkeypatch):
+    monkeypatch.setattr(links, "POLL_S", 60.0)
+    main, other = open_mailboxes(2)
+    link = RemoteLink(other, 5)
+    link.exchange([Report(0, 1)])
+    link.exchange([Report(0, 2)])
+    link.exchange([])
+    assert main.receive() == [(5, [Report(0, 1)]), (5, [Report(0, 2)])]
+
+
+# Processes that decode one batch together
+
+
+class FakeGroup:
+    """A process group of threads, which meet at each broadcast as ranks do. Waits a second for all to come."""
+
+    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = threading.local()
+        self.num_broadcasts = 0
+        self._payload: Any = None
+        self._barrier = threading.Barrier(size, timeout=1)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", self.broadcast)
+
+    def broadcast(self, box: list[Any], src: int, group: "FakeGroup") -> None:
+        assert group is self
+        if self.rank.value == src:
+            self._payload = pickle.dumps(box)
+            self.num_broadcasts += 1
+        self._barrier.wait()
+        if self.rank.value != src:
+            box[:] = pickle.loads(self._payload)
+        self._barrier.wait()
+
+
+LEADER, TP_SIZE = 4, 3
+
+
+def follow(inner: Link, group: FakeGroup, act: Callable[[FollowingLink], Any]) -> tuple[list[Any], dict]:
+    """Ranks 4, 5 and 6, of which the first speaks for all."""
+
+    def process(rank: int) -> Any:
+        group.rank.value = rank
+        return act(FollowingLink(inner if rank == LEADER else None, LEADER, group))
+
+    return in_threads(*(lambda rank=rank: process(rank) for rank in range(LEADER, LEADER + TP_SIZE)))
+
+
+class Scripted:
+    """A link that answers its n-th call with the n-th entry, and notes the reports."""
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self.answers = answers
+        self.calls = 0
+        self.reports: list[Report] = []
+
+    def exchange(self, reports: Sequence[Report]) -> list[int]:
+        self.reports += reports
+        self.calls += 1
+        return self.answers.get(self.calls, [])
+
+
+def test_followers_abort_at_the_same_call_as_the_leader(monkeypatch):
+    group = FakeGroup(TP_SIZE, monkeypatch)
+    inner = Scripted({1: [10], 3: [11, 12], 8: [13], 9: [14], 17: [15]})
+
+    def act(link: FollowingLink) -> list[tuple[int, list[int]]]:
+        heard = [(call, link.exchange([Report(call, 1)])) for call in range(1, 31)]
+        return [(call, list(aborts)) for call, aborts in heard if aborts]
+
+    results, errors = follow(inner, group, act)
+    assert not errors
+    assert results == [[(8, [10, 11, 12, 13]), (16, [14]), (24, [15])]] * TP_SIZE  # all of them, once
+    assert group.num_broadcasts == 3
+    assert [report.candidate_id for report in inner.reports] == list(range(1, 31))  # the leader's alone, in time
+
+
+def test_a_group_decodes_one_share(monkeypatch):
+    """What each rank has at the end is the same, and the director hears of each candidate once."""
+    group = FakeGroup(TP_SIZE, monkeypatch)
+    lengths = [[3, 5, 9, NEVER, NEVER, NEVER], [4, 20, 7]]
+    director = make_director(lengths, num_engines=1)
+
+    def act(link: FollowingLink) -> dict[int, int]:
+        share = Share(director.slots[0], link, needs_progress=False)
+        Decoder(share, lengths).decode()
+        return {number: len(tokens) for number, (tokens, _) in share.rows.items()}
+
+    results, errors = follow(DirectLink(director), group, act)
+    assert not errors
+    assert results[0] == results[1] == results[2]
+    ends = Counter(report.candidate_id for report in director.told if report.finish_reason is not None)
+    assert ends == Counter(range(9))
+    assert director.done
+    assert [g.selected for g in director.result().groups] == [[0, 1, 2], [0, 1, 2]]
+    assert [c.length for c in director.scheduler.ledger.candidates[3:6]] == [16] * 3  # decided at 9, told at 16
+
+
+def test_an_error_reaches_followers_with_the_next_broadcast(monkeypatch):
+    """The leader hears that another process failed. Its followers hear nothing but the leader."""
+    group = FakeGroup(TP_SIZE, monkeypatch)
+
+    class Broken(Scripted):
+        def exchange(self, reports: Sequence[Report]) -> list[int]:
+            super().exchange(reports)
+            if self.calls == 3:
+                raise GenerationError("Generation failed on process 0: boom")
+            return []
+
+    def act(link: FollowingLink) -> None:
+        for _ in range(8):
+            link.exchange([])
+
+    _, errors = follow(Broken({}), group, act)
+    assert {rank: (type(error), str(error)) for rank, error in errors.items()} == dict.fromkeys(
+        range(TP_SIZE), (GenerationError, "Generation failed on process 0: boom")
+    )

@@ -1,0 +1,187 @@
+"""Who decodes what, decided before the rollout: `balance`, and the order and engines of `AssignedPlacement`."""
+
+import math
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from trl_darts.distributed import Director
+from trl_darts.scheduling import (
+    AssignedPlacement,
+    Candidate,
+    EngineLoad,
+    GroupPlan,
+    SchedulePolicies,
+    Scheduler,
+    Submit,
+    balance,
+)
+
+
+NAN = math.nan
+TOLERANCE = 1 + 1e-9  # sums of floats
+
+
+@st.composite
+def batches(draw) -> tuple[list[int], list[float], int]:
+    """Candidates of each prompt, the expected length of one, and a number of engines."""
+    counts = draw(st.lists(st.integers(1, 16), min_size=1, max_size=8))
+    length = st.one_of(st.sampled_from([1.0, 8.0, 1000.0]), st.floats(1, 1e4))  # equal ones are common
+    return counts, draw(st.lists(length, min_size=len(counts), max_size=len(counts))), draw(st.integers(1, 8))
+
+
+def work(engines: list[list[int]], lengths: list[float], num_engines: int) -> list[float]:
+    """Expected tokens of each engine."""
+    loads = [0.0] * num_engines
+    for group, length in zip(engines, lengths, strict=True):
+        for engine in group:
+            loads[engine] += length
+    return loads
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_each_candidate_has_one_engine_and_no_engine_is_empty(batch):
+    counts, lengths, num_engines = batch
+    engines = balance(counts, lengths, num_engines)
+    assert [len(group) for group in engines] == counts
+    used = {engine for group in engines for engine in group}
+    assert used <= set(range(num_engines))
+    assert len(used) == min(num_engines, sum(counts))
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_no_engine_has_much_more_than_its_fair_part(batch):
+    counts, lengths, num_engines = batch
+    heaviest = max(work(balance(counts, lengths, num_engines), lengths, num_engines))
+    fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
+    # What stays together is at most a fair part, rounded up to whole candidates.
+    largest_piece = max(min(count * length, fair + length) for count, length in zip(counts, lengths, strict=True))
+    assert heaviest <= (fair + largest_piece) * TOLERANCE
+    assert heaviest <= (2 * fair + max(lengths)) * TOLERANCE
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+@example(([4] * 6, [0.1] * 6, 3))  # sums of 0.1 are not exact
+def test_a_group_of_at_most_a_fair_part_stays_whole(batch):
+    counts, lengths, num_engines = batch
+    fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
+    assume(max(lengths) <= fair)  # else one long answer fills an engine, and the others must be spread over the rest
+    for count, length, group in zip(counts, lengths, balance(counts, lengths, num_engines), strict=True):
+        if count * length <= fair:
+            assert len(set(group)) == 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "num_engines"), [([4, 4, 1], [1.0, 1.0, 1000.0], 4), ([1, 4, 2], [100.0, 10.0, 1.0], 5)]
+)
+def test_no_group_is_cut_more_than_it_takes_to_fill_the_engines(counts, lengths, num_engines):
+    engines = balance(counts, lengths, num_engines)
+    assert {engine for group in engines for engine in group} == set(range(num_engines))
+    assert sum(len(set(group)) for group in engines) == num_engines  # each engine reads one prompt
+
+
+def test_longest_first_to_the_engine_with_the_least_work():
+    # A fair part is 1400: the first group is cut into two of 800, and the last goes where ties go, to the first.
+    assert balance([4, 4, 4, 4], [400.0, 100.0, 100.0, 100.0], 2) == [[0, 0, 1, 1], [0] * 4, [1] * 4, [0] * 4]
+    # Shortest first would end at 5 + 9.
+    assert balance([1, 1, 1, 1], [3.0, 5.0, 9.0, 7.0], 2) == [[0], [1], [0], [1]]
+    # A group of five in two parts: the larger one first.
+    assert balance([5, 1], [10.0, 10.0], 2) == [[0, 0, 0, 1, 1], [1]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 16), st.integers(1, 5000), st.booleans()), min_size=1), st.integers(1, 8))
+def test_unknown_lengths_are_the_mean_of_the_known(groups, num_engines):
+    counts = [count for count, _, _ in groups]
+    known = [length for _, length, hidden in groups if not hidden]
+    mean = sum(known) / len(known) if known else 7.0
+    filled = [mean if hidden else float(length) for _, length, hidden in groups]
+    for nothing in (NAN, math.inf, 0.0, -1.0):
+        lengths = [nothing if hidden else float(length) for _, length, hidden in groups]
+        assert balance(counts, lengths, num_engines) == balance(counts, filled, num_engines)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.integers(-20, 20))
+def test_the_unit_of_length_does_not_matter(batch, exponent):
+    counts, lengths, num_engines = batch
+    scaled = [length * 2.0**exponent for length in lengths]
+    assert balance(counts, scaled, num_engines) == balance(counts, lengths, num_engines)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches())
+def test_same_batch_same_engines(batch):
+    counts, lengths, num_engines = batch
+    before = (list(counts), list(lengths))
+    first = balance(counts, lengths, num_engines)
+    assert balance(tuple(counts), tuple(lengths), num_engines) == first
+    assert (counts, lengths) == before
+    if num_engines == 1:
+        assert first == [[0] * count for count in counts]
+
+
+def test_one_engine_takes_all():
+    assert balance([3, 1, 2], [NAN, 5.0, NAN], 1) == [[0, 0, 0], [0], [0, 0]]
+    assert balance([3, 2], [NAN, NAN], 1) == [[0, 0, 0], [0, 0]]
+
+
+def candidates(counts: list[int]) -> list[Candidate]:
+    pairs = [(group, index) for group, count in enumerate(counts) for index in range(count)]
+    return [Candidate(number, group, index) for number, (group, index) in enumerate(pairs)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches())
+def test_order_is_longest_expected_first_and_stable(batch):
+    counts, lengths, _ = batch
+    batch_order = candidates(counts)
+    ordered = AssignedPlacement([["0"] * count for count in counts], lengths).order(list(batch_order))
+    expected = [lengths[c.group_id] for c in ordered]
+    assert expected == sorted(expected, reverse=True)
+    for length in set(lengths):
+        numbers = [c.candidate_id for c in ordered if lengths[c.group_id] == length]
+        assert numbers == sorted(numbers)
+    assert sorted(c.candidate_id for c in ordered) == [c.candidate_id for c in batch_order]
+
+
+def test_order_puts_unknown_prompts_at_the_mean():
+    placement = AssignedPlacement([["0"]] * 4, [10.0, NAN, 90.0, 40.0])  # the mean is 46.7
+    assert [c.group_id for c in placement.order(candidates([1] * 4))] == [2, 1, 3, 0]
+
+
+def test_order_without_lengths_is_that_of_the_batch():
+    placement = AssignedPlacement([["0"] * 2, ["1"] * 2])
+    assert [c.candidate_id for c in placement.order(candidates([2, 2]))] == [0, 1, 2, 3]
+
+
+def test_choose_does_not_look_at_loads():
+    placement = AssignedPlacement([["1", "0"]])
+    loads = [EngineLoad("0"), EngineLoad("1", num_running=100)]
+    assert placement.choose(Candidate(0, 0, 0), loads) == "1"
+    assert placement.choose(Candidate(1, 0, 1), loads) == "0"
+
+
+def test_scheduler_submits_each_candidate_to_its_engine():
+    counts, lengths = [6, 4, 5], [10.0, 300.0, 40.0]
+    engines = balance(counts, lengths, 3)
+    placement = AssignedPlacement([[str(engine) for engine in group] for group in engines], lengths)
+    plans = [GroupPlan(index, count) for index, count in enumerate(counts)]
+    scheduler = Scheduler(SchedulePolicies(placement=placement), num_generations=4)
+    commands = scheduler.start(plans, [EngineLoad(str(i)) for i in range(3)], now=0.0)
+    assert all(isinstance(command, Submit) for command in commands)
+    assert [c.group_id for c in commands] == [1] * 4 + [2] * 5 + [0] * 6
+    assert {(c.group_id, c.index): c.engine_id for c in commands} == {
+        (group, index): str(engine) for group, row in enumerate(engines) for index, engine in enumerate(row)
+    }
+    loads = {name: load.num_running for name, load in scheduler.ledger.engines.items()}
+    assert loads == {str(i): sum(group.count(i) for group in engines) for i in range(3)}
+
+    director = Director(Scheduler(SchedulePolicies(placement=placement), 4), plans, num_engines=3)
+    for engine, slots in enumerate(director.slots):
+        assert [s.candidate_id for s in slots] == [c.candidate_id for c in commands if c.engine_id == str(engine)]
+        assert all(engines[slot.group_id][slot.index] == engine for slot in slots)
