@@ -525,6 +525,23 @@ def test_a_finished_output_has_the_name_that_we_gave_and_one_completion():
     )
 
 
+def test_prompts_with_images_go_through_the_method_that_is_replaced():
+    from trl.generation.vllm_generation import VLLMGeneration
+    from vllm.multimodal.processing import BaseMultiModalProcessor
+    from vllm.renderers import BaseRenderer
+
+    assert "self.mm_processor" in source(BaseRenderer.__init__), hook("BaseRenderer.mm_processor")
+    name = hook("BaseMultiModalProcessor._apply_prompt_updates")
+    assert parameters(BaseMultiModalProcessor._apply_prompt_updates)[1:] == ["token_ids", "mm_prompt_updates"], name
+    assert "self._apply_prompt_updates(" in source(BaseMultiModalProcessor._maybe_apply_prompt_updates), name
+    assert parameters(BaseMultiModalProcessor._find_mm_placeholders)[1:] == ["new_token_ids", "mm_prompt_updates"], (
+        hook("BaseMultiModalProcessor._find_mm_placeholders")
+    )
+    assert parameters(vllm.LLMEngine.reset_encoder_cache) == ["self"], hook("reset_encoder_cache", "generation.py")
+    # Once TRL does it, ours can go.
+    assert "reset_encoder_cache" not in source(VLLMGeneration), hook("VLLMGeneration.sync_weights", "generation.py")
+
+
 def test_finish_reasons_of_vllm():
     from vllm.v1.engine import FINISH_REASON_STRINGS
 
