@@ -1,200 +1,35 @@
-"""
-Rollouts over several processes: each a thread that decodes by a script, over a real key-value store.
+"""Rollouts over several processes decide as one engine does, and none waits for one that failed."""
 
-A candidate's tokens can't be pickled, so that a test fails in which one leaves its process.
-"""
-
-import pickle
 import random
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from tests.distributed import TIMEOUT_S, at_once, in_threads, open_mailboxes
-from trl_darts.distributed import (
-    DirectLink,
-    Director,
-    FollowingLink,
-    Link,
-    Mailbox,
-    MainLink,
-    RemoteLink,
-    Report,
-    Share,
-    links,
+from tests.distributed import at_once, in_threads, open_mailboxes
+from tests.distributed.processes import (
+    M_UP,
+    NEVER,
+    OPTIONS,
+    Decoder,
+    M,
+    Processes,
+    Token,
+    make_director,
+    random_lengths,
 )
+from trl_darts.distributed import DirectLink, MainLink, RemoteLink, Report, links
 from trl_darts.engines import StubEngine
 from trl_darts.errors import GenerationError
 from trl_darts.policy import select_dual_end
-from trl_darts.scheduling import (
-    AssignedPlacement,
-    CandidateState,
-    FinishReason,
-    GroupPlan,
-    RolloutResult,
-    Scheduler,
-    make_policies,
-)
+from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
 from trl_darts.scheduling.types import FINAL_STATES
-
-
-M, M_UP = 3, 6
-NEVER = 10**9  # a length that only an abort ends
-Lengths = list[list[int]]  # by group and index
 
 
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch):
     monkeypatch.setattr(links, "POLL_S", 0.0005)
-
-
-class Token:
-    """A token that stays where it is."""
-
-    def __reduce__(self) -> Any:
-        raise AssertionError("a token left its process")
-
-
-class Watched:
-    """A link that counts the reports that go through it, and notes the aborts that come."""
-
-    def __init__(self, inner: Link) -> None:
-        self.inner = inner
-        self.num_sent = 0
-        self.aborts: list[int] = []
-
-    def exchange(self, reports: Sequence[Report]) -> Sequence[int]:
-        self.num_sent += len(reports)
-        aborts = self.inner.exchange(reports)
-        self.aborts += aborts
-        return aborts
-
-
-class WatchedDirector(Director):
-    """A director that notes what it was told, in order, and what it decided."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.told: list[Report] = []
-        self.decided: list[tuple[int, int]] = []
-
-    def handle(self, reports: Sequence[Report]) -> list[tuple[int, int]]:
-        aborts = super().handle(reports)
-        self.decided += aborts
-        self.told += reports
-        return aborts
-
-
-class Decoder:
-    """Decodes a share: each step gives each running candidate a token, until it is as long as the script says."""
-
-    def __init__(self, share: Share, lengths: Lengths) -> None:
-        self.share = share
-        self.lengths = lengths
-        self.steps = 0
-
-    def step(self) -> None:
-        self.grow()
-        self.exchange()
-
-    def grow(self) -> None:
-        self.steps += 1
-        for slot in self.share.slots:
-            if slot.candidate_id in self.share.running and self.lengths[slot.group_id][slot.index] == self.steps:
-                self._end(slot.candidate_id, FinishReason.STOP)
-        if self.share.needs_progress:
-            for candidate_id in self.share.running:
-                self.share.progress(candidate_id, self.steps)
-
-    def exchange(self) -> None:
-        for candidate_id in self.share.exchange():
-            self._end(candidate_id, FinishReason.ABORT)
-
-    def _end(self, candidate_id: int, reason: FinishReason) -> None:
-        self.share.end(candidate_id, [Token() for _ in range(self.steps)], None, reason)
-
-    def decode(self, pause: Callable[[], float] = lambda: 0.0) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.share.running:
-            self.step()
-            time.sleep(pause())
-            assert time.monotonic() < deadline, f"{self.share.running} never end"
-        self.share.exchange()
-
-
-def make_director(lengths: Lengths, num_engines: int, **options: Any) -> WatchedDirector:
-    """Candidates are dealt out in turn, so that every group has some on every engine."""
-    policies = make_policies("darts", M, M_UP, 1, **options)
-    numbers = iter(range(10**6))
-    placement = AssignedPlacement([[str(next(numbers) % num_engines) for _ in group] for group in lengths])
-    plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]
-    return WatchedDirector(Scheduler(replace(policies, placement=placement), M), plans, num_engines)
-
-
-class Processes:
-    """A rollout on several processes: the first decides, and each has a share."""
-
-    def __init__(
-        self,
-        lengths: Lengths,
-        num_processes: int,
-        boxes: list[Mailbox] | None = None,
-        rollout: int = 1,
-        **options: Any,
-    ) -> None:
-        self.director = make_director(lengths, num_processes, **options)
-        main, *others = boxes or open_mailboxes(num_processes)
-        self.main = MainLink(self.director, main, rollout, range(num_processes))
-        self.links = [self.main, *(RemoteLink(box, rollout) for box in others)]
-        self.watched = [Watched(link) for link in self.links]
-        needs_progress = self.director.scheduler.needs_progress
-        self.shares = [Share(*pair, needs_progress) for pair in zip(self.director.slots, self.watched, strict=True)]
-        self.decoders = [Decoder(share, lengths) for share in self.shares]
-
-    def run(self, pauses: Sequence[Callable[[], float]]) -> RolloutResult:
-        """Each process at its own pace."""
-        at_once(*(lambda d=d, p=p: d.decode(p) for d, p in zip(self.decoders, pauses, strict=True)))
-        self.main.wait()
-        return self.director.result()
-
-    def run_in_step(self) -> RolloutResult:
-        """All processes take each step together, and every decision arrives before the next."""
-        while not self.director.done:
-            for decoder in self.decoders:
-                decoder.grow()
-            self._settle()
-        self.main.wait()
-        return self.director.result()
-
-    def _settle(self) -> None:
-        """Until the director knows everything, and everybody knows what it decided."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            for decoder in self.decoders:
-                decoder.exchange()
-            running = {number for share in self.shares for number in share.running}
-            told = len(self.director.told) == sum(link.num_sent for link in self.watched)
-            if told and not running & {candidate_id for _, candidate_id in self.director.decided}:
-                return
-            assert time.monotonic() < deadline, "messages got lost"
-
-
-def random_lengths(seed: int, highest: int = 60) -> Lengths:
-    """No two end at the same time: then it does not matter in which order processes report."""
-    draw = random.Random(seed)
-    counts = [draw.randint(M, M_UP) for _ in range(draw.randint(2, 5))]
-    lengths = iter(draw.sample(range(1, highest), sum(counts)))
-    return [[next(lengths) for _ in range(count)] for count in counts]
-
-
-OPTIONS = {"darts": {}, "no pruning": {"tail_pruning": False}, "patience": {"long_end_patience": 1.5}}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -431,111 +266,3 @@ def test_reports_are_not_held_back_by_that(monkeypatch):
     link.exchange([Report(0, 2)])
     link.exchange([])
     assert main.receive() == [(5, [Report(0, 1)]), (5, [Report(0, 2)])]
-
-
-# Processes that decode one batch together
-
-
-class FakeGroup:
-    """A process group of threads, which meet at each broadcast as ranks do. Waits a second for all to come."""
-
-    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rank = threading.local()
-        self.num_broadcasts = 0
-        self._payload: Any = None
-        self._barrier = threading.Barrier(size, timeout=1)
-        monkeypatch.setattr(torch.distributed, "broadcast_object_list", self.broadcast)
-
-    def broadcast(self, box: list[Any], src: int, group: "FakeGroup") -> None:
-        assert group is self
-        if self.rank.value == src:
-            self._payload = pickle.dumps(box)
-            self.num_broadcasts += 1
-        self._barrier.wait()
-        if self.rank.value != src:
-            box[:] = pickle.loads(self._payload)
-        self._barrier.wait()
-
-
-LEADER, TP_SIZE = 4, 3
-
-
-def follow(inner: Link, group: FakeGroup, act: Callable[[FollowingLink], Any]) -> tuple[list[Any], dict]:
-    """Ranks 4, 5 and 6, of which the first speaks for all."""
-
-    def process(rank: int) -> Any:
-        group.rank.value = rank
-        return act(FollowingLink(inner if rank == LEADER else None, LEADER, group))
-
-    return in_threads(*(lambda rank=rank: process(rank) for rank in range(LEADER, LEADER + TP_SIZE)))
-
-
-class Scripted:
-    """A link that answers its n-th call with the n-th entry, and notes the reports."""
-
-    def __init__(self, answers: dict[int, list[int]]) -> None:
-        self.answers = answers
-        self.calls = 0
-        self.reports: list[Report] = []
-
-    def exchange(self, reports: Sequence[Report]) -> list[int]:
-        self.reports += reports
-        self.calls += 1
-        return self.answers.get(self.calls, [])
-
-
-def test_followers_abort_at_the_same_call_as_the_leader(monkeypatch):
-    group = FakeGroup(TP_SIZE, monkeypatch)
-    inner = Scripted({1: [10], 3: [11, 12], 8: [13], 9: [14], 17: [15]})
-
-    def act(link: FollowingLink) -> list[tuple[int, list[int]]]:
-        heard = [(call, link.exchange([Report(call, 1)])) for call in range(1, 31)]
-        return [(call, list(aborts)) for call, aborts in heard if aborts]
-
-    results, errors = follow(inner, group, act)
-    assert not errors
-    assert results == [[(8, [10, 11, 12, 13]), (16, [14]), (24, [15])]] * TP_SIZE  # all of them, once
-    assert group.num_broadcasts == 3
-    assert [report.candidate_id for report in inner.reports] == list(range(1, 31))  # the leader's alone, in time
-
-
-def test_a_group_decodes_one_share(monkeypatch):
-    """What each rank has at the end is the same, and the director hears of each candidate once."""
-    group = FakeGroup(TP_SIZE, monkeypatch)
-    lengths = [[3, 5, 9, NEVER, NEVER, NEVER], [4, 20, 7]]
-    director = make_director(lengths, num_engines=1)
-
-    def act(link: FollowingLink) -> dict[int, int]:
-        share = Share(director.slots[0], link, needs_progress=False)
-        Decoder(share, lengths).decode()
-        return {number: len(tokens) for number, (tokens, _) in share.rows.items()}
-
-    results, errors = follow(DirectLink(director), group, act)
-    assert not errors
-    assert results[0] == results[1] == results[2]
-    ends = Counter(report.candidate_id for report in director.told if report.finish_reason is not None)
-    assert ends == Counter(range(9))
-    assert director.done
-    assert [g.selected for g in director.result().groups] == [[0, 1, 2], [0, 1, 2]]
-    assert [c.length for c in director.scheduler.ledger.candidates[3:6]] == [16] * 3  # decided at 9, told at 16
-
-
-def test_an_error_reaches_followers_with_the_next_broadcast(monkeypatch):
-    """The leader hears that another process failed. Its followers hear nothing but the leader."""
-    group = FakeGroup(TP_SIZE, monkeypatch)
-
-    class Broken(Scripted):
-        def exchange(self, reports: Sequence[Report]) -> list[int]:
-            super().exchange(reports)
-            if self.calls == 3:
-                raise GenerationError("Generation failed on process 0: boom")
-            return []
-
-    def act(link: FollowingLink) -> None:
-        for _ in range(8):
-            link.exchange([])
-
-    _, errors = follow(Broken({}), group, act)
-    assert {rank: (type(error), str(error)) for rank, error in errors.items()} == dict.fromkeys(
-        range(TP_SIZE), (GenerationError, "Generation failed on process 0: boom")
-    )
