@@ -79,6 +79,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from datasets import Dataset
 from tests.builders import make_args
 from tests.trl_parity.vlms import load_processor, make_vlm, picture
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.checks import check_path, has_image_columns
+from trl_darts.checks import check_path, has_images
 from trl_darts.errors import ConfigurationError
 
 
@@ -24,21 +24,25 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "vllm_model_impl": "auto",
         "use_transformers_continuous_batching": False,
         "ds3_gather_for_generation": True,
+        "vllm_tensor_parallel_size": 1,
+        "vllm_enable_sleep_mode": False,
     }
     fields: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1),
-        "train_dataset": SimpleNamespace(column_names=["prompt"]),
+        "train_dataset": [{"prompt": "Hello"}],
         "processing_class": SimpleNamespace(),
         "is_sharded": False,
         "is_deepspeed_enabled": False,
         "_is_vlm": False,
+        "tools": [],
+        "environment_factories": None,
         "accelerator": SimpleNamespace(num_processes=2),
     }
     given = {name: changes.pop(name) for name in list(changes) if name in args}
     return SimpleNamespace(**{**fields, **changes}, args=SimpleNamespace(**{**args, **given}))
 
 
-IMAGES = {"_is_vlm": True, "train_dataset": SimpleNamespace(column_names=["prompt", "image"])}
+IMAGES = {"_is_vlm": True, "train_dataset": [{"prompt": "What is this?", "image": None}]}
 
 
 def test_what_can_work_passes():
@@ -50,6 +54,12 @@ def test_what_can_work_passes():
     )  # gathered for generation
     check_path(trainer(use_vllm=True, **IMAGES, processing_class=SimpleNamespace(image_token_id=7)))
     check_path(trainer(use_vllm=True, vllm_mode="colocate", **IMAGES))
+    for tools in ({"tools": [max]}, {"environment_factories": {"game": dict}}):
+        check_path(trainer(**tools))
+        check_path(trainer(use_vllm=True, is_sharded=True, **tools))
+        check_path(trainer(use_vllm=True, vllm_mode="colocate", is_sharded=True, **tools))
+        one = {"accelerator": SimpleNamespace(num_processes=1)}
+        check_path(trainer(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2, **one, **tools))
 
 
 def test_continuous_batching_of_a_sharded_model():
@@ -61,6 +71,44 @@ def test_continuous_batching_of_a_sharded_model():
 def test_processor_without_image_token_on_a_server():
     with pytest.raises(ConfigurationError, match=r"`processing_class` \(SimpleNamespace\) has no `image_token_id`"):
         check_path(trainer(use_vllm=True, **IMAGES))
+
+
+@pytest.mark.parametrize("tools", [{"tools": [max]}, {"environment_factories": {"game": dict}}])
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size"),
+        ({"is_sharded": True}, "a sharded model"),
+        ({"is_sharded": True, "is_deepspeed_enabled": True, "use_transformers_continuous_batching": True}, "sharded"),
+        (
+            {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "is_sharded": True},
+            "vllm_enable_sleep_mode",
+        ),
+    ],
+)
+def test_tool_loops_whose_turns_are_collectives(changes, cause, tools):
+    with pytest.raises(ConfigurationError, match=rf"Tools and environments do not run with .*{cause}.*2 processes"):
+        check_path(trainer(**changes, **tools))
+
+
+IMAGE_PART = {"type": "image", "image": "a.png"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a"}, False),
+        ({"prompt": "a", "images": []}, True),
+        ({"prompt": [{"role": "user", "content": "a"}]}, False),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "a", "image": None}]}]}, False),
+        ({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": [IMAGE_PART]}]}, True),
+    ],
+)
+def test_images_in_columns_and_in_messages(row, expected):
+    assert has_images([row]) is expected
+    assert has_images(iter([row])) is expected
+    assert not has_images(None)
+    assert not has_images([])
 
 
 def test_model_that_vllm_has_changed():
@@ -79,7 +127,6 @@ def test_images_with_continuous_batching_are_refused_by_trl(tmp_path):
     model_dir = make_vlm(tmp_path / "vlm")
     words = [{"role": "user", "content": "What is this?"}]
     dataset = Dataset.from_list([{"prompt": words, "image": picture(i)} for i in range(4)])
-    assert has_image_columns(dataset)
     args = make_args(tmp_path, use_transformers_continuous_batching=True)
     with pytest.raises(ValueError, match="does not support multimodal models"):
         DARTSGRPOTrainer(

@@ -44,6 +44,7 @@ def test_target_redundancy_follows_a_small_upper_bound():
         ({"redundancy_cost_weight": 0.0}, r"`redundancy_cost_weight` \(0.0\) must be positive"),
         ({"redundancy_cost_weight": float("inf")}, r"`redundancy_cost_weight` \(inf\)"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"`generation_kwargs\['stop_strings'\]`"),
+        ({"generation_kwargs": {"eos_token_id": [1, 7]}}, r"`generation_kwargs\['eos_token_id'\]` \(\[1, 7\]\)"),
         (
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"},
             "names a server twice",

@@ -10,6 +10,7 @@ from tests.builders import letter_of, letters_dataset, make_args, make_letter_mo
 from tests.servers import free_port, start_vllm_server
 from trl_darts.engines.preflight import ServerUnreachableError
 from trl_darts.errors import ConfigurationError, GenerationError
+from trl_darts.rollout import Turn
 
 
 pytestmark = pytest.mark.vllm
@@ -143,6 +144,44 @@ def test_prompts_that_do_not_fit_are_named_by_index(server, model_dir, tmp_path)
     trainer = make_trainer(model_dir, args, train_dataset=dataset.to_iterable_dataset())
     with pytest.raises(ConfigurationError, match=r"prompts of this batch are longer than 416 tokens"):
         trainer.train()
+
+
+def test_a_later_turn_gets_the_tokens_that_are_left(server, model_dir, tmp_path):
+    """A conversation with tool answers may be longer than any prompt: TRL trains on what fits."""
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, generation_kwargs={"ignore_eos": True}))
+    generate = trainer.vllm_generation.generate
+    with trainer._conductor.during(Turn.LATER):
+        _, completions, _, _ = generate([[5] * 20, [5] * 480, [5] * 511], None, 1)
+        assert [len(ids) for ids in completions] == [96, 32, 1]
+        with pytest.raises(ConfigurationError, match="prompt 1 has 512"):
+            generate([[5] * 20, [5] * 512], None, 1)
+    with (
+        trainer._conductor.during(Turn.EVALUATION),
+        pytest.raises(ConfigurationError, match=r"longer than 416 tokens \(prompt 1 has 480\)"),
+    ):
+        generate([[5] * 20, [5] * 480], None, 1)
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_rollout_func_asks_the_server_as_with_trl(server, model_dir, tmp_path):
+    """Turn by turn and prompt by prompt, in groups that are not those of the trainer."""
+    lengths = []
+
+    def rollout(prompts, trainer):
+        output = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        for prompt in prompts:
+            ids = trainer.processing_class(text=prompt)["input_ids"]
+            _, completions, logprobs, _ = trainer.vllm_generation.generate([ids], None, 1)
+            lengths.append(len(completions[0]))
+            for name, value in zip(output, (ids, completions[0], [row[0] for row in logprobs[0]]), strict=True):
+                output[name].append(value)
+        return output
+
+    args = server_args(tmp_path, server, schedule="grpo", max_steps=2)
+    trainer = make_trainer(model_dir, args, rollout_func=rollout)
+    trainer.train()
+    assert len(lengths) == 2 * args.per_device_train_batch_size
+    assert len(set(lengths)) > 1
 
 
 def test_refused_before_the_model_is_loaded(server, model_dir, tmp_path):

@@ -32,9 +32,16 @@ def check_arguments(args: Any, rollout_func: Callable | None) -> None:
         )
 
 
-def has_image_columns(dataset: Any) -> bool:
-    """Whether a data set has TRL's columns of images."""
-    return bool({"image", "images"} & set(getattr(dataset, "column_names", None) or ()))
+def has_images(dataset: Any) -> bool:
+    """Whether a data set has TRL's columns of images, or messages with images in its first row."""
+    if dataset is None:
+        return False
+    row = next(iter(dataset), {})
+    if {"image", "images"} & row.keys():
+        return True
+    messages = row.get("prompt") if isinstance(row.get("prompt"), list) else []
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return any(part.get("type") == "image" and part.get("image") is not None for parts in contents for part in parts)
 
 
 def check_path(trainer: Any) -> None:
@@ -49,7 +56,7 @@ def check_path(trainer: Any) -> None:
         [`ConfigurationError`]: Names the setting to change.
     """
     args = trainer.args
-    has_images = trainer._is_vlm and has_image_columns(trainer.train_dataset)
+    _check_turns(trainer)
     if args.use_transformers_continuous_batching and not args.use_vllm:
         gathered = trainer.is_deepspeed_enabled and args.ds3_gather_for_generation
         if trainer.is_sharded and not gathered:
@@ -66,11 +73,35 @@ def check_path(trainer: Any) -> None:
             "use `vllm_mode='server'`."
         )
     server = args.use_vllm and args.vllm_mode == "server"
-    if server and has_images and getattr(trainer.processing_class, "image_token_id", None) is None:
+    takes_images = trainer._is_vlm and has_images(trainer.train_dataset)
+    if server and takes_images and getattr(trainer.processing_class, "image_token_id", None) is None:
         raise ConfigurationError(
             f"`processing_class` ({type(trainer.processing_class).__name__}) has no `image_token_id`, by which a "
             "server's images are put into the prompt. Set it on the processor, or use `vllm_mode='colocate'` or "
             "`use_vllm=False`."
+        )
+
+
+def _check_turns(trainer: Any) -> None:
+    """
+    The later turns of a tool loop are as many as the process's own rows need, so none of them may be a collective.
+    TRL does not look, and stands still.
+    """
+    args = trainer.args
+    if trainer.accelerator.num_processes == 1 or not (trainer.tools or trainer.environment_factories):
+        return
+    colocated = args.use_vllm and args.vllm_mode == "colocate"
+    cause = None
+    if colocated and args.vllm_tensor_parallel_size > 1:
+        cause = f"`vllm_tensor_parallel_size` ({args.vllm_tensor_parallel_size})"
+    elif trainer.is_sharded and not args.use_vllm:
+        cause = "a sharded model (FSDP or ZeRO-3) that generates"
+    elif trainer.is_sharded and colocated and args.vllm_enable_sleep_mode:
+        cause = "`vllm_enable_sleep_mode` (True), which syncs a sharded model's weights in each turn,"
+    if cause is not None:
+        raise ConfigurationError(
+            f"Tools and environments do not run with {cause} on {trainer.accelerator.num_processes} processes: tool "
+            "loops differ in length, and each of their turns would be a collective. Use `vllm_mode='server'`."
         )
 
 

@@ -186,6 +186,20 @@ class DARTSGRPOConfig(GRPOConfig):
             return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
         return [url.strip().rstrip("/") for url in self.vllm_server_base_url.split(",") if url.strip()]
 
+    @property
+    def num_engines(self) -> int:
+        """Engines that decode a batch together: servers, or groups of processes."""
+        if not self.use_vllm:
+            return self.world_size
+        if self.vllm_mode == "server":
+            return len(self.server_urls)
+        return self.world_size // self.vllm_tensor_parallel_size
+
+    @property
+    def pool_ratio(self) -> float:
+        """Candidates per row, at most."""
+        return 1.0 if self.schedule == "grpo" else self.max_num_generations / self.num_generations
+
     def load_latency_curve(self) -> LatencyCurve | None:
         """The curve that `latency_curve` names; [`ConfigurationError`] if the file is missing or malformed."""
         return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve)
@@ -246,9 +260,10 @@ class DARTSGRPOConfig(GRPOConfig):
                 f"`weight_sync_dir` ({self.weight_sync_dir!r}) is only used with `weight_sync='filesystem'`, not "
                 f"{self.weight_sync!r}. Set that, or leave it unset."
             )
-        if self.use_vllm and self.vllm_mode == "server" and not self.server_urls:
+        on_servers = self.use_vllm and self.vllm_mode == "server"
+        if on_servers and not self.server_urls:
             raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
-        if self.use_vllm and len(set(self.server_urls)) < len(self.server_urls):
+        if on_servers and len(set(self.server_urls)) < len(self.server_urls):
             raise ConfigurationError(
                 f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names a server twice. Each address once."
             )
@@ -260,9 +275,16 @@ class DARTSGRPOConfig(GRPOConfig):
         self._check_engine()
 
     def _check_engine(self) -> None:
-        if self.schedule != "grpo" and not self.use_vllm and (self.generation_kwargs or {}).get("stop_strings"):
-            raise ConfigurationError(
-                f"`generation_kwargs['stop_strings']` ({self.generation_kwargs['stop_strings']!r}) does not run with "
-                f"`schedule` ({self.schedule!r}) on the transformers engines: a completion is complete at its "
-                "end-of-sequence token. Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`."
-            )
+        if self.schedule == "grpo" or self.use_vllm:
+            return
+        remedies = {
+            "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
+            "eos_token_id": "Set it in the `generation_config` of the model, or set `schedule='grpo'`.",
+        }
+        for name, remedy in remedies.items():
+            if value := (self.generation_kwargs or {}).get(name):
+                raise ConfigurationError(
+                    f"`generation_kwargs[{name!r}]` ({value!r}) does not run with `schedule` ({self.schedule!r}) on "
+                    "the transformers engines: a completion is complete at an end-of-sequence token of the model. "
+                    f"{remedy}"
+                )

@@ -1,5 +1,6 @@
 """TRL's generation with vLLM, with our engines in the place of its one blocking call."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from .engines.vllm_server import VLLMServerEngine
 from .errors import ConfigurationError
 from .metrics import RolloutRecord
 from .rollout import KeptRows, RolloutConductor, Turn
+from .scheduling import Submit
 from .servers import ServerSettings
 from .weights import make_client
 
@@ -38,6 +40,9 @@ class RolloutGeneration(VLLMGeneration):
             The engine of servers, on the main process.
         facts ([`ServerFacts`], *optional*):
             What it learned about them.
+        pool_ratio (`float`):
+            Candidates per row at most. TRL has a colocated engine decode as many at once as there are rows; the others
+            would wait in its queue.
         kwargs:
             TRL's own arguments.
     """
@@ -48,8 +53,10 @@ class RolloutGeneration(VLLMGeneration):
         settings: ServerSettings | None,
         engine: VLLMServerEngine | None,
         facts: ServerFacts | None,
+        pool_ratio: float,
         **kwargs: Any,
     ) -> None:
+        kwargs["max_num_seqs"] = math.ceil(kwargs["max_num_seqs"] * pool_ratio)
         self.settings = settings
         self.engine = engine
         self.facts = facts
@@ -116,7 +123,7 @@ class RolloutGeneration(VLLMGeneration):
             [`ConfigurationError`]: If a prompt does not fit.
             [`GenerationError`]: If an engine fails. The message has its own words.
         """
-        if self.conductor is None:  # TRL asks nobody else before the trainer is built
+        if self.conductor is None or self.conductor.turn is None:  # a user's own `rollout_func` asks, not the trainer
             return super().generate(prompts, images, num_generations, profiler)
         if self.mode == "server":
             kept = self._on_servers(prompts, images, num_generations, profiler or nullcontext())
@@ -165,11 +172,21 @@ class RolloutGeneration(VLLMGeneration):
             return conductor.share(lambda: self._rollout(batch, all_images))[batch.mine]
 
     def _rollout(self, batch: PromptBatch, images: list[list | None] | None) -> tuple[KeptRows, RolloutRecord]:
-        self.check_prompts(batch.rows[:: batch.num_generations], "this batch")
+        # In a later turn, a "prompt" is the whole conversation, and TRL trains on what fits.
+        later = self.conductor.turn is Turn.LATER
+        groups = range(0, len(batch.rows), batch.num_generations)
+        longest = [max(batch.rows[start : start + batch.num_generations], key=len) for start in groups]
+        self.check_prompts(longest, "this batch", room=1 if later else self.max_completion_length)
         if self.engine is None:  # a process other than the main one, in the later turns of a tool loop
             self.engine = VLLMServerEngine(self.settings.base_urls, self.settings.request_timeout_s)
         prompts = self._server_prompts(batch, images)
-        return self.conductor.on_servers(self.engine, prompts, batch, self.request_body())
+        overrides = partial(self._room, batch) if later else None
+        return self.conductor.on_servers(self.engine, prompts, batch, self.request_body(), overrides)
+
+    def _room(self, batch: PromptBatch, command: Submit) -> dict[str, Any]:
+        """As many tokens as a server still takes for a candidate, and at most a whole completion."""
+        prompt = batch.rows[batch.row_of(command.group_id, command.index)]
+        return {"max_tokens": min(self.max_completion_length, self.facts.max_model_len - len(prompt))}
 
     def _server_prompts(self, batch: PromptBatch, images: list[list | None] | None) -> list[list[ServerPrompt]]:
         size = batch.num_generations
@@ -190,9 +207,11 @@ class RolloutGeneration(VLLMGeneration):
             self.vllm_client = VLLMClient(base_url=self.settings.base_urls[0])
         return self.vllm_client
 
-    def check_prompts(self, prompts: list[list[int]], where: str, first_index: int = 0) -> None:
+    def check_prompts(
+        self, prompts: list[list[int]], where: str, first_index: int = 0, room: int | None = None
+    ) -> None:
         """
-        Refuses prompts that leave no room for a whole completion.
+        Refuses prompts that leave no room for a completion.
 
         Args:
             prompts (`list[list[int]]` of shape `(N, ≤ P)`):
@@ -201,17 +220,20 @@ class RolloutGeneration(VLLMGeneration):
                 What they belong to, for the message.
             first_index (`int`, *optional*, defaults to `0`):
                 Index of the first one there.
+            room (`int`, *optional*):
+                Tokens that must be left. A whole completion unless given.
 
         Raises:
             [`ConfigurationError`]: If one is too long. Names the first five by index.
         """
-        limit = self.facts.max_model_len - self.max_completion_length
+        room = self.max_completion_length if room is None else room
+        limit = self.facts.max_model_len - room
         lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) > limit}
         if lengths:
             words = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
             raise ConfigurationError(
-                f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({words}): `max_completion_length` "
-                f"({self.max_completion_length}) more would pass the server's `max_model_len` "
+                f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({words}): {room} more (of "
+                f"`max_completion_length`, {self.max_completion_length}) would pass the server's `max_model_len` "
                 f"({self.facts.max_model_len}). Filter the data set, lower `max_completion_length`, or restart the "
                 "server with a larger `--max-model-len`."
             )
@@ -235,7 +257,7 @@ class RolloutGeneration(VLLMGeneration):
 
 @contextmanager
 def rollout_generation(
-    settings: ServerSettings | None, engine: VLLMServerEngine | None, facts: ServerFacts | None
+    settings: ServerSettings | None, engine: VLLMServerEngine | None, facts: ServerFacts | None, pool_ratio: float
 ) -> Iterator[None]:
     """
     Inside, TRL's `GRPOTrainer.__init__` builds a [`RolloutGeneration`] where it would build its `VLLMGeneration`.
@@ -244,7 +266,7 @@ def rollout_generation(
     TRL's first would open its NCCL communicator, which fails without CUDA. It can go when TRL takes the class as an
     argument.
     """
-    make = partial(RolloutGeneration, settings=settings, engine=engine, facts=facts)
+    make = partial(RolloutGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=pool_ratio)
     with replaced(grpo_trainer, "VLLMGeneration", make):
         yield
 

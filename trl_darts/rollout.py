@@ -9,7 +9,8 @@ rows of all processes ──▶ PromptBatch ──▶ admission (main process) �
 ```
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -115,11 +116,20 @@ class RolloutConductor:
         self.admission = admission
         self.num_generations = num_generations
         self.show_progress = show_progress
-        self.turn = Turn.TRAINING  # what the next rollout is for: set by the trainer
+        self.turn: Turn | None = None  # `None` where a user's own `rollout_func` asks for completions
         self.record: RolloutRecord | None = None  # of the last rollout of training, on every process
         self.overrides: Overrides | None = None  # further request fields per candidate: benchmarks replay lengths
         self.agree = Agreement(accelerator)
         self._num_rollouts = 0
+
+    @contextmanager
+    def during(self, turn: Turn) -> Iterator[None]:
+        """Inside, rollouts are for this turn."""
+        self.turn = turn
+        try:
+            yield
+        finally:
+            self.turn = None
 
     def gather(
         self,
@@ -139,6 +149,7 @@ class RolloutConductor:
         prompts: Sequence[Sequence[ServerPrompt]],
         batch: PromptBatch,
         body: Mapping[str, Any],
+        overrides: Overrides | None = None,
     ) -> tuple[KeptRows, RolloutRecord]:
         """
         Runs a rollout on vLLM servers. Called on the process that the engine belongs to.
@@ -152,6 +163,8 @@ class RolloutConductor:
                 What the prompts belong to.
             body (`Mapping[str, Any]`):
                 Fields of the completion requests.
+            overrides (`Callable`, *optional*):
+                Gives more fields for one candidate.
 
         Returns:
             `tuple[KeptRows, RolloutRecord]`: What is trained on, and what is known of the rest.
@@ -159,7 +172,7 @@ class RolloutConductor:
         admission, plans = self._plan(batch)
         scheduler = Scheduler(self._policies(), batch.num_generations)
         with self._progress() as progress:
-            result = engine.run(scheduler, plans, prompts, body, self.overrides, progress)
+            result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, progress)
         record = self._conclude(admission, result, batch)
         return KeptRows.of([(row.tokens, row.logprobs) for group in result.groups for row in group.rows]), record
 

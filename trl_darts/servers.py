@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from .checks import has_image_columns
+from .checks import has_images
 from .config import DARTSGRPOConfig
 from .engines.preflight import Requirements, ServerFacts, check_server
 from .engines.vllm_server import VLLMServerEngine
@@ -65,7 +65,7 @@ def server_settings(args: DARTSGRPOConfig, model: Any, train_dataset: Any = None
             processed_logprobs=args.vllm_importance_sampling_correction,
             weight_transfer=None if weight_sync == "filesystem" else weight_sync,
             timeout_s=args.vllm_server_timeout,
-            images=has_image_columns(train_dataset),
+            images=has_images(train_dataset),
         ),
     )
 

@@ -111,7 +111,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if args.process_index == 0:
                 engine, facts = connect(settings)
         try:
-            with rollout_generation(settings, engine, facts):
+            with rollout_generation(settings, engine, facts, args.pool_ratio):
                 super().__init__(
                     model=model,
                     reward_funcs=reward_funcs,
@@ -188,14 +188,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
         training = self.model.training
-        conductor.turn = Turn.LATER if self._in_tool_loop else Turn.TRAINING if training else Turn.EVALUATION
-        if conductor.turn is Turn.TRAINING and not self.use_vllm:
-            output = self._generate_in_process(prompt_ids, images, multimodal_fields, num_generations), None
-        else:
-            output = super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-            )
-        if conductor.turn is Turn.TRAINING:
+        turn = Turn.LATER if self._in_tool_loop else Turn.TRAINING if training else Turn.EVALUATION
+        with conductor.during(turn):
+            if turn is Turn.TRAINING and not self.use_vllm:
+                output = self._generate_in_process(prompt_ids, images, multimodal_fields, num_generations), None
+            else:
+                output = super()._generate_single_turn(
+                    prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+                )
+        if turn is Turn.TRAINING:
             self._log_rollout(conductor.record)
         return output
 
@@ -285,7 +286,6 @@ def _make_admission(args: DARTSGRPOConfig, tracker: LengthTracker) -> AdmissionP
         target_redundancy=args.target_redundancy,
         cost_weight=args.redundancy_cost_weight,
         latency_curve=args.load_latency_curve(),
-        # A curve is that of one engine, and candidates are spread over all.
-        num_engines=len(args.server_urls) if args.use_vllm else args.world_size,
+        num_engines=args.num_engines,
     )
     return VarianceAdmission(tracker, budget, args.num_generations, args.max_num_generations)

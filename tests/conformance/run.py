@@ -84,8 +84,12 @@ def main() -> None:
     }
     trainer.model.eval()
     prompt_ids = trainer.processing_class(text=rows[:8])["input_ids"]
+    before = trainer._conductor.admission.observed
     completions, _ = trainer._generate_single_turn(prompt_ids, None, {}, M)
-    results["evaluation"] = {"prompts": rows[:8], "completions": completions, "turn": trainer._conductor.turn.value}
+    learned = trainer._conductor.admission.observed - before
+    results["evaluation"] = {"prompts": rows[:8], "completions": completions, "learned": learned}
+    if engine == "vllm_colocated":
+        results["room"] = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
     out.joinpath("results.json").write_text(json.dumps(results))
 
 

@@ -174,6 +174,15 @@ def test_an_error_of_the_main_process_ends_the_rollout_everywhere():
     assert {type(error) for error in errors.values()} == {GenerationError}
 
 
+def test_only_one_thread_reads_the_mailbox_after_an_error():
+    """The trainer's thread reads it next, for those that have heard of the error."""
+    processes = Processes([[NEVER] * 3], num_processes=3)
+    link = processes.links[0]
+    assert link._thread.is_alive()
+    link.fail(OutOfMemory("boom"))
+    assert not link._thread.is_alive()
+
+
 def test_an_error_reaches_a_main_process_that_has_ended_its_share():
     processes = Processes([[2, NEVER, 2, 2]], num_processes=3)
     errors = play(processes, broken=1, error=OutOfMemory("gone"), at_step=40)

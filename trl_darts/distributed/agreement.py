@@ -81,6 +81,8 @@ class Agreement:
 
 def _pickled(error: Exception) -> bytes:
     try:
-        return pickle.dumps(error)
-    except Exception:  # an error that holds a lock or a socket
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:  # an error that holds a lock or a socket, or that is not made of its arguments
         return pickle.dumps(GenerationError(f"{type(error).__name__}: {error}"))

@@ -101,6 +101,8 @@ class MainLink:
             if process != self._mailbox.process_index:
                 self._mailbox.post(process, (self._rollout, words))
         self._finished.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()  # the mailbox has one reader at a time
 
     def _handle(self, reports: Sequence[Report]) -> None:
         with self._lock:
