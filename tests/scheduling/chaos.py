@@ -1,4 +1,4 @@
-"""An adversarial engine: reports what it likes in any order, twice, too late, and loses engines."""
+"""An adversarial engine: reports what it likes in any order, twice, too late; loses, regains and resizes engines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
+    CandidateState,
     Command,
     EngineJoined,
     EngineLoad,
     EngineLost,
+    EngineResized,
     Event,
     FinishReason,
     GroupPlan,
@@ -35,6 +37,7 @@ class ChaosEngine:
         self.sent: dict[tuple[int, int], int] = {}  # tokens reported, prior ones included
         self.aborts: set[tuple[int, int]] = set()
         self.ends: dict[int, int] = {}  # how many ends each candidate was told, by candidate_id
+        self.num_dropped = 0  # called off, and lost with their engine before they were told to have ended
         self.alive: set[str] = set()
         self.now = 0.0
 
@@ -55,12 +58,15 @@ class ChaosEngine:
         choice = self.random.random()
         if choice < 0.10 and self.trace:  # a duplicate, or an event that comes late
             self._send(copy.deepcopy(self.random.choice(self.trace)[0]), fresh=False)
-        elif choice < 0.12 and len(self.alive) > 1:
+        elif choice < 0.12 and self.alive:
             self._lose(self.random.choice(sorted(self.alive)))
         elif choice < 0.14 and len(self.alive) < self.num_engines:
             name = next(f"engine{i}" for i in range(self.num_engines) if f"engine{i}" not in self.alive)
             self.alive.add(name)
             self._send(EngineJoined(name, self.now, capacity=4))
+        elif choice < 0.17 and self.alive:
+            capacity = self.random.choice([None, 1, 2, 5])
+            self._send(EngineResized(self.random.choice(sorted(self.alive)), capacity, self.now))
         elif self.running:
             self._advance(self.random.choice(sorted(self.running)))
 
@@ -72,24 +78,28 @@ class ChaosEngine:
         self.sent[key] += count
         end = self.sent[key] > 0 and (self.sent[key] >= self.max_length or self.random.random() < 0.25)
         if key in self.aborts and (end or self.random.random() < 0.5):
-            reason = self.random.choice([FinishReason.ABORT, FinishReason.STOP])  # it may end by itself just before
+            stops = [FinishReason.STOP] if self.sent[key] else []  # it may end by itself just before
+            reason = self.random.choice([FinishReason.ABORT, *stops])
         elif end:
             reason = FinishReason.LENGTH if self.sent[key] >= self.max_length else FinishReason.STOP
         else:
             self._send(TokensArrived(*key, offset, tokens, logprobs, self.now))
             return
         del self.running[key]
-        self.ends[key[0]] = self.ends.get(key[0], 0) + 1
+        called_back = self.scheduler.ledger.candidates[key[0]].shed and reason is FinishReason.ABORT
+        if not called_back:
+            self.ends[key[0]] = self.ends.get(key[0], 0) + 1
         self._send(CandidateEnded(*key, offset, tokens, logprobs, reason, self.now))
 
     def _lose(self, name: str) -> None:
         self.alive.remove(name)
         for key in [k for k, command in self.running.items() if command.engine_id == name]:
             del self.running[key]
+            self.num_dropped += self.scheduler.ledger.candidates[key[0]].state is CandidateState.ABORTING
         self._send(EngineLost(name, "gone", self.now))
 
     def _send(self, event: Event, fresh: bool = True) -> None:
-        if not fresh and isinstance(event, EngineLost | EngineJoined):
+        if not fresh and isinstance(event, EngineLost | EngineJoined | EngineResized):
             return  # a repeated loss of an engine that has come back is a new loss
         self.now += 1.0
         event.now = self.now

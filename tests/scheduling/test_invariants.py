@@ -14,6 +14,7 @@ from trl_darts.scheduling import (
     PartialCandidate,
     SchedulePolicies,
     Scheduler,
+    Submit,
     make_policies,
 )
 from trl_darts.scheduling.types import FINAL_STATES
@@ -97,6 +98,19 @@ def test_ends_once(rollout):
     finished = [c for c in scheduler.ledger.candidates if c.state is CandidateState.FINISHED]
     assert all(engine.ends[c.candidate_id] == 1 for c in finished)
     assert scheduler.ledger.num_aborted == sum(c.state is CandidateState.ABORTED for c in scheduler.ledger.candidates)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rollouts())
+def test_books_balance(rollout):
+    """Every submission ended, or was resumed; nothing else was submitted."""
+    scheduler, engine = run(rollout)
+    ledger = scheduler.ledger
+    assert ledger.num_submitted == sum(isinstance(c, Submit) for _, commands in engine.trace for c in commands) + len(
+        engine.first_commands
+    )
+    assert ledger.num_submitted == sum(engine.ends.values()) + engine.num_dropped + ledger.num_resumed
+    assert all(abs(load.expected_tokens) < 1e-6 for load in ledger.engines.values())
 
 
 @settings(max_examples=300, deadline=None)

@@ -9,15 +9,21 @@ from trl_darts.scheduling import (
     CandidateEnded,
     CandidateFailed,
     CandidateState,
+    EngineJoined,
     EngineLoad,
     EngineLost,
+    EngineResized,
     FinishReason,
     GroupPlan,
+    LongestFirst,
+    RolloutFailed,
+    SchedulePolicies,
     Scheduler,
     Submit,
     TokensArrived,
     make_policies,
 )
+from trl_darts.scheduling.scheduler import MAX_FRUITLESS
 
 
 def darts(num_generations=3, max_num_generations=6, num_longest=1, **kwargs) -> Scheduler:
@@ -131,13 +137,73 @@ def test_lost_engine_resumes_elsewhere_from_its_tokens():
     assert scheduler.result().groups[0].candidates[0].tokens == [5, 6, 5, 5]
 
 
-def test_last_engine_lost_fails_with_its_words():
-    scheduler = grpo()
-    scheduler.start([GroupPlan(0, 3)], [EngineLoad("http://a")], now=0.0)
-    scheduler.handle(EngineLost("http://a", "connection refused", now=1.0))
+def test_last_engine_lost_is_waited_for():
+    scheduler = grpo(num_generations=2)
+    scheduler.start([GroupPlan(0, 2)], [EngineLoad("http://a")], now=0.0)
+    scheduler.handle(TokensArrived(1, 0, 0, [5, 6], [-1.0, -2.0], now=0.5))
+    assert scheduler.handle(EngineLost("http://a", "connection refused", now=1.0)) == []
+    assert not scheduler.done
+    commands = scheduler.handle(EngineJoined("http://a", now=2.0))
+    assert [(c.candidate_id, c.segment, c.prior_tokens) for c in commands] == [(0, 1, ()), (1, 1, (5, 6))]
+
+
+def test_rollout_that_cannot_go_on_fails_with_the_words():
+    scheduler = grpo(num_generations=2)
+    assert scheduler.start([GroupPlan(0, 2)], [], now=0.0) == []  # none is ready
+    scheduler.handle(RolloutFailed("no server came back: connection refused", now=1.0))
     assert scheduler.done
-    with pytest.raises(GenerationError, match="http://a is lost: connection refused"):
+    with pytest.raises(GenerationError, match="connection refused"):
         scheduler.result()
+    finished = grpo(num_generations=1)
+    finished.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
+    finished.handle(ended(0, 3, now=1.0))
+    finished.handle(RolloutFailed("too late", now=2.0))
+    assert finished.result().groups[0].selected == [0]
+
+
+def test_candidate_that_no_engine_survives_is_named():
+    scheduler = grpo(num_generations=1)
+    scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
+    for n in range(MAX_FRUITLESS + 1):
+        assert not scheduler.done
+        if n == 3:  # a token, and the count begins again
+            scheduler.handle(TokensArrived(0, n, 0, [5], [-1.0], now=n))
+        scheduler.handle(EngineLost("a", "connection reset", now=n))
+        scheduler.handle(EngineJoined("a", now=n))
+    for n in range(MAX_FRUITLESS - 4, MAX_FRUITLESS):
+        assert not scheduler.done
+        scheduler.handle(EngineLost("a", "connection reset", now=n))
+        scheduler.handle(EngineJoined("a", now=n))
+    assert scheduler.done
+    with pytest.raises(GenerationError, match=r"prompt 0 on a: its engine was lost 9 times.*connection reset"):
+        scheduler.result()
+
+
+def test_an_engine_that_is_full_gives_back_the_youngest():
+    scheduler = grpo(num_generations=4)
+    scheduler.start([GroupPlan(0, 4)], [EngineLoad("a")], now=0.0)
+    for candidate, length in enumerate([9, 2, 5, 1]):
+        scheduler.handle(TokensArrived(candidate, 0, 0, [5] * length, [-1.0] * length, now=1.0))
+    commands = scheduler.handle(EngineResized("a", 2, now=2.0))
+    assert commands == [Abort(3, "a", 0), Abort(1, "a", 0)]
+    assert scheduler.handle(EngineResized("a", 2, now=2.5)) == []  # they are on their way back
+    assert scheduler.handle(ended(3, 1, now=3.0, reason=FinishReason.ABORT, offset=1)) == []
+    scheduler.handle(ended(1, 4, now=3.0, offset=2))  # it came to its end just before
+    (command,) = scheduler.handle(ended(0, 1, now=4.0, offset=9))
+    assert (command.candidate_id, command.segment, len(command.prior_tokens)) == (3, 1, 2)
+    assert scheduler.ledger.num_resumed == 1
+
+
+def test_longest_expected_first_on_the_engine_with_the_least_work():
+    policies = SchedulePolicies(placement=LongestFirst([10.0, 100.0, float("nan")]))
+    scheduler = Scheduler(policies, 1)
+    plans = [GroupPlan(i, 2, expected_length=length) for i, length in enumerate([10.0, 100.0, 55.0])]
+    commands = scheduler.start(plans, [EngineLoad("a"), EngineLoad("b")], now=0.0)
+    assert [(c.group_id, c.engine_id) for c in commands] == [
+        (1, "a"), (1, "b"), (2, "a"), (2, "b"), (0, "a"), (0, "b")
+    ]  # fmt: skip
+    scheduler.handle(ended(2, 100, now=1.0))
+    assert scheduler.ledger.engines["a"].expected_tokens == 65.0
 
 
 def test_engine_lost_while_only_called_off_candidates_run_loses_nothing():

@@ -1,7 +1,7 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
-from .placement import AssignedPlacement, balance
+from .placement import AssignedPlacement, LongestFirst, balance, known_lengths
 from .policies import AllGroups, BatchStop, DualEnd, GroupStop, LeastLoaded, Placement, SchedulePolicies, WaitForAll
 from .scheduler import Scheduler
 from .schedules import SCHEDULES, make_policies
@@ -16,12 +16,14 @@ from .types import (
     EngineJoined,
     EngineLoad,
     EngineLost,
+    EngineResized,
     Event,
     FinishReason,
     Group,
     GroupPlan,
     GroupResult,
     PartialCandidate,
+    RolloutFailed,
     RolloutResult,
     Submit,
     Timeline,
@@ -46,6 +48,7 @@ __all__ = [
     "EngineJoined",
     "EngineLoad",
     "EngineLost",
+    "EngineResized",
     "Event",
     "FinishReason",
     "Group",
@@ -54,10 +57,12 @@ __all__ = [
     "GroupStop",
     "GroupSummary",
     "LeastLoaded",
+    "LongestFirst",
     "Occupancy",
     "PartialCandidate",
     "Placement",
     "PromptInfo",
+    "RolloutFailed",
     "RolloutResult",
     "SchedulePolicies",
     "Scheduler",
@@ -69,6 +74,7 @@ __all__ = [
     "WaitForAll",
     "balance",
     "bubble_ratio",
+    "known_lengths",
     "make_policies",
     "prompt_key",
 ]

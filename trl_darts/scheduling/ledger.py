@@ -37,6 +37,9 @@ class Ledger:
         self.num_running = 0  # RUNNING or ABORTING: what the engines hold
         self.num_complete = 0
         self.num_aborted = 0
+        self.num_submitted = 0
+        self.num_resumed = 0  # submissions that went back to waiting: an engine was lost, or full
+        self.num_lost = 0
 
     def add_group(self, plan: GroupPlan) -> None:
         """Enters a group with its candidates, the resumed ones first."""
@@ -71,7 +74,11 @@ class Ledger:
         candidate.state = RUNNING
         candidate.engine_id = engine_id
         candidate.segment += 1
-        self.engines[engine_id].num_running += 1
+        candidate.num_prior = len(candidate.tokens)
+        self.num_submitted += 1
+        engine = self.engines[engine_id]
+        engine.num_running += 1
+        engine.expected_tokens += self.expected_rest(candidate)
         self._set_running(+1, now)
         return Submit(
             candidate.candidate_id,
@@ -125,6 +132,7 @@ class Ledger:
         """RUNNING → ABORTING, where an engine must be told; or WAITING → ABORTED. Returns whether one must be told."""
         if candidate.state is RUNNING:
             candidate.state = ABORTING
+            candidate.shed = False
             self.groups[candidate.group_id].num_unfinished -= 1
             return True
         if candidate.state is WAITING:
@@ -137,27 +145,44 @@ class Ledger:
         candidate.finish_reason = FinishReason.ABORT
         self.num_aborted += 1
 
+    def expected_rest(self, candidate: Candidate) -> float:
+        """Tokens that a candidate was expected to need when it was submitted last: one where nothing is known."""
+        expected = self.groups[candidate.group_id].plan.expected_length
+        return 1.0 if expected is None else max(1.0, expected - candidate.num_prior)
+
     def requeue(self, candidate: Candidate, now: float) -> None:
-        """RUNNING → WAITING: its engine is lost, its tokens are not."""
+        """RUNNING → WAITING: its engine is lost or full, its tokens are not lost."""
+        candidate.num_fruitless = (
+            0 if candidate.shed or candidate.length > candidate.num_prior else (candidate.num_fruitless + 1)
+        )
+        candidate.shed = False
+        candidate.tokens = list(candidate.tokens)  # they may be an event's, and will grow
+        candidate.logprobs = None if candidate.logprobs is None else list(candidate.logprobs)
         candidate.state = WAITING
-        self._set_running(-1, now)
+        self.num_resumed += 1
+        self._leave_engine(candidate, now)
 
     def lose(self, candidate: Candidate, now: float) -> None:
         """→ LOST: it can't be completed."""
+        self.num_lost += 1
         self._end(candidate, CandidateState.LOST, now)
 
     def _end(self, candidate: Candidate, state: CandidateState, now: float) -> None:
         if candidate.state in FINAL_STATES:
             raise AssertionError(f"candidate {candidate.candidate_id} ended twice")
         if candidate.state is not WAITING:
-            self._set_running(-1, now)
-            engine = self.engines.get(candidate.engine_id or "")
-            if engine is not None:
-                engine.num_running -= 1
+            self._leave_engine(candidate, now)
         if candidate.state is not ABORTING:
             self.groups[candidate.group_id].num_unfinished -= 1
         candidate.state = state
         self.num_open -= 1
+
+    def _leave_engine(self, candidate: Candidate, now: float) -> None:
+        self._set_running(-1, now)
+        engine = self.engines.get(candidate.engine_id or "")
+        if engine is not None:  # else it is lost
+            engine.num_running -= 1
+            engine.expected_tokens -= self.expected_rest(candidate)
 
     def _set_running(self, change: int, now: float) -> None:
         self.num_running += change

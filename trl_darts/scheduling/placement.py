@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .policies import LeastLoaded
 from .types import Candidate, EngineLoad
 
 
@@ -32,7 +33,7 @@ def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engine
     Returns:
         `list[list[int]]` of shape `(N, M'_i)`: The engine of each candidate.
     """
-    lengths = _known(expected_lengths)
+    lengths = known_lengths(expected_lengths)
     fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
     # The small number: a part that is fair but for rounding is one part.
     parts = [
@@ -56,6 +57,23 @@ def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engine
     return engines
 
 
+class LongestFirst(LeastLoaded):
+    """
+    Longest expected first, each on the engine with the least work: the longest decide when the rollout ends.
+
+    Args:
+        expected_lengths (`Sequence[float]` of shape `(N,)`):
+            Expected tokens of one candidate, by group. NaN where nothing is known: then the mean of the others.
+    """
+
+    def __init__(self, expected_lengths: Sequence[float]) -> None:
+        self.expected_lengths = known_lengths(expected_lengths)
+
+    def order(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Longest expected first; ties in the order of the batch."""
+        return sorted(candidates, key=lambda c: -self.expected_lengths[c.group_id])
+
+
 class AssignedPlacement:
     """
     Each candidate on the engine that was chosen for it, longest expected first.
@@ -69,7 +87,7 @@ class AssignedPlacement:
 
     def __init__(self, engine_ids: Sequence[Sequence[str]], expected_lengths: Sequence[float] | None = None) -> None:
         self.engine_ids = engine_ids
-        self.expected_lengths = None if expected_lengths is None else _known(expected_lengths)
+        self.expected_lengths = None if expected_lengths is None else known_lengths(expected_lengths)
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
         """Longest expected first; ties in the order of the batch."""
@@ -81,7 +99,8 @@ class AssignedPlacement:
         return self.engine_ids[candidate.group_id][candidate.index]
 
 
-def _known(expected_lengths: Sequence[float]) -> list[float]:
+def known_lengths(expected_lengths: Sequence[float]) -> list[float]:
+    """Expected lengths, with the mean of those that are known (1 if none is) in the place of the others."""
     lengths = np.asarray(expected_lengths, dtype=float)
     known = lengths[np.isfinite(lengths) & (lengths > 0)]
     return [

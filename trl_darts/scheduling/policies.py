@@ -148,9 +148,11 @@ class AllGroups:
         return num_settled == num_groups
 
 
-@dataclass(frozen=True)
 class LeastLoaded:
-    """In the order given, each on the engine with the fewest running candidates; ties go to the first engine."""
+    """
+    In the order given, each on the engine with the least work: expected tokens, or candidates where nothing is known
+    of their lengths. Ties go to the first engine.
+    """
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
         """As they come: group by group."""
@@ -163,7 +165,7 @@ class LeastLoaded:
         open_engines = [e for e in engines if e.has_room]
         if not open_engines:
             return None
-        return min(open_engines, key=lambda e: e.num_running).engine_id
+        return min(open_engines, key=lambda e: e.expected_tokens).engine_id
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,20 @@ from .types import (
     EngineJoined,
     EngineLoad,
     EngineLost,
+    EngineResized,
     Event,
     FinishReason,
     Group,
     GroupPlan,
     GroupResult,
+    RolloutFailed,
     RolloutResult,
     TokensArrived,
 )
+
+
+# A candidate that has been lost with its engine so often, each time without a new token, is taken for the cause.
+MAX_FRUITLESS = 8
 
 
 class Scheduler:
@@ -67,6 +73,8 @@ class Scheduler:
             CandidateFailed: self._on_failed,
             EngineLost: self._on_engine_lost,
             EngineJoined: self._on_engine_joined,
+            EngineResized: self._on_engine_resized,
+            RolloutFailed: self._on_rollout_failed,
         }
 
     @property
@@ -87,7 +95,7 @@ class Scheduler:
             plans (`Sequence[GroupPlan]`):
                 The groups, in the order in which results are wanted.
             engines (`Sequence[EngineLoad]`):
-                The engines that are ready.
+                The engines that are ready. Without any, all candidates wait for one to join.
             now (`float`):
                 Time in seconds.
 
@@ -95,11 +103,8 @@ class Scheduler:
             `list[Command]`: What to submit first.
 
         Raises:
-            [`ConfigurationError`]: If a plan has fewer candidates than rows, an ID occurs twice, or no engine is
-            ready.
+            [`ConfigurationError`]: If a plan has fewer candidates than rows, or an ID occurs twice.
         """
-        if not engines:
-            raise ConfigurationError("`engines` (empty) must name at least one engine that is ready.")
         self.ledger.engines = {engine.engine_id: engine for engine in engines}
         for plan in plans:
             if plan.num_candidates < self.num_generations:
@@ -163,6 +168,10 @@ class Scheduler:
         if candidate is None:
             return []
         problem = self.ledger.append(candidate, event)
+        called_back = candidate.shed and candidate.state is RUNNING and event.finish_reason is FinishReason.ABORT
+        if problem is None and called_back:
+            self._requeue([candidate], event.now)
+            return self._dispatch(event.now)
         if problem is None and candidate.state is RUNNING:
             if not candidate.tokens:
                 problem = "it ended without a single token"
@@ -186,17 +195,40 @@ class Scheduler:
         for candidate in orphans:
             if candidate.state is ABORTING:  # nobody waits for it: what is known of it will do
                 self.ledger.abort(candidate, event.now)
-        wanted = [c for c in orphans if c.state is RUNNING]
-        if not self.ledger.engines and (wanted or self._waiting):
-            return self._lose(wanted, f"{event.engine_id} is lost: {event.error}", event.now)
-        for candidate in reversed(wanted):
-            self.ledger.requeue(candidate, event.now)
-            self._waiting.appendleft(candidate)
+        self._requeue([c for c in orphans if c.state is RUNNING], event.now)
+        for candidate in orphans:
+            if candidate.num_fruitless > MAX_FRUITLESS and candidate.state is WAITING:
+                words = f"its engine was lost {candidate.num_fruitless} times in a row before a new token came"
+                return self._fail(candidate, f"{words}; {event.engine_id}: {event.error}", event.now)
         return self._dispatch(event.now)
 
     def _on_engine_joined(self, event: EngineJoined) -> list[Command]:
         self.ledger.engines.setdefault(event.engine_id, EngineLoad(event.engine_id, event.capacity))
         return self._dispatch(event.now)
+
+    def _on_engine_resized(self, event: EngineResized) -> list[Command]:
+        engine = self.ledger.engines.get(event.engine_id)
+        if engine is None:
+            return []
+        engine.capacity = event.capacity
+        surplus = 0 if event.capacity is None else engine.num_running - max(1, event.capacity)
+        running = [c for c in self.ledger.candidates if c.engine_id == event.engine_id and c.state is RUNNING]
+        surplus -= sum(c.shed for c in running)
+        if surplus <= 0:
+            return self._dispatch(event.now)
+        youngest = sorted((c for c in running if not c.shed), key=lambda c: c.length)[:surplus]
+        for candidate in youngest:
+            candidate.shed = True
+        return [Abort(c.candidate_id, event.engine_id, c.segment) for c in youngest]
+
+    def _on_rollout_failed(self, event: RolloutFailed) -> list[Command]:
+        return [] if self._harvested else self._lose([], event.error, event.now)
+
+    def _requeue(self, candidates: Sequence[Candidate], now: float) -> None:
+        """They go on elsewhere from the tokens that they have, before all that has not begun."""
+        for candidate in reversed(candidates):
+            self.ledger.requeue(candidate, now)
+            self._waiting.appendleft(candidate)
 
     # Decisions
 

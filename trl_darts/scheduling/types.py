@@ -7,7 +7,8 @@ a group's candidates become the rows that TRL trains on.
 ```
 WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FINISHED
    │                          ├── Abort ──▶ ABORTING ──▶ ABORTED
-   │                          └── engine lost, nowhere to resume ──▶ LOST
+   │◀──engine lost, or shed───┤
+   │                          └── can't be completed ──▶ LOST
    └── not wanted any more ──▶ ABORTED
 ```
 """
@@ -47,6 +48,8 @@ class Candidate:
 
     `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the
     engine gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
+    `num_fruitless` counts the submissions in a row that were lost without a new token. `shed` marks one that is called
+    back from an engine that is full, to wait for room.
     """
 
     candidate_id: int
@@ -58,6 +61,9 @@ class Candidate:
     finish_reason: FinishReason | None = None
     engine_id: str | None = None
     segment: int = -1
+    num_prior: int = 0  # tokens that it had when it was submitted last
+    num_fruitless: int = 0
+    shed: bool = False
 
     @property
     def length(self) -> int:
@@ -99,6 +105,8 @@ class GroupPlan:
             Length of the prompt.
         resumed (`tuple[PartialCandidate, ...]`, *optional*, defaults to `()`):
             Candidates to resume; they take the first indices, the other `num_candidates - len(resumed)` start afresh.
+        expected_length (`float`, *optional*):
+            Tokens that one of its candidates is expected to have, where something is known.
     """
 
     group_id: int
@@ -106,6 +114,7 @@ class GroupPlan:
     prompt_key: int = 0
     num_prompt_tokens: int = 0
     resumed: tuple[PartialCandidate, ...] = ()
+    expected_length: float | None = None
 
 
 @dataclass(slots=True)
@@ -155,11 +164,15 @@ class Timeline:
 
 @dataclass(slots=True)
 class EngineLoad:
-    """What placement sees of an engine. `capacity` is the most candidates it takes at once (`None`: no limit)."""
+    """
+    What placement sees of an engine. `capacity` is the most candidates it takes at once (`None`: no limit), and
+    `expected_tokens` what those that it runs were expected to need when they were submitted.
+    """
 
     engine_id: str
     capacity: int | None = None
     num_running: int = 0
+    expected_tokens: float = 0.0
 
     @property
     def has_room(self) -> bool:
@@ -207,7 +220,7 @@ class CandidateFailed:
 
 @dataclass(slots=True)
 class EngineLost:
-    """An engine is gone, with everything that it was decoding."""
+    """An engine is gone, with everything that it was decoding. What it decoded goes on elsewhere, or waits."""
 
     engine_id: str
     error: str
@@ -223,7 +236,24 @@ class EngineJoined:
     capacity: int | None = None
 
 
-Event = TokensArrived | CandidateEnded | CandidateFailed | EngineLost | EngineJoined
+@dataclass(slots=True)
+class EngineResized:
+    """An engine takes more candidates at once than before, or fewer. Those that are too many are called back."""
+
+    engine_id: str
+    capacity: int | None
+    now: float
+
+
+@dataclass(slots=True)
+class RolloutFailed:
+    """The rollout can't go on: no engine is left, or it has taken too long."""
+
+    error: str
+    now: float
+
+
+Event = TokensArrived | CandidateEnded | CandidateFailed | EngineLost | EngineJoined | EngineResized | RolloutFailed
 
 
 # Commands: what engines are to do.
