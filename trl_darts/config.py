@@ -1,10 +1,13 @@
 """`DARTSGRPOConfig`: TRL's `GRPOConfig` and the fields that shape rollouts."""
 
 import math
+import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
+from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
 from .policy import LatencyCurve
 from .scheduling import SCHEDULES, SchedulePolicies, make_policies
@@ -13,6 +16,15 @@ from .weights import WEIGHT_SYNCS
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
 DEFAULT_REDUNDANCY = 1.5
+API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
+DEADLINES = (
+    "vllm_request_timeout_s",
+    "vllm_connect_timeout_s",
+    "vllm_first_token_timeout_s",
+    "vllm_token_timeout_s",
+    "vllm_health_timeout_s",
+    "vllm_rollout_timeout_s",
+)
 
 
 @dataclass
@@ -63,6 +75,21 @@ class DARTSGRPOConfig(GRPOConfig):
 
         vllm_request_timeout_s (`float`, *optional*, defaults to `3600.0`):
             Deadline of one candidate in seconds, its wait for a free slot on the server included.
+        vllm_connect_timeout_s (`float`, *optional*, defaults to `10.0`):
+            Seconds until a connection to a server is made.
+        vllm_first_token_timeout_s (`float`, *optional*, defaults to `600.0`):
+            Seconds until a candidate's first tokens. A server that is later is taken out, and its candidates go on
+            elsewhere.
+        vllm_token_timeout_s (`float`, *optional*, defaults to `300.0`):
+            Seconds between two reports of a candidate that decodes; the same follows.
+        vllm_health_timeout_s (`float`, *optional*, defaults to `15.0`):
+            Seconds for which a server may leave the question unanswered whether it is well. A frozen one is found so.
+        vllm_rollout_timeout_s (`float`, *optional*, defaults to `14400.0`):
+            Deadline of a whole rollout in seconds. How long it waits for a server once none is left is TRL's
+            `vllm_server_timeout`.
+        vllm_api_key (`str`, *optional*):
+            Key of the servers. Defaults to the environment's `VLLM_API_KEY`, which is the better place: a config is
+            saved with the run.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights reach the servers: `"nccl"` (TRL's way, CUDA), `"gloo"` (without CUDA; the servers need
             `trl_darts` installed), `"filesystem"` (through `weight_sync_dir`, where no process group is possible).
@@ -143,6 +170,32 @@ class DARTSGRPOConfig(GRPOConfig):
         default=3600.0,
         metadata={"help": "Deadline of one candidate in seconds, its wait for a free slot on the server included."},
     )
+    vllm_connect_timeout_s: float = field(
+        default=10.0, metadata={"help": "Seconds until a connection to a server is made."}
+    )
+    vllm_first_token_timeout_s: float = field(
+        default=600.0,
+        metadata={
+            "help": "Seconds until a candidate's first tokens. A server that is later is taken out, and its "
+            "candidates go on elsewhere."
+        },
+    )
+    vllm_token_timeout_s: float = field(
+        default=300.0,
+        metadata={"help": "Seconds between two reports of a candidate that decodes; the same follows."},
+    )
+    vllm_health_timeout_s: float = field(
+        default=15.0,
+        metadata={"help": "Seconds for which a server may leave the question unanswered whether it is well."},
+    )
+    vllm_rollout_timeout_s: float = field(
+        default=14400.0, metadata={"help": "Deadline of a whole rollout in seconds."}
+    )
+    vllm_api_key: str | None = field(
+        default=None,
+        repr=False,
+        metadata={"help": "Key of the servers. Better set as `VLLM_API_KEY` in the environment."},
+    )
     weight_sync: str = field(
         default="auto",
         metadata={
@@ -200,6 +253,32 @@ class DARTSGRPOConfig(GRPOConfig):
         """Candidates per row, at most."""
         return 1.0 if self.schedule == "grpo" else self.max_num_generations / self.num_generations
 
+    @property
+    def api_key(self) -> str | None:
+        """Key of the servers, from the config or the environment."""
+        return self.vllm_api_key or os.environ.get(API_KEY_VARIABLE) or None
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Of requests to servers."""
+        return Deadlines(
+            connect_s=self.vllm_connect_timeout_s,
+            first_token_s=self.vllm_first_token_timeout_s,
+            token_s=self.vllm_token_timeout_s,
+            request_s=self.vllm_request_timeout_s,
+            rollout_s=self.vllm_rollout_timeout_s,
+            health_s=self.vllm_health_timeout_s,
+            return_s=self.vllm_server_timeout,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a dictionary, for logs and cards, without the key."""
+        return super().to_dict() | ({"vllm_api_key": f"<{API_KEY_VARIABLE}>"} if self.vllm_api_key else {})
+
+    def __str__(self) -> str:
+        words = super().__str__()
+        return words.replace(f"vllm_api_key={self.vllm_api_key},", f"vllm_api_key=<{API_KEY_VARIABLE}>,")
+
     def load_latency_curve(self) -> LatencyCurve | None:
         """The curve that `latency_curve` names; [`ConfigurationError`] if the file is missing or malformed."""
         return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve)
@@ -247,10 +326,9 @@ class DARTSGRPOConfig(GRPOConfig):
         self.load_latency_curve()
 
     def _check_servers(self) -> None:
-        if not self.vllm_request_timeout_s > 0:
-            raise ConfigurationError(
-                f"`vllm_request_timeout_s` ({self.vllm_request_timeout_s}) must be positive, in seconds."
-            )
+        for name in DEADLINES:
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be positive, in seconds.")
         if self.weight_sync not in WEIGHT_SYNCS:
             raise ConfigurationError(
                 f"`weight_sync` ({self.weight_sync!r}) must be one of {', '.join(map(repr, WEIGHT_SYNCS))}."

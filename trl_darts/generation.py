@@ -1,28 +1,34 @@
 """TRL's generation with vLLM, with our engines in the place of its one blocking call."""
 
+import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from accelerate.utils import gather_object
-from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from .distributed import PromptBatch, Share, Slot
 from .engines.hf_generate import replaced
+from .engines.pool import State
 from .engines.preflight import ServerFacts
 from .engines.vllm_api import ServerPrompt
 from .engines.vllm_server import VLLMServerEngine
-from .errors import ConfigurationError
+from .errors import ConfigurationError, WeightSyncError
 from .metrics import RolloutRecord
 from .rollout import KeptRows, RolloutConductor, Turn
 from .scheduling import Submit
 from .servers import ServerSettings
-from .weights import make_client
+from .weights import FleetVLLMClient, make_client
+from .weights.client import SyncedVLLMClient
+from .weights.rounds import get
+
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutGeneration(VLLMGeneration):
@@ -62,6 +68,8 @@ class RolloutGeneration(VLLMGeneration):
         self.facts = facts
         self.conductor: RolloutConductor | None = None  # set by the trainer, once it has an accelerator
         self._sync_seconds: float | None = None
+        self._num_syncs = 0
+        self.is_sharded: Callable[[], bool] = lambda: False  # set by the trainer
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -79,20 +87,67 @@ class RolloutGeneration(VLLMGeneration):
                 group_port=self.group_port,
                 connection_timeout=self.server_timeout,
                 sync_dir=self.settings.weight_sync_dir,
+                api_key=self.settings.api_key,
             )
+            if not isinstance(self.vllm_client, FleetVLLMClient):
+                self.vllm_client = FleetVLLMClient([self.vllm_client])
             self.vllm_client.init_communicator(device=self.accelerator.device)
+        if self.engine is not None:
+            self.engine.refresh = self.refresh
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
-        """TRL's sync, timed."""
+        """TRL's sync, timed. Servers that don't take the weights are left out until they do, unless none does."""
         start = time.perf_counter()
+        self._num_syncs += 1
         # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
         packed = self.mode == "colocate" and self.accelerator.device.type == "cpu"
-        with reloaded_layers(self.llm) if packed else nullcontext():
+        with reloaded_layers(self.llm) if packed else nullcontext(), self._servers_left_out():
             super().sync_weights()
         if self.mode == "colocate":  # TRL drops the prompts' KV cache alone, and not what the old encoder saw
             self.llm.llm_engine.reset_encoder_cache()
         self._sync_seconds = time.perf_counter() - start
+
+    @contextmanager
+    def _servers_left_out(self) -> Iterator[None]:
+        """Inside, a sync goes to the servers that are up; those that fail are taken out of the rollouts."""
+        if self.mode != "server" or not self.accelerator.is_main_process:
+            yield
+            return
+        states = self.engine.states()
+        self.vllm_client.excluded = {url for url, state in states.items() if state is not State.UP}
+        words = ""
+        try:
+            yield
+        except WeightSyncError as error:
+            words = str(error)
+            logger.warning("%s", words)
+        for url in self.vllm_client.behind:
+            if states[url] is State.UP:
+                self.engine.lose(url, words)
+
+    def refresh(self, url: str) -> bool:
+        """
+        Brings a server that has come back to the weights of the last sync.
+
+        Args:
+            url (`str`):
+                Its address.
+
+        Returns:
+            `bool`: Whether it has them. Parameters of a sharded model can't be sent while the other processes wait for
+            a rollout, so such a server waits for the next sync, unless `weight_sync="filesystem"`.
+
+        Raises:
+            [`WeightSyncError`]: If it does not take them.
+        """
+        if self._num_syncs == 0:
+            return True
+        if not self.accelerator.is_main_process:  # the main process sees to it
+            client = SyncedVLLMClient(base_url=url, api_key=self.settings.api_key)
+            return get(client, "/weight_info")["weight_version"] == f"v{self._num_syncs}"
+        params = None if self.is_sharded() else self._iter_named_params()
+        return self.vllm_client.refresh(url, self._weight_metadata, params)
 
     def take_sync_seconds(self) -> float | None:
         """Seconds of the last weight sync, once; `None` if there was none since the last call."""
@@ -178,7 +233,8 @@ class RolloutGeneration(VLLMGeneration):
         longest = [max(batch.rows[start : start + batch.num_generations], key=len) for start in groups]
         self.check_prompts(longest, "this batch", room=1 if later else self.max_completion_length)
         if self.engine is None:  # a process other than the main one, in the later turns of a tool loop
-            self.engine = VLLMServerEngine(self.settings.base_urls, self.settings.request_timeout_s)
+            self.engine = VLLMServerEngine(self.settings.base_urls, self.settings.deadlines, self.settings.api_key)
+            self.engine.refresh = self.refresh
         prompts = self._server_prompts(batch, images)
         overrides = partial(self._room, batch) if later else None
         return self.conductor.on_servers(self.engine, prompts, batch, self.request_body(), overrides)
@@ -204,7 +260,7 @@ class RolloutGeneration(VLLMGeneration):
 
     def _feature_client(self) -> Any:
         if not hasattr(self, "vllm_client"):
-            self.vllm_client = VLLMClient(base_url=self.settings.base_urls[0])
+            self.vllm_client = SyncedVLLMClient(self.settings.base_urls[0], api_key=self.settings.api_key)
         return self.vllm_client
 
     def check_prompts(

@@ -40,12 +40,14 @@ from .scheduling import (
     AssignedPlacement,
     GroupPlan,
     GroupSummary,
+    LongestFirst,
     Occupancy,
     RolloutResult,
     SchedulePolicies,
     Scheduler,
     UniformAdmission,
     balance,
+    known_lengths,
 )
 
 
@@ -170,7 +172,10 @@ class RolloutConductor:
             `tuple[KeptRows, RolloutRecord]`: What is trained on, and what is known of the rest.
         """
         admission, plans = self._plan(batch)
-        scheduler = Scheduler(self._policies(), batch.num_generations)
+        policies = self._policies()
+        if admission.expected_lengths is not None:
+            policies = replace(policies, placement=LongestFirst(admission.expected_lengths))
+        scheduler = Scheduler(policies, batch.num_generations)
         with self._progress() as progress:
             result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, progress)
         record = self._conclude(admission, result, batch)
@@ -300,9 +305,11 @@ class RolloutConductor:
         infos = batch.infos
         training = self.turn is Turn.TRAINING
         admission = (self.admission if training else UniformAdmission(batch.num_generations)).plan(infos)
+        lengths = admission.expected_lengths
+        expected = [None] * len(infos) if lengths is None else known_lengths(lengths)
         plans = [
-            GroupPlan(index, count, info.key, info.num_tokens)
-            for index, (info, count) in enumerate(zip(infos, admission.num_candidates, strict=True))
+            GroupPlan(index, count, info.key, info.num_tokens, expected_length=length)
+            for index, (info, count, length) in enumerate(zip(infos, admission.num_candidates, expected, strict=True))
         ]
         return admission, plans
 

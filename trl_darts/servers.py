@@ -7,6 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from .checks import has_images
 from .config import DARTSGRPOConfig
+from .engines.deadlines import Deadlines
 from .engines.preflight import Requirements, ServerFacts, check_server
 from .engines.vllm_server import VLLMServerEngine
 from .errors import ConfigurationError
@@ -25,8 +26,10 @@ class ServerSettings:
             See `DARTSGRPOConfig.weight_sync`.
         weight_sync_dir (`str`, *optional*):
             See `DARTSGRPOConfig.weight_sync_dir`.
-        request_timeout_s (`float`):
-            Deadline of one candidate.
+        deadlines ([`Deadlines`]):
+            Of requests.
+        api_key (`str`, *optional*):
+            Of the servers.
         requirements ([`Requirements`]):
             What each server must be.
     """
@@ -34,7 +37,8 @@ class ServerSettings:
     base_urls: list[str]
     weight_sync: str
     weight_sync_dir: str | None
-    request_timeout_s: float
+    deadlines: Deadlines
+    api_key: str | None
     requirements: Requirements
 
 
@@ -58,7 +62,8 @@ def server_settings(args: DARTSGRPOConfig, model: Any, train_dataset: Any = None
         base_urls=args.server_urls,
         weight_sync=weight_sync,
         weight_sync_dir=args.weight_sync_dir,
-        request_timeout_s=args.vllm_request_timeout_s,
+        deadlines=args.deadlines,
+        api_key=args.api_key,
         requirements=Requirements(
             max_completion_length=args.max_completion_length,
             model_config=_model_config(args, model),
@@ -97,7 +102,7 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
         [`ConfigurationError`]: If one can't serve this training, or they serve under different names.
         [`ServerUnreachableError`]: If one does not answer.
     """
-    engine = VLLMServerEngine(settings.base_urls, settings.request_timeout_s)
+    engine = VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key)
     try:
         facts = engine.query(lambda server: check_server(server, settings.requirements))
     except BaseException:

@@ -168,6 +168,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self.vllm_generation.conductor = self._conductor
             # In the later turns of a tool loop each process asks the servers by itself.
             self.vllm_generation.facts = self._conductor.agree(lambda: self.vllm_generation.facts)
+            self.vllm_generation.is_sharded = lambda: self.is_sharded
 
     @property
     def length_tracker(self) -> LengthTracker:

@@ -32,7 +32,10 @@ def completion(tokens: list[int], finish_reason: str | None = "stop", logprobs: 
 
 
 async def answer(payload: dict, status: int = 200) -> web.Response:
-    """A JSON response."""
+    """A JSON response; a completion comes as a stream."""
+    if status == 200 and "choices" in payload:
+        body = f"data: {json.dumps(payload)}\n\ndata: [DONE]\n\n"
+        return web.Response(body=body.encode(), content_type="text/event-stream")
     return web.Response(status=status, body=json.dumps(payload), content_type="application/json")
 
 

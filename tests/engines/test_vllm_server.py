@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.engines.deadlines import Deadlines
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, GroupPlan, RolloutResult, Scheduler, make_policies
 
@@ -98,7 +99,7 @@ def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_s
     assert group.selected == [0, 2, 4, 5]
     aborted = [c for c in group.candidates if c.state is CandidateState.ABORTED]
     assert [c.index for c in aborted] == [1, 3, 6, 7]
-    assert all(20 <= c.length < 300 and len(c.logprobs) == c.length for c in aborted)
+    assert all(16 <= c.length < 300 and len(c.logprobs) == c.length for c in aborted)
     wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
 
 
@@ -138,7 +139,7 @@ def run_one(engine, vllm_server, scheduler, resumed):
 
 
 def test_servers_words_surface(engine, vllm_server):
-    with pytest.raises(GenerationError, match="answered 400: Token id 99999 is out of vocabulary"):
+    with pytest.raises(GenerationError, match="Token id 99999 is out of vocabulary"):
         run(engine, body(vllm_server), [4, 4], prompts=[[60], [99999]])
     wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
     with pytest.raises(GenerationError, match="maximum context length is 2048"):
@@ -146,7 +147,7 @@ def test_servers_words_surface(engine, vllm_server):
 
 
 def test_deadline_of_a_candidate(vllm_server):
-    engine = VLLMServerEngine([vllm_server.base_url], request_timeout_s=0.3)
+    engine = VLLMServerEngine([vllm_server.base_url], Deadlines(request_s=0.3))
     start = time.perf_counter()
     with pytest.raises(GenerationError, match=r"`vllm_request_timeout_s` \(0.3 s\)"):
         run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [4])

@@ -16,7 +16,6 @@ from trl_darts.scheduling import (
     FinishReason,
     GroupPlan,
     LongestFirst,
-    RolloutFailed,
     SchedulePolicies,
     Scheduler,
     Submit,
@@ -147,18 +146,10 @@ def test_last_engine_lost_is_waited_for():
     assert [(c.candidate_id, c.segment, c.prior_tokens) for c in commands] == [(0, 1, ()), (1, 1, (5, 6))]
 
 
-def test_rollout_that_cannot_go_on_fails_with_the_words():
+def test_without_an_engine_all_wait_for_one():
     scheduler = grpo(num_generations=2)
-    assert scheduler.start([GroupPlan(0, 2)], [], now=0.0) == []  # none is ready
-    scheduler.handle(RolloutFailed("no server came back: connection refused", now=1.0))
-    assert scheduler.done
-    with pytest.raises(GenerationError, match="connection refused"):
-        scheduler.result()
-    finished = grpo(num_generations=1)
-    finished.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
-    finished.handle(ended(0, 3, now=1.0))
-    finished.handle(RolloutFailed("too late", now=2.0))
-    assert finished.result().groups[0].selected == [0]
+    assert scheduler.start([GroupPlan(0, 2)], [], now=0.0) == []
+    assert len(scheduler.handle(EngineJoined("a", now=1.0))) == 2
 
 
 def test_candidate_that_no_engine_survives_is_named():

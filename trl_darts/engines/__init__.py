@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from .deadlines import Deadlines
     from .hf_generate import SchedulerCriterion
     from .stub import StubEngine
     from .vllm_api import ServerPrompt
     from .vllm_server import VLLMServerEngine
 
 _MODULES = {
+    "Deadlines": "deadlines",
     "SchedulerCriterion": "hf_generate",
     "ServerPrompt": "vllm_api",
     "StubEngine": "stub",
     "VLLMServerEngine": "vllm_server",
 }
 
-__all__ = ["SchedulerCriterion", "ServerPrompt", "StubEngine", "VLLMServerEngine"]
+__all__ = ["Deadlines", "SchedulerCriterion", "ServerPrompt", "StubEngine", "VLLMServerEngine"]
 
 
 def __getattr__(name: str) -> object:

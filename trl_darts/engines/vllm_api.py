@@ -5,7 +5,7 @@ What is asked of the server, and what comes back, was checked against vLLM 0.31.
 the engine process behind the API dies, a stream ends like a normal one, only without it.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..errors import GenerationError
 
 # The server closes an idle connection after 5 s. A client that keeps it longer sends requests into a closing socket.
 KEEPALIVE_TIMEOUT_S = 3.0
-CONNECT_TIMEOUT_S = 30.0
+CONTROL_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -108,6 +108,10 @@ class ServerRefusedError(GenerationError):
     """The server answered, and its answer was an error. The message is the server's own."""
 
 
+class ServerBrokenError(ServerRefusedError):
+    """The server answered that it is broken, or in a way in which only a broken one answers."""
+
+
 class VLLMServer:
     """
     One vLLM server, as its development endpoints and its completions endpoint show it.
@@ -119,29 +123,34 @@ class VLLMServer:
             Session of the running event loop.
     """
 
-    def __init__(self, base_url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, base_url: str, session: aiohttp.ClientSession, connect_timeout_s: float = 10.0) -> None:
         self.base_url = base_url.rstrip("/")
+        self.connect_timeout_s = connect_timeout_s
         self._session = session
 
-    async def get(self, path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Any:
+    async def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """The JSON at a path; `None` where the server does not have it."""
+        data = await self._get(path, timeout_s)
+        return None if data is None else orjson.loads(data) if data else {}
+
+    async def get_text(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
+        """The text at a path; empty where the server does not have it."""
+        return (await self._get(path, timeout_s) or b"").decode(errors="replace")
+
+    async def _get(self, path: str, timeout_s: float) -> bytes | None:
         async with self._session.get(self.base_url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
             if response.status == 404:
                 return None
             await self._check(response)
-            data = await response.read()
-            return orjson.loads(data) if data else {}
+            return await response.read()
 
     async def complete(self, request: CompletionRequest, timeout_s: float) -> Chunk:
-        """One completion, in one piece. An aborted one comes back at once, with what it had."""
+        """One completion, in one piece."""
         async with self._post(request.path, request.body, timeout_s) as response:
             await self._check(response)
-            chunk = parse_choice(orjson.loads(await response.read()))
-        if chunk.finish_reason is None:
-            raise ServerRefusedError(f"{self.base_url} answered without a `finish_reason`: its engine stopped.")
-        return chunk
+            return parse_choice(orjson.loads(await response.read()))
 
-    async def stream(self, request: CompletionRequest, interval: int, timeout_s: float) -> AsyncIterator[Chunk]:
+    async def stream(self, request: CompletionRequest, interval: int, timeout_s: float) -> AsyncGenerator[Chunk]:
         """One completion, about every `interval` tokens. Busy servers send more tokens in one chunk."""
         finished = False
         async with self._post(request.path, request.streaming(interval), timeout_s) as response:
@@ -151,13 +160,13 @@ class VLLMServer:
                     break
                 message = orjson.loads(data)
                 if "error" in message:
-                    raise ServerRefusedError(_error_message(message, data))
+                    raise _error_of(message, data)
                 if message.get("choices"):
                     chunk = parse_choice(message)
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
         if not finished:
-            raise ServerRefusedError(f"{self.base_url} ended a stream without a `finish_reason`: its engine stopped.")
+            raise ServerBrokenError(f"{self.base_url} ended a stream without a `finish_reason`: its engine stopped.")
 
     async def abort(self, internal_ids: Sequence[str]) -> bool:
         """
@@ -171,14 +180,14 @@ class VLLMServer:
             `bool`: Whether the server has the endpoint. Its count of aborted requests says nothing: it counts the IDs
             sent. An ID that has not arrived yet is lost, so ask again while the response is pending.
         """
-        async with self._post("/abort_requests", {"request_ids": list(internal_ids)}, CONNECT_TIMEOUT_S) as response:
+        async with self._post("/abort_requests", {"request_ids": list(internal_ids)}, CONTROL_TIMEOUT_S) as response:
             if response.status in (404, 405):
                 return False
             await self._check(response)
             return True
 
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
         return self._session.post(
             self.base_url + path,
             data=orjson.dumps(body),
@@ -194,12 +203,16 @@ class VLLMServer:
             message = _error_message(orjson.loads(data), data)
         except orjson.JSONDecodeError:
             message = data.decode(errors="replace")
-        raise ServerRefusedError(f"{self.base_url} answered {response.status}: {message}")
+        kind = ServerBrokenError if response.status >= 500 else ServerRefusedError
+        raise kind(f"{self.base_url} answered {response.status}: {message}")
 
 
-def new_session() -> aiohttp.ClientSession:
+def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
     """A session for many long requests at once. Must be called inside the event loop that uses it."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S))
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+    )
 
 
 def parse_choice(message: Mapping[str, Any]) -> Chunk:
@@ -215,6 +228,7 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
 
     Raises:
         [`ServerRefusedError`]: If token IDs are missing: a server that does not know `return_token_ids` is too old.
+            Or if tokens or log-probs are none that a model can have sampled.
     """
     choice = message["choices"][0]
     tokens = choice.get("token_ids")
@@ -224,7 +238,21 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
     if logprobs is not None:
         content = logprobs.get("content")
         logprobs = logprobs["token_logprobs"] if content is None else [entry["logprob"] for entry in content]
+    _check_numbers(tokens, logprobs)
     return Chunk(tokens, logprobs, choice.get("finish_reason"))
+
+
+def _check_numbers(tokens: Any, logprobs: Any) -> None:
+    if not (isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)):
+        raise ServerRefusedError(f"The server returned `token_ids` that are none: {str(tokens)[:100]}.")
+    if logprobs is None:
+        return
+    # NaN and infinities are no JSON, and a log-prob above 0 by more than rounding is none.
+    if not all(type(logprob) in (float, int) and logprob <= 1e-3 for logprob in logprobs):
+        wrong = next(x for x in logprobs if not (type(x) in (float, int) and x <= 1e-3))
+        raise ServerRefusedError(f"The server returned {wrong!r} for a token's log-prob.")
+    if len(logprobs) != len(tokens):
+        raise ServerRefusedError(f"The server returned {len(logprobs)} log-probs for {len(tokens)} tokens.")
 
 
 async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -235,6 +263,14 @@ async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[by
         for event in events:
             if event.startswith(b"data: "):
                 yield event[6:]
+
+
+def _error_of(message: Mapping[str, Any], raw: bytes) -> ServerRefusedError:
+    """An error that comes inside a stream has its status in the JSON: 4xx is the request's fault."""
+    error = message["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    refused = isinstance(code, int) and 400 <= code < 500
+    return (ServerRefusedError if refused else ServerBrokenError)(_error_message(message, raw))
 
 
 def _error_message(message: Any, raw: bytes) -> str:

@@ -1,6 +1,9 @@
 """
-One rollout on vLLM servers, inside the engine's event loop: each Submit is a task with one HTTP request, each answer
-an event, and each Abort makes the pending answer arrive with the tokens so far.
+One rollout on vLLM servers, inside the engine's event loop: each Submit is a task with one streamed request, each
+chunk an event, and each Abort makes the pending answer end with the tokens so far.
+
+Whatever is wrong with a server takes it out of the pool. Its candidates go on elsewhere from the tokens that have
+arrived, or wait until it is back with the current weights. What is wrong with a request is the rollout's failure.
 """
 
 import asyncio
@@ -11,13 +14,16 @@ from typing import Any
 
 import aiohttp
 
+from ..errors import GenerationError, GenerationTimeoutError
 from ..scheduling import (
     Abort,
     CandidateEnded,
     CandidateFailed,
     Command,
+    EngineJoined,
     EngineLoad,
     EngineLost,
+    EngineResized,
     Event,
     FinishReason,
     GroupPlan,
@@ -26,18 +32,24 @@ from ..scheduling import (
     Submit,
     TokensArrived,
 )
-from .vllm_api import Chunk, CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
+from .deadlines import Deadlines
+from .pool import ServerPool, State, describe
+from .vllm_api import Chunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
 
 
 # A stream costs the server and this thread 3 to 20 times as much per token as one answer at the end; every 16 tokens,
-# the difference is gone, and a bounded wait ends at most 16 tokens late.
+# the difference is gone. A bounded wait ends at most 16 tokens late, and a lost server takes at most 16 tokens along.
 STREAM_INTERVAL = 16
 # An abort can overtake its request: it is sent again until the answer is there.
 ABORT_RESEND_S = 0.1
 # A server that does not answer an abort is told by closing the connection. What the candidate had is lost then.
 ABORT_GRACE_S = 5.0
+# A candidate whose tokens are late for the third time in a row is late because of itself.
+MAX_STALLS = 2
+CLOCK_S = 0.1
 
 Overrides = Callable[[Submit], Mapping[str, Any]]
+Key = tuple[int, int]  # (candidate_id, segment): a candidate that moves to another server is another request
 
 
 class RolloutRun:
@@ -46,45 +58,100 @@ class RolloutRun:
     def __init__(
         self,
         scheduler: Scheduler,
-        servers: Mapping[str, VLLMServer],
+        pool: ServerPool,
         prompts: Sequence[Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None,
-        request_timeout_s: float,
+        deadlines: Deadlines,
     ) -> None:
         self.scheduler = scheduler
-        self.servers = servers
+        self.pool = pool
         self.prompts = prompts
         self.body = body
         self.overrides = overrides
-        self.request_timeout_s = request_timeout_s
+        self.deadlines = deadlines
         self.run_id = uuid.uuid4().hex
-        # By (candidate_id, segment): a candidate that moves to another server is another request.
-        self.requests: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self.aborting: dict[tuple[int, int], tuple[Abort, float]] = {}  # with the time of the command
-        self.internal_ids: dict[tuple[int, int], str] = {}
-        self.engine_of: dict[tuple[int, int], str] = {}
-        self.lost: set[str] = set()
+        self.requests: dict[Key, asyncio.Task[None]] = {}
+        self.aborting: dict[Key, tuple[Abort, float]] = {}  # with the time of the command
+        self.internal_ids: dict[Key, str] = {}
+        self.engine_of: dict[Key, str] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def execute(self, plans: Sequence[GroupPlan], engines: Sequence[EngineLoad]) -> RolloutResult:
+    async def execute(self, plans: Sequence[GroupPlan]) -> RolloutResult:
+        """Runs it to its end."""
+        members = self.pool.members
+        engines = [EngineLoad(url, members[url].capacity) for url in self.pool.urls(State.UP)]
+        self.pool.listener = self
+        clock = asyncio.create_task(self._keep_time())
         try:
             self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
             if not self.scheduler.done:
                 await self.finished
         finally:
+            self.pool.listener = None
+            clock.cancel()
             await self._cancel()
         return self.scheduler.result()
 
+    # Of the pool
+
+    def on_lost(self, url: str, words: str) -> None:
+        """What a lost server decoded goes on elsewhere, or waits."""
+        self._report(EngineLost(url, words, time.perf_counter()))
+        current = asyncio.current_task()
+        for key, task in self.requests.items():
+            if self.engine_of[key] == url and task is not current:
+                self.aborting.pop(key, None)
+                task.cancel()
+
+    def on_joined(self, url: str, capacity: int) -> None:
+        """A server takes candidates again."""
+        self._report(EngineJoined(url, time.perf_counter(), capacity))
+
+    def on_resized(self, url: str, capacity: int) -> None:
+        """A server takes more candidates, or fewer."""
+        self._report(EngineResized(url, capacity, time.perf_counter()))
+
+    async def _keep_time(self) -> None:
+        """Ends a rollout that takes too long, or that no server is left for."""
+        start = since_up = time.perf_counter()
+        while not self.finished.done():
+            await asyncio.sleep(CLOCK_S)
+            now = time.perf_counter()
+            if self.pool.urls(State.UP):
+                since_up = now
+            if now - since_up > self.deadlines.return_s:
+                words = "; ".join(f"{url}: {member.words}" for url, member in self.pool.members.items())
+                self._fail(
+                    GenerationError(
+                        f"No vLLM server is left, and none came back with the current weights within "
+                        f"`vllm_server_timeout` ({self.deadlines.return_s:g} s). {words}"
+                    )
+                )
+            elif now - start > self.deadlines.rollout_s:
+                words = f"{self.scheduler.ledger.num_open} candidates are still open"
+                self._fail(
+                    GenerationTimeoutError(
+                        f"The rollout took longer than `vllm_rollout_timeout_s` ({self.deadlines.rollout_s:g} s): "
+                        f"{words}."
+                    )
+                )
+
+    def _fail(self, error: Exception) -> None:
+        if not self.finished.done():
+            self.finished.set_exception(error)
+
+    # Commands and events
+
     def _execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
+            key = (command.candidate_id, command.segment)
             if isinstance(command, Submit):
-                key = (command.candidate_id, command.segment)
                 self.engine_of[key] = command.engine_id
                 self.requests[key] = asyncio.create_task(self._decode(command))
             else:
-                self.aborting[command.candidate_id, command.segment] = (command, time.perf_counter())
+                self.aborting[key] = (command, time.perf_counter())
                 aborter = self.aborters.get(command.engine_id)
                 if aborter is None or aborter.done():
                     self.aborters[command.engine_id] = asyncio.create_task(self._abort(command.engine_id))
@@ -101,61 +168,74 @@ class RolloutRun:
                 self.finished.set_result(None)
 
     async def _decode(self, command: Submit) -> None:
-        candidate_id, segment = command.candidate_id, command.segment
+        key = (command.candidate_id, command.segment)
         offset = len(command.prior_tokens)
         try:
             async for chunk in self._chunks(command):
-                now, before, offset = time.perf_counter(), offset, offset + len(chunk.tokens)
-                if chunk.finish_reason is None:
-                    self._report(TokensArrived(candidate_id, segment, before, chunk.tokens, chunk.logprobs, now))
-                else:
-                    self.aborting.pop((candidate_id, segment), None)
-                    # vLLM's own cut, `repetition_detection`, is a cut like that at the limit.
-                    reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
-                    self._report(
-                        CandidateEnded(candidate_id, segment, before, chunk.tokens, chunk.logprobs, reason, now)
-                    )
+                self._take(key, offset, chunk)
+                offset += len(chunk.tokens)
         except asyncio.CancelledError:
-            if self.aborting.pop((candidate_id, segment), None) is None:
+            if self.aborting.pop(key, None) is None:
                 raise
-            self._report(
-                CandidateEnded(candidate_id, segment, offset, (), None, FinishReason.ABORT, time.perf_counter())
-            )
+            self._report(CandidateEnded(*key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
+        except GenerationTimeoutError as error:
+            if self.scheduler.ledger.candidates[command.candidate_id].num_fruitless >= MAX_STALLS:
+                self._report(CandidateFailed(*key, str(error), time.perf_counter()))
+            else:
+                self.pool.lose(command.engine_id, str(error))
+        except (aiohttp.ClientError, ServerBrokenError) as error:  # also a connection that could not be made in time
+            self.pool.lose(command.engine_id, describe(error, "a connection"))
         except ServerRefusedError as error:
-            self._report(CandidateFailed(candidate_id, segment, str(error), time.perf_counter()))
-        except aiohttp.ClientError as error:  # also a connection that could not be made in time
-            self._lose(command.engine_id, f"{type(error).__name__}: {error}")
+            self._report(CandidateFailed(*key, str(error), time.perf_counter()))
         except asyncio.TimeoutError:
-            words = f"no complete answer within `vllm_request_timeout_s` ({self.request_timeout_s:g} s)"
-            self._report(CandidateFailed(candidate_id, segment, words, time.perf_counter()))
+            words = f"no complete answer within `vllm_request_timeout_s` ({self.deadlines.request_s:g} s)"
+            self._report(CandidateFailed(*key, words, time.perf_counter()))
         except Exception as error:  # an answer that makes no sense is the server's failure, not a hang
             words = f"the answer could not be read ({type(error).__name__}: {error})"
-            self._report(CandidateFailed(candidate_id, segment, words, time.perf_counter()))
+            self._report(CandidateFailed(*key, words, time.perf_counter()))
 
-    def _lose(self, engine_id: str, words: str) -> None:
-        """Reports a lost server, and closes what is still open there: its candidates go on elsewhere."""
-        if engine_id in self.lost:
+    def _take(self, key: Key, offset: int, chunk: Chunk) -> None:
+        now = time.perf_counter()
+        if chunk.finish_reason is None:
+            self._report(TokensArrived(*key, offset, chunk.tokens, chunk.logprobs, now))
             return
-        self.lost.add(engine_id)
-        self._report(EngineLost(engine_id, words, time.perf_counter()))
-        current = asyncio.current_task()
-        for key, task in self.requests.items():
-            if self.engine_of[key] == engine_id and task is not current:
-                self.aborting.pop(key, None)
-                task.cancel()
+        self.aborting.pop(key, None)
+        # vLLM's own cut, `repetition_detection`, is a cut like that at the limit.
+        reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
+        self._report(CandidateEnded(*key, offset, chunk.tokens, chunk.logprobs, reason, now))
 
     async def _chunks(self, command: Submit) -> AsyncIterator[Chunk]:
-        server, request = self.servers[command.engine_id], self._request(command)
+        request = self._request(command)
+        if request is None:  # its server was lost between its last token and its end
+            yield Chunk([], None, "length")
+            return
         self.internal_ids[command.candidate_id, command.segment] = request.internal_id
-        if self.scheduler.needs_progress:
-            async for chunk in server.stream(request, STREAM_INTERVAL, self.request_timeout_s):
+        server = self.pool.members[command.engine_id].server
+        stream = server.stream(request, STREAM_INTERVAL, self.deadlines.request_s)
+        name, seconds = "vllm_first_token_timeout_s", self.deadlines.first_token_s
+        deadline = time.perf_counter() + self.deadlines.request_s
+        try:
+            while True:
+                left = deadline - time.perf_counter()
+                try:
+                    chunk = await asyncio.wait_for(anext(stream), min(seconds, left))
+                except StopAsyncIteration:
+                    return
+                except asyncio.TimeoutError:
+                    if seconds >= left:  # of the whole request
+                        raise
+                    words = f"no tokens within `{name}` ({seconds:g} s)"
+                    raise GenerationTimeoutError(f"{command.engine_id}: {words}") from None
                 yield chunk
-        else:
-            yield await server.complete(request, self.request_timeout_s)
+                name, seconds = "vllm_token_timeout_s", self.deadlines.token_s
+        finally:
+            await stream.aclose()
 
-    def _request(self, command: Submit) -> CompletionRequest:
+    def _request(self, command: Submit) -> CompletionRequest | None:
         body = {**self.body, **(self.overrides(command) if self.overrides else {})}
         body["max_tokens"] -= len(command.prior_tokens)
+        if body["max_tokens"] <= 0:
+            return None
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - len(command.prior_tokens))
         if body.get("seed") is not None:
@@ -171,7 +251,7 @@ class RolloutRun:
         while pending := [(c, since) for c, since in self.aborting.values() if c.engine_id == engine_id]:
             try:
                 ids = [self.internal_ids.get((c.candidate_id, c.segment)) for c, _ in pending]
-                supported = await self.servers[engine_id].abort([name for name in ids if name is not None])
+                supported = await self.pool.members[engine_id].server.abort([name for name in ids if name is not None])
             except (ServerRefusedError, aiohttp.ClientError, asyncio.TimeoutError):
                 supported = False
             deadline = time.perf_counter() - ABORT_GRACE_S

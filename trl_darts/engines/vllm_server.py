@@ -4,11 +4,13 @@ Decoding on vLLM servers: asyncio in one background thread, one request per cand
 The main thread hands over a scheduler and waits. In the thread, each Submit becomes a task with one HTTP request; each
 answer goes to the scheduler as an event; each Abort it returns goes to the server, and the pending answer then arrives
 with the tokens so far. When the trainer's process dies, its connections close, and the servers drop what they were
-decoding.
+decoding. A server that was lost and answers again is brought to the current weights by the main thread, which has
+them.
 """
 
 import asyncio
 import concurrent.futures
+import logging
 import resource
 import threading
 import weakref
@@ -18,18 +20,17 @@ from typing import Any, TypeVar
 import aiohttp
 
 from ..errors import ConfigurationError
-from ..scheduling import (
-    EngineLoad,
-    GroupPlan,
-    RolloutResult,
-    Scheduler,
-)
+from ..scheduling import GroupPlan, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
+from .deadlines import Deadlines
+from .pool import ServerPool, State
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
 
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.1
 # The loop may be busy reading an answer; it is not waited for longer than this.
@@ -45,15 +46,28 @@ class VLLMServerEngine:
     Args:
         base_urls (`Sequence[str]`):
             The servers, for example `["http://localhost:8000"]`. Each candidate goes to the least loaded one.
-        request_timeout_s (`float`, *optional*, defaults to `3600.0`):
-            Deadline of one candidate, in seconds, waiting for its turn on the server included.
+        deadlines ([`Deadlines`], *optional*):
+            How long things may take.
+        api_key (`str`, *optional*):
+            Of the servers.
+
+    Attributes:
+        refresh (`Callable[[str], bool]`, *optional*):
+            Called in the waiting thread with the address of a server that has come back: brings it to the current
+            weights, and returns whether it has them. Its errors are taken for `False`. Without it, a server that comes
+            back is used as it is.
     """
 
-    def __init__(self, base_urls: Sequence[str], request_timeout_s: float = 3600.0) -> None:
+    def __init__(
+        self, base_urls: Sequence[str], deadlines: Deadlines | None = None, api_key: str | None = None
+    ) -> None:
         if not base_urls:
             raise ConfigurationError("`base_urls` (empty) must name at least one server.")
         self.base_urls = list(base_urls)
-        self.request_timeout_s = request_timeout_s
+        self.deadlines = deadlines or Deadlines()
+        self.refresh: Callable[[str], bool] | None = None
+        self._api_key = api_key
+        self._pool: ServerPool | None = None  # made by the loop
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-engine", daemon=True)
         self._thread.start()
@@ -93,17 +107,57 @@ class VLLMServerEngine:
         Raises:
             [`GenerationError`]: If a server refuses a candidate, breaks or is too slow. The message has its own words.
         """
-        return self._wait(
-            self._rollout(scheduler, plans, prompts, body, overrides),
-            None if on_progress is None else lambda: on_progress(scheduler.ledger),
-        )
+
+        def tend() -> None:
+            if on_progress is not None:
+                on_progress(scheduler.ledger)
+            self._refresh_returned()
+
+        self._refresh_returned()
+        return self._wait(self._rollout(scheduler, plans, prompts, body, overrides), tend)
+
+    def states(self) -> dict[str, State]:
+        """What the pool knows of each server."""
+        if self._pool is None:
+            return dict.fromkeys(self.base_urls, State.UP)
+        return {url: member.state for url, member in self._pool.members.items()}
+
+    @property
+    def num_losses(self) -> int:
+        """How often a server was lost so far."""
+        return 0 if self._pool is None else sum(member.num_losses for member in self._pool.members.values())
+
+    def lose(self, url: str, words: str) -> None:
+        """Takes a server out until it answers again, for example one that does not take new weights."""
+        self._in_loop(lambda pool: pool.lose(url, words))
+
+    def drain(self, url: str, draining: bool = True) -> None:
+        """Sends a server no new candidates, or some again; those that it decodes go on."""
+        self._in_loop(lambda pool: pool.drain(url, draining))
+
+    def _in_loop(self, act: Callable[[ServerPool], None]) -> None:
+        async def run() -> None:
+            act(await self._open_pool())
+
+        self._wait(run())
+
+    def _refresh_returned(self) -> None:
+        for url, state in self.states().items():
+            if state is State.RETURNED:
+                try:
+                    fresh = self.refresh is None or self.refresh(url)
+                    words = "it has not got the current weights"
+                except Exception as error:  # it is out, whatever it is; the words are those of the last failure
+                    fresh, words = False, str(error)
+                logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else f", but {words}")
+                self._in_loop(lambda pool: pool.join(url) if fresh else pool.lose(url, words))  # noqa: B023
 
     def query(self, function: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> list[T]:
         """Runs `function` on each server at the same time and returns the answers in order."""
 
         async def ask() -> list[T]:
-            session = await self._open_session()
-            return list(await asyncio.gather(*(function(VLLMServer(url, session)) for url in self.base_urls)))
+            members = (await self._open_pool()).members.values()
+            return list(await asyncio.gather(*(function(member.server) for member in members)))
 
         return self._wait(ask())
 
@@ -111,10 +165,13 @@ class VLLMServerEngine:
         """Closes the connections and ends the thread. Safe to call twice; an engine that is dropped closes itself."""
         self._finalizer()
 
-    async def _open_session(self) -> aiohttp.ClientSession:
-        if not self._sessions:
-            self._sessions.append(new_session())
-        return self._sessions[0]
+    async def _open_pool(self) -> ServerPool:
+        if self._pool is None:
+            session = new_session(self._api_key)
+            self._sessions.append(session)
+            servers = {url: VLLMServer(url, session, self.deadlines.connect_s) for url in self.base_urls}
+            self._pool = ServerPool(servers, self.deadlines, max(1, max_open_files() // len(servers)))
+        return self._pool
 
     async def _rollout(
         self,
@@ -124,11 +181,9 @@ class VLLMServerEngine:
         body: Mapping[str, Any],
         overrides: Overrides | None,
     ) -> RolloutResult:
-        session = await self._open_session()
-        servers = {url: VLLMServer(url, session) for url in self.base_urls}
-        run = RolloutRun(scheduler, servers, prompts, body, overrides, self.request_timeout_s)
-        capacity = max(1, max_open_files() // len(servers))
-        return await run.execute(plans, [EngineLoad(url, capacity) for url in servers])
+        pool = await self._open_pool()
+        pool.watch()
+        return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], on_poll: Callable[[], None] | None = None) -> T:
         """
@@ -153,6 +208,10 @@ def _shut_down(
     loop: asyncio.AbstractEventLoop, thread: threading.Thread, sessions: list[aiohttp.ClientSession]
 ) -> None:
     async def close() -> None:
+        tasks = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}  # what looks after the servers
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for session in sessions:
             await session.close()
         loop.stop()

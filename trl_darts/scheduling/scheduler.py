@@ -38,7 +38,6 @@ from .types import (
     Group,
     GroupPlan,
     GroupResult,
-    RolloutFailed,
     RolloutResult,
     TokensArrived,
 )
@@ -74,7 +73,6 @@ class Scheduler:
             EngineLost: self._on_engine_lost,
             EngineJoined: self._on_engine_joined,
             EngineResized: self._on_engine_resized,
-            RolloutFailed: self._on_rollout_failed,
         }
 
     @property
@@ -211,7 +209,8 @@ class Scheduler:
         if engine is None:
             return []
         engine.capacity = event.capacity
-        surplus = 0 if event.capacity is None else engine.num_running - max(1, event.capacity)
+        # An engine that takes none at all is being drained: what it has goes on.
+        surplus = engine.num_running - event.capacity if event.capacity else 0
         running = [c for c in self.ledger.candidates if c.engine_id == event.engine_id and c.state is RUNNING]
         surplus -= sum(c.shed for c in running)
         if surplus <= 0:
@@ -220,9 +219,6 @@ class Scheduler:
         for candidate in youngest:
             candidate.shed = True
         return [Abort(c.candidate_id, event.engine_id, c.segment) for c in youngest]
-
-    def _on_rollout_failed(self, event: RolloutFailed) -> list[Command]:
-        return [] if self._harvested else self._lose([], event.error, event.now)
 
     def _requeue(self, candidates: Sequence[Candidate], now: float) -> None:
         """They go on elsewhere from the tokens that they have, before all that has not begun."""

@@ -238,22 +238,17 @@ class EngineJoined:
 
 @dataclass(slots=True)
 class EngineResized:
-    """An engine takes more candidates at once than before, or fewer. Those that are too many are called back."""
+    """
+    An engine takes more candidates at once than before, or fewer: those that are too many are called back. With a
+    capacity of 0 it takes no new ones, and those that it has go on.
+    """
 
     engine_id: str
     capacity: int | None
     now: float
 
 
-@dataclass(slots=True)
-class RolloutFailed:
-    """The rollout can't go on: no engine is left, or it has taken too long."""
-
-    error: str
-    now: float
-
-
-Event = TokensArrived | CandidateEnded | CandidateFailed | EngineLost | EngineJoined | EngineResized | RolloutFailed
+Event = TokensArrived | CandidateEnded | CandidateFailed | EngineLost | EngineJoined | EngineResized
 
 
 # Commands: what engines are to do.

@@ -76,13 +76,16 @@ class SyncedVLLMClient(VLLMClient):
     What our clients have in common: `version`, and an HTTP session that never repeats a request that may have arrived.
 
     Args:
+        api_key (`str`, *optional*):
+            Of the server.
         args, kwargs:
             TRL's own arguments.
     """
 
     version: int = 0  # of the weights that the server has: the number of syncs that succeeded
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, api_key: str | None = None, **kwargs: Any) -> None:
+        self._api_key = api_key
         super().__init__(*args, **kwargs)
         # TRL repeats POSTs, five times. A repeated start or broadcast of an update is an error, or a hang. What may be
         # repeated is the connection; and one connection per request, because a server drops idle ones after 5 s.
@@ -90,6 +93,12 @@ class SyncedVLLMClient(VLLMClient):
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, HTTPAdapter(max_retries=retry, pool_maxsize=64))
         self.session.headers["Connection"] = "close"
+
+    def check_server(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, which is the first that it does with its new session; the next is a question that wants the key."""
+        if self._api_key:
+            self.session.headers["Authorization"] = f"Bearer {self._api_key}"
+        super().check_server(*args, **kwargs)
 
     def update_named_params(self, metadata: Metadata, named_params: NamedParams) -> None:
         """

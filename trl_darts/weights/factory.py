@@ -26,6 +26,7 @@ def make_client(
     group_port: int = GROUP_PORT,
     connection_timeout: float = 0.0,
     sync_dir: str | Path | None = None,
+    api_key: str | None = None,
 ) -> SyncedVLLMClient | FleetVLLMClient:
     """
     The client for one or several servers. Waits until they answer; `init_communicator` checks that they fit.
@@ -43,6 +44,8 @@ def make_client(
             Seconds to wait for each server to answer.
         sync_dir (`str` or `Path`, *optional*):
             Directory for `"filesystem"`, see [`WeightDirectory`].
+        api_key (`str`, *optional*):
+            Of the servers.
 
     Returns:
         [`SyncedVLLMClient`] or [`FleetVLLMClient`]: The latter for several servers.
@@ -56,7 +59,12 @@ def make_client(
     if not base_urls or len(set(base_urls)) < len(base_urls):
         raise ConfigurationError(f"`base_urls` ({list(base_urls)}) must be one or several different addresses.")
     clients = [
-        make(base_url=url.rstrip("/"), group_port=group_port + index, connection_timeout=connection_timeout)
+        make(
+            base_url=url.rstrip("/"),
+            group_port=group_port + index,
+            connection_timeout=connection_timeout,
+            api_key=api_key,
+        )
         for index, url in enumerate(base_urls)
     ]
     return clients[0] if len(clients) == 1 else FleetVLLMClient(clients)

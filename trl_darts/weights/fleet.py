@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, WeightSyncError
 from .client import Metadata, NamedParams, NCCLVLLMClient, SyncedVLLMClient, finish_update, start_update, whole
 from .filesystem import FilesystemVLLMClient, load_everywhere
 from .rounds import UpdateRound
@@ -27,7 +27,8 @@ class FleetVLLMClient:
     communicators at work on one device can deadlock. So a sync over NCCL takes as many times longer as there are
     servers. With `"filesystem"` the weights are written once, and all servers load them at once.
 
-    A server that fails does not keep the others from the new weights, but the sync raises.
+    A server that fails does not keep the others from the new weights, but the sync raises. Servers in `excluded` are
+    left alone; [`refresh`] brings one to the weights of the last sync.
 
     Args:
         clients (`Sequence[SyncedVLLMClient]`):
@@ -44,6 +45,8 @@ class FleetVLLMClient:
         self.clients = list(clients)
         self.chunk_bytes = chunk_bytes
         self.version = 0
+        self.excluded: set[str] = set()  # base URLs of servers that are known to be down
+        self._device: torch.device | str | int = "cpu"
 
     @property
     def base_url(self) -> str:
@@ -64,8 +67,19 @@ class FleetVLLMClient:
         """The first server's configuration."""
         return self.clients[0].get_server_info()
 
+    @property
+    def active(self) -> list[SyncedVLLMClient]:
+        """Clients of the servers that are not excluded."""
+        return [client for client in self.clients if client.base_url not in self.excluded]
+
+    @property
+    def behind(self) -> list[str]:
+        """Base URLs of the servers that have not got the weights of the last sync."""
+        return [client.base_url for client in self.clients if client.version != self.version]
+
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Form one group per server; see the clients' own."""
+        self._device = device
         for client in self.clients:
             client.init_communicator(device)
 
@@ -75,9 +89,10 @@ class FleetVLLMClient:
             client.close_communicator()
 
     def reset_prefix_cache(self) -> None:
-        """Empty every server's prefix cache."""
-        for client in self.clients:
-            client.reset_prefix_cache()
+        """Empty the prefix cache of every server that has the weights of the last sync."""
+        for client in self.active:
+            if client.version == self.version:
+                client.reset_prefix_cache()
 
     def update_named_params(self, metadata: Metadata, named_params: NamedParams) -> None:
         """
@@ -95,12 +110,50 @@ class FleetVLLMClient:
             for client in self.clients:
                 client._updating_weights = False
 
+    def refresh(self, base_url: str, metadata: Metadata, named_params: NamedParams | None) -> bool:
+        """
+        Bring one server to the weights of the last sync, for example one that was restarted.
+
+        Args:
+            base_url (`str`):
+                Which.
+            metadata (`list[tuple[str, str, list[int]]]`):
+                As of [`SyncedVLLMClient.update_named_params`].
+            named_params (`Iterator[tuple[str, torch.Tensor]]`, *optional*):
+                The tensors of the last sync. Not needed with `"filesystem"`, where they are on disk.
+
+        Returns:
+            `bool`: Whether it has them: `False` without tensors where they are needed.
+
+        Raises:
+            [`WeightSyncError`]: If it does not take them.
+        """
+        (client,) = (client for client in self.clients if client.base_url == base_url)
+        if isinstance(client, FilesystemVLLMClient):
+            if self.version > 0:
+                path = client.directory.root / f"v{self.version}"
+                with UpdateRound([client], self.version) as update:
+                    update.each(lambda client: client.load(path))
+        elif named_params is None:
+            return False
+        else:
+            client.close_communicator()
+            client.init_communicator(self._device)
+            with whole(named_params, len(metadata)) as params:
+                client.version = self.version - 1  # the update counts on
+                client._sync(metadata, params)
+        client.version = self.version
+        return True
+
     def _sync(self, version: int, metadata: Metadata, named_params: NamedParams) -> None:
-        if isinstance(self.clients[0], FilesystemVLLMClient):
-            load_everywhere(self.clients, self.clients[0].directory, version, named_params)
+        clients = self.active
+        if not clients:
+            raise WeightSyncError(f"None of the vLLM servers is there: {', '.join(self.base_urls)}.")
+        if isinstance(clients[0], FilesystemVLLMClient):
+            load_everywhere(clients, clients[0].directory, version, named_params)
             return
-        in_turn = isinstance(self.clients[0], NCCLVLLMClient)
-        with UpdateRound(self.clients, version, concurrent=not in_turn) as update:
+        in_turn = isinstance(clients[0], NCCLVLLMClient)
+        with UpdateRound(clients, version, concurrent=not in_turn) as update:
             update.each(start_update)
             for names, tensors in self._chunks(metadata, named_params, on_cpu=not in_turn):
                 update.each(lambda client: client.update_named_params(names, iter(tensors)))  # noqa: B023

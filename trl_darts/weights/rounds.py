@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0  # pause, resume and the like, which an engine that is not busy answers within milliseconds
+PAUSE_TIMEOUT_S = 15.0  # a frozen server is found here, before the others wait for it in the middle of an update
+ABANDON_TIMEOUT_S = 5.0  # the server may be gone
 # Requests that someone else runs on the server (nobody, as a rule) freeze and go on under the new weights, their
 # cached keys and values computed anew. "abort" would take their results, "wait" would wait for the longest.
 PAUSE_MODE = "keep"
@@ -156,7 +158,7 @@ class UpdateRound:
                 raise error
 
     def __enter__(self) -> UpdateRound:
-        self.each(lambda client: call(client, "/pause", params={"mode": PAUSE_MODE}))
+        self.each(lambda client: call(client, "/pause", params={"mode": PAUSE_MODE}, timeout_s=PAUSE_TIMEOUT_S))
         return self
 
     def __exit__(
@@ -211,7 +213,7 @@ def _abandon(client: VLLMClient, version: int) -> None:
         ("/resume", None),
     ):
         try:
-            call(client, path, body)
+            call(client, path, body, timeout_s=ABANDON_TIMEOUT_S)
         except WeightSyncError as error:
             logger.debug("While giving up an update: %s", error)
 

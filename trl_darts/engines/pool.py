@@ -1,0 +1,162 @@
+"""
+Which servers are well, and what each can take. Lives in the engine's event loop, and longer than a rollout.
+
+```
+        fails, or does not answer in time                answers again
+   UP ────────────────────────────────────▶ DOWN ────────────────────────▶ RETURNED
+    ▲                                                                         │
+    └──────────────────── has the current weights ────────────────────────────┘
+```
+
+Nothing is asked of a server that is not UP but whether it is well: one that comes back has old weights, or none of
+ours.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import aiohttp
+
+from .capacity import AdaptiveCapacity, LoadSample
+from .deadlines import Deadlines
+from .vllm_api import ServerRefusedError, VLLMServer
+
+
+PROBE_INTERVAL_S = 2.0
+FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ServerRefusedError)
+
+
+class State(Enum):
+    """Where a server is in its life."""
+
+    UP = "up"
+    DOWN = "down"
+    RETURNED = "returned"
+
+
+class Listener(Protocol):
+    """Who must hear of changes while a rollout runs."""
+
+    def on_lost(self, url: str, words: str) -> None:
+        """A server is lost."""
+        ...
+
+    def on_joined(self, url: str, capacity: int) -> None:
+        """A server has come back."""
+        ...
+
+    def on_resized(self, url: str, capacity: int) -> None:
+        """A server takes more candidates, or fewer."""
+        ...
+
+
+@dataclass
+class Member:
+    """A server of the pool."""
+
+    server: VLLMServer
+    cap: AdaptiveCapacity
+    state: State = State.UP
+    words: str = ""  # why it was lost last
+    draining: bool = False
+    num_losses: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """The most candidates at once."""
+        return 0 if self.draining else self.cap.capacity
+
+
+class ServerPool:
+    """
+    The servers of an engine. Must be used in the event loop alone, but for reading states.
+
+    Args:
+        servers (`Mapping[str, VLLMServer]`):
+            By address.
+        deadlines ([`Deadlines`]):
+            Of probes.
+        limit (`int`):
+            The most candidates per server.
+    """
+
+    def __init__(self, servers: Mapping[str, VLLMServer], deadlines: Deadlines, limit: int) -> None:
+        self.members = {url: Member(server, AdaptiveCapacity(limit)) for url, server in servers.items()}
+        self.deadlines = deadlines
+        self.listener: Listener | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+
+    def urls(self, state: State) -> list[str]:
+        """Addresses of the servers in a state."""
+        return [url for url, member in self.members.items() if member.state is state]
+
+    def watch(self) -> None:
+        """Begins to look after the servers, if it does not yet."""
+        if not self._watchers:
+            self._watchers = [asyncio.create_task(self._watch(url)) for url in self.members]
+
+    def lose(self, url: str, words: str) -> None:
+        """Takes a server out."""
+        member = self.members[url]
+        if member.state is State.UP:
+            member.num_losses += 1
+            self._tell(lambda listener: listener.on_lost(url, words))
+        member.state, member.words = State.DOWN, words
+
+    def join(self, url: str) -> None:
+        """Takes a server in again that has the current weights."""
+        member = self.members[url]
+        if member.state is State.RETURNED:
+            member.state = State.UP
+            member.cap = AdaptiveCapacity(member.cap.limit)
+            self._tell(lambda listener: listener.on_joined(url, member.capacity))
+
+    def drain(self, url: str, draining: bool = True) -> None:
+        """Sends a server nothing new, or something again; what it decodes goes on."""
+        member = self.members[url]
+        member.draining = draining
+        if member.state is State.UP:
+            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+
+    def _tell(self, say: Callable[[Listener], None]) -> None:
+        if self.listener is not None:
+            say(self.listener)
+
+    async def _watch(self, url: str) -> None:
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            await self._probe(url)
+
+    async def _probe(self, url: str) -> None:
+        member = self.members[url]
+        try:
+            await member.server.get("/health", self.deadlines.health_s)
+        except FAILURES as error:
+            self.lose(url, describe(error, f"`/health` after {self.deadlines.health_s:g} s"))
+            return
+        if member.state is State.DOWN:
+            member.state = State.RETURNED
+        elif member.state is State.UP and self.listener is not None:
+            await self._measure(url, member)
+
+    async def _measure(self, url: str, member: Member) -> None:
+        try:
+            sample = LoadSample.parse(await member.server.get_text("/metrics", self.deadlines.health_s))
+        except (*FAILURES, ValueError):
+            return  # it is well, and its load is not known: its cap stays
+        before = member.capacity
+        member.cap.update(sample)
+        if member.capacity != before:
+            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+
+
+def describe(error: BaseException, waited_for: str) -> str:
+    """An error's own words; a timeout has none."""
+    if isinstance(error, ServerRefusedError):
+        return str(error)
+    if isinstance(error, asyncio.TimeoutError) and not str(error):
+        return f"no answer to {waited_for}"
+    return f"{type(error).__name__}: {error}"
