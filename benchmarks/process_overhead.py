@@ -37,7 +37,7 @@ from trl_darts.distributed import DirectLink, Director, Share
 from trl_darts.engines.hf_continuous import scheduled_batching
 from trl_darts.engines.hf_generate import SchedulerCriterion, stopping_criterion
 from trl_darts.generation import RolloutGeneration
-from trl_darts.rollout import RolloutConductor
+from trl_darts.rollout import RolloutConductor, Turn
 from trl_darts.scheduling import GroupPlan, SchedulePolicies, Scheduler, UniformAdmission
 
 
@@ -104,6 +104,7 @@ def vllm_colocated(model: Any, tokenizer: Any, num_generations: int) -> Sides:
     generation.conductor = RolloutConductor(
         generation.accelerator, SchedulePolicies(), UniformAdmission(num_generations), num_generations, False
     )
+    generation.conductor.turn = Turn.TRAINING
 
     def side(function: Callable[..., Any]) -> Callable[[Rows], Any]:
         return lambda rows: function(generation, rows, None, num_generations, nullcontext())

@@ -26,9 +26,10 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from benchmarks.servers import benchmark_server
+from trl_darts.engines import Deadlines
 from trl_darts.engines.preflight import Requirements
 from trl_darts.generation import RolloutGeneration
-from trl_darts.rollout import RolloutConductor
+from trl_darts.rollout import RolloutConductor, Turn
 from trl_darts.scheduling import SchedulePolicies, UniformAdmission
 from trl_darts.servers import ServerSettings, connect
 
@@ -44,7 +45,7 @@ def build(base_url: str, model_dir: Path, num_generations: int) -> RolloutGenera
     """Our generation object. `VLLMGeneration.generate` called on it is TRL's path, with TRL's client."""
     accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(model_dir)
     needs = Requirements(512, model.config, processed_logprobs=True, weight_transfer=None, timeout_s=60.0)
-    settings = ServerSettings([base_url], "filesystem", None, 600.0, needs)
+    settings = ServerSettings([base_url], "filesystem", None, Deadlines(), None, needs)
     engine, facts = connect(settings)
     generation = RolloutGeneration(
         model=model,
@@ -61,6 +62,7 @@ def build(base_url: str, model_dir: Path, num_generations: int) -> RolloutGenera
     generation.conductor = RolloutConductor(
         accelerator, SchedulePolicies(), UniformAdmission(num_generations), num_generations, show_progress=False
     )
+    generation.conductor.turn = Turn.TRAINING
     return generation
 
 

@@ -46,7 +46,7 @@ class RolloutGeneration(VLLMGeneration):
             The engine of servers, on the main process.
         facts ([`ServerFacts`], *optional*):
             What it learned about them.
-        pool_ratio (`float`):
+        pool_ratio (`float`, *optional*, defaults to `1.0`):
             Candidates per row at most. TRL has a colocated engine decode as many at once as there are rows; the others
             would wait in its queue.
         kwargs:
@@ -59,10 +59,11 @@ class RolloutGeneration(VLLMGeneration):
         settings: ServerSettings | None,
         engine: VLLMServerEngine | None,
         facts: ServerFacts | None,
-        pool_ratio: float,
+        pool_ratio: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        kwargs["max_num_seqs"] = math.ceil(kwargs["max_num_seqs"] * pool_ratio)
+        if kwargs.get("max_num_seqs") is not None:
+            kwargs["max_num_seqs"] = math.ceil(kwargs["max_num_seqs"] * pool_ratio)
         self.settings = settings
         self.engine = engine
         self.facts = facts

@@ -32,6 +32,7 @@ class RolloutRecord:
     occupancy: Occupancy
     num_generations: int
     num_mixed: int = 0
+    num_resumed: int = 0
 
     @property
     def seconds(self) -> float:
@@ -117,6 +118,7 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
         "darts/rollout/kept_tokens": float(kept.sum()),
         "darts/rollout/aborted_candidates": float(aborted.sum()),
         "darts/rollout/aborted_tokens": float(lengths[aborted].sum()),
+        "darts/rollout/resumed_candidates": float(record.num_resumed),
         "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
         "darts/rollout/tokens_per_second": float(lengths.sum() / seconds) if seconds > 0 else 0.0,
     }

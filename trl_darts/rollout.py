@@ -320,7 +320,9 @@ class RolloutConductor:
         """The record of a rollout, and what is learned from it: nothing from groups of different prompts."""
         summaries = [GroupSummary.of(group) for group in result.groups]
         mixed = batch.mixed
-        record = RolloutRecord(admission, summaries, Occupancy.of(result), batch.num_generations, sum(mixed))
+        record = RolloutRecord(
+            admission, summaries, Occupancy.of(result), batch.num_generations, sum(mixed), result.num_resumed
+        )
         uniform = [summary for summary in summaries if not mixed[summary.group_id]]
         if self.turn is Turn.TRAINING and uniform:
             self.admission.observe(uniform, record.seconds)

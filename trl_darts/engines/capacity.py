@@ -50,7 +50,7 @@ class LoadSample:
         From the text of `/metrics`; the engines of one server (data parallel) are added up, their usage averaged.
 
         Raises:
-            `ValueError`: If it is not in Prometheus' format.
+            `ValueError`: If it is not in Prometheus' format, or lacks one of the four.
         """
         names = (USAGE, RUNNING, WAITING, PREEMPTIONS)
         lines = [line for line in text.splitlines() if line.startswith(names)]  # of a thousand
@@ -60,8 +60,10 @@ class LoadSample:
                 name = sample.name.removesuffix("_total")
                 if name in values:
                     values[name].append(sample.value)
+        if missing := [name for name in names if not values[name]]:  # 0 would say that there is room
+            raise ValueError(f"The server's metrics have no {', '.join(f'`{name}`' for name in missing)}.")
         usage = values[USAGE]
-        return cls(sum(usage) / len(usage) if usage else 0.0, *(_total(values[name]) for name in names[1:]))
+        return cls(sum(usage) / len(usage), *(_total(values[name]) for name in names[1:]))
 
 
 def _total(values: Iterable[float]) -> int:

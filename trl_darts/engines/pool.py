@@ -13,6 +13,7 @@ ours.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -27,6 +28,9 @@ from .vllm_api import ServerRefusedError, VLLMServer
 
 PROBE_INTERVAL_S = 2.0
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ServerRefusedError)
+
+
+logger = logging.getLogger(__name__)
 
 
 class State(Enum):
@@ -103,6 +107,7 @@ class ServerPool:
         member = self.members[url]
         if member.state is State.UP:
             member.num_losses += 1
+            logger.warning("The vLLM server at %s is lost: %s", url, words)
             self._tell(lambda listener: listener.on_lost(url, words))
         member.state, member.words = State.DOWN, words
 
@@ -133,7 +138,7 @@ class ServerPool:
     async def _probe(self, url: str) -> None:
         member = self.members[url]
         try:
-            await member.server.get("/health", self.deadlines.health_s)
+            await member.server.get_text("/health", self.deadlines.health_s)
         except FAILURES as error:
             self.lose(url, describe(error, f"`/health` after {self.deadlines.health_s:g} s"))
             return

@@ -18,6 +18,7 @@ from ..errors import GenerationError
 # The server closes an idle connection after 5 s. A client that keeps it longer sends requests into a closing socket.
 KEEPALIVE_TIMEOUT_S = 3.0
 CONTROL_TIMEOUT_S = 30.0
+MAX_WORDS = 2000  # of a server's own, in an error: they may be a proxy's web page
 
 
 @dataclass(slots=True)
@@ -96,6 +97,12 @@ class CompletionRequest:
         }
         return cls("/inference/v1/generate", body, f"generate-tokens-{request_id}")
 
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """The sampling options, wherever the endpoint has them."""
+        options: Mapping[str, Any] = self.body.get("sampling_params", self.body)
+        return options
+
     def streaming(self, interval: int) -> dict[str, Any]:
         """The body of the same request, answered about every `interval` tokens."""
         if "sampling_params" in self.body:
@@ -153,6 +160,7 @@ class VLLMServer:
     async def stream(self, request: CompletionRequest, interval: int, timeout_s: float) -> AsyncGenerator[Chunk]:
         """One completion, about every `interval` tokens. Busy servers send more tokens in one chunk."""
         finished = False
+        room, logprobs = request.sampling.get("max_tokens"), request.sampling.get("logprobs") is not None
         async with self._post(request.path, request.streaming(interval), timeout_s) as response:
             await self._check(response)
             async for data in _server_sent_events(response.content):
@@ -163,24 +171,30 @@ class VLLMServer:
                     raise _error_of(message, data)
                 if message.get("choices"):
                     chunk = parse_choice(message)
+                    if logprobs and chunk.tokens and chunk.logprobs is None:
+                        raise ServerRefusedError("The server returned tokens without log-probs, which were asked for.")
+                    if room is not None and (room := room - len(chunk.tokens)) < 0:
+                        raise ServerRefusedError(f"The server returned {-room} tokens more than `max_tokens`.")
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
         if not finished:
             raise ServerBrokenError(f"{self.base_url} ended a stream without a `finish_reason`: its engine stopped.")
 
-    async def abort(self, internal_ids: Sequence[str]) -> bool:
+    async def abort(self, internal_ids: Sequence[str], timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """
         Asks the server to end requests now. Each pending response then arrives with what it has.
 
         Args:
             internal_ids (`Sequence[str]`):
                 The server's names of the requests.
+            timeout_s (`float`, *optional*, defaults to `30.0`):
+                For the answer.
 
         Returns:
             `bool`: Whether the server has the endpoint. Its count of aborted requests says nothing: it counts the IDs
             sent. An ID that has not arrived yet is lost, so ask again while the response is pending.
         """
-        async with self._post("/abort_requests", {"request_ids": list(internal_ids)}, CONTROL_TIMEOUT_S) as response:
+        async with self._post("/abort_requests", {"request_ids": list(internal_ids)}, timeout_s) as response:
             if response.status in (404, 405):
                 return False
             await self._check(response)
@@ -204,7 +218,7 @@ class VLLMServer:
         except orjson.JSONDecodeError:
             message = data.decode(errors="replace")
         kind = ServerBrokenError if response.status >= 500 else ServerRefusedError
-        raise kind(f"{self.base_url} answered {response.status}: {message}")
+        raise kind(f"{self.base_url} answered {response.status}: {message[:MAX_WORDS] or response.reason}")
 
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
@@ -230,7 +244,10 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
         [`ServerRefusedError`]: If token IDs are missing: a server that does not know `return_token_ids` is too old.
             Or if tokens or log-probs are none that a model can have sampled.
     """
-    choice = message["choices"][0]
+    choices = message["choices"]
+    if len(choices) != 1 or choices[0].get("index", 0) != 0:  # tokens of another completion would be mixed in
+        raise ServerRefusedError(f"The server returned other choices than the one asked for: {str(choices)[:100]}.")
+    choice = choices[0]
     tokens = choice.get("token_ids")
     if tokens is None:
         raise ServerRefusedError("The server returned no `token_ids`. It is too old: use vLLM 0.22 or newer.")
@@ -260,9 +277,11 @@ async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[by
     async for data in content.iter_any():
         buffer += data
         *events, buffer = buffer.split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data: "):
-                yield event[6:]
+        for line in (line for event in events for line in event.split(b"\n")):
+            if line.startswith(b"data: "):
+                yield line[6:]
+            elif line and not line.startswith((b":", b"event:", b"id:", b"retry:")):  # it may have been tokens
+                raise ServerBrokenError(f"What came is no event of a stream: {line[:100].decode(errors='replace')!r}.")
 
 
 def _error_of(message: Mapping[str, Any], raw: bytes) -> ServerRefusedError:

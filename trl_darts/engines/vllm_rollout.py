@@ -184,6 +184,9 @@ class RolloutRun:
             else:
                 self.pool.lose(command.engine_id, str(error))
         except (aiohttp.ClientError, ServerBrokenError) as error:  # also a connection that could not be made in time
+            if self.aborting.pop(key, None) is not None:  # a stream that is aborted in its queue just ends
+                self._report(CandidateEnded(*key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
+                return
             self.pool.lose(command.engine_id, describe(error, "a connection"))
         except ServerRefusedError as error:
             self._report(CandidateFailed(*key, str(error), time.perf_counter()))
@@ -221,6 +224,8 @@ class RolloutRun:
                     chunk = await asyncio.wait_for(anext(stream), min(seconds, left))
                 except StopAsyncIteration:
                     return
+                except aiohttp.ClientError:  # one of them, a connection not made in time, is a TimeoutError too
+                    raise
                 except asyncio.TimeoutError:
                     if seconds >= left:  # of the whole request
                         raise
@@ -251,7 +256,8 @@ class RolloutRun:
         while pending := [(c, since) for c, since in self.aborting.values() if c.engine_id == engine_id]:
             try:
                 ids = [self.internal_ids.get((c.candidate_id, c.segment)) for c, _ in pending]
-                supported = await self.pool.members[engine_id].server.abort([name for name in ids if name is not None])
+                server = self.pool.members[engine_id].server
+                supported = await server.abort([name for name in ids if name is not None], ABORT_GRACE_S)
             except (ServerRefusedError, aiohttp.ClientError, asyncio.TimeoutError):
                 supported = False
             deadline = time.perf_counter() - ABORT_GRACE_S

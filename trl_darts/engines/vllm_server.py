@@ -148,7 +148,7 @@ class VLLMServerEngine:
                     fresh = self.refresh is None or self.refresh(url)
                     words = "it has not got the current weights"
                 except Exception as error:  # it is out, whatever it is; the words are those of the last failure
-                    fresh, words = False, str(error)
+                    fresh, words = False, f"{type(error).__name__}: {error}"
                 logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else f", but {words}")
                 self._in_loop(lambda pool: pool.join(url) if fresh else pool.lose(url, words))  # noqa: B023
 

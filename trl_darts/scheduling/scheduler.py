@@ -149,6 +149,7 @@ class Scheduler:
             groups=[r for r in results if r.harvested],
             deferred=[r for r in results if not r.harvested],
             timeline=self.ledger.timeline,
+            num_resumed=self.ledger.num_resumed,
         )
 
     # Events

@@ -302,8 +302,10 @@ class GroupResult:
 class RolloutResult:
     """
     What a rollout yielded: the groups in the order in which they were given, and how many candidates ran over time.
+    `num_resumed` counts submissions that had to be made again because an engine was lost or full.
     """
 
     groups: list[GroupResult]
     deferred: list[GroupResult]
     timeline: Timeline
+    num_resumed: int = 0

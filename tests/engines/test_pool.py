@@ -1,0 +1,331 @@
+"""The pool of servers: who is in it, who hears of it, and how an engine gets a server back."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from aiohttp import web
+
+from tests.engines.fake_server import answer, completion, fake_server
+from tests.engines.test_capacity import METRICS
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server
+from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines.pool import ServerPool, State
+from trl_darts.engines.vllm_api import VLLMServer, new_session
+from trl_darts.errors import GenerationError, GenerationTimeoutError
+from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+
+
+BODY = {"model": "m", "max_tokens": 100, "logprobs": 0}
+PROBE_S = 0.02
+LIMIT = 100
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", PROBE_S)
+    monkeypatch.setattr(vllm_server, "PROGRESS_INTERVAL_S", PROBE_S)
+
+
+class Log:
+    """A listener that writes down what it hears."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_lost(self, url, words):
+        self.heard.append(("lost", words))
+
+    def on_joined(self, url, capacity):
+        self.heard.append(("joined", capacity))
+
+    def on_resized(self, url, capacity):
+        self.heard.append(("resized", capacity))
+
+
+class Switch:
+    """A server whose `/health`, `/metrics` and completions can be changed while it runs."""
+
+    def __init__(self, status=200, body=b"", metrics=""):
+        self.status, self.body, self.metrics = status, body, metrics
+        self.num_probes = 0
+        self.num_completions = 0
+        self.breaks = 0  # so many completions are cut
+
+    async def health(self, request: web.Request) -> web.Response:
+        self.num_probes += 1
+        while self.status is None:
+            await asyncio.sleep(0.01)
+        return web.Response(status=self.status, body=self.body)
+
+    async def load(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.encode())
+
+    async def completions(self, request: web.Request) -> web.Response:
+        self.num_completions += 1
+        if self.breaks:
+            self.breaks -= 1
+            request.transport.close()
+        return await answer(completion([4, 5, 6]))
+
+    @contextmanager
+    def serve(self):
+        routes = {"GET /health": self.health, "GET /metrics": self.load, "POST /v1/completions": self.completions}
+        with fake_server(routes) as url:
+            yield url
+
+
+def with_pool(switch, play, **deadlines):
+    """Runs `play(pool, member, log)` on a pool of one server."""
+
+    async def main(url):
+        session = new_session()
+        servers = ServerPool({url: VLLMServer(url, session)}, Deadlines(**deadlines), LIMIT)
+        servers.listener = log = Log()
+        servers.watch()
+        try:
+            await play(servers, servers.members[url], log)
+        finally:
+            for task in servers._watchers:
+                task.cancel()
+            await session.close()
+
+    with switch.serve() as url:
+        asyncio.run(main(url))
+
+
+async def until(condition, timeout_s=5.0):
+    deadline = time.perf_counter() + timeout_s
+    while not condition():
+        assert time.perf_counter() < deadline
+        await asyncio.sleep(0.005)
+
+
+def test_life_of_a_server():
+    switch = Switch()
+
+    async def play(servers, member, log):
+        (url,) = servers.members
+        servers.watch()
+        assert len(servers._watchers) == 1  # one watcher, however often it is asked for
+        servers.join(url)  # it is up
+        assert log.heard == []
+        switch.status = 503
+        await until(lambda: member.state is State.DOWN)
+        servers.join(url)  # nothing is known of it yet
+        assert member.state is State.DOWN
+        switch.status = 200
+        await until(lambda: member.state is State.RETURNED)
+        assert servers.urls(State.RETURNED) == [url]
+        servers.join(url)
+        assert servers.urls(State.UP) == [url]
+        assert [name for name, _ in log.heard] == ["lost", "joined"]
+        assert "answered 503" in log.heard[0][1]
+        assert log.heard[1] == ("joined", LIMIT)
+        assert member.num_losses == 1
+
+    with_pool(switch, play)
+
+
+def test_loss_is_told_once_and_its_last_words_are_kept():
+    async def play(servers, member, log):
+        (url,) = servers.members
+        servers.lose(url, "first")
+        servers.lose(url, "second")
+        assert log.heard == [("lost", "first")]
+        assert (member.words, member.num_losses) == ("second", 1)
+
+    with_pool(Switch(), play)
+
+
+def test_server_that_returned_and_fails_again_is_down():
+    switch = Switch()
+
+    async def play(servers, member, log):
+        servers.lose(*servers.members, "gone")
+        await until(lambda: member.state is State.RETURNED)
+        switch.status = 500
+        await until(lambda: member.state is State.DOWN)
+        assert log.heard == [("lost", "gone")]
+
+    with_pool(switch, play)
+
+
+def test_server_that_does_not_answer_a_probe_is_lost():
+    switch = Switch(status=None)
+
+    async def play(servers, member, log):
+        await until(lambda: member.state is State.DOWN)
+        assert member.words == "no answer to `/health` after 0.1 s"
+        switch.status = 200
+        await until(lambda: member.state is State.RETURNED)
+
+    with_pool(switch, play, health_s=0.1)
+
+
+@pytest.mark.parametrize("body", [b"OK", b"<html></html>", b"\xff"])
+def test_well_is_who_answers_200_whatever_it_says(body):
+    """A proxy in between has words of its own; they once ended the watch."""
+    switch = Switch(body=body)
+
+    async def play(servers, member, log):
+        await until(lambda: switch.num_probes > 3)
+        servers.lose(*servers.members, "gone")
+        await until(lambda: member.state is State.RETURNED)
+
+    with_pool(switch, play)
+
+
+def test_draining():
+    async def play(servers, member, log):
+        (url,) = servers.members
+        servers.drain(url)
+        assert (member.state, member.capacity) == (State.UP, 0)
+        servers.drain(url, False)
+        assert log.heard == [("resized", 0), ("resized", LIMIT)]
+        servers.lose(url, "gone")
+        servers.drain(url)
+        await until(lambda: member.state is State.RETURNED)
+        servers.join(url)
+        assert log.heard[2:] == [("lost", "gone"), ("joined", 0)]
+
+    with_pool(Switch(), play)
+
+
+def test_load_sets_the_cap_and_garbage_does_not():
+    full = METRICS.replace("} 0.25", "} 0.95").replace("} 0.75", "} 0.97")
+    switch = Switch(metrics=full)
+
+    async def play(servers, member, log):
+        await until(lambda: log.heard)
+        assert log.heard == [("resized", 5)]  # three quarters of 7
+        switch.metrics = "<html>"
+        await until_probed_again()
+        assert member.capacity == 5
+        switch.metrics = METRICS
+        await until(lambda: member.capacity > 5)
+
+    async def until_probed_again():
+        seen = switch.num_probes
+        await until(lambda: switch.num_probes > seen + 2)
+
+    with_pool(switch, play)
+
+
+# The engine and its pool
+
+
+def rollout(engine, num_candidates=2, prompt=(5,)):
+    scheduler = Scheduler(make_policies("grpo", num_candidates, num_candidates, 0), num_candidates)
+    return engine.run(scheduler, [GroupPlan(0, num_candidates)], [[ServerPrompt(list(prompt))]], BODY)
+
+
+@contextmanager
+def engine_on(*urls, **deadlines):
+    engine = VLLMServerEngine(urls, Deadlines(**deadlines))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_refreshed_server_serves_again():
+    switch, asked = Switch(), []
+    switch.breaks = 2  # both candidates' first requests
+
+    def refresh(url):
+        asked.append((url, threading.current_thread(), switch.num_completions))
+        return True
+
+    with switch.serve() as url, engine_on(url) as engine:
+        engine.refresh = refresh
+        (group,) = rollout(engine).groups
+        assert engine.states() == {url: State.UP}
+        assert engine.num_losses == 1
+    assert [c.tokens for c in group.candidates] == [[4, 5, 6]] * 2
+    ((asked_of, thread, num_before),) = asked
+    assert (asked_of, thread) == (url, threading.current_thread())
+    assert num_before <= 2 < switch.num_completions  # nothing was asked of it before it had the weights
+
+
+@pytest.mark.parametrize(
+    ("refresh", "words"),
+    [(lambda url: 1 / 0, "ZeroDivisionError: division by zero"), (lambda url: False, "it has not got the current weights")],
+)
+def test_server_that_is_not_refreshed_stays_out(refresh, words):
+    switch = Switch()
+    switch.breaks = 2
+    with switch.serve() as url, engine_on(url, return_s=0.5) as engine:
+        engine.refresh = refresh
+        with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
+            rollout(engine)
+        assert switch.num_completions <= 2
+        engine.refresh = None
+        assert len(rollout(engine).groups) == 1  # it is well; the next rollout may have it
+
+
+def test_refresh_between_rollouts():
+    switch, asked = Switch(), []
+    with switch.serve() as url, engine_on(url) as engine:
+        engine.refresh = lambda url: asked.append(url) or True
+        rollout(engine)
+        engine.lose(url, "does not take the weights")
+        rollout(engine)
+    assert asked == [url]
+
+
+def test_drained_server_gets_nothing_new():
+    first, second = Switch(), Switch()
+    with first.serve() as url, second.serve() as other, engine_on(url, other) as engine:
+        engine.drain(url)
+        rollout(engine, 4)
+        assert (first.num_completions, second.num_completions) == (0, 4)
+        engine.drain(url, False)
+        rollout(engine, 4)
+        assert first.num_completions == 2
+
+
+# Deadlines
+
+
+@contextmanager
+def mute_server(backlog=100):
+    """Accepts connections and never answers; with a full backlog, it does not even accept them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(backlog)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def check_deadline(url, seconds, error, words, **deadlines):
+    with engine_on(url, **deadlines) as engine:
+        start = time.perf_counter()
+        with pytest.raises(error, match=words):
+            rollout(engine)
+        assert abs(time.perf_counter() - start - seconds) < 1.0
+
+
+def test_rollout_deadline():
+    with mute_server() as url:
+        words = r"longer than `vllm_rollout_timeout_s` \(1 s\): 2 candidates are still open"
+        check_deadline(url, 1.0, GenerationTimeoutError, words, rollout_s=1.0)
+
+
+def test_server_that_never_answers_is_an_error_in_time():
+    with mute_server() as url:
+        words = rf"`vllm_server_timeout` \(1 s\). {url}: no answer to `/health` after 0.5 s"
+        check_deadline(url, 1.5, GenerationError, words, health_s=0.5, return_s=1.0)
+
+
+def test_server_that_takes_no_connection_is_told_from_a_slow_one():
+    with mute_server(backlog=0) as url, socket.socket() as first, socket.socket() as second:
+        for taken in (first, second):  # the queue is full then
+            taken.setblocking(False)
+            taken.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+        words = f"{url}: ConnectionTimeoutError: Connection timeout to host"
+        check_deadline(url, 1.3, GenerationError, words, connect_s=0.3, return_s=1.0, health_s=10.0)
