@@ -255,7 +255,10 @@ def test_refreshed_server_serves_again():
 
 @pytest.mark.parametrize(
     ("refresh", "words"),
-    [(lambda url: 1 / 0, "ZeroDivisionError: division by zero"), (lambda url: False, "it has not got the current weights")],
+    [
+        (lambda url: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda url: False, "it has not got the current weights"),
+    ],
 )
 def test_server_that_is_not_refreshed_stays_out(refresh, words):
     switch = Switch()
