@@ -52,6 +52,8 @@ def test_target_redundancy_follows_a_small_upper_bound():
         ({"length_ema": 0.0}, r"`length_ema` \(0.0\)"),
         ({"length_ema": 1.5}, r"`length_ema` \(1.5\)"),
         ({"vllm_request_timeout_s": 0}, r"`vllm_request_timeout_s` \(0\) must be positive"),
+        ({"on_generation_error": "skip"}, r"`on_generation_error` \('skip'\) must be one of 'raise', 'drop_group'"),
+        ({"on_generation_error": "drop_group"}, r"only has an effect with vLLM servers"),
         ({"weight_sync": "carrier pigeon"}, r"`weight_sync` \('carrier pigeon'\) must be one of"),
         ({"weight_sync_dir": "/tmp"}, r"`weight_sync_dir` \('/tmp'\) is only used with `weight_sync='filesystem'`"),
         ({"generation_kwargs": {"n": 4}}, r"`generation_kwargs\['n'\]` \(4\) must be left out"),

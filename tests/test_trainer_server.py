@@ -1,10 +1,12 @@
 """The trainer against real vLLM servers: rollouts, weights, faults."""
 
+import contextlib
 import time
 import urllib.request
 
 import pandas as pd
 import pytest
+from transformers import TrainerCallback
 
 from tests.builders import letter_of, letters_dataset, make_args, make_letter_model, make_trainer, record_batches
 from tests.servers import free_port, start_vllm_server
@@ -207,6 +209,55 @@ def test_two_servers_share_the_work_and_the_weights(server, model_dir, tmp_path)
         for entry in rollout_logs(trainer):
             assert entry["sampling/sampling_logp_difference/max"] < 1e-3
         assert all(served_requests(s) > 0 for s in (server, second))
+
+
+@pytest.mark.parametrize("weight_sync", ["gloo", pytest.param("filesystem", marks=pytest.mark.slow)])
+def test_servers_come_and_go_between_steps(model_dir, tmp_path, weight_sync):
+    """One joins after two steps, with the weights of now; the first leaves after four, and may be stopped."""
+    with contextlib.ExitStack() as first_stack, start_vllm_server(model_dir, max_model_len=400) as second:
+        first = first_stack.enter_context(start_vllm_server(model_dir, max_model_len=512))
+        served: list[float] = []
+
+        class ComeAndGo(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                generation = trainer.vllm_generation
+                if state.global_step == 2:
+                    with pytest.raises(ConfigurationError, match="Each address once"):
+                        generation.add_server(first.base_url)
+                    with pytest.raises(ConfigurationError, match="must be one of several"):
+                        generation.remove_server(first.base_url)
+                    served.append(served_requests(second))
+                    generation.add_server(second.base_url + "/")
+                    assert generation.facts.max_model_len == 400
+                if state.global_step == 4:
+                    served.append(served_requests(second))
+                    generation.remove_server(first.base_url)
+                    first_stack.close()
+
+        fields = {"max_steps": 6, "learning_rate": 3e-3, "weight_sync": weight_sync}
+        trainer = make_trainer(model_dir, server_args(tmp_path, first, **fields), callbacks=[ComeAndGo()])
+        trainer.train()
+        served.append(served_requests(second))
+        assert served[0] == 0  # and it was not asked for a token before
+        assert served[0] < served[1] < served[2]
+        logs = rollout_logs(trainer)
+        assert len(logs) == 6
+        for entry in logs:
+            assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+            assert entry["darts/rollout/resumed_candidates"] == 0
+
+
+def test_a_server_that_does_not_fit_is_not_taken_in(server, model_dir, tiny_model_dir, tmp_path):
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=1, vllm_server_timeout=2.0))
+    generation = trainer.vllm_generation
+    with pytest.raises(ServerUnreachableError):
+        generation.add_server(f"http://127.0.0.1:{free_port()}")
+    with start_vllm_server(tiny_model_dir, max_model_len=512) as other:
+        with pytest.raises(ConfigurationError, match=rf"{other.base_url} serves"):
+            generation.add_server(other.base_url)
+        assert list(generation.engine.states()) == generation.vllm_client.base_urls == [server.base_url]
+        trainer.train()
+        assert served_requests(other) == 0
 
 
 def served_requests(server) -> float:

@@ -1,6 +1,5 @@
 """`DARTSGRPOConfig`: TRL's `GRPOConfig` and the fields that shape rollouts."""
 
-import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,23 +7,14 @@ from typing import Any
 from trl import GRPOConfig
 
 from .engines.deadlines import Deadlines
-from .errors import ConfigurationError
+from .field_checks import check_fields
 from .policy import LatencyCurve
-from .scheduling import SCHEDULES, SchedulePolicies, make_policies
-from .weights import WEIGHT_SYNCS
+from .scheduling import SchedulePolicies, make_policies
 
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
 DEFAULT_REDUNDANCY = 1.5
 API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
-DEADLINES = (
-    "vllm_request_timeout_s",
-    "vllm_connect_timeout_s",
-    "vllm_first_token_timeout_s",
-    "vllm_token_timeout_s",
-    "vllm_health_timeout_s",
-    "vllm_rollout_timeout_s",
-)
 
 
 @dataclass
@@ -87,6 +77,11 @@ class DARTSGRPOConfig(GRPOConfig):
         vllm_rollout_timeout_s (`float`, *optional*, defaults to `14400.0`):
             Deadline of a whole rollout in seconds. How long it waits for a server once none is left is TRL's
             `vllm_server_timeout`.
+        on_generation_error (`str`, *optional*, defaults to `"raise"`):
+            What follows when a prompt can't be completed: a server refuses it, or a deadline passes. `"raise"` ends
+            the training with an error that names the prompt, the server and the server's words. `"drop_group"` goes on
+            without the prompt: the rows of another one are repeated in its place with zero weight in the loss, and
+            `darts/rollout/dropped_groups` counts it. Only with vLLM servers.
         vllm_api_key (`str`, *optional*):
             Key of the servers. Defaults to the environment's `VLLM_API_KEY`, which is the better place: a config is
             saved with the run.
@@ -191,6 +186,13 @@ class DARTSGRPOConfig(GRPOConfig):
     vllm_rollout_timeout_s: float = field(
         default=14400.0, metadata={"help": "Deadline of a whole rollout in seconds."}
     )
+    on_generation_error: str = field(
+        default="raise",
+        metadata={
+            "help": "What follows when a prompt can't be completed: 'raise' ends the training, 'drop_group' repeats "
+            "another prompt's rows in its place with zero weight in the loss. Only with vLLM servers."
+        },
+    )
     vllm_api_key: str | None = field(
         default=None,
         repr=False,
@@ -216,9 +218,9 @@ class DARTSGRPOConfig(GRPOConfig):
         super().__post_init__()
         if self.max_num_generations is None:
             self.max_num_generations = 2 * self.num_generations
-        self._check_selection()
-        self._check_budget()
-        self._check_servers()
+        if self.target_redundancy is None:
+            self.target_redundancy = min(DEFAULT_REDUNDANCY, self.max_num_generations / self.num_generations)
+        check_fields(self)
 
     @property
     def policies(self) -> SchedulePolicies:
@@ -282,87 +284,3 @@ class DARTSGRPOConfig(GRPOConfig):
     def load_latency_curve(self) -> LatencyCurve | None:
         """The curve that `latency_curve` names; [`ConfigurationError`] if the file is missing or malformed."""
         return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve)
-
-    def _check_selection(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigurationError(
-                f"`schedule` ({self.schedule!r}) must be one of {', '.join(map(repr, SCHEDULES))}."
-            )
-        if self.max_num_generations < self.num_generations:
-            raise ConfigurationError(
-                f"`max_num_generations` ({self.max_num_generations}) must be at least `num_generations` "
-                f"({self.num_generations}). Raise it, or leave it unset for 2 × `num_generations`."
-            )
-        if not 0 <= self.num_longest < self.num_generations:
-            raise ConfigurationError(
-                f"`num_longest` ({self.num_longest}) must be at least 0 and less than `num_generations` "
-                f"({self.num_generations}): the other rows are the shortest ones. The paper uses 1."
-            )
-        if self.long_end_patience is not None and not self.long_end_patience >= 1:
-            raise ConfigurationError(
-                f"`long_end_patience` ({self.long_end_patience}) must be at least 1, in multiples of the "
-                "`num_generations`-th shortest complete length. Leave it unset to wait for all candidates."
-            )
-
-    def _check_budget(self) -> None:
-        highest = self.max_num_generations / self.num_generations
-        if self.target_redundancy is None:
-            self.target_redundancy = min(DEFAULT_REDUNDANCY, highest)
-        if not 1 <= self.target_redundancy <= highest:
-            raise ConfigurationError(
-                f"`target_redundancy` ({self.target_redundancy}) must be between 1 and `max_num_generations` / "
-                f"`num_generations` ({highest:g}). Lower it, or raise `max_num_generations`."
-            )
-        if self.redundancy_cost_weight is not None and not 0 < self.redundancy_cost_weight < math.inf:
-            raise ConfigurationError(
-                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) must be positive. Leave it unset to have "
-                "it calibrated."
-            )
-        if not 0 < self.length_ema <= 1:
-            raise ConfigurationError(
-                f"`length_ema` ({self.length_ema}) must be greater than 0 and at most 1, the weight of the newest "
-                "observation."
-            )
-        self.load_latency_curve()
-
-    def _check_servers(self) -> None:
-        for name in DEADLINES:
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be positive, in seconds.")
-        if self.weight_sync not in WEIGHT_SYNCS:
-            raise ConfigurationError(
-                f"`weight_sync` ({self.weight_sync!r}) must be one of {', '.join(map(repr, WEIGHT_SYNCS))}."
-            )
-        if self.weight_sync_dir is not None and self.weight_sync != "filesystem":
-            raise ConfigurationError(
-                f"`weight_sync_dir` ({self.weight_sync_dir!r}) is only used with `weight_sync='filesystem'`, not "
-                f"{self.weight_sync!r}. Set that, or leave it unset."
-            )
-        on_servers = self.use_vllm and self.vllm_mode == "server"
-        if on_servers and not self.server_urls:
-            raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
-        if on_servers and len(set(self.server_urls)) < len(self.server_urls):
-            raise ConfigurationError(
-                f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names a server twice. Each address once."
-            )
-        if (self.generation_kwargs or {}).get("n", 1) != 1:
-            raise ConfigurationError(
-                f"`generation_kwargs['n']` ({self.generation_kwargs['n']}) must be left out. The number of "
-                "completions per prompt is `num_generations`, and of candidates `max_num_generations`."
-            )
-        self._check_engine()
-
-    def _check_engine(self) -> None:
-        if self.schedule == "grpo" or self.use_vllm:
-            return
-        remedies = {
-            "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
-            "eos_token_id": "Set it in the `generation_config` of the model, or set `schedule='grpo'`.",
-        }
-        for name, remedy in remedies.items():
-            if value := (self.generation_kwargs or {}).get(name):
-                raise ConfigurationError(
-                    f"`generation_kwargs[{name!r}]` ({value!r}) does not run with `schedule` ({self.schedule!r}) on "
-                    "the transformers engines: a completion is complete at an end-of-sequence token of the model. "
-                    f"{remedy}"
-                )

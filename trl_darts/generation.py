@@ -1,43 +1,37 @@
 """TRL's generation with vLLM, with our engines in the place of its one blocking call."""
 
-import logging
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from accelerate.utils import gather_object
-from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from .distributed import PromptBatch, Share, Slot
 from .engines.hf_generate import replaced
-from .engines.pool import State
-from .engines.preflight import ServerFacts
+from .engines.preflight import ServerFacts, check_server
 from .engines.vllm_api import ServerPrompt
 from .engines.vllm_server import VLLMServerEngine
-from .errors import ConfigurationError, WeightSyncError
+from .errors import ConfigurationError
 from .metrics import RolloutRecord
-from .rollout import KeptRows, RolloutConductor, Turn
+from .rollout import RolloutConductor, Turn
+from .rows import KeptRows
 from .scheduling import Submit
 from .servers import ServerSettings
-from .weights import FleetVLLMClient, make_client
+from .synced_generation import SyncedGeneration
 from .weights.client import SyncedVLLMClient
-from .weights.rounds import get
 
 
-logger = logging.getLogger(__name__)
-
-
-class RolloutGeneration(VLLMGeneration):
+class RolloutGeneration(SyncedGeneration):
     """
     [`~trl.generation.vllm_generation.VLLMGeneration`] whose rollouts are ours: with `vllm_mode="server"` prompts go to
-    our engine candidate by candidate and weights through our clients, with `vllm_mode="colocate"` the engine inside
-    this process is driven step by step.
+    our engine candidate by candidate, with `vllm_mode="colocate"` the engine inside this process is driven step by
+    step.
 
-    Overrides `_init_vllm`, `sync_weights` and `generate`.
+    Overrides `generate`.
 
     Args:
         settings ([`ServerSettings`], *optional*):
@@ -64,96 +58,9 @@ class RolloutGeneration(VLLMGeneration):
     ) -> None:
         if kwargs.get("max_num_seqs") is not None:
             kwargs["max_num_seqs"] = math.ceil(kwargs["max_num_seqs"] * pool_ratio)
-        self.settings = settings
-        self.engine = engine
         self.facts = facts
         self.conductor: RolloutConductor | None = None  # set by the trainer, once it has an accelerator
-        self._sync_seconds: float | None = None
-        self._num_syncs = 0
-        self.is_sharded: Callable[[], bool] = lambda: False  # set by the trainer
-        super().__init__(*args, **kwargs)
-
-    def _init_vllm(self) -> None:
-        if self.mode != "server":
-            super()._init_vllm()
-            from .engines.vllm_colocated import keep_expanded_images  # imports vLLM
-
-            keep_expanded_images(self.llm)
-            return
-        if self.accelerator.is_main_process:
-            self.vllm_client = make_client(
-                self.settings.base_urls,
-                self.settings.weight_sync,
-                device=self.accelerator.device,
-                group_port=self.group_port,
-                connection_timeout=self.server_timeout,
-                sync_dir=self.settings.weight_sync_dir,
-                api_key=self.settings.api_key,
-            )
-            if not isinstance(self.vllm_client, FleetVLLMClient):
-                self.vllm_client = FleetVLLMClient([self.vllm_client])
-            self.vllm_client.init_communicator(device=self.accelerator.device)
-        if self.engine is not None:
-            self.engine.refresh = self.refresh
-        self.accelerator.wait_for_everyone()
-
-    def sync_weights(self) -> None:
-        """TRL's sync, timed. Servers that don't take the weights are left out until they do, unless none does."""
-        start = time.perf_counter()
-        self._num_syncs += 1
-        # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
-        packed = self.mode == "colocate" and self.accelerator.device.type == "cpu"
-        with reloaded_layers(self.llm) if packed else nullcontext(), self._servers_left_out():
-            super().sync_weights()
-        if self.mode == "colocate":  # TRL drops the prompts' KV cache alone, and not what the old encoder saw
-            self.llm.llm_engine.reset_encoder_cache()
-        self._sync_seconds = time.perf_counter() - start
-
-    @contextmanager
-    def _servers_left_out(self) -> Iterator[None]:
-        """Inside, a sync goes to the servers that are up; those that fail are taken out of the rollouts."""
-        if self.mode != "server" or not self.accelerator.is_main_process:
-            yield
-            return
-        states = self.engine.states()
-        self.vllm_client.excluded = {url for url, state in states.items() if state is not State.UP}
-        words = ""
-        try:
-            yield
-        except WeightSyncError as error:
-            words = str(error)
-            logger.warning("%s", words)
-        for url in self.vllm_client.behind:
-            if states[url] is State.UP:
-                self.engine.lose(url, words)
-
-    def refresh(self, url: str) -> bool:
-        """
-        Brings a server that has come back to the weights of the last sync.
-
-        Args:
-            url (`str`):
-                Its address.
-
-        Returns:
-            `bool`: Whether it has them. Parameters of a sharded model can't be sent while the other processes wait for
-            a rollout, so such a server waits for the next sync, unless `weight_sync="filesystem"`.
-
-        Raises:
-            [`WeightSyncError`]: If it does not take them.
-        """
-        if self._num_syncs == 0:
-            return True
-        if not self.accelerator.is_main_process:  # the main process sees to it
-            client = SyncedVLLMClient(base_url=url, api_key=self.settings.api_key)
-            return get(client, "/weight_info")["weight_version"] == f"v{self._num_syncs}"
-        params = None if self.is_sharded() else self._iter_named_params()
-        return self.vllm_client.refresh(url, self._weight_metadata, params)
-
-    def take_sync_seconds(self) -> float | None:
-        """Seconds of the last weight sync, once; `None` if there was none since the last call."""
-        seconds, self._sync_seconds = self._sync_seconds, None
-        return seconds
+        super().__init__(*args, settings=settings, engine=engine, **kwargs)
 
     def generate(
         self, prompts: list[list[int]], images: list[list | None] | None, num_generations: int, profiler: Any = None
@@ -189,6 +96,69 @@ class RolloutGeneration(VLLMGeneration):
             return super().generate(prompts, images, num_generations, profiler)
         logprobs = [[[logprob] for logprob in row] for row in kept.logprobs]
         return prompts, kept.completion_ids, logprobs, None
+
+    # Servers that come and go
+
+    def add_server(self, url: str) -> None:
+        """
+        Takes in one more server between two steps, for example in a callback. Called on every process at once.
+
+        It gets the current weights before it is asked for a token. With FSDP or ZeRO-3 that is in the next weight
+        sync.
+
+        Args:
+            url (`str`):
+                Its address.
+
+        Raises:
+            [`ConfigurationError`]: If it can't serve this training, or is one of the servers already.
+            [`ServerUnreachableError`]: If it does not answer within `vllm_server_timeout`.
+        """
+        url = url.strip().rstrip("/")
+
+        def take_in() -> ServerFacts:
+            facts = self.engine.add(url, lambda server: check_server(server, self.settings.requirements))
+            try:
+                if facts.model != self.facts.model:
+                    raise ConfigurationError(
+                        f"The vLLM server at {url} serves {facts.model!r}, and the others {self.facts.model!r}. Start "
+                        "it with the same model or `--served-model-name`."
+                    )
+                self.vllm_client.add(url)
+            except BaseException:
+                self.engine.remove(url)
+                raise
+            return replace(self.facts, max_model_len=min(facts.max_model_len, self.facts.max_model_len))
+
+        self.facts = self.conductor.agree(take_in)
+        self._renew_engine([*self.settings.base_urls, url])
+
+    def remove_server(self, url: str) -> None:
+        """
+        Lets a server go between two steps. Called on every process at once.
+
+        Args:
+            url (`str`):
+                Its address.
+
+        Raises:
+            [`ConfigurationError`]: If it is none of the servers, or the last.
+        """
+        url = url.strip().rstrip("/")
+
+        def let_go() -> None:
+            self.engine.remove(url)
+            self.vllm_client.remove(url)
+
+        self.conductor.agree(let_go)
+        self._renew_engine([known for known in self.settings.base_urls if known != url])
+
+    def _renew_engine(self, base_urls: list[str]) -> None:
+        """The other processes have engines for the later turns of a tool loop, and make them when they need them."""
+        self.settings = replace(self.settings, base_urls=base_urls)
+        if self.engine is not None and not self.accelerator.is_main_process:
+            self.engine.close()
+            self.engine = None
 
     # Colocated
 
@@ -326,14 +296,3 @@ def rollout_generation(
     make = partial(RolloutGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=pool_ratio)
     with replaced(grpo_trainer, "VLLMGeneration", make):
         yield
-
-
-@contextmanager
-def reloaded_layers(llm: Any) -> Iterator[None]:
-    """Inside, weights that are loaded into a colocated engine take effect layer by layer; see `weights/reload.py`."""
-    from .weights.reload import finish_reload, initialize_layerwise_reload  # imports vLLM
-
-    worker = llm.llm_engine.model_executor.driver_worker.model_runner
-    initialize_layerwise_reload(worker.model)
-    yield
-    finish_reload(worker.model, worker.model_config)

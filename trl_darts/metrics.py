@@ -17,14 +17,18 @@ class RolloutRecord:
     Args:
         admission ([`Admission`]):
             What was decided before it.
-        summaries (`list[GroupSummary]` of shape `(N,)`):
-            The groups, in the order of the batch.
+        summaries (`list[GroupSummary]` of shape `(≤ N,)`):
+            The groups that were completed, in the order of the batch.
         occupancy ([`Occupancy`]):
             How many candidates ran over time.
         num_generations (`int`):
             M, rows per group.
         num_mixed (`int`, *optional*, defaults to `0`):
             Groups whose rows have different prompts.
+        num_resumed (`int`, *optional*, defaults to `0`):
+            Submissions that were made again because a server was lost or full.
+        num_dropped (`int`, *optional*, defaults to `0`):
+            Groups that could not be completed; `summaries` has the others.
     """
 
     admission: Admission
@@ -33,6 +37,7 @@ class RolloutRecord:
     num_generations: int
     num_mixed: int = 0
     num_resumed: int = 0
+    num_dropped: int = 0
 
     @property
     def seconds(self) -> float:
@@ -95,7 +100,7 @@ def _pool(lengths: np.ndarray, reasons: Sequence[str]) -> dict[str, float]:
 
 
 def _budget(record: RolloutRecord) -> dict[str, float]:
-    admission, num_groups = record.admission, len(record.summaries)
+    admission, num_groups = record.admission, len(record.admission.num_candidates)
     total = sum(admission.num_candidates)
     metrics = {
         "darts/budget/total": float(total),
@@ -119,6 +124,7 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
         "darts/rollout/aborted_candidates": float(aborted.sum()),
         "darts/rollout/aborted_tokens": float(lengths[aborted].sum()),
         "darts/rollout/resumed_candidates": float(record.num_resumed),
+        "darts/rollout/dropped_groups": float(record.num_dropped),
         "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
         "darts/rollout/tokens_per_second": float(lengths.sum() / seconds) if seconds > 0 else 0.0,
     }

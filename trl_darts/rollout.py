@@ -9,35 +9,25 @@ rows of all processes ──▶ PromptBatch ──▶ admission (main process) �
 ```
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
-from .distributed import (
-    Agreement,
-    DirectLink,
-    Director,
-    FollowingLink,
-    MainLink,
-    PromptBatch,
-    RemoteLink,
-    Share,
-    Slot,
-)
+from .distributed import Agreement, PromptBatch
 from .engines.vllm_rollout import Overrides, ServerPrompt
 from .engines.vllm_server import VLLMServerEngine
-from .errors import GenerationError
+from .in_process import Decode, InProcessRollout
 from .metrics import RolloutRecord
 from .progress import RolloutProgress
+from .rows import KeptRows, Tokens
 from .scheduling import (
     Admission,
     AdmissionPolicy,
-    AssignedPlacement,
     GroupPlan,
     GroupSummary,
     LongestFirst,
@@ -46,13 +36,11 @@ from .scheduling import (
     SchedulePolicies,
     Scheduler,
     UniformAdmission,
-    balance,
     known_lengths,
 )
 
 
-Tokens = list[int]
-Decode = Callable[[Share, list[Slot]], None]
+logger = logging.getLogger(__name__)
 
 
 class Turn(Enum):
@@ -61,31 +49,6 @@ class Turn(Enum):
     TRAINING = "training"
     EVALUATION = "evaluation"
     LATER = "later"  # a tool loop goes on: each process for itself, and not equally often
-
-
-@dataclass
-class KeptRows:
-    """The rows that TRL trains on, group by group; `logprobs` is `None` where the engine gives none."""
-
-    completion_ids: list[Tokens]  # (N·M, ≤ max_completion_length)
-    logprobs: list[list[float]] | None
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[Tokens, list[float] | None]]) -> "KeptRows":
-        """From tokens and log-probs of each row."""
-        given = all(logprobs is not None for _, logprobs in rows)
-        return cls([tokens for tokens, _ in rows], [logprobs or [] for _, logprobs in rows] if given else None)
-
-    def __getitem__(self, rows: slice) -> "KeptRows":
-        return KeptRows(self.completion_ids[rows], None if self.logprobs is None else self.logprobs[rows])
-
-
-@dataclass(frozen=True)
-class _Start:
-    """How a rollout begins: which candidates each process feeds to its engine."""
-
-    feeds: list[list[Slot]]
-    needs_progress: bool
 
 
 class RolloutConductor:
@@ -103,6 +66,9 @@ class RolloutConductor:
             M, rows per prompt in training.
         show_progress (`bool`, *optional*, defaults to `True`):
             Whether to show a line while a rollout runs.
+        drop_failed_groups (`bool`, *optional*, defaults to `False`):
+            Whether a rollout on servers goes on without a group that can't be completed. Another one is repeated in
+            its place; see [`KeptRows`]. The later turns of a tool loop fail all the same.
     """
 
     def __init__(
@@ -112,14 +78,17 @@ class RolloutConductor:
         admission: AdmissionPolicy,
         num_generations: int,
         show_progress: bool = True,
+        drop_failed_groups: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.policies = policies
         self.admission = admission
         self.num_generations = num_generations
         self.show_progress = show_progress
+        self.drop_failed_groups = drop_failed_groups
         self.turn: Turn | None = None  # `None` where a user's own `rollout_func` asks for completions
         self.record: RolloutRecord | None = None  # of the last rollout of training, on every process
+        self.repeats: dict[int, int] = {}  # of the last rollout, on every process
         self.overrides: Overrides | None = None  # further request fields per candidate: benchmarks replay lengths
         self.agree = Agreement(accelerator)
         self._num_rollouts = 0
@@ -128,6 +97,8 @@ class RolloutConductor:
     def during(self, turn: Turn) -> Iterator[None]:
         """Inside, rollouts are for this turn."""
         self.turn = turn
+        if turn is not Turn.LATER:
+            self.repeats = {}
         try:
             yield
         finally:
@@ -171,15 +142,19 @@ class RolloutConductor:
         Returns:
             `tuple[KeptRows, RolloutRecord]`: What is trained on, and what is known of the rest.
         """
-        admission, plans = self._plan(batch)
-        policies = self._policies()
+        admission, plans = self.plan(batch)
+        policies = self.policies_now()
         if admission.expected_lengths is not None:
             policies = replace(policies, placement=LongestFirst(admission.expected_lengths))
-        scheduler = Scheduler(policies, batch.num_generations)
-        with self._progress() as progress:
+        drops = self.drop_failed_groups and self.turn is not Turn.LATER
+        scheduler = Scheduler(policies, batch.num_generations, drops)
+        with self.progress() as progress:
             result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, progress)
-        record = self._conclude(admission, result, batch)
-        return KeptRows.of([(row.tokens, row.logprobs) for group in result.groups for row in group.rows]), record
+        for words in result.dropped.values():
+            logger.warning(
+                "%s. The group is dropped, and another one is repeated in its place, without weight.", words
+            )
+        return KeptRows.of_result(result, batch.num_generations), self.conclude(admission, result, batch)
 
     def in_process(self, batch: PromptBatch, decode: Decode, engine_size: int = 1, group: Any = None) -> KeptRows:
         """
@@ -207,27 +182,9 @@ class RolloutConductor:
             [`GenerationError`]: If a process can't decode its share. Raised on every process.
         """
         self._num_rollouts += 1
-        me = self.accelerator.process_index
-        state: dict[str, Any] = {}  # of the main process
-        start: _Start = self.agree(lambda: self._start(batch, engine_size, state))
-        first = me - me % engine_size
-        slots = [slot for feed in start.feeds[first : first + engine_size] for slot in feed]
-        link = self._link(state.get("director"), engine_size)
-        following = link if group is None else FollowingLink(link if me == first else None, first, group)
-        with self._progress() as progress:
-            watch = (lambda: progress(state["director"].scheduler.ledger)) if state else None
-            share = Share(slots, following, start.needs_progress, watch)
-            try:
-                decode(share, start.feeds[me])
-                if share.running:
-                    raise GenerationError(f"The engine left {len(share.running)} candidates without an end.")
-                share.exchange()
-            except Exception as error:
-                self._give_up(link, error)
-                raise
-        kept, record = self.agree(lambda: self._end(link, batch, state))
-        self.record = record
-        return self._collect(kept, share, leader=me == first)[batch.mine]
+        rollout = InProcessRollout(self, batch, engine_size, group, self._num_rollouts)
+        rows, self.record = rollout.run(decode)
+        return rows
 
     def share(self, compute: Callable[[], tuple[KeptRows, RolloutRecord]]) -> KeptRows:
         """
@@ -240,68 +197,14 @@ class RolloutConductor:
         Returns:
             [`KeptRows`]: The rows of the whole batch.
         """
-        rows, record = self.agree(compute)
-        self.record = record if self.turn is Turn.TRAINING else None
+        rows, self.record = self.agree(compute)
+        self.repeats = rows.repeats
         return rows
 
-    # A rollout on all processes
+    # Common to all ways of decoding
 
-    def _start(self, batch: PromptBatch, engine_size: int, state: dict[str, Any]) -> _Start:
-        admission, plans = self._plan(batch)
-        counts, num_engines = admission.num_candidates, len(batch.sizes) // engine_size
-        owners = batch.owners
-        homes = [[owners[batch.row_of(g, i)] for i in range(count)] for g, count in enumerate(counts)]
-        if batch.multimodal or sum(counts) == len(batch.rows):
-            engines, lengths = [[home // engine_size for home in group] for group in homes], None
-        else:
-            lengths = admission.expected_lengths or [1.0] * len(counts)
-            engines = balance(counts, lengths, num_engines)
-        placement = AssignedPlacement([[str(engine) for engine in group] for group in engines], lengths)
-        scheduler = Scheduler(replace(self._policies(), placement=placement), batch.num_generations)
-        director = Director(scheduler, plans, num_engines)
-        state.update(director=director, admission=admission)
-        feeds: list[list[Slot]] = [[] for _ in batch.sizes]
-        for engine, slots in enumerate(director.slots):
-            for slot in slots:
-                home = homes[slot.group_id][slot.index]
-                feeds[home if batch.multimodal else engine * engine_size].append(slot)
-        return _Start(feeds, scheduler.needs_progress)
-
-    def _link(self, director: Director | None, engine_size: int) -> DirectLink | MainLink | RemoteLink:
-        num_processes = self.accelerator.num_processes
-        if num_processes == 1:
-            return DirectLink(director)
-        mailbox = self.agree.mailbox
-        if director is None:
-            return RemoteLink(mailbox, self._num_rollouts)
-        return MainLink(director, mailbox, self._num_rollouts, range(0, num_processes, engine_size))
-
-    def _give_up(self, link: DirectLink | MainLink | RemoteLink, error: Exception) -> None:
-        """Tells the other processes, so that none waits for this one."""
-        if isinstance(link, DirectLink):
-            return
-        link.fail(error)
-        if isinstance(link, MainLink):
-            self.agree.break_off(error)
-
-    def _end(
-        self, link: DirectLink | MainLink | RemoteLink, batch: PromptBatch, state: dict[str, Any]
-    ) -> tuple[list[int], RolloutRecord]:
-        if isinstance(link, MainLink):
-            link.wait()
-        result = state["director"].result()
-        kept = [row.candidate_id for group in result.groups for row in group.rows]
-        return kept, self._conclude(state["admission"], result, batch)
-
-    def _collect(self, kept: Sequence[int], share: Share, leader: bool) -> KeptRows:
-        wanted = set(kept)
-        mine = {number: row for number, row in share.rows.items() if number in wanted} if leader else {}
-        rows = {number: row for part in gather_object([mine]) for number, row in part.items()}
-        return KeptRows.of([rows[number] for number in kept])
-
-    # Common to all
-
-    def _plan(self, batch: PromptBatch) -> tuple[Admission, list[GroupPlan]]:
+    def plan(self, batch: PromptBatch) -> tuple[Admission, list[GroupPlan]]:
+        """How many candidates each prompt gets."""
         infos = batch.infos
         training = self.turn is Turn.TRAINING
         admission = (self.admission if training else UniformAdmission(batch.num_generations)).plan(infos)
@@ -313,20 +216,28 @@ class RolloutConductor:
         ]
         return admission, plans
 
-    def _policies(self) -> SchedulePolicies:
+    def policies_now(self) -> SchedulePolicies:
+        """The decisions for this turn."""
         return self.policies if self.turn is Turn.TRAINING else SchedulePolicies()
 
-    def _conclude(self, admission: Admission, result: RolloutResult, batch: PromptBatch) -> RolloutRecord:
+    def conclude(self, admission: Admission, result: RolloutResult, batch: PromptBatch) -> RolloutRecord:
         """The record of a rollout, and what is learned from it: nothing from groups of different prompts."""
         summaries = [GroupSummary.of(group) for group in result.groups]
         mixed = batch.mixed
         record = RolloutRecord(
-            admission, summaries, Occupancy.of(result), batch.num_generations, sum(mixed), result.num_resumed
+            admission,
+            summaries,
+            Occupancy.of(result),
+            batch.num_generations,
+            num_mixed=sum(mixed),
+            num_resumed=result.num_resumed,
+            num_dropped=len(result.dropped),
         )
         uniform = [summary for summary in summaries if not mixed[summary.group_id]]
         if self.turn is Turn.TRAINING and uniform:
             self.admission.observe(uniform, record.seconds)
         return record
 
-    def _progress(self) -> RolloutProgress:
+    def progress(self) -> RolloutProgress:
+        """A line that shows how far the rollout is, on the main process."""
         return RolloutProgress(self.show_progress and self.accelerator.is_main_process)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -19,6 +20,7 @@ from .generation import rollout_generation
 from .metrics import RolloutRecord, rollout_metrics
 from .policy import BudgetController, LengthTracker
 from .rollout import RolloutConductor, Turn
+from .rows import repeat_rewards, take_weight
 from .scheduling import AdmissionPolicy, UniformAdmission, VarianceAdmission
 from .servers import connect, server_settings
 
@@ -37,8 +39,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     the rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are
     not over-provisioned.
 
-    Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop` and `_load_optimizer_and_scheduler`, each
-    around TRL's own.
+    Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
+    `_generate_and_score_completions` and `_load_optimizer_and_scheduler`, each around TRL's own.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -163,6 +165,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             callback.admission,
             args.num_generations,
             show_progress=not args.disable_tqdm,
+            drop_failed_groups=args.on_generation_error == "drop_group",
         )
         if args.use_vllm:
             self.vllm_generation.conductor = self._conductor
@@ -199,6 +202,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 )
         if turn is Turn.TRAINING:
             self._log_rollout(conductor.record)
+        elif conductor.repeats and turn is Turn.EVALUATION:
+            self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(conductor.record.num_dropped))
         return output
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], list | None, dict]:
@@ -271,6 +276,16 @@ class DARTSGRPOTrainer(GRPOTrainer):
             micro_step = self._step % self.args.gradient_accumulation_steps
             trace = pd.DataFrame(record.trace()).assign(step=self.state.global_step)
             trace.to_parquet(directory / f"rollout_{self.state.global_step:05d}_{micro_step:02d}.parquet")
+
+    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+        rewards = super()._calculate_rewards(*args)
+        return rewards if self._conductor is None else repeat_rewards(rewards, self._conductor.repeats)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self._conductor is not None:
+            take_weight(output, self._conductor.repeats, self.accelerator)
+        return output
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

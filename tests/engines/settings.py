@@ -36,3 +36,16 @@ def prepare_colocated() -> None:
 
     # Compilation takes a minute, and bfloat16, its choice, would hide a wrong weight in its noise.
     vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True, dtype="float32")
+    _name_shared_memory()
+
+
+def _name_shared_memory() -> None:
+    """
+    With tensor parallelism inside a launcher, vLLM's CPU build gives its shared memory the same name in every job: two
+    can't run at once, and one that was killed leaves a name behind that no other may take.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    make_name = _CPUSHMDistributed.make_group_name
+    job = f"{os.getppid()}-{os.environ.get('MASTER_PORT')}"  # the same for the processes of a launch
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: job + make_name(communicator).lstrip("/"))

@@ -91,7 +91,7 @@ def with_pool(switch, play, **deadlines):
         try:
             await play(servers, servers.members[url], log)
         finally:
-            for task in servers._watchers:
+            for task in servers._watchers.values():
                 task.cancel()
             await session.close()
 

@@ -26,8 +26,12 @@ def model_dir(tmp_path_factory, tokenizer):
     return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
 
 
-def launch(model_dir, out, config=CONFIGS / "ddp.yaml", engine="transformers", url=None, **args) -> list[dict]:
-    options = {"model": str(model_dir), "out": str(out), "engine": engine, "url": url, "args": args}
+def launch(
+    model_dir, out, config=CONFIGS / "ddp.yaml", engine="transformers", url=None, refused=(), **args
+) -> list[dict]:
+    """`refused` are the groups that a server is asked for in a way that it refuses."""
+    options = {"model": str(model_dir), "out": str(out), "engine": engine, "url": url}
+    options |= {"refused": list(refused), "args": args}
     run_launcher(config, "tests.launches.train", [json.dumps(options)])
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -153,6 +157,30 @@ def test_server_engine(model_dir, tmp_path):
             model_dir, tmp_path, engine="vllm_server", url=server.base_url, per_device_train_batch_size=6, max_steps=4
         )
     assert_agreement(ranks, steps=4, num_prompts=3)
+
+
+@pytest.mark.vllm
+def test_dropped_group_straddles_both(model_dir, tmp_path):
+    """The second of three groups has rows on both processes: neither gives them any weight."""
+    with start_vllm_server(model_dir, max_model_len=512) as server:
+        ranks = launch(
+            model_dir,
+            tmp_path,
+            engine="vllm_server",
+            url=server.base_url,
+            refused=[1],
+            per_device_train_batch_size=6,
+            max_steps=2,
+            on_generation_error="drop_group",
+        )
+    for first, second in zip(ranks[0]["rows"], ranks[1]["rows"], strict=True):
+        lengths, advantages = first["lengths"] + second["lengths"], first["advantages"] + second["advantages"]
+        assert lengths[4:8] == advantages[4:8] == [0] * 4
+        assert all(lengths[:4] + lengths[8:])
+        assert any(advantages[:4])
+        assert any(advantages[8:])
+        assert first["num_items"] == second["num_items"] == sum(lengths)
+    assert [float(line["darts/rollout/dropped_groups"]) for line in ranks[0]["log"][:2]] == [1.0, 1.0]
 
 
 @pytest.mark.vllm

@@ -9,13 +9,13 @@ from pathlib import Path
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu
-from trl_darts import rollout
+from trl_darts import in_process
 
 
 def record_rollouts(trainer) -> tuple[list, list]:
     """Budgets and selections of each rollout, and how many candidates this process decoded."""
     records, decoded = [], []
-    log_rollout, share_class = trainer._log_rollout, rollout.Share
+    log_rollout, share_class = trainer._log_rollout, in_process.Share
 
     def logged(record):
         records.append([record.admission.num_candidates, [[s.lengths, s.selected] for s in record.summaries]])
@@ -25,7 +25,7 @@ def record_rollouts(trainer) -> tuple[list, list]:
         decoded.append(len(slots))
         return share_class(slots, *args, **kwargs)
 
-    trainer._log_rollout, rollout.Share = logged, share
+    trainer._log_rollout, in_process.Share = logged, share
     return records, decoded
 
 
@@ -44,6 +44,8 @@ def main() -> None:
     trainer = make_trainer(Path(options["model"]), args, reward_funcs=reward, train_dataset=letters_dataset(10))
     batches = record_batches(trainer)
     records, decoded = record_rollouts(trainer)
+    refused = options["refused"]
+    trainer._conductor.overrides = lambda command: {"top_p": 7.0} if command.group_id in refused else {}
     trainer.train()
     rows = [
         {
@@ -51,6 +53,7 @@ def main() -> None:
             "letters": [letter_of(ids[0]) for ids in batch["completion_ids"].tolist()],
             "lengths": batch["completion_mask"].sum(1).tolist(),
             "advantages": batch["advantages"].tolist(),
+            "num_items": batch["num_items_in_batch"].item(),
         }
         for batch in batches
     ]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
+    CandidateFailed,
     CandidateState,
     Command,
     EngineJoined,
@@ -18,6 +19,7 @@ from trl_darts.scheduling import (
     Event,
     FinishReason,
     GroupPlan,
+    RolloutExpired,
     Scheduler,
     Submit,
     TokensArrived,
@@ -27,11 +29,21 @@ from trl_darts.scheduling import (
 class ChaosEngine:
     """Drives a scheduler with events in random order; `trace` keeps each event with the commands that it led to."""
 
-    def __init__(self, seed: int, num_engines: int = 2, max_length: int = 40, logprobs: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_engines: int = 2,
+        max_length: int = 40,
+        logprobs: bool = True,
+        failure_rate: float = 0.0,
+        expires_at: float | None = None,
+    ) -> None:
         self.random = random.Random(seed)
         self.num_engines = num_engines
         self.max_length = max_length
         self.logprobs = logprobs
+        self.failure_rate = failure_rate
+        self.expires_at = expires_at
         self.trace: list[tuple[Event, list[Command]]] = []
         self.running: dict[tuple[int, int], Submit] = {}  # by (candidate_id, segment)
         self.sent: dict[tuple[int, int], int] = {}  # tokens reported, prior ones included
@@ -56,7 +68,12 @@ class ChaosEngine:
 
     def _step(self) -> None:
         choice = self.random.random()
-        if choice < 0.10 and self.trace:  # a duplicate, or an event that comes late
+        if self.expires_at is not None and self.now >= self.expires_at:
+            self.expires_at = None
+            self._send(RolloutExpired("time ran out", self.now))
+        elif self.running and self.random.random() < self.failure_rate:
+            self._break(self.random.choice(sorted(self.running)))
+        elif choice < 0.10 and self.trace:  # a duplicate, or an event that comes late
             self._send(copy.deepcopy(self.random.choice(self.trace)[0]), fresh=False)
         elif choice < 0.12 and self.alive:
             self._lose(self.random.choice(sorted(self.alive)))
@@ -91,6 +108,11 @@ class ChaosEngine:
             self.ends[key[0]] = self.ends.get(key[0], 0) + 1
         self._send(CandidateEnded(*key, offset, tokens, logprobs, reason, self.now))
 
+    def _break(self, key: tuple[int, int]) -> None:
+        del self.running[key]
+        self.ends[key[0]] = self.ends.get(key[0], 0) + 1
+        self._send(CandidateFailed(*key, "broken", self.now))
+
     def _lose(self, name: str) -> None:
         self.alive.remove(name)
         for key in [k for k, command in self.running.items() if command.engine_id == name]:
@@ -99,7 +121,7 @@ class ChaosEngine:
         self._send(EngineLost(name, "gone", self.now))
 
     def _send(self, event: Event, fresh: bool = True) -> None:
-        if not fresh and isinstance(event, EngineLost | EngineJoined | EngineResized):
+        if not fresh and isinstance(event, EngineLost | EngineJoined | EngineResized | RolloutExpired):
             return  # a repeated loss of an engine that has come back is a new loss
         self.now += 1.0
         event.now = self.now

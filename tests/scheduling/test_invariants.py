@@ -3,10 +3,12 @@
 import copy
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduling.chaos import ChaosEngine
+from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
     CandidateEnded,
     CandidateState,
@@ -67,7 +69,7 @@ def rollouts(draw) -> dict:
     }
 
 
-def new_scheduler(rollout: dict) -> Scheduler:
+def new_scheduler(rollout: dict, drop_failed_groups: bool = False) -> Scheduler:
     policies = make_policies(
         rollout["schedule"],
         num_generations=NUM_GENERATIONS,
@@ -80,7 +82,7 @@ def new_scheduler(rollout: dict) -> Scheduler:
         policies = SchedulePolicies(policies.group_stop, FirstGroups(rollout["harvest_after"]))
     if rollout["refill"]:
         policies = SchedulePolicies(policies.group_stop, policies.batch_stop, refill=OneMore())
-    return Scheduler(policies, NUM_GENERATIONS)
+    return Scheduler(policies, NUM_GENERATIONS, drop_failed_groups)
 
 
 def run(rollout: dict) -> tuple[Scheduler, ChaosEngine]:
@@ -181,3 +183,30 @@ def test_settled_is_final(rollout):
     engine.run(scheduler, rollout["plans"])
     if rollout["harvest_after"] is None:
         assert len(seen) == len(rollout["plans"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(rollouts(), st.floats(0.0, 0.2), st.none() | st.floats(0.0, 200.0))
+def test_dropped_or_complete(rollout, failure_rate, expires_at):
+    """With `drop_failed_groups` each group has its rows, all of them finished, or the words of what went wrong."""
+    scheduler = new_scheduler(rollout, drop_failed_groups=True)
+    engine = ChaosEngine(rollout["seed"], rollout["num_engines"], failure_rate=failure_rate, expires_at=expires_at)
+    engine.run(scheduler, rollout["plans"])
+    ledger = scheduler.ledger
+    assert all(c.state in FINAL_STATES for c in ledger.candidates)
+    assert ledger.num_submitted == sum(engine.ends.values()) + engine.num_dropped + ledger.num_resumed
+    if all(group.error for group in ledger.groups.values()):
+        with pytest.raises(GenerationError, match=r"broken|time ran out"):
+            scheduler.result()
+        return
+    result = scheduler.result()
+    closed = {group.plan.group_id for group in [*result.groups, *result.deferred]}
+    assert closed.isdisjoint(result.dropped)
+    assert closed | set(result.dropped) == {plan.group_id for plan in rollout["plans"]}
+    assert all("broken" in words or "time ran out" in words for words in result.dropped.values())
+    assert bool(result.deferred) <= (rollout["harvest_after"] is not None)
+    for group in result.groups:
+        assert len(set(group.selected)) == NUM_GENERATIONS
+        assert all(row.state is CandidateState.FINISHED for row in group.rows)
+    for group_id in result.dropped:  # not one that could have been kept
+        assert ledger.groups[group_id].num_complete < NUM_GENERATIONS

@@ -16,6 +16,7 @@ from trl_darts.scheduling import (
     FinishReason,
     GroupPlan,
     LongestFirst,
+    RolloutExpired,
     SchedulePolicies,
     Scheduler,
     Submit,
@@ -231,6 +232,38 @@ def test_answers_that_make_no_sense_fail(event, words):
     scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
     scheduler.handle(event)
     with pytest.raises(GenerationError, match=words):
+        scheduler.result()
+
+
+def test_failed_group_is_dropped_and_the_others_go_on():
+    scheduler = Scheduler(SchedulePolicies(), 2, drop_failed_groups=True)
+    scheduler.start([GroupPlan(0, 2), GroupPlan(1, 2)], [EngineLoad("a")], now=0.0)
+    assert scheduler.handle(CandidateFailed(0, 0, "too long", now=1.0)) == [Abort(1, "a", 0)]
+    scheduler.handle(ended(1, 1, now=1.5, reason=FinishReason.ABORT))
+    scheduler.handle(ended(2, 3, now=2.0))
+    scheduler.handle(ended(3, 4, now=2.0))
+    result = scheduler.result()
+    assert result.dropped == {0: "Generation failed for candidate 0 of prompt 0 on a: too long"}
+    assert [group.plan.group_id for group in result.groups] == [1]
+
+
+def test_group_that_has_enough_keeps_it_when_a_candidate_fails():
+    policies = make_policies("darts", 2, 4, 1)
+    scheduler = Scheduler(policies, 2, drop_failed_groups=True)
+    scheduler.start([GroupPlan(0, 3)], [EngineLoad("a")], now=0.0)
+    scheduler.handle(ended(0, 3, now=1.0))
+    scheduler.handle(ended(2, 5, now=1.0))
+    scheduler.handle(CandidateFailed(1, 0, "broken", now=2.0))
+    (group,) = scheduler.result().groups
+    assert group.selected == [0, 2]
+
+
+def test_nothing_left_to_train_on_is_an_error():
+    scheduler = Scheduler(SchedulePolicies(), 1, drop_failed_groups=True)
+    scheduler.start([GroupPlan(0, 1), GroupPlan(1, 1)], [], now=0.0)
+    scheduler.handle(RolloutExpired("no server is left", now=1.0))
+    assert scheduler.done
+    with pytest.raises(GenerationError, match="no server is left"):
         scheduler.result()
 
 

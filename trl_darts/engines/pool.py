@@ -91,16 +91,27 @@ class ServerPool:
         self.members = {url: Member(server, AdaptiveCapacity(limit)) for url, server in servers.items()}
         self.deadlines = deadlines
         self.listener: Listener | None = None
-        self._watchers: list[asyncio.Task[None]] = []
+        self._limit = limit
+        self._watchers: dict[str, asyncio.Task[None]] = {}
 
     def urls(self, state: State) -> list[str]:
         """Addresses of the servers in a state."""
         return [url for url, member in self.members.items() if member.state is state]
 
     def watch(self) -> None:
-        """Begins to look after the servers, if it does not yet."""
-        if not self._watchers:
-            self._watchers = [asyncio.create_task(self._watch(url)) for url in self.members]
+        """Begins to look after those servers that it does not yet look after."""
+        for url in self.members.keys() - self._watchers.keys():
+            self._watchers[url] = asyncio.create_task(self._watch(url))
+
+    def add(self, url: str, server: VLLMServer) -> None:
+        """Takes in a server that has answered, but has none of our weights yet."""
+        self.members[url] = Member(server, AdaptiveCapacity(self._limit), State.RETURNED, "it is new")
+
+    def remove(self, url: str) -> None:
+        """Forgets a server. Not while a rollout runs."""
+        del self.members[url]
+        if (watcher := self._watchers.pop(url, None)) is not None:
+            watcher.cancel()
 
     def lose(self, url: str, words: str) -> None:
         """Takes a server out."""

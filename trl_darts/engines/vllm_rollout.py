@@ -27,6 +27,7 @@ from ..scheduling import (
     Event,
     FinishReason,
     GroupPlan,
+    RolloutExpired,
     RolloutResult,
     Scheduler,
     Submit,
@@ -139,7 +140,9 @@ class RolloutRun:
                 )
 
     def _fail(self, error: Exception) -> None:
-        if not self.finished.done():
+        if self.scheduler.drop_failed_groups:  # what is complete by now will do, if anything is
+            self._report(RolloutExpired(str(error), time.perf_counter()))
+        elif not self.finished.done():
             self.finished.set_exception(error)
 
     # Commands and events

@@ -135,6 +135,51 @@ class VLLMServerEngine:
         """Sends a server no new candidates, or some again; those that it decodes go on."""
         self._in_loop(lambda pool: pool.drain(url, draining))
 
+    def add(self, url: str, check: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> T:
+        """
+        Takes in one more server, between two rollouts. It is used as soon as it has the current weights.
+
+        Args:
+            url (`str`):
+                Its address.
+            check (`Callable[[VLLMServer], Coroutine]`):
+                Asks it whether it fits. What it raises is raised here.
+
+        Returns:
+            `T`: What `check` returned.
+
+        Raises:
+            [`ConfigurationError`]: If it is one of the servers already.
+        """
+        if url in self.base_urls:
+            raise ConfigurationError(f"`url` ({url!r}) is one of the servers already. Each address once.")
+
+        async def run() -> T:
+            pool = await self._open_pool()
+            server = VLLMServer(url, self._sessions[0], self.deadlines.connect_s)
+            answer = await check(server)
+            pool.add(url, server)
+            return answer
+
+        answer = self._wait(run())
+        self.base_urls.append(url)
+        return answer
+
+    def remove(self, url: str) -> None:
+        """
+        Forgets a server, between two rollouts.
+
+        Raises:
+            [`ConfigurationError`]: If it is none of the servers, or the last.
+        """
+        if url not in self.base_urls or len(self.base_urls) == 1:
+            raise ConfigurationError(
+                f"`url` ({url!r}) must be one of several servers. Those of this training are "
+                f"{', '.join(map(repr, self.base_urls))}."
+            )
+        self._in_loop(lambda pool: pool.remove(url))
+        self.base_urls.remove(url)
+
     def _in_loop(self, act: Callable[[ServerPool], None]) -> None:
         async def run() -> None:
             act(await self._open_pool())
@@ -149,7 +194,7 @@ class VLLMServerEngine:
                     words = "it has not got the current weights"
                 except Exception as error:  # it is out, whatever it is; the words are those of the last failure
                     fresh, words = False, f"{type(error).__name__}: {error}"
-                logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else f", but {words}")
+                logger.warning("The vLLM server at %s is there%s.", url, "" if fresh else f", but {words}")
                 self._in_loop(lambda pool: pool.join(url) if fresh else pool.lose(url, words))  # noqa: B023
 
     def query(self, function: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> list[T]:

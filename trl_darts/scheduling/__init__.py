@@ -1,32 +1,35 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
+from .events import (
+    Abort,
+    CandidateEnded,
+    CandidateFailed,
+    Command,
+    EngineJoined,
+    EngineLost,
+    EngineResized,
+    Event,
+    RolloutExpired,
+    Submit,
+    TokensArrived,
+)
 from .placement import AssignedPlacement, LongestFirst, balance, known_lengths
 from .policies import AllGroups, BatchStop, DualEnd, GroupStop, LeastLoaded, Placement, SchedulePolicies, WaitForAll
 from .scheduler import Scheduler
 from .schedules import SCHEDULES, make_policies
 from .summary import GroupSummary, Occupancy, bubble_ratio
 from .types import (
-    Abort,
     Candidate,
-    CandidateEnded,
-    CandidateFailed,
     CandidateState,
-    Command,
-    EngineJoined,
     EngineLoad,
-    EngineLost,
-    EngineResized,
-    Event,
     FinishReason,
     Group,
     GroupPlan,
     GroupResult,
     PartialCandidate,
     RolloutResult,
-    Submit,
     Timeline,
-    TokensArrived,
 )
 
 
@@ -61,6 +64,7 @@ __all__ = [
     "PartialCandidate",
     "Placement",
     "PromptInfo",
+    "RolloutExpired",
     "RolloutResult",
     "SchedulePolicies",
     "Scheduler",

@@ -7,19 +7,8 @@ Each transition is one method, so that a candidate can't end twice and a counter
 from bisect import insort
 
 from ..errors import ConfigurationError
-from .types import (
-    FINAL_STATES,
-    Candidate,
-    CandidateEnded,
-    CandidateState,
-    EngineLoad,
-    FinishReason,
-    Group,
-    GroupPlan,
-    Submit,
-    Timeline,
-    TokensArrived,
-)
+from .events import CandidateEnded, Submit, TokensArrived
+from .types import FINAL_STATES, Candidate, CandidateState, EngineLoad, FinishReason, Group, GroupPlan, Timeline
 
 
 RUNNING, WAITING, ABORTING = CandidateState.RUNNING, CandidateState.WAITING, CandidateState.ABORTING

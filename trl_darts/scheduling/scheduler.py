@@ -14,33 +14,29 @@ duplicates and late ones among them):
 - nothing_outstanding: once `done`, no command waits for an answer.
 - same_trace_same_commands: decisions depend on the events alone.
 - settled_is_final: once a group's rows are chosen, no later event changes them.
+- dropped_or_complete: with `drop_failed_groups`, each group has its rows or the words of what went wrong with it.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ConfigurationError, GenerationError
-from .ledger import ABORTING, RUNNING, WAITING, Ledger
-from .policies import SchedulePolicies
-from .types import (
+from .events import (
     Abort,
-    Candidate,
     CandidateEnded,
     CandidateFailed,
     Command,
     EngineJoined,
-    EngineLoad,
     EngineLost,
     EngineResized,
     Event,
-    FinishReason,
-    Group,
-    GroupPlan,
-    GroupResult,
-    RolloutResult,
+    RolloutExpired,
     TokensArrived,
 )
+from .ledger import ABORTING, RUNNING, WAITING, Ledger
+from .policies import SchedulePolicies
+from .queue import SubmissionQueue
+from .types import Candidate, EngineLoad, FinishReason, Group, GroupPlan, GroupResult, RolloutResult
 
 
 # A candidate that has been lost with its engine so often, each time without a new token, is taken for the cause.
@@ -56,15 +52,20 @@ class Scheduler:
             The decisions of the schedule.
         num_generations (`int`):
             M, the rows that each group must yield.
+        drop_failed_groups (`bool`, *optional*, defaults to `False`):
+            Whether a group that can't be completed is left out of the result, instead of ending the rollout. One that
+            has `num_generations` complete candidates by then keeps them.
     """
 
-    def __init__(self, policies: SchedulePolicies, num_generations: int) -> None:
+    def __init__(self, policies: SchedulePolicies, num_generations: int, drop_failed_groups: bool = False) -> None:
         self.policies = policies
         self.num_generations = num_generations
+        self.drop_failed_groups = drop_failed_groups
         self.ledger = Ledger()
         self.error: str | None = None
-        self._waiting: deque[Candidate] = deque()
+        self._queue = SubmissionQueue(self.ledger, policies.placement)
         self._num_settled = 0
+        self._num_dropped = 0
         self._harvested = False
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             TokensArrived: self._on_tokens,
@@ -73,6 +74,7 @@ class Scheduler:
             EngineLost: self._on_engine_lost,
             EngineJoined: self._on_engine_joined,
             EngineResized: self._on_engine_resized,
+            RolloutExpired: self._on_expired,
         }
 
     @property
@@ -111,7 +113,7 @@ class Scheduler:
                     f"`num_generations` ({self.num_generations}), the rows that it must yield."
                 )
             self.ledger.add_group(plan)
-        self._waiting.extend(self.policies.placement.order(list(self.ledger.candidates)))
+        self._queue.extend(self.ledger.candidates)
         return self._dispatch(now)
 
     def handle(self, event: Event) -> list[Command]:
@@ -135,21 +137,25 @@ class Scheduler:
             [`RolloutResult`]: The groups with their rows, and those that were deferred.
 
         Raises:
-            [`GenerationError`]: If the rollout failed. The message has the engine's own words.
+            [`GenerationError`]: If the rollout failed, or every group was dropped. The message has the engine's own
+                words.
         """
         if not self.done:
             raise GenerationError(f"The rollout is not done: {self.ledger.num_open} candidates are still open.")
         if self.error is not None:
             raise GenerationError(self.error)
+        groups = self.ledger.groups.values()
         results = [
             GroupResult(group.plan, group.candidates, group.selected or [], harvested=group.settled)
-            for group in self.ledger.groups.values()
+            for group in groups
+            if group.error is None
         ]
         return RolloutResult(
             groups=[r for r in results if r.harvested],
             deferred=[r for r in results if not r.harvested],
             timeline=self.ledger.timeline,
             num_resumed=self.ledger.num_resumed,
+            dropped={group.group_id: group.error for group in groups if group.error is not None},
         )
 
     # Events
@@ -169,7 +175,7 @@ class Scheduler:
         problem = self.ledger.append(candidate, event)
         called_back = candidate.shed and candidate.state is RUNNING and event.finish_reason is FinishReason.ABORT
         if problem is None and called_back:
-            self._requeue([candidate], event.now)
+            self._queue.put_back([candidate], event.now)
             return self._dispatch(event.now)
         if problem is None and candidate.state is RUNNING:
             if not candidate.tokens:
@@ -194,12 +200,13 @@ class Scheduler:
         for candidate in orphans:
             if candidate.state is ABORTING:  # nobody waits for it: what is known of it will do
                 self.ledger.abort(candidate, event.now)
-        self._requeue([c for c in orphans if c.state is RUNNING], event.now)
+        self._queue.put_back([c for c in orphans if c.state is RUNNING], event.now)
+        commands: list[Command] = []
         for candidate in orphans:
             if candidate.num_fruitless > MAX_FRUITLESS and candidate.state is WAITING:
                 words = f"its engine was lost {candidate.num_fruitless} times in a row before a new token came"
-                return self._fail(candidate, f"{words}; {event.engine_id}: {event.error}", event.now)
-        return self._dispatch(event.now)
+                commands += self._fail(candidate, f"{words}; {event.engine_id}: {event.error}", event.now)
+        return commands + self._dispatch(event.now)
 
     def _on_engine_joined(self, event: EngineJoined) -> list[Command]:
         self.ledger.engines.setdefault(event.engine_id, EngineLoad(event.engine_id, event.capacity))
@@ -221,17 +228,17 @@ class Scheduler:
             candidate.shed = True
         return [Abort(c.candidate_id, event.engine_id, c.segment) for c in youngest]
 
-    def _requeue(self, candidates: Sequence[Candidate], now: float) -> None:
-        """They go on elsewhere from the tokens that they have, before all that has not begun."""
-        for candidate in reversed(candidates):
-            self.ledger.requeue(candidate, now)
-            self._waiting.appendleft(candidate)
+    def _on_expired(self, event: RolloutExpired) -> list[Command]:
+        if self.drop_failed_groups:
+            groups = [group for group in self.ledger.groups.values() if group.num_unfinished]
+            return [command for group in groups for command in self._drop(group, event.error, event.now)]
+        return self._end_with(event.error, event.now)
 
     # Decisions
 
     def _decide(self, group: Group, now: float) -> list[Command]:
         """What the group's new state means for its other candidates and, once it is settled, for the batch."""
-        if group.selected is not None or self._harvested or self.error is not None:
+        if group.closed or self._harvested or self.error is not None:
             return []
         commands: list[Command] = []
         surplus = self.policies.group_stop.surplus(group)
@@ -239,10 +246,15 @@ class Scheduler:
             commands = self._abort(surplus, now)
         if group.num_unfinished == 0:
             self._settle(group)
-            if self.policies.batch_stop.harvest(self._num_settled, len(self.ledger.groups)):
-                self._harvested = True
-                commands += self._abort_unfinished(now)
+            commands += self._harvest(now)
         return commands
+
+    def _harvest(self, now: float) -> list[Command]:
+        """Whether the batch is ready now that a group is closed; if so, the others are called off."""
+        if not self.policies.batch_stop.harvest(self._num_settled, len(self.ledger.groups) - self._num_dropped):
+            return []
+        self._harvested = True
+        return self._abort_unfinished(now)
 
     def _settle(self, group: Group) -> None:
         selected = sorted(self.policies.group_stop.select(group))
@@ -256,24 +268,12 @@ class Scheduler:
 
     def _dispatch(self, now: float) -> list[Command]:
         """Submits waiting candidates as far as there is room, after adding those that the schedule wants on top."""
-        ledger, placement, refill = self.ledger, self.policies.placement, self.policies.refill
+        ledger, refill = self.ledger, self.policies.refill
         if refill is not None and not self._harvested and self.error is None:
             for group_id in refill.extra(ledger.groups.values(), ledger.num_running):
-                if not ledger.groups[group_id].settled:
-                    self._waiting.append(ledger.add_candidate(ledger.groups[group_id]))
-        if not self._waiting:
-            return []
-        commands: list[Command] = []
-        engines = list(ledger.engines.values())
-        while self._waiting:
-            candidate = self._waiting[0]
-            if candidate.state is WAITING:
-                engine_id = placement.choose(candidate, engines)
-                if engine_id is None:
-                    break
-                commands.append(ledger.submit(candidate, engine_id, now))
-            self._waiting.popleft()  # submitted just now, or called off before it could be
-        return commands
+                if not ledger.groups[group_id].closed:
+                    self._queue.extend([ledger.add_candidate(ledger.groups[group_id])])
+        return self._queue.submit(now)
 
     def _abort(self, candidates: Sequence[Candidate], now: float) -> list[Command]:
         return [
@@ -290,12 +290,29 @@ class Scheduler:
             self.ledger.abort(candidate, now)
             return self._dispatch(now)
         where = f"candidate {candidate.index} of prompt {candidate.group_id} on {candidate.engine_id}"
-        return self._lose([candidate], f"Generation failed for {where}: {problem}", now)
+        words = f"Generation failed for {where}: {problem}"
+        self.ledger.lose(candidate, now)
+        if self.drop_failed_groups:
+            return self._drop(self.ledger.groups[candidate.group_id], words, now) + self._dispatch(now)
+        return self._end_with(words, now)
 
-    def _lose(self, candidates: Sequence[Candidate], error: str, now: float) -> list[Command]:
-        """Ends the rollout: these candidates can't be completed, and so their groups can't be."""
-        for candidate in candidates:
-            self.ledger.lose(candidate, now)
+    def _drop(self, group: Group, words: str, now: float) -> list[Command]:
+        """Goes on without what is unfinished of a group, and without the group unless it has enough."""
+        commands = self._abort(group.unfinished, now)
+        if group.closed or self._harvested or self.error is not None:
+            return commands
+        if group.num_complete >= self.num_generations:
+            self._settle(group)
+        else:
+            group.error = words
+            self._num_dropped += 1
+            if self._num_dropped == len(self.ledger.groups):  # there is nothing to train on
+                self.error = words
+                return commands
+        return commands + self._harvest(now)
+
+    def _end_with(self, words: str, now: float) -> list[Command]:
+        """Ends the rollout: a group of it can't be completed."""
         if self.error is None:
-            self.error = error
+            self.error = words
         return self._abort_unfinished(now)

@@ -1,5 +1,5 @@
 """
-The nouns of a rollout: candidates and groups, the events that engines report, the commands they are given.
+The nouns of a rollout: candidates, groups, engines and results.
 
 A *group* is one prompt and all the answers sampled for it. A *candidate* is one of those answers. `num_generations` of
 a group's candidates become the rows that TRL trains on.
@@ -14,7 +14,6 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
 """
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -119,7 +118,10 @@ class GroupPlan:
 
 @dataclass(slots=True)
 class Group:
-    """One prompt and its candidates. The counters are kept by the scheduler, so that policies decide in O(1)."""
+    """
+    One prompt and its candidates. The counters are kept by the scheduler, so that policies decide in O(1). `error` has
+    the words of the engine where the group was dropped because it can't be completed.
+    """
 
     plan: GroupPlan
     candidates: list[Candidate]
@@ -127,6 +129,7 @@ class Group:
     num_unfinished: int = 0
     selected: list[int] | None = None
     complete_lengths: list[int] = field(default_factory=list)  # sorted
+    error: str | None = None
 
     @property
     def group_id(self) -> int:
@@ -137,6 +140,11 @@ class Group:
     def settled(self) -> bool:
         """Whether its rows are chosen. Nothing that arrives later changes them."""
         return self.selected is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is settled or dropped."""
+        return self.selected is not None or self.error is not None
 
     @property
     def unfinished(self) -> list[Candidate]:
@@ -180,104 +188,6 @@ class EngineLoad:
         return self.capacity is None or self.num_running < self.capacity
 
 
-# Events: what engines report. `now` is in seconds on the engine's clock; `segment` is that of the command answered.
-
-
-@dataclass(slots=True)
-class TokensArrived:
-    """New tokens of a running candidate. `offset` is how many it had before, so that a repeated chunk does no harm."""
-
-    candidate_id: int
-    segment: int
-    offset: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float] | None
-    now: float
-
-
-@dataclass(slots=True)
-class CandidateEnded:
-    """A candidate stopped decoding, with its last tokens (those after `offset`)."""
-
-    candidate_id: int
-    segment: int
-    offset: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float] | None
-    finish_reason: FinishReason
-    now: float
-
-
-@dataclass(slots=True)
-class CandidateFailed:
-    """An engine refused a candidate or broke while decoding it; `error` is its own message."""
-
-    candidate_id: int
-    segment: int
-    error: str
-    now: float
-
-
-@dataclass(slots=True)
-class EngineLost:
-    """An engine is gone, with everything that it was decoding. What it decoded goes on elsewhere, or waits."""
-
-    engine_id: str
-    error: str
-    now: float
-
-
-@dataclass(slots=True)
-class EngineJoined:
-    """An engine is ready to take candidates."""
-
-    engine_id: str
-    now: float
-    capacity: int | None = None
-
-
-@dataclass(slots=True)
-class EngineResized:
-    """
-    An engine takes more candidates at once than before, or fewer: those that are too many are called back. With a
-    capacity of 0 it takes no new ones, and those that it has go on.
-    """
-
-    engine_id: str
-    capacity: int | None
-    now: float
-
-
-Event = TokensArrived | CandidateEnded | CandidateFailed | EngineLost | EngineJoined | EngineResized
-
-
-# Commands: what engines are to do.
-
-
-@dataclass(slots=True)
-class Submit:
-    """Decode a candidate, after its `prior_tokens` where there are any."""
-
-    candidate_id: int
-    group_id: int
-    index: int
-    engine_id: str
-    segment: int
-    prior_tokens: Sequence[int] = ()
-
-
-@dataclass(slots=True)
-class Abort:
-    """Stop decoding a candidate and report what it has."""
-
-    candidate_id: int
-    engine_id: str
-    segment: int
-
-
-Command = Submit | Abort
-
-
 @dataclass(frozen=True, slots=True)
 class GroupResult:
     """
@@ -302,10 +212,12 @@ class GroupResult:
 class RolloutResult:
     """
     What a rollout yielded: the groups in the order in which they were given, and how many candidates ran over time.
-    `num_resumed` counts submissions that had to be made again because an engine was lost or full.
+    `num_resumed` counts submissions that had to be made again because an engine was lost or full. `dropped` has, by
+    `group_id`, why a group could not be completed; there are none unless `drop_failed_groups` is set.
     """
 
     groups: list[GroupResult]
     deferred: list[GroupResult]
     timeline: Timeline
     num_resumed: int = 0
+    dropped: dict[int, str] = field(default_factory=dict)

@@ -100,6 +100,10 @@ class SyncedVLLMClient(VLLMClient):
             self.session.headers["Authorization"] = f"Bearer {self._api_key}"
         super().check_server(*args, **kwargs)
 
+    def beside(self, base_url: str, group_port: int, **kwargs: Any) -> SyncedVLLMClient:
+        """A client like this one, for another server and a group of its own."""
+        return type(self)(base_url=base_url, group_port=group_port, api_key=self._api_key, **kwargs)
+
     def update_named_params(self, metadata: Metadata, named_params: NamedParams) -> None:
         """
         Bring the server to new weights.

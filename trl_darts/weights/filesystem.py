@@ -20,7 +20,7 @@ class FilesystemVLLMClient(SyncedVLLMClient):
     """
     Writes weights to a directory and has the server load them. Needs no process group and no weight-transfer engine.
 
-    Overrides `init_communicator`, `update_named_params` and `close_communicator`.
+    Overrides `init_communicator`, `beside`, `_sync` and `close_communicator`.
 
     Args:
         directory ([`WeightDirectory`], *optional*):
@@ -53,6 +53,10 @@ class FilesystemVLLMClient(SyncedVLLMClient):
                 f"{self.base_url} does not see. Set it to a directory that both see under the same path."
             )
         atexit.register(self.close_communicator)
+
+    def beside(self, base_url: str, group_port: int, **kwargs: Any) -> SyncedVLLMClient:
+        """A client like this one, for another server and the same directory."""
+        return super().beside(base_url, group_port, directory=self.directory, **kwargs)
 
     def _sync(self, metadata: Metadata, named_params: NamedParams) -> None:
         load_everywhere([self], self.directory, self.version + 1, named_params)

@@ -88,6 +88,23 @@ class FleetVLLMClient:
         for client in self.clients:
             client.close_communicator()
 
+    def add(self, base_url: str) -> None:
+        """Take in one more server. It has none of the weights; see [`refresh`]."""
+        client = self.clients[0].beside(base_url, 1 + max(client.group_port for client in self.clients))
+        client.init_communicator(self._device)
+        self.clients.append(client)
+
+    def remove(self, base_url: str) -> None:
+        """Leave a server to itself."""
+        client = self._client(base_url)
+        self.clients.remove(client)
+        if not isinstance(client, FilesystemVLLMClient):  # their directory is everyone's
+            client.close_communicator()
+
+    def _client(self, base_url: str) -> SyncedVLLMClient:
+        (client,) = (client for client in self.clients if client.base_url == base_url)
+        return client
+
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache of every server that has the weights of the last sync."""
         for client in self.active:
@@ -128,7 +145,7 @@ class FleetVLLMClient:
         Raises:
             [`WeightSyncError`]: If it does not take them.
         """
-        (client,) = (client for client in self.clients if client.base_url == base_url)
+        client = self._client(base_url)
         if isinstance(client, FilesystemVLLMClient):
             if self.version > 0:
                 path = client.directory.root / f"v{self.version}"

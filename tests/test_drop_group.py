@@ -1,0 +1,132 @@
+"""`on_generation_error="drop_group"` against a real server: a group that can't be completed weighs nothing."""
+
+import pytest
+import torch
+
+from tests.builders import letter_of, letters_dataset, make_letter_model, make_trainer, record_batches
+from tests.servers import start_vllm_server
+from tests.test_trainer_server import rollout_logs, server_args
+from trl_darts.errors import GenerationError
+
+
+pytestmark = pytest.mark.vllm
+REFUSED = {"top_p": 7.0}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer):
+    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def server(model_dir):
+    with start_vllm_server(model_dir, max_model_len=512) as server:
+        yield server
+
+
+def reward(prompts, completion_ids, **kwargs):
+    """Prefers a completion that begins with its own prompt's letter, as all do before the training."""
+    own = [prompt[-1] == letter_of(ids[0]) for prompt, ids in zip(prompts, completion_ids, strict=True)]
+    return [len(ids) + 100.0 * is_own for ids, is_own in zip(completion_ids, own, strict=True)]
+
+
+def refuse(trainer, *groups: int) -> None:
+    """The server refuses these groups' requests; the others it takes."""
+    trainer._conductor.overrides = lambda command: REFUSED if command.group_id in groups else {}
+
+
+@pytest.mark.parametrize("fields", [{}, {"beta": 0.1, "loss_type": "grpo"}, {"off_policy_mask_threshold": 0.5}])
+def test_dropped_group_repeats_another_without_weight(server, model_dir, tmp_path, caplog, fields):
+    args = server_args(tmp_path, server, max_steps=2, learning_rate=1e-3, on_generation_error="drop_group", **fields)
+    trainer = make_trainer(model_dir, args, reward_funcs=reward)
+    batches = record_batches(trainer)
+    refuse(trainer, 2)
+    trainer.train()
+    for batch in batches:
+        mask, ids = batch["completion_mask"], batch["completion_ids"]
+        assert len(mask) == 16
+        assert torch.equal(ids[8:12], ids[:4])  # the first group stands in for the third
+        assert not mask[8:12].any()
+        assert not batch["advantages"][8:12].any()
+        kept = [*range(8), *range(12, 16)]
+        assert mask[kept].any(dim=1).all()
+        assert batch["advantages"][kept].any()
+        assert batch["num_items_in_batch"] == mask.sum()
+        assert not torch.isnan(batch["sampling_per_token_logps"]).any()
+    logs = rollout_logs(trainer)
+    assert [entry["darts/rollout/dropped_groups"] for entry in logs] == [1.0, 1.0]
+    for entry in logs:
+        assert entry["sampling/importance_sampling_ratio/max"] < 1.01  # not of a completion under another's prompt
+        assert torch.isfinite(torch.tensor(entry["grad_norm"]))
+    lengths = batches[0]["completion_mask"].sum(1).float()
+    lengths[8:12] = lengths[:4]
+    assert logs[0]["reward"] == pytest.approx(100 + lengths.mean().item())  # with the reward of what is repeated
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    words = [record.getMessage() for record in caplog.records if "is dropped" in record.getMessage()]
+    assert len(words) == 2
+    assert f"of prompt 2 on {server.base_url}" in words[0]
+    assert "top_p must be in" in words[0]  # the server's own words
+
+
+def test_training_is_as_if_the_dropped_group_had_never_been(server, model_dir, tmp_path):
+    """Token-level loss: the same gradient as that of the other groups alone, in a batch of their size."""
+    gradients = []
+    for name, num_prompts, dropped in (("with", 4, (3,)), ("without", 3, ())):
+        args = server_args(
+            tmp_path / name,
+            server,
+            max_steps=1,
+            per_device_train_batch_size=4 * num_prompts,
+            loss_type="dapo",
+            generation_kwargs={"seed": 1},
+            max_num_generations=4,
+            shuffle_dataset=False,
+            on_generation_error="drop_group",
+        )
+        trainer = make_trainer(model_dir, args, reward_funcs=reward, train_dataset=letters_dataset(4))
+        refuse(trainer, *dropped)
+        trainer.train()
+        gradients.append(rollout_logs(trainer)[0]["grad_norm"])
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-4)
+    assert gradients[0] > 0
+
+
+def test_evaluation_goes_on_and_says_so(server, model_dir, tmp_path):
+    args = server_args(tmp_path, server, max_steps=1, per_device_eval_batch_size=8, on_generation_error="drop_group")
+    trainer = make_trainer(model_dir, args, reward_funcs=reward, eval_dataset=letters_dataset(2))
+    trainer.train()
+    refuse(trainer, 0)
+    metrics = trainer.evaluate()
+    assert metrics["eval_darts/rollout/dropped_groups"] == 1.0
+    refuse(trainer)
+    assert "eval_darts/rollout/dropped_groups" not in trainer.evaluate()
+
+
+@pytest.mark.parametrize(("choice", "refused"), [("raise", (2,)), ("drop_group", (0, 1, 2, 3))])
+def test_error_where_nothing_is_dropped_or_nothing_is_left(server, model_dir, tmp_path, choice, refused):
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=1, on_generation_error=choice))
+    refuse(trainer, *refused)
+    with pytest.raises(GenerationError, match=rf"of prompt \d on {server.base_url}: .*top_p must be in"):
+        trainer.train()
+
+
+def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path):
+    """Two groups never end by themselves; when time is up, the batch is what the other two have."""
+    args = server_args(
+        tmp_path,
+        server,
+        max_steps=1,
+        max_completion_length=400,
+        vllm_rollout_timeout_s=1.0,
+        on_generation_error="drop_group",
+    )
+    trainer = make_trainer(model_dir, args, reward_funcs=reward)
+    batches = record_batches(trainer)
+    endless = {"min_tokens": 400, "max_tokens": 400, "ignore_eos": True}
+    trainer._conductor.overrides = lambda command: endless if command.group_id in (1, 3) else {"max_tokens": 2}
+    trainer.train()
+    (entry,) = rollout_logs(trainer)
+    assert entry["darts/rollout/dropped_groups"] == 2.0
+    assert entry["darts/rollout/seconds"] < 3.0
+    mask = batches[0]["completion_mask"]
+    assert mask.any(dim=1).tolist() == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4

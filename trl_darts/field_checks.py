@@ -1,0 +1,133 @@
+"""Fields of the config that can't work, refused when it is made. Whole combinations are checked by the trainer."""
+
+import math
+from typing import TYPE_CHECKING
+
+from .errors import ConfigurationError
+from .scheduling import SCHEDULES
+from .weights import WEIGHT_SYNCS
+
+
+if TYPE_CHECKING:
+    from .config import DARTSGRPOConfig
+
+DEADLINES = (
+    "vllm_request_timeout_s",
+    "vllm_connect_timeout_s",
+    "vllm_first_token_timeout_s",
+    "vllm_token_timeout_s",
+    "vllm_health_timeout_s",
+    "vllm_rollout_timeout_s",
+)
+GENERATION_ERRORS = ("raise", "drop_group")
+
+
+def check_fields(config: "DARTSGRPOConfig") -> None:
+    """
+    Refuses settings that can't work.
+
+    Args:
+        config ([`DARTSGRPOConfig`]):
+            With its defaults filled in.
+
+    Raises:
+        [`ConfigurationError`]: Names the field, its value, the rule and a remedy.
+    """
+    _check_selection(config)
+    _check_budget(config)
+    _check_servers(config)
+    _check_engine(config)
+
+
+def _check_selection(config: "DARTSGRPOConfig") -> None:
+    if config.schedule not in SCHEDULES:
+        raise ConfigurationError(f"`schedule` ({config.schedule!r}) must be one of {', '.join(map(repr, SCHEDULES))}.")
+    if config.max_num_generations < config.num_generations:
+        raise ConfigurationError(
+            f"`max_num_generations` ({config.max_num_generations}) must be at least `num_generations` "
+            f"({config.num_generations}). Raise it, or leave it unset for 2 × `num_generations`."
+        )
+    if not 0 <= config.num_longest < config.num_generations:
+        raise ConfigurationError(
+            f"`num_longest` ({config.num_longest}) must be at least 0 and less than `num_generations` "
+            f"({config.num_generations}): the other rows are the shortest ones. The paper uses 1."
+        )
+    if config.long_end_patience is not None and not config.long_end_patience >= 1:
+        raise ConfigurationError(
+            f"`long_end_patience` ({config.long_end_patience}) must be at least 1, in multiples of the "
+            "`num_generations`-th shortest complete length. Leave it unset to wait for all candidates."
+        )
+
+
+def _check_budget(config: "DARTSGRPOConfig") -> None:
+    highest = config.max_num_generations / config.num_generations
+    if not 1 <= config.target_redundancy <= highest:
+        raise ConfigurationError(
+            f"`target_redundancy` ({config.target_redundancy}) must be between 1 and `max_num_generations` / "
+            f"`num_generations` ({highest:g}). Lower it, or raise `max_num_generations`."
+        )
+    if config.redundancy_cost_weight is not None and not 0 < config.redundancy_cost_weight < math.inf:
+        raise ConfigurationError(
+            f"`redundancy_cost_weight` ({config.redundancy_cost_weight}) must be positive. Leave it unset to have "
+            "it calibrated."
+        )
+    if not 0 < config.length_ema <= 1:
+        raise ConfigurationError(
+            f"`length_ema` ({config.length_ema}) must be greater than 0 and at most 1, the weight of the newest "
+            "observation."
+        )
+    config.load_latency_curve()
+
+
+def _check_servers(config: "DARTSGRPOConfig") -> None:
+    for name in DEADLINES:
+        if not getattr(config, name) > 0:
+            raise ConfigurationError(f"`{name}` ({getattr(config, name)}) must be positive, in seconds.")
+    if config.on_generation_error not in GENERATION_ERRORS:
+        raise ConfigurationError(
+            f"`on_generation_error` ({config.on_generation_error!r}) must be one of "
+            f"{', '.join(map(repr, GENERATION_ERRORS))}."
+        )
+    on_servers = config.use_vllm and config.vllm_mode == "server"
+    if config.on_generation_error != "raise" and not on_servers:
+        raise ConfigurationError(
+            f"`on_generation_error` ({config.on_generation_error!r}) only has an effect with vLLM servers: an "
+            "engine in the trainer's own process takes the training along. Leave it out, or set `use_vllm=True` and "
+            "`vllm_mode='server'`."
+        )
+    if config.weight_sync not in WEIGHT_SYNCS:
+        raise ConfigurationError(
+            f"`weight_sync` ({config.weight_sync!r}) must be one of {', '.join(map(repr, WEIGHT_SYNCS))}."
+        )
+    if config.weight_sync_dir is not None and config.weight_sync != "filesystem":
+        raise ConfigurationError(
+            f"`weight_sync_dir` ({config.weight_sync_dir!r}) is only used with `weight_sync='filesystem'`, not "
+            f"{config.weight_sync!r}. Set that, or leave it unset."
+        )
+    if on_servers and not config.server_urls:
+        raise ConfigurationError(f"`vllm_server_base_url` ({config.vllm_server_base_url!r}) names no server.")
+    if on_servers and len(set(config.server_urls)) < len(config.server_urls):
+        raise ConfigurationError(
+            f"`vllm_server_base_url` ({config.vllm_server_base_url!r}) names a server twice. Each address once."
+        )
+    if (config.generation_kwargs or {}).get("n", 1) != 1:
+        raise ConfigurationError(
+            f"`generation_kwargs['n']` ({config.generation_kwargs['n']}) must be left out. The number of "
+            "completions per prompt is `num_generations`, and of candidates `max_num_generations`."
+        )
+
+
+def _check_engine(config: "DARTSGRPOConfig") -> None:
+    if config.schedule == "grpo" or config.use_vllm:
+        return
+    remedies = {
+        "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
+        "eos_token_id": "Set it in the `generation_config` of the model, or set `schedule='grpo'`.",
+    }
+    for name, remedy in remedies.items():
+        if value := (config.generation_kwargs or {}).get(name):
+            raise ConfigurationError(
+                f"`generation_kwargs[{name!r}]` ({value!r}) does not run with `schedule` ({config.schedule!r}) on "
+                "the transformers engines: a completion is complete at an end-of-sequence token of the model. "
+                f"{remedy}"
+            )

@@ -1,0 +1,100 @@
+"""What a rollout hands to TRL, and what is done with rows that stand in for a group that could not be completed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from .scheduling import RolloutResult
+
+
+Tokens = list[int]
+UNKNOWN = float("nan")  # TRL's word for a log-prob that is not known: such a token is not corrected for
+
+
+@dataclass
+class KeptRows:
+    """
+    The rows that TRL trains on, group by group; `logprobs` is `None` where the engine gives none.
+
+    `repeats` says which rows are only there because their groups could not be completed, and which rows of a complete
+    group they repeat. Both are indices into the batch of all processes, also in a part of the rows.
+    """
+
+    completion_ids: list[Tokens]  # (N·M, ≤ max_completion_length)
+    logprobs: list[list[float]] | None
+    repeats: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Tokens, list[float] | None]]) -> "KeptRows":
+        """From tokens and log-probs of each row."""
+        given = all(logprobs is not None for _, logprobs in rows)
+        return cls([tokens for tokens, _ in rows], [logprobs or [] for _, logprobs in rows] if given else None)
+
+    @classmethod
+    def of_result(cls, result: RolloutResult, num_generations: int) -> "KeptRows":
+        """From a rollout. Groups that were dropped repeat the others in turn, with log-probs that are not known."""
+        groups = {group.plan.group_id: [(row.tokens, row.logprobs) for row in group.rows] for group in result.groups}
+        repeated = dict(zip(sorted(result.dropped), cycle(groups), strict=False))
+        for group_id, other in repeated.items():
+            groups[group_id] = [(tokens, [UNKNOWN] * len(tokens)) for tokens, _ in groups[other]]
+        kept = cls.of([row for group_id in sorted(groups) for row in groups[group_id]])
+        kept.repeats = {
+            group_id * num_generations + index: other * num_generations + index
+            for group_id, other in repeated.items()
+            for index in range(num_generations)
+        }
+        return kept
+
+    def __getitem__(self, rows: slice) -> "KeptRows":
+        logprobs = None if self.logprobs is None else self.logprobs[rows]
+        return KeptRows(self.completion_ids[rows], logprobs, self.repeats)
+
+
+def repeat_rewards(rewards: torch.Tensor, repeats: dict[int, int]) -> torch.Tensor:
+    """
+    Gives repeated rows the rewards of the rows that they repeat.
+
+    Reward functions saw them with the prompt of the group that was dropped. What they said of that means nothing.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(N·M, F)`):
+            Of the rows of all processes, by reward function.
+        repeats (`dict[int, int]`):
+            See [`KeptRows`].
+
+    Returns:
+        `torch.Tensor` of shape `(N·M, F)`: The same rewards but for those rows.
+    """
+    if repeats:
+        rewards = rewards.clone()
+        rewards[list(repeats)] = rewards[list(repeats.values())]
+    return rewards
+
+
+def take_weight(output: dict[str, Any], repeats: dict[int, int], accelerator: Accelerator) -> None:
+    """
+    Takes the weight from repeated rows: no advantage, and no token in the loss or in its normalization.
+
+    Args:
+        output (`dict[str, Any]`):
+            What TRL's `_generate_and_score_completions` returned on this process. Changed in place.
+        repeats (`dict[int, int]`):
+            See [`KeptRows`]. The same on every process, which all call this at once.
+        accelerator (`Accelerator`):
+            The trainer's.
+    """
+    if not repeats:
+        return
+    mask = output["completion_mask"]
+    first = accelerator.process_index * len(mask)
+    rows = [row - first for row in repeats if first <= row < first + len(mask)]
+    mask[rows] = 0
+    output["advantages"][rows] = 0.0
+    if "sampling_per_token_logps" in output:  # not a number times no weight is not a number
+        output["sampling_per_token_logps"][rows] = 0.0
+    weights = mask * output["tool_mask"] if "tool_mask" in output else mask
+    output["num_items_in_batch"] = accelerator.gather(weights.sum()).sum()

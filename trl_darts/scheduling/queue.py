@@ -1,0 +1,52 @@
+"""Candidates that wait for an engine, in the order in which they will be submitted."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from .events import Command
+from .ledger import WAITING, Ledger
+from .policies import Placement
+from .types import Candidate
+
+
+class SubmissionQueue:
+    """
+    The candidates of a rollout that wait.
+
+    Args:
+        ledger ([`Ledger`]):
+            The books of the rollout.
+        placement ([`Placement`]):
+            Chooses their order and engines.
+    """
+
+    def __init__(self, ledger: Ledger, placement: Placement) -> None:
+        self.ledger = ledger
+        self.placement = placement
+        self._waiting: deque[Candidate] = deque()
+
+    def extend(self, candidates: Sequence[Candidate]) -> None:
+        """Adds new candidates behind all others."""
+        self._waiting.extend(self.placement.order(list(candidates)))
+
+    def put_back(self, candidates: Sequence[Candidate], now: float) -> None:
+        """They go on elsewhere from the tokens that they have, before all that has not begun."""
+        for candidate in reversed(candidates):
+            self.ledger.requeue(candidate, now)
+            self._waiting.appendleft(candidate)
+
+    def submit(self, now: float) -> list[Command]:
+        """Submits as many as there is room for."""
+        if not self._waiting:
+            return []
+        commands: list[Command] = []
+        engines = list(self.ledger.engines.values())
+        while self._waiting:
+            candidate = self._waiting[0]
+            if candidate.state is WAITING:
+                engine_id = self.placement.choose(candidate, engines)
+                if engine_id is None:
+                    break
+                commands.append(self.ledger.submit(candidate, engine_id, now))
+            self._waiting.popleft()  # submitted just now, or called off before it could be
+        return commands
