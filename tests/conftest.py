@@ -99,6 +99,24 @@ def markov_model_dir(tmp_path_factory, tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
+def model_dir(tmp_path_factory, tokenizer) -> Path:
+    """A Markov chain that answers each prompt with the tokens of the prompt's own letter, see `make_letter_model`."""
+    from tests.builders import make_letter_model
+
+    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def server(model_dir, tmp_path_factory) -> Iterator[object]:
+    """A real server of that model. Its weights follow the trainings that use it: each begins with a sync."""
+    from tests.servers import start_vllm_server
+
+    log_path = tmp_path_factory.mktemp("letters") / "server.log"
+    with start_vllm_server(model_dir, log_path=log_path, max_model_len=512) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def vllm_server(markov_model_dir, tmp_path_factory) -> Iterator[object]:
     """
     A real server of the Markov model, one for the whole session: mark its tests `vllm`.

@@ -2,17 +2,11 @@
 
 import inspect
 
-import pytest
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from tests.builders import letters_dataset, make_args, make_letter_model, make_trainer
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer):
-    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
+from tests.builders import letters_dataset, make_args, make_trainer
 
 
 def parameters(function) -> list[str]:

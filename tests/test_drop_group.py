@@ -3,25 +3,13 @@
 import pytest
 import torch
 
-from tests.builders import letter_of, letters_dataset, make_letter_model, make_trainer, record_batches
-from tests.servers import start_vllm_server
+from tests.builders import letter_of, letters_dataset, make_trainer, record_batches
 from tests.test_trainer_server import rollout_logs, server_args
 from trl_darts.errors import GenerationError
 
 
 pytestmark = pytest.mark.vllm
 REFUSED = {"top_p": 7.0}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer):
-    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
-
-
-@pytest.fixture(scope="module")
-def server(model_dir):
-    with start_vllm_server(model_dir, max_model_len=512) as server:
-        yield server
 
 
 def reward(prompts, completion_ids, **kwargs):

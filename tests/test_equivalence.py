@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.builders import letters_dataset, make_args, make_letter_model, make_trainer
+from tests.builders import letters_dataset, make_args, make_trainer
 from tests.engines.settings import engine_settings
 from tests.launches.test_two_processes import CONFIGS, run_launcher
 from trl_darts import DARTSGRPOTrainer
@@ -50,11 +50,6 @@ BASE = (
     "disable_tqdm",
     "seed",
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer):
-    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
 
 
 def trained(model_dir: Path, out: Path, schedule: str | None, peft: bool = False, **settings: Any) -> Any:

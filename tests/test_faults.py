@@ -9,7 +9,7 @@ from itertools import pairwise
 import pandas as pd
 import pytest
 
-from tests.builders import make_letter_model, make_trainer, record_batches
+from tests.builders import make_trainer, record_batches
 from tests.servers import start_vllm_server
 from tests.test_trainer_server import rollout_logs, server_args
 from trl_darts.engines.pool import State
@@ -18,11 +18,6 @@ from trl_darts.errors import GenerationError
 
 pytestmark = pytest.mark.vllm
 LONG = {"generation_kwargs": {"ignore_eos": True}, "max_completion_length": 400}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer):
-    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
 
 
 def during_rollouts(trainer, act):

@@ -14,7 +14,6 @@ from tests.builders import (
     letter_of,
     letters_dataset,
     make_args,
-    make_letter_model,
     make_trainer,
     record_batches,
 )
@@ -43,11 +42,6 @@ METRICS = [
     "selection/kept_vs_pool_length_ratio",
     "selection/kept_longest",
 ]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer):
-    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
 
 
 @pytest.fixture

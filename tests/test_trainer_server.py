@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from transformers import TrainerCallback
 
-from tests.builders import letter_of, letters_dataset, make_args, make_letter_model, make_trainer, record_batches
+from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.servers import free_port, start_vllm_server
 from trl_darts.engines.preflight import ServerUnreachableError
 from trl_darts.errors import ConfigurationError, GenerationError
@@ -16,18 +16,6 @@ from trl_darts.rollout import Turn
 
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer):
-    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
-
-
-@pytest.fixture(scope="module")
-def server(model_dir):
-    """Its weights follow the trainings of this module: each begins with a sync."""
-    with start_vllm_server(model_dir, max_model_len=512) as server:
-        yield server
 
 
 def server_args(output_dir, server, **kwargs):
@@ -212,11 +200,11 @@ def test_two_servers_share_the_work_and_the_weights(server, model_dir, tmp_path)
 
 
 @pytest.mark.parametrize("weight_sync", ["gloo", pytest.param("filesystem", marks=pytest.mark.slow)])
-def test_servers_come_and_go_between_steps(model_dir, tmp_path, weight_sync):
+def test_servers_come_and_go_between_steps(server, model_dir, tmp_path, weight_sync):
     """One joins after two steps, with the weights of now; the first leaves after four, and may be stopped."""
-    with contextlib.ExitStack() as first_stack, start_vllm_server(model_dir, max_model_len=400) as second:
-        first = first_stack.enter_context(start_vllm_server(model_dir, max_model_len=512))
-        served: list[float] = []
+    with contextlib.ExitStack() as first_stack:
+        first = first_stack.enter_context(start_vllm_server(model_dir, max_model_len=600))
+        second, served = server, [served_requests(server)]
 
         class ComeAndGo(TrainerCallback):
             def on_step_end(self, args, state, control, **kwargs):
@@ -228,7 +216,7 @@ def test_servers_come_and_go_between_steps(model_dir, tmp_path, weight_sync):
                         generation.remove_server(first.base_url)
                     served.append(served_requests(second))
                     generation.add_server(second.base_url + "/")
-                    assert generation.facts.max_model_len == 400
+                    assert generation.facts.max_model_len == 512
                 if state.global_step == 4:
                     served.append(served_requests(second))
                     generation.remove_server(first.base_url)
@@ -238,8 +226,7 @@ def test_servers_come_and_go_between_steps(model_dir, tmp_path, weight_sync):
         trainer = make_trainer(model_dir, server_args(tmp_path, first, **fields), callbacks=[ComeAndGo()])
         trainer.train()
         served.append(served_requests(second))
-        assert served[0] == 0  # and it was not asked for a token before
-        assert served[0] < served[1] < served[2]
+        assert served[0] == served[1] < served[2] < served[3]  # it was not asked for a token before
         logs = rollout_logs(trainer)
         assert len(logs) == 6
         for entry in logs:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import letter_of, make_letter_model
+from tests.builders import letter_of
 from tests.conformance.run import COUNTS, M_UP, M
 from tests.engines.settings import ENGINES
 from tests.servers import start_vllm_server
@@ -25,11 +25,6 @@ from trl_darts.policy import select_dual_end
 
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory, tokenizer):
-    return make_letter_model(tmp_path_factory.mktemp("conformance") / "letters", tokenizer)
 
 
 @pytest.fixture(

@@ -12,18 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.builders import make_letter_model
 from tests.servers import free_port, start_vllm_server
 
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "accelerate"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tokenizer):
-    return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
 
 
 def launch(
@@ -151,28 +145,26 @@ def _with_every_parameter_sharded(config: Path, out: Path) -> Path:
 
 
 @pytest.mark.vllm
-def test_server_engine(model_dir, tmp_path):
-    with start_vllm_server(model_dir, max_model_len=512) as server:
-        ranks = launch(
-            model_dir, tmp_path, engine="vllm_server", url=server.base_url, per_device_train_batch_size=6, max_steps=4
-        )
+def test_server_engine(server, model_dir, tmp_path):
+    ranks = launch(
+        model_dir, tmp_path, engine="vllm_server", url=server.base_url, per_device_train_batch_size=6, max_steps=4
+    )
     assert_agreement(ranks, steps=4, num_prompts=3)
 
 
 @pytest.mark.vllm
-def test_dropped_group_straddles_both(model_dir, tmp_path):
+def test_dropped_group_straddles_both(server, model_dir, tmp_path):
     """The second of three groups has rows on both processes: neither gives them any weight."""
-    with start_vllm_server(model_dir, max_model_len=512) as server:
-        ranks = launch(
-            model_dir,
-            tmp_path,
-            engine="vllm_server",
-            url=server.base_url,
-            refused=[1],
-            per_device_train_batch_size=6,
-            max_steps=2,
-            on_generation_error="drop_group",
-        )
+    ranks = launch(
+        model_dir,
+        tmp_path,
+        engine="vllm_server",
+        url=server.base_url,
+        refused=[1],
+        per_device_train_batch_size=6,
+        max_steps=2,
+        on_generation_error="drop_group",
+    )
     for first, second in zip(ranks[0]["rows"], ranks[1]["rows"], strict=True):
         lengths, advantages = first["lengths"] + second["lengths"], first["advantages"] + second["advantages"]
         assert lengths[4:8] == advantages[4:8] == [0] * 4

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import pytest
 import requests
 
 from tests.servers import free_port, start_vllm_server
-from tests.weights.probes import MAX_ERROR, load_model, max_error, perturb, sync
+from tests.weights.probes import MAX_ERROR, load_model, max_error, named_params, perturb, sync
 from trl_darts.errors import WeightSyncError
-from trl_darts.weights import FleetVLLMClient
+from trl_darts.weights import FleetVLLMClient, gloo_client
 
 
 pytestmark = pytest.mark.vllm
@@ -44,6 +47,41 @@ def test_generation_keeps_the_order(untied, second, client_of):
     output = fleet.generate(prompts, n=2, max_tokens=3)
     assert output["prompt_ids"] == prompts
     assert len(output["completion_ids"]) == len(output["logprobs"]) == 10
+
+
+def freeze(server, what):
+    for process in server.session():
+        process.send_signal(what)
+
+
+def test_server_that_freezes_in_the_middle_is_not_waited_for(untied, second, client_of, rng, monkeypatch):
+    """The other gets its weights; the frozen one is good for the next sync once it goes on."""
+    monkeypatch.setattr(gloo_client, "SEND_TIMEOUT_S", 2.0)
+    model = load_model(untied.model_dir)
+    client = client_of("gloo", untied, second)
+    sync(client, model)
+    perturb(model, rng)
+    metadata, params = named_params(model)
+
+    def freezing():
+        for index, param in enumerate(params):
+            if index == 5:
+                freeze(second, signal.SIGSTOP)
+            yield param
+
+    start = time.perf_counter()
+    client.chunk_bytes = 1  # tensor by tensor
+    with pytest.raises(WeightSyncError, match=f"{second.base_url}.*Timed out waiting 20") as error:
+        client.update_named_params(metadata, freezing())
+    assert untied.base_url not in str(error.value)
+    assert time.perf_counter() - start < 45  # 2 s, 5 s for its last words, 15 s for leaving it in order
+    assert max_error(untied, model) <= MAX_ERROR
+    assert client.behind == [second.base_url]
+    freeze(second, signal.SIGCONT)
+    perturb(model, rng)
+    sync(client, model)
+    assert max_error(untied, model) <= MAX_ERROR
+    assert max_error(second, model) <= MAX_ERROR
 
 
 def test_lost_server_does_not_keep_the_others_from_new_weights(untied, second, client_of, rng):

@@ -90,12 +90,27 @@ class BroadcastGroup:
         store.set(joined_key(rank), "here")
         return cls(store, rank, world_size, local_address(host), timeout_s)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send `tensor` (rank 0), or receive into it. Returns when it is done; `RuntimeError` if a member is gone."""
+    def broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> None:
+        """
+        Send `tensor` (rank 0), or receive into it. Returns when it is done.
+
+        Args:
+            tensor (`torch.Tensor`):
+                Contiguous, on the CPU.
+            timeout_s (`float`, *optional*):
+                Seconds, instead of the group's.
+
+        Raises:
+            `RuntimeError`: If a member is gone, or too late.
+        """
         if self._group is None:
             raise RuntimeError("the group is closed")
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
         # As bytes, because gloo does not know every dtype.
-        self._group.broadcast([tensor.view(-1).view(torch.uint8)], _from_trainer()).wait()
+        self._group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
 
     def close(self) -> None:
         """Leave. The other members' pending and later broadcasts fail."""
@@ -105,9 +120,3 @@ class BroadcastGroup:
 def joined_key(rank: int) -> str:
     """Key of the store that is set once the worker of this rank is there."""
     return f"joined/{rank}"
-
-
-def _from_trainer() -> torch.distributed.BroadcastOptions:
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = 0
-    return options

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +17,10 @@ from .gloo import SYNC_TIMEOUT_S, BroadcastGroup, joined_key, listen, local_addr
 from .rounds import call
 
 
+# The server takes each tensor as it comes, so one that is late has a server that stands still.
+SEND_TIMEOUT_S = 60.0
+SLOWEST_BYTES_PER_S = 10e6
+REPLY_TIMEOUT_S = 5.0
 BACKEND_FLAG = """`--weight-transfer-config '{"backend": "gloo"}'`"""
 
 
@@ -52,12 +58,11 @@ class GlooVLLMClient(SyncedVLLMClient):
                 f"with {BACKEND_FLAG}; the backend comes with {INSTALL}."
             )
         self.close_communicator()
-        with ThreadPoolExecutor(1) as executor:
-            self.communicator = self._form_group(executor)
+        self.communicator = self._form_group()
         self._holders[self.group_port] = self
         atexit.register(self.close_communicator)
 
-    def _form_group(self, executor: ThreadPoolExecutor) -> BroadcastGroup:
+    def _form_group(self) -> BroadcastGroup:
         address = local_address(self.host)
         world_size = self.get_world_size() + 1
         if self.group_port in self._holders:
@@ -77,7 +82,7 @@ class GlooVLLMClient(SyncedVLLMClient):
             "timeout_s": SYNC_TIMEOUT_S,
         }
         body = {"init_info": info}
-        reply = executor.submit(call, self, "/init_weight_transfer_engine", body, timeout_s=SYNC_TIMEOUT_S)
+        reply = self._ask("/init_weight_transfer_engine", body)
         joined = [joined_key(rank) for rank in range(1, world_size)]
         while not store.check(joined):  # joining a group that a worker never joins would block for the whole timeout
             if reply.done():
@@ -92,23 +97,38 @@ class GlooVLLMClient(SyncedVLLMClient):
             self.init_communicator()
         names, dtype_names, shapes = (list(field) for field in zip(*metadata, strict=True))
         body = {"update_info": {"names": names, "dtype_names": dtype_names, "shapes": shapes}}
-        with ThreadPoolExecutor(1) as executor:
-            reply = executor.submit(call, self, "/update_weights", body, timeout_s=SYNC_TIMEOUT_S)
+        reply = self._ask("/update_weights", body)
+        try:
+            for announced, (name, tensor) in zip(metadata, named_params, strict=True):
+                _check_announced(announced, name, tensor)
+                self._send(tensor, reply)
+        except BaseException:
+            self.close_communicator()  # the server must not wait for the rest
+            _last_words(reply)  # it puts its layers back before anything else is asked of it
+            raise
+        reply.result()
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
+        """The answer to come. Its thread is left behind if the server never answers."""
+        reply: Future[dict[str, Any]] = Future()
+
+        def ask() -> None:
             try:
-                for announced, (name, tensor) in zip(metadata, named_params, strict=True):
-                    _check_announced(announced, name, tensor)
-                    self._send(tensor, reply)
-            except BaseException:
-                self.close_communicator()  # the server must not wait for the rest, nor we for the server
-                raise
-            reply.result()
+                reply.set_result(call(self, path, body, timeout_s=SYNC_TIMEOUT_S))
+            except BaseException as error:
+                reply.set_exception(error)
+
+        threading.Thread(target=ask, name=f"trl_darts-{path}", daemon=True).start()
+        return reply
 
     def _send(self, tensor: torch.Tensor, reply: Future[dict[str, Any]]) -> None:
+        tensor = tensor.detach().cpu().contiguous()
         try:
-            self.communicator.broadcast(tensor.detach().cpu().contiguous())
+            self.communicator.broadcast(tensor, SEND_TIMEOUT_S + tensor.nbytes / SLOWEST_BYTES_PER_S)
         except RuntimeError as error:
             self.close_communicator()
-            raise (reply.exception() or WeightSyncError(f"The broadcast broke: {error}")) from error
+            words = _last_words(reply)
+            raise (words or WeightSyncError(f"The broadcast to {self.base_url} broke: {error}")) from error
 
     def close_communicator(self) -> None:
         """Leave the group. Safe to call twice."""
@@ -117,6 +137,14 @@ class GlooVLLMClient(SyncedVLLMClient):
             self.communicator = None
             self._holders.pop(self.group_port, None)
             atexit.unregister(self.close_communicator)
+
+
+def _last_words(reply: Future[dict[str, Any]]) -> BaseException | None:
+    """What the server says once the broadcast broke; nothing if it stands still."""
+    try:
+        return reply.exception(REPLY_TIMEOUT_S)
+    except FutureTimeoutError:
+        return None
 
 
 def _check_announced(announced: tuple[str, str, list[int]], name: str, tensor: torch.Tensor) -> None:
