@@ -1,5 +1,6 @@
 """The trainer on the transformers engine: real TRL, real model, no server."""
 
+import json
 import logging
 from functools import partialmethod
 
@@ -41,7 +42,9 @@ METRICS = [
     "rollout/tokens_per_second",
     "selection/kept_vs_pool_length_ratio",
     "selection/kept_longest",
+    "score/seconds",
 ]
+SECONDS = ["start_seconds", "end_seconds"]  # of the trace: what differs between two runs that decided the same
 
 
 @pytest.fixture
@@ -97,11 +100,19 @@ def test_metrics_are_logged_and_add_up(model_dir, tmp_path):
         assert entry["completions/mean_length"] == pytest.approx(trace[trace.selected].length.mean())
         assert entry["darts/rollout/aborted_candidates"] == (trace.finish_reason == "abort").sum()
         assert (trace.groupby("group").selected.sum() == 4).all()
+        assert trace.start_seconds.min() == 0
+        assert trace.end_seconds.max() == pytest.approx(entry["darts/rollout/seconds"])
+        assert (trace.end_seconds > trace.start_seconds).all()
+        assert trace.num_prompt_tokens.isin([2, 3]).all()
         assert 0 <= entry["darts/rollout/bubble_ratio"] < 1
         assert 1 <= entry["darts/budget/redundancy"] <= 2
     assert any(entry["darts/rollout/aborted_candidates"] for entry in logs) or all(
         entry["darts/budget/saturated_ratio"] == 0 for entry in logs
     )
+    header, *entries = map(json.loads, (tmp_path / "rollouts" / "log.jsonl").read_text().splitlines())
+    assert header["run"]["schedule"] == "darts"
+    assert header["run"]["max_num_generations"] == 8
+    assert entries[:4] == logs
 
 
 def test_wild_prompts_get_more_candidates_than_calm_ones(model_dir, tmp_path):
@@ -154,7 +165,7 @@ def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curv
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-10"))
     for step in range(10, 20):
         expected, actual = (
-            pd.read_parquet(tmp_path / name / "rollouts" / f"rollout_{step:05d}_00.parquet")
+            pd.read_parquet(tmp_path / name / "rollouts" / f"rollout_{step:05d}_00.parquet").drop(columns=SECONDS)
             for name in ("whole", "resumed")
         )
         pd.testing.assert_frame_equal(expected, actual)

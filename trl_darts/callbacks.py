@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+LOG_FILE = "log.jsonl"
 LENGTHS_FILE = "darts_lengths.npz"
 ADMISSION_FILE = "darts_admission.json"
 
@@ -70,3 +71,34 @@ class VarianceTrackerCallback(TrainerCallback):
             return
         self.tracker.load(directory / LENGTHS_FILE)
         self.admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))
+
+
+class RunLogCallback(TrainerCallback):
+    """
+    Writes a run's settings and what it logs to `output_dir/rollouts/log.jsonl`, beside its traces, for `trl-darts
+    report`. The trainer adds one with `save_rollout_trace=True`.
+
+    A resumed training goes on in the same file: of two entries of one step, the later counts.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the settings."""
+        names = ("schedule", "num_generations", "max_num_generations", "num_longest", "max_completion_length")
+        settings = {name: getattr(args, name) for name in names}
+        model = kwargs["model"].config._name_or_path
+        self._write(args, state, {"run": {"name": args.run_name or args.output_dir, "model": model, **settings}})
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        """Writes an entry."""
+        self._write(args, state, {"step": state.global_step, **logs})
+
+    def _write(self, args: TrainingArguments, state: TrainerState, entry: dict[str, Any]) -> None:
+        if state.is_world_process_zero:
+            path = Path(args.output_dir) / "rollouts" / LOG_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")

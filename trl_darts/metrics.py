@@ -45,7 +45,8 @@ class RolloutRecord:
         return self.occupancy.seconds
 
     def trace(self) -> list[dict[str, Any]]:
-        """One row per candidate: what `save_rollout_trace` writes."""
+        """One row per candidate: what `save_rollout_trace` writes. Seconds count from the first submission."""
+        begin = min((start for summary in self.summaries for start, _ in summary.times), default=0.0)
         return [
             {
                 "group": summary.group_id,
@@ -55,9 +56,14 @@ class RolloutRecord:
                 "length": length,
                 "finish_reason": reason,
                 "selected": index in summary.selected,
+                "num_prompt_tokens": summary.num_prompt_tokens,
+                "start_seconds": start - begin,
+                "end_seconds": end - begin,
             }
             for summary in self.summaries
-            for index, (length, reason) in enumerate(zip(summary.lengths, summary.finish_reasons, strict=True))
+            for index, (length, reason, (start, end)) in enumerate(
+                zip(summary.lengths, summary.finish_reasons, summary.times, strict=True)
+            )
         ]
 
 

@@ -1,5 +1,6 @@
 """`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with rollouts of our making."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
-from .callbacks import VarianceTrackerCallback
+from .callbacks import RunLogCallback, VarianceTrackerCallback
 from .checks import check_arguments, check_path
 from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
@@ -159,6 +160,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             callback.tracker = LengthTracker(args.length_ema)
         callback.admission = _make_admission(args, callback.tracker)
         self._tracker_callback = callback
+        if args.save_rollout_trace:
+            self.add_callback(RunLogCallback())
         self._conductor = RolloutConductor(
             self.accelerator,
             args.policies,
@@ -202,6 +205,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 )
         if turn is Turn.TRAINING:
             self._log_rollout(conductor.record)
+            self._generated_at = time.perf_counter()
         elif conductor.repeats and turn is Turn.EVALUATION:
             self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(conductor.record.num_dropped))
         return output
@@ -282,9 +286,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return rewards if self._conductor is None else repeat_rewards(rewards, self._conductor.repeats)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._generated_at: float | None = None
         output = super()._generate_and_score_completions(inputs)
         if self._conductor is not None:
             take_weight(output, self._conductor.repeats, self.accelerator)
+        if self._generated_at is not None:
+            self._metrics["train"]["darts/score/seconds"].append(time.perf_counter() - self._generated_at)
         return output
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -64,6 +64,8 @@ class Ledger:
         candidate.engine_id = engine_id
         candidate.segment += 1
         candidate.num_prior = len(candidate.tokens)
+        if candidate.started is None:
+            candidate.started = now
         self.num_submitted += 1
         engine = self.engines[engine_id]
         engine.num_running += 1
@@ -164,6 +166,7 @@ class Ledger:
         if candidate.state is not ABORTING:
             self.groups[candidate.group_id].num_unfinished -= 1
         candidate.state = state
+        candidate.ended = now
         self.num_open -= 1
 
     def _leave_engine(self, candidate: Candidate, now: float) -> None:

@@ -1,10 +1,10 @@
 """What is remembered of a rollout once its tokens are gone: lengths, ends and choices per group, and occupancy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from .types import FinishReason, GroupResult, RolloutResult
+from .types import Candidate, FinishReason, GroupResult, RolloutResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,11 @@ class GroupSummary:
             `"stop"`, `"length"` or `"abort"`.
         selected (`list[int]` of shape `(M,)`):
             Indices of the rows that are trained on.
+        num_prompt_tokens (`int`, *optional*, defaults to `0`):
+            Length of the prompt.
+        times (`list[tuple[float, float]]` of shape `(M'_i, 2)`, *optional*):
+            When each candidate was submitted first and when it ended, in seconds on the engine's clock. Equal for one
+            that was called off before it was submitted.
     """
 
     group_id: int
@@ -30,6 +35,8 @@ class GroupSummary:
     lengths: list[int]
     finish_reasons: list[str]
     selected: list[int]
+    num_prompt_tokens: int = 0
+    times: list[tuple[float, float]] = field(default_factory=list)
 
     @classmethod
     def of(cls, group: GroupResult) -> "GroupSummary":
@@ -40,12 +47,19 @@ class GroupSummary:
             lengths=[c.length for c in group.candidates],
             finish_reasons=[(c.finish_reason or FinishReason.ABORT).value for c in group.candidates],
             selected=group.selected,
+            num_prompt_tokens=group.plan.num_prompt_tokens,
+            times=[_times(c) for c in group.candidates],
         )
 
     @property
     def censored(self) -> list[bool]:
         """For each candidate, whether its length is only a lower bound."""
         return [reason != FinishReason.STOP.value for reason in self.finish_reasons]
+
+
+def _times(candidate: Candidate) -> tuple[float, float]:
+    end = candidate.ended or 0.0
+    return (end if candidate.started is None else candidate.started), end
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ class Candidate:
     `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the
     engine gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
     `num_fruitless` counts the submissions in a row that were lost without a new token. `shed` marks one that is called
-    back from an engine that is full, to wait for room.
+    back from an engine that is full, to wait for room. `started` and `ended` are when it was submitted first and when
+    it ended, in seconds.
     """
 
     candidate_id: int
@@ -63,6 +64,8 @@ class Candidate:
     num_prior: int = 0  # tokens that it had when it was submitted last
     num_fruitless: int = 0
     shed: bool = False
+    started: float | None = None
+    ended: float | None = None
 
     @property
     def length(self) -> int:
