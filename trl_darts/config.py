@@ -9,11 +9,9 @@ from trl import GRPOConfig
 from .engines.deadlines import Deadlines
 from .field_checks import check_fields
 from .policy import LatencyCurve
-from .scheduling import SchedulePolicies, make_policies
+from .scheduling import ScheduleSettings
 
 
-# M_total is about 1.5·N·M on average in the paper (Appendix B).
-DEFAULT_REDUNDANCY = 1.5
 API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
 
 
@@ -216,23 +214,15 @@ class DARTSGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_num_generations is None:
-            self.max_num_generations = 2 * self.num_generations
-        if self.target_redundancy is None:
-            self.target_redundancy = min(DEFAULT_REDUNDANCY, self.max_num_generations / self.num_generations)
+        settings = self.schedule_settings  # fills in defaults, and refuses what can't work
+        self.max_num_generations, self.target_redundancy = settings.max_num_generations, settings.target_redundancy
+        self.load_latency_curve()
         check_fields(self)
 
     @property
-    def policies(self) -> SchedulePolicies:
-        """The policy objects that these settings stand for."""
-        return make_policies(
-            self.schedule,
-            num_generations=self.num_generations,
-            max_num_generations=self.max_num_generations,
-            num_longest=self.num_longest,
-            tail_pruning=self.tail_pruning,
-            long_end_patience=self.long_end_patience,
-        )
+    def schedule_settings(self) -> ScheduleSettings:
+        """Those of these settings that are the schedule's."""
+        return ScheduleSettings.of(self)
 
     @property
     def server_urls(self) -> list[str]:

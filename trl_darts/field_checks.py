@@ -1,10 +1,11 @@
-"""Fields of the config that can't work, refused when it is made. Whole combinations are checked by the trainer."""
+"""
+Fields of the config that can't work, refused when it is made. Those of the schedule check themselves, and whole
+combinations are checked by the trainer.
+"""
 
-import math
 from typing import TYPE_CHECKING
 
 from .errors import ConfigurationError
-from .scheduling import SCHEDULES
 from .weights import WEIGHT_SYNCS
 
 
@@ -33,50 +34,8 @@ def check_fields(config: "DARTSGRPOConfig") -> None:
     Raises:
         [`ConfigurationError`]: Names the field, its value, the rule and a remedy.
     """
-    _check_selection(config)
-    _check_budget(config)
     _check_servers(config)
     _check_engine(config)
-
-
-def _check_selection(config: "DARTSGRPOConfig") -> None:
-    if config.schedule not in SCHEDULES:
-        raise ConfigurationError(f"`schedule` ({config.schedule!r}) must be one of {', '.join(map(repr, SCHEDULES))}.")
-    if config.max_num_generations < config.num_generations:
-        raise ConfigurationError(
-            f"`max_num_generations` ({config.max_num_generations}) must be at least `num_generations` "
-            f"({config.num_generations}). Raise it, or leave it unset for 2 × `num_generations`."
-        )
-    if not 0 <= config.num_longest < config.num_generations:
-        raise ConfigurationError(
-            f"`num_longest` ({config.num_longest}) must be at least 0 and less than `num_generations` "
-            f"({config.num_generations}): the other rows are the shortest ones. The paper uses 1."
-        )
-    if config.long_end_patience is not None and not config.long_end_patience >= 1:
-        raise ConfigurationError(
-            f"`long_end_patience` ({config.long_end_patience}) must be at least 1, in multiples of the "
-            "`num_generations`-th shortest complete length. Leave it unset to wait for all candidates."
-        )
-
-
-def _check_budget(config: "DARTSGRPOConfig") -> None:
-    highest = config.max_num_generations / config.num_generations
-    if not 1 <= config.target_redundancy <= highest:
-        raise ConfigurationError(
-            f"`target_redundancy` ({config.target_redundancy}) must be between 1 and `max_num_generations` / "
-            f"`num_generations` ({highest:g}). Lower it, or raise `max_num_generations`."
-        )
-    if config.redundancy_cost_weight is not None and not 0 < config.redundancy_cost_weight < math.inf:
-        raise ConfigurationError(
-            f"`redundancy_cost_weight` ({config.redundancy_cost_weight}) must be positive. Leave it unset to have "
-            "it calibrated."
-        )
-    if not 0 < config.length_ema <= 1:
-        raise ConfigurationError(
-            f"`length_ema` ({config.length_ema}) must be greater than 0 and at most 1, the weight of the newest "
-            "observation."
-        )
-    config.load_latency_curve()
 
 
 def _check_servers(config: "DARTSGRPOConfig") -> None:

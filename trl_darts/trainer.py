@@ -19,10 +19,9 @@ from .distributed import Share, Slot
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
 from .generation import rollout_generation
 from .metrics import RolloutRecord, rollout_metrics
-from .policy import BudgetController, LengthTracker
+from .policy import LengthTracker
 from .rollout import RolloutConductor, Turn
 from .rows import repeat_rewards, take_weight
-from .scheduling import AdmissionPolicy, UniformAdmission, VarianceAdmission
 from .servers import connect, server_settings
 
 
@@ -158,13 +157,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self.add_callback(callback)
         if callback.tracker is None:
             callback.tracker = LengthTracker(args.length_ema)
-        callback.admission = _make_admission(args, callback.tracker)
+        settings = args.schedule_settings
+        callback.admission = settings.admission(callback.tracker, args.load_latency_curve(), args.num_engines)
         self._tracker_callback = callback
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
         self._conductor = RolloutConductor(
             self.accelerator,
-            args.policies,
+            settings.policies,
             callback.admission,
             args.num_generations,
             show_progress=not args.disable_tqdm,
@@ -298,17 +298,3 @@ class DARTSGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.accelerator.is_main_process:
             self._tracker_callback.load(Path(checkpoint))
-
-
-def _make_admission(args: DARTSGRPOConfig, tracker: LengthTracker) -> AdmissionPolicy:
-    if args.schedule == "grpo":
-        return UniformAdmission(args.num_generations)
-    budget = BudgetController(
-        num_generations=args.num_generations,
-        max_num_generations=args.max_num_generations,
-        target_redundancy=args.target_redundancy,
-        cost_weight=args.redundancy_cost_weight,
-        latency_curve=args.load_latency_curve(),
-        num_engines=args.num_engines,
-    )
-    return VarianceAdmission(tracker, budget, args.num_generations, args.max_num_generations)

@@ -18,6 +18,7 @@ from .placement import AssignedPlacement, LongestFirst, balance, known_lengths
 from .policies import AllGroups, BatchStop, DualEnd, GroupStop, LeastLoaded, Placement, SchedulePolicies, WaitForAll
 from .scheduler import Scheduler
 from .schedules import SCHEDULES, make_policies
+from .settings import ScheduleSettings
 from .summary import GroupSummary, Occupancy, bubble_ratio
 from .types import (
     Candidate,
@@ -67,6 +68,7 @@ __all__ = [
     "RolloutExpired",
     "RolloutResult",
     "SchedulePolicies",
+    "ScheduleSettings",
     "Scheduler",
     "Submit",
     "Timeline",
