@@ -26,8 +26,8 @@ class ScheduleSettings:
 
     schedule: str = "darts"
     num_generations: int = 8
-    max_num_generations: int | None = None
-    target_redundancy: float | None = None
+    max_num_generations: int = None  # type: ignore[assignment]  # the default depends on others
+    target_redundancy: float = None  # type: ignore[assignment]
     redundancy_cost_weight: float | None = None
     length_ema: float = 0.5
     num_longest: int = 1
@@ -35,9 +35,11 @@ class ScheduleSettings:
     long_end_patience: float | None = None
 
     def __post_init__(self) -> None:
+        if self.num_generations < 1:
+            raise ConfigurationError(f"`num_generations` ({self.num_generations}) must be at least 1.")
         if self.max_num_generations is None:
             self.max_num_generations = 2 * self.num_generations
-        if self.target_redundancy is None and self.num_generations > 0:
+        if self.target_redundancy is None:
             self.target_redundancy = min(DEFAULT_REDUNDANCY, self.max_num_generations / self.num_generations)
         self._check_selection()
         self._check_budget()
