@@ -214,7 +214,7 @@ def test_several_rollouts_per_optimizer_step(model_dir, tmp_path):
         save_rollout_trace=True,
     )
     make_trainer(model_dir, args).train()
-    names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    names = sorted(path.name for path in (tmp_path / "rollouts").glob("*.parquet"))
     assert names == [f"rollout_{step:05d}_{micro:02d}.parquet" for step in range(2) for micro in range(2)]
 
 
@@ -249,7 +249,7 @@ def test_model_card_names_the_method(model_dir, tmp_path):
 def test_wild_group_keeps_short_and_longest(model_dir, tmp_path):
     trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=6, save_rollout_trace=True, tail_pruning=False))
     trainer.train()
-    for path in (tmp_path / "rollouts").iterdir():
+    for path in (tmp_path / "rollouts").glob("*.parquet"):
         for _, group in pd.read_parquet(path).groupby("group"):
             complete = np.sort(group[group.finish_reason == "stop"].length)
             if len(complete) >= 4:
