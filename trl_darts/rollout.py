@@ -12,7 +12,6 @@ rows of all processes ──▶ PromptBatch ──▶ admission (main process) �
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -30,13 +29,11 @@ from .scheduling import (
     AdmissionPolicy,
     GroupPlan,
     GroupSummary,
-    LongestFirst,
     Occupancy,
     RolloutResult,
     SchedulePolicies,
     Scheduler,
     UniformAdmission,
-    known_lengths,
 )
 
 
@@ -143,11 +140,8 @@ class RolloutConductor:
             `tuple[KeptRows, RolloutRecord]`: What is trained on, and what is known of the rest.
         """
         admission, plans = self.plan(batch)
-        policies = self.policies_now()
-        if admission.expected_lengths is not None:
-            policies = replace(policies, placement=LongestFirst(admission.expected_lengths))
         drops = self.drop_failed_groups and self.turn is not Turn.LATER
-        scheduler = Scheduler(policies, batch.num_generations, drops)
+        scheduler = Scheduler(admission.ordered(self.policies_now()), batch.num_generations, drops)
         with self.progress() as progress:
             result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, progress)
         for words in result.dropped.values():
@@ -208,13 +202,7 @@ class RolloutConductor:
         infos = batch.infos
         training = self.turn is Turn.TRAINING
         admission = (self.admission if training else UniformAdmission(batch.num_generations)).plan(infos)
-        lengths = admission.expected_lengths
-        expected = [None] * len(infos) if lengths is None else known_lengths(lengths)
-        plans = [
-            GroupPlan(index, count, info.key, info.num_tokens, expected_length=length)
-            for index, (info, count, length) in enumerate(zip(infos, admission.num_candidates, expected, strict=True))
-        ]
-        return admission, plans
+        return admission, admission.plans(infos)
 
     def policies_now(self) -> SchedulePolicies:
         """The decisions for this turn."""

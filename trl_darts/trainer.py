@@ -155,9 +155,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if callback is None:
             callback = VarianceTrackerCallback()
             self.add_callback(callback)
-        if callback.tracker is None:
-            callback.tracker = LengthTracker(args.length_ema)
         settings = args.schedule_settings
+        if callback.tracker is None:
+            callback.tracker = settings.tracker(args.max_completion_length)
         callback.admission = settings.admission(callback.tracker, args.load_latency_curve(), args.num_engines)
         self._tracker_callback = callback
         if args.save_rollout_trace:

@@ -131,24 +131,20 @@ def test_rises_with_rho(curve: LatencyCurve | None) -> None:
     assert mean(cluster.run(controller, 60, rho=0.1)) == N * M
 
 
-def test_falls_with_the_measured_cost() -> None:
+@pytest.mark.parametrize("curve", [None, CURVE])
+def test_rollouts_that_get_shorter_do_not_make_candidates_cheap(curve: LatencyCurve | None) -> None:
+    """Else a budget that makes prompts stop early would raise the next one, up to the bound."""
     cluster = Cluster(c=2.0)
-    controller, before = calibrated(cluster)
-    cluster.k *= 1.25
-    list(cluster.run(controller, 30))
-    assert mean(cluster.run(controller, 60)) == pytest.approx(before / 1.25, rel=0.08)
-    cluster.k /= 1.25
-    list(cluster.run(controller, 30))
-    assert mean(cluster.run(controller, 60)) == pytest.approx(before, rel=0.05)
-
-
-def test_falls_with_the_predicted_cost() -> None:
-    cluster = Cluster()
-    controller, before = calibrated(cluster, latency_curve=CURVE)
+    controller, before = calibrated(cluster, latency_curve=curve)
+    k = controller.cost_slope
     assert before == pytest.approx(TARGET, rel=0.05)
-    cluster.lengths_median *= 1.25
-    list(cluster.run(controller, 30))
-    assert mean(cluster.run(controller, 60)) == pytest.approx(before / 1.25, rel=0.05)
+    for factor in (0.25, 4.0):
+        cluster.k *= factor
+        cluster.lengths_median *= factor
+        assert mean(cluster.run(controller, 60)) == pytest.approx(before, rel=0.05)
+        cluster.k /= factor
+        cluster.lengths_median /= factor
+    assert controller.cost_slope == k
 
 
 def test_equal_steps_do_not_move_the_measured_cost() -> None:

@@ -91,8 +91,34 @@ def test_a_bound_far_beyond_the_fit_counts_as_its_own_length() -> None:
 
 @pytest.mark.parametrize("sigma", [0.05, 0.5, 1.5])
 def test_the_asymptote_meets_the_closed_form(sigma: float) -> None:
-    below, above = (_beyond(math.exp(6 + z * sigma), 6, sigma) for z in (_FAR_TAIL - 1e-6, _FAR_TAIL + 1e-6))
+    below, above = (_beyond(math.exp(6 + z * sigma), 6, sigma, math.inf) for z in (_FAR_TAIL - 1e-6, _FAR_TAIL + 1e-6))
     assert above == pytest.approx(below, rel=0.05)
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0, 1.5])
+@pytest.mark.parametrize("bound", [50.0, 400.0, 2000.0])
+@pytest.mark.parametrize("horizon", [500.0, 4000.0, 1e6])
+def test_beyond_a_bound_and_cut_at_a_horizon_is_what_sampling_says(sigma: float, bound: float, horizon: float) -> None:
+    mean, variance = _beyond(bound, 6.0, sigma, horizon)
+    if bound >= horizon:
+        assert (mean, variance) == (bound, 0.0)
+        return
+    draws = np.random.default_rng(0).lognormal(6.0, sigma, 4_000_000)
+    kept = np.minimum(draws[draws > bound], horizon)
+    if len(kept) < 1000:  # too rare to be sampled
+        assert bound <= mean <= min(1.5 * bound, horizon)
+        return
+    assert mean == pytest.approx(kept.mean(), rel=0.02)
+    assert math.sqrt(variance) == pytest.approx(kept.std(), rel=0.05)
+
+
+@given(groups, rhos, st.floats(1, 1e6))
+def test_a_horizon_only_takes_away(group: list[tuple[int, bool]], rho: float, horizon: float) -> None:
+    lengths, censored = [length for length, _ in group], [flag for _, flag in group]
+    free, cut = group_moments(lengths, censored, rho), group_moments(lengths, censored, rho, horizon)
+    assert statistics.fmean(lengths) * (1 - 1e-12) <= cut.mean <= free.mean * (1 + 1e-9) + 1e-9
+    assert cut.square <= free.square * (1 + 1e-6) + 1e-6
+    assert cut.mean <= max(horizon, *lengths, 1.0) * (1 + 1e-9)
 
 
 def test_continuous_where_the_asymptote_takes_over() -> None:

@@ -62,8 +62,11 @@ class BudgetController:
 
     The paper doesn't say how it chose λ, only that the budget came out at about 1.5·N·M on average. Here the first
     steps calibrate it: their budgets cycle around the target, so that the cost of a candidate shows in the timings,
-    and λ is then set such that Eq. 8 gives the target, and held. From there on ρ and k move the budget: longer tails
-    raise it, dearer candidates lower it.
+    and λ is then set such that Eq. 8 gives the target, and held. So is k, which in the paper belongs to the model and
+    the cluster. From there on ρ moves the budget: longer tails raise it.
+
+    A k that followed the rollouts would run away: a budget that makes prompts stop early makes rollouts shorter, so
+    candidates would look cheap, and the next budget would be larger.
 
     λ belongs to the largest batch seen while calibrating. A smaller one (the last of an epoch) gets its proportional
     share of Eq. 8's optimum, and so the same redundancy per prompt.
@@ -79,7 +82,7 @@ class BudgetController:
         cost_weight (`float`, *optional*):
             λ. Calibrated if not given.
         calibration_steps (`int`, *optional*, defaults to `8`):
-            Number of observed steps after which λ is set.
+            Number of observed steps after which λ and k are set.
         latency_curve ([`LatencyCurve`], *optional*):
             Predicts k from the lengths of the pools. Without it k is measured.
         num_engines (`int`, *optional*, defaults to `1`):
@@ -109,6 +112,7 @@ class BudgetController:
         self._calibrated_cost_weight: float | None = None
         self._timed = TimedCostSlope(calibration_steps) if latency_curve is None else None
         self._predicted = None if latency_curve is None else PredictedCostSlope(latency_curve, num_engines)
+        self._held_cost_slope: float | None = None
         self._num_observed = 0
         self._reference_prompts = 0
         self._rho = math.nan
@@ -121,7 +125,9 @@ class BudgetController:
 
     @property
     def cost_slope(self) -> float | None:
-        """k in seconds per candidate, `None` before it is known."""
+        """k in seconds per candidate, `None` before it is known; held once the calibration is over."""
+        if self._held_cost_slope is not None:
+            return self._held_cost_slope
         if self._timed is not None:
             return self._timed.value
         if self._predicted is None or not self._reference_prompts or self.max_num_generations == self.num_generations:
@@ -187,30 +193,30 @@ class BudgetController:
             raise ValueError(
                 f"`num_candidates` ({num_candidates}) and `seconds` ({seconds}) must be positive and finite."
             )
+        if self._predicted is not None and (lengths is None or not np.size(lengths)):
+            raise ValueError("`lengths` must be given with a latency curve. Pass the lengths of all candidates.")
+        self._num_observed += 1
+        if self._held_cost_slope is not None:
+            return
         if self._timed is not None:
             self._timed.observe(num_candidates, seconds)
-        elif self._predicted is not None:
-            if lengths is None or not np.size(lengths):
-                raise ValueError("`lengths` must be given with a latency curve. Pass the lengths of all candidates.")
+        elif self._predicted is not None and lengths is not None:
             self._predicted.observe(lengths)
-        self._num_observed += 1
-        if self.cost_weight is None:
-            self._calibrate()
+        self._calibrate()
 
     def _calibrate(self) -> None:
-        """Set λ so that Eq. 8 gives the target for the mean ρ so far. Waits for a ρ and a k if need be."""
+        """Set λ so that Eq. 8 gives the target for the mean ρ so far, and hold k. Waits for both if need be."""
         if not math.isnan(self._rho):
             self._rho_sum += self._rho
             self._num_rhos += 1
-        if self._num_observed < self.calibration_steps or not self._rho_sum:
-            return
         cost_slope = self.cost_slope
-        if cost_slope is not None:
+        if self._num_observed < self.calibration_steps or not self._rho_sum or cost_slope is None:
+            return
+        self._held_cost_slope = cost_slope
+        if self._given_cost_weight is None:
             target = self.target_redundancy * self._reference_prompts * self.num_generations
             # Half a candidate more, because Eq. 9 rounds down.
             self._calibrated_cost_weight = self._rho_sum / self._num_rhos / (cost_slope * (target + 0.5))
-            if self._timed is not None:
-                self._timed.hold_share()
 
     def state_dict(self) -> dict[str, Any]:
         """
@@ -224,6 +230,7 @@ class BudgetController:
             "max_num_generations": self.max_num_generations,
             "target_redundancy": self.target_redundancy,
             "cost_weight": self._calibrated_cost_weight,
+            "held_cost_slope": self._held_cost_slope,
             "num_observed": self._num_observed,
             "reference_prompts": self._reference_prompts,
             "rho": None if math.isnan(self._rho) else self._rho,
@@ -268,6 +275,7 @@ class BudgetController:
         if self._calibrated_cost_weight is not None:
             # λ was set to meet the target of then, and is inversely proportional to it.
             self._calibrated_cost_weight *= state["target_redundancy"] / self.target_redundancy
+        self._held_cost_slope = state["held_cost_slope"]
         self._num_observed, self._reference_prompts = int(state["num_observed"]), int(state["reference_prompts"])
         self._rho = math.nan if state["rho"] is None else float(state["rho"])
         self._rho_sum, self._num_rhos = float(state["rho_sum"]), int(state["num_rhos"])

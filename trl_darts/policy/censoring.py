@@ -103,10 +103,14 @@ def _fit_log_normal(lengths: Sequence[float], censored: Sequence[bool], prior_rh
     return sum(math.log(length) if length > 1 else 0.0 for length in lengths) / len(lengths), sigma
 
 
-def _beyond(bound: float, mu: float, sigma: float) -> tuple[float, float]:
-    """Mean and variance of a log-normal length, given that it exceeds `bound`."""
+def _beyond(bound: float, mu: float, sigma: float, horizon: float) -> tuple[float, float]:
+    """Mean and variance of a log-normal length that is cut off at `horizon`, given that it exceeds `bound`."""
     bound = max(bound, 1.0)
+    if bound >= horizon:
+        return bound, 0.0
     z = (math.log(bound) - mu) / sigma
+    if z <= _FAR_TAIL and horizon < math.inf:
+        return _between(bound, z, mu, sigma, horizon)
     if z > _FAR_TAIL:
         mean = bound * z / (z - sigma)
         square = bound * bound * z / (z - 2 * sigma)
@@ -115,11 +119,30 @@ def _beyond(bound: float, mu: float, sigma: float) -> tuple[float, float]:
         mean = math.exp(mu + sigma * sigma / 2) * math.erfc((z - sigma) / _SQRT2) / survival
         square = math.exp(2 * (mu + sigma * sigma)) * math.erfc((z - 2 * sigma) / _SQRT2) / survival
     mean = max(mean, bound)
+    if mean >= horizon:
+        return horizon, 0.0
     return mean, max(square - mean * mean, 0.0)
 
 
+def _between(bound: float, z: float, mu: float, sigma: float, horizon: float) -> tuple[float, float]:
+    """The same for a finite horizon; `z` is the normal score of `bound`."""
+    end = (math.log(horizon) - mu) / sigma
+    survival = math.erfc(z / _SQRT2)
+    cut = math.erfc(end / _SQRT2) / survival
+    moments = []
+    for power in (1, 2):
+        shift = power * sigma
+        part = (math.erfc((z - shift) / _SQRT2) - math.erfc((end - shift) / _SQRT2)) / survival
+        moments.append(math.exp(power * mu + shift * shift / 2) * part + horizon**power * cut)
+    mean = min(max(moments[0], bound), horizon)
+    return mean, max(moments[1] - mean * mean, 0.0)
+
+
 def group_moments(
-    lengths: Sequence[int], censored: Sequence[bool] | None = None, prior_rho: float = math.nan
+    lengths: Sequence[int],
+    censored: Sequence[bool] | None = None,
+    prior_rho: float = math.nan,
+    horizon: float = math.inf,
 ) -> GroupMoments:
     """
     Mean and variance of one prompt's response lengths, σ²_L(q_i) of
@@ -133,6 +156,9 @@ def group_moments(
         prior_rho (`float`, *optional*, defaults to NaN):
             The data set's standard deviation over mean. Gives the fit its spread where fewer than `MIN_COMPLETE`
             lengths are complete; NaN stands for `DEFAULT_RHO`.
+        horizon (`float`, *optional*, defaults to infinity):
+            No censored length is taken to be longer than this. The second moment of a log-normal tail that is fitted
+            to a few points is mostly made of lengths that no engine would let happen.
 
     Returns:
         [`GroupMoments`]: All finite; the mean is never below the mean of `lengths`.
@@ -153,7 +179,7 @@ def group_moments(
             if is_censored:
                 bound = filled[i]
                 if bound not in beyond:
-                    beyond[bound] = _beyond(bound, mu, sigma)
+                    beyond[bound] = _beyond(bound, mu, sigma, horizon)
                 filled[i], variance = beyond[bound]
                 extra += variance
     mean = sum(filled) / num

@@ -67,9 +67,9 @@ class TimedCostSlope:
     k by least squares of a step's seconds on its candidates, online.
 
     The line is written as g·(1 + b·(x / reference - 1)). The level g follows the response lengths and is forgotten
-    exponentially; the share b belongs to the system and is learned from deviations from the mean step size only, until
-    it is held. The first steps are kept and fitted together, so that a slow first one, when engines warm up, can be
-    told from the others.
+    exponentially; the share b belongs to the system and is learned from deviations from the mean step size only. The
+    first steps are kept and fitted together, so that a slow first one, when engines warm up, can be told from the
+    others.
 
     Args:
         num_initial (`int`):
@@ -79,7 +79,6 @@ class TimedCostSlope:
     def __init__(self, num_initial: int) -> None:
         self.num_initial = num_initial
         self._initial: list[tuple[float, float]] = []
-        self._held_share: float | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -115,19 +114,8 @@ class TimedCostSlope:
         self._mean_size += weight * (size - self._mean_size)
         self._mean_time += weight * (time - self._mean_time)
 
-    def hold_share(self) -> None:
-        """
-        Stop learning the share; the level goes on following the timings.
-
-        A price per second that was calibrated with one share would be wrong with another: a later and better estimate
-        would move the budgets though nothing had changed.
-        """
-        self._held_share = self._share
-
     @property
     def _share(self) -> float:
-        if self._held_share is not None:
-            return self._held_share
         share = (self._covariance + PRIOR_INFORMATION * PRIOR_SHARE) / (self._information + PRIOR_INFORMATION)
         return _clip(share, *TRUST_REGION)
 
@@ -146,11 +134,11 @@ class TimedCostSlope:
         """State that can be serialised as JSON."""
         numbers = [self._reference, self._mean_size, self._mean_time, self._information, self._covariance]
         initial = [list(pair) for pair in self._initial]
-        return {"count": self._count, "numbers": numbers, "initial": initial, "held_share": self._held_share}
+        return {"count": self._count, "numbers": numbers, "initial": initial}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self._count, self._held_share = int(state["count"]), state["held_share"]
+        self._count = int(state["count"])
         self._initial = [(float(size), float(time)) for size, time in state["initial"]]
         numbers = map(float, state["numbers"])
         self._reference, self._mean_size, self._mean_time, self._information, self._covariance = numbers

@@ -54,6 +54,9 @@ class LengthTracker:
     Args:
         ema (`float`, *optional*, defaults to `0.5`):
             Weight of the newest observation, in (0, 1]: `1.0` remembers nothing but the last epoch.
+        horizon (`float`, *optional*, defaults to infinity):
+            No censored length is taken to be longer than this many tokens, see [`group_moments`]. The trainer sets
+            twice its `max_completion_length`.
 
     Example:
 
@@ -69,12 +72,15 @@ class LengthTracker:
     ```
     """
 
-    def __init__(self, ema: float = 0.5) -> None:
+    def __init__(self, ema: float = 0.5, horizon: float = math.inf) -> None:
         if not 0 < ema <= 1:
             raise ConfigurationError(
                 f"`ema` ({ema}) must be above 0 and at most 1: it is the weight of the newest observation."
             )
+        if not horizon >= 1:
+            raise ConfigurationError(f"`horizon` ({horizon}) must be at least 1, in tokens.")
         self.ema = ema
+        self.horizon = horizon
         self._rows: dict[int, int] = {}
         self._columns: dict[str, NDArray[Any]] = {name: np.zeros(0, dtype) for name, dtype in _PER_PROMPT.items()}
         self._dataset = (0.0, 0.0, 0)
@@ -99,7 +105,7 @@ class LengthTracker:
             [`ValueError`]: If there are no lengths, one is negative, or `censored` has another length.
         """
         number = _as_64_bits(key)
-        moments = group_moments(lengths, censored, self._ratio(*self._dataset))
+        moments = group_moments(lengths, censored, self._ratio(*self._dataset), self.horizon)
         row = self._rows.get(number)
         if row is None:
             row = self._new_row(number)
@@ -186,7 +192,7 @@ class LengthTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Go on from a saved state. `ema` stays as configured.
+        Go on from a saved state. `ema` and `horizon` stay as configured.
 
         Args:
             state (`Mapping[str, np.ndarray]`):

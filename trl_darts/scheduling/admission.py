@@ -7,14 +7,17 @@ learns from each rollout afterwards.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import StateMismatchError
 from ..policy import BudgetController, LengthTracker, allocate_redundancy
+from .placement import LongestFirst, known_lengths
+from .policies import SchedulePolicies
 from .summary import GroupSummary
+from .types import GroupPlan
 
 
 def prompt_key(token_ids: Sequence[int], image_digest: bytes = b"") -> int:
@@ -70,6 +73,27 @@ class Admission:
     rho: float | None = None
     cost_weight: float | None = None
     expected_lengths: list[float] | None = None
+
+    def plans(self, prompts: Sequence[PromptInfo]) -> list[GroupPlan]:
+        """
+        One plan per prompt, by index.
+
+        Args:
+            prompts (`Sequence[PromptInfo]` of shape `(N,)`):
+                What this was decided for.
+        """
+        lengths = self.expected_lengths
+        expected = [None] * len(prompts) if lengths is None else known_lengths(lengths)
+        return [
+            GroupPlan(index, count, prompt.key, prompt.num_tokens, expected_length=length)
+            for index, (prompt, count, length) in enumerate(zip(prompts, self.num_candidates, expected, strict=True))
+        ]
+
+    def ordered(self, policies: SchedulePolicies) -> SchedulePolicies:
+        """The same policies, with the candidates that are expected to be longest first, where anything is known."""
+        if self.expected_lengths is None:
+            return policies
+        return replace(policies, placement=LongestFirst(self.expected_lengths))
 
 
 class AdmissionPolicy(Protocol):

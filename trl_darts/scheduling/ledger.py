@@ -94,7 +94,9 @@ class Ledger:
             return f"{len(logprobs)} log-probs came for {len(tokens)} tokens"
         if not candidate.tokens:
             final = type(event) is CandidateEnded
-            candidate.tokens = tokens if final and isinstance(tokens, list) else list(tokens)
+            # A range stands for tokens of which nothing but their number is known.
+            kept = tokens if final and isinstance(tokens, (list, range)) else list(tokens)
+            candidate.tokens = kept  # type: ignore[assignment]
             if logprobs is not None:
                 candidate.logprobs = logprobs if final and isinstance(logprobs, list) else list(logprobs)
         elif len(tokens) > known:

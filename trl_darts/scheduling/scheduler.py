@@ -67,15 +67,6 @@ class Scheduler:
         self._num_settled = 0
         self._num_dropped = 0
         self._harvested = False
-        self._handlers: dict[type, Callable[[Any], list[Command]]] = {
-            TokensArrived: self._on_tokens,
-            CandidateEnded: self._on_ended,
-            CandidateFailed: self._on_failed,
-            EngineLost: self._on_engine_lost,
-            EngineJoined: self._on_engine_joined,
-            EngineResized: self._on_engine_resized,
-            RolloutExpired: self._on_expired,
-        }
 
     @property
     def needs_progress(self) -> bool:
@@ -127,7 +118,7 @@ class Scheduler:
         Returns:
             `list[Command]`: What the engines are to do now.
         """
-        return self._handlers[type(event)](event)
+        return _HANDLERS[type(event)](self, event)
 
     def result(self) -> RolloutResult:
         """
@@ -316,3 +307,15 @@ class Scheduler:
         if self.error is None:
             self.error = words
         return self._abort_unfinished(now)
+
+
+# Outside of the object, which would be part of a reference cycle otherwise: a rollout's candidates are many.
+_HANDLERS: dict[type, Callable[[Scheduler, Any], list[Command]]] = {
+    TokensArrived: Scheduler._on_tokens,
+    CandidateEnded: Scheduler._on_ended,
+    CandidateFailed: Scheduler._on_failed,
+    EngineLost: Scheduler._on_engine_lost,
+    EngineJoined: Scheduler._on_engine_joined,
+    EngineResized: Scheduler._on_engine_resized,
+    RolloutExpired: Scheduler._on_expired,
+}

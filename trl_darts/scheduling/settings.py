@@ -13,6 +13,9 @@ from .schedules import SCHEDULES, make_policies
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
 DEFAULT_REDUNDANCY = 1.5
+# A response that was aborted or cut off is taken to be at most this many times as long as the limit. At the limit
+# itself, a prompt whose responses are all cut off would look calm.
+HORIZON = 2
 
 
 @dataclass
@@ -60,6 +63,16 @@ class ScheduleSettings:
             tail_pruning=self.tail_pruning,
             long_end_patience=self.long_end_patience,
         )
+
+    def tracker(self, max_completion_length: int) -> LengthTracker:
+        """
+        A new tracker of response lengths.
+
+        Args:
+            max_completion_length (`int`):
+                Tokens at which responses are cut off.
+        """
+        return LengthTracker(self.length_ema, HORIZON * max_completion_length)
 
     def admission(
         self, tracker: LengthTracker, latency_curve: LatencyCurve | None = None, num_engines: int = 1
