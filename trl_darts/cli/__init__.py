@@ -8,11 +8,14 @@ import sys
 import typer
 
 from ..serving.options import API_KEY_VARIABLE
-from . import serve
+from . import profile, report, serve, simulate
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.command()(serve.serve)
+app.command()(profile.profile)
+app.command()(report.report)
+app.command()(simulate.simulate)
 
 
 @app.callback()

@@ -8,16 +8,26 @@ NumPy and the standard library only. Nothing here reads a clock or draws a rando
 from trl_darts.policy.allocation import allocate_redundancy
 from trl_darts.policy.budget import BudgetController, redundancy_budget
 from trl_darts.policy.censoring import GroupMoments, group_moments
+from trl_darts.policy.held_out import HeldOutError
 from trl_darts.policy.latency import LatencyCurve, rollout_time
+from trl_darts.policy.latency_profile import DecodePoint, LatencyProfile, PrefillPoint
+from trl_darts.policy.latency_surface import LatencySurface
 from trl_darts.policy.lengths import LengthTracker
+from trl_darts.policy.prefill import PrefillLine
 from trl_darts.policy.selection import select_dual_end, select_shortest
 
 
 __all__ = [
     "BudgetController",
+    "DecodePoint",
     "GroupMoments",
+    "HeldOutError",
     "LatencyCurve",
+    "LatencyProfile",
+    "LatencySurface",
     "LengthTracker",
+    "PrefillLine",
+    "PrefillPoint",
     "allocate_redundancy",
     "group_moments",
     "redundancy_budget",

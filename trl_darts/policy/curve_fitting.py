@@ -102,7 +102,7 @@ class _Fit:
         loss = math.inf
         for _ in range(_REWEIGHTINGS):
             root = np.sqrt(weights)
-            steps = _non_negative_least_squares(design * root[:, None], target * root)
+            steps = non_negative_least_squares(design * root[:, None], target * root)
             error = np.abs(design @ steps - target)
             huber = np.where(error <= HUBER_DELTA, error * error / 2, HUBER_DELTA * (error - HUBER_DELTA / 2))
             previous, loss = loss, float(self.counts @ huber)
@@ -166,8 +166,20 @@ class _Fit:
         return [float(size) for size in inner[np.unique(np.searchsorted(inner, wanted * (1 - 1e-9)))]]
 
 
-def _non_negative_least_squares(design: Array, target: Array) -> Array:
-    """Lawson and Hanson's active-set algorithm for a handful of unknowns."""
+def non_negative_least_squares(design: Array, target: Array) -> Array:
+    """
+    Solution x ≥ 0 of the smallest ‖design·x - target‖, by Lawson and Hanson's active-set algorithm. For a handful of
+    unknowns.
+
+    Args:
+        design (`np.ndarray` of shape `(P, S)`):
+            One row per equation.
+        target (`np.ndarray` of shape `(P,)`):
+            Right-hand sides.
+
+    Returns:
+        `np.ndarray` of shape `(S,)`: The solution.
+    """
     solution = np.asarray(np.linalg.lstsq(design, target, rcond=None)[0], np.float64)
     if solution.min() >= 0:
         return solution

@@ -8,23 +8,23 @@ hence a rollout never gets faster by adding a response or lengthening one.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trl_darts.errors import ConfigurationError
+from trl_darts.policy import latency_file
 from trl_darts.policy.curve_fitting import fit_piecewise_linear
 
 
+_NOUN = "latency curve"
 _KIND = "latency_curve"
 _VERSION = 1
 
@@ -163,11 +163,7 @@ class LatencyCurve:
         Raises:
             [`ConfigurationError`]: If it does not describe a curve.
         """
-        if not isinstance(data, Mapping):
-            raise ConfigurationError(f"A latency curve must be a mapping, and this is {type(data).__name__}.")
-        for key, expected in (("kind", _KIND), ("version", _VERSION)):
-            if data.get(key) != expected:
-                raise ConfigurationError(f"`{key}` ({data.get(key)!r}) of a latency curve must be {expected!r}.")
+        latency_file.check_kind(data, _NOUN, _KIND, _VERSION)
         try:
             return cls(data["knots"], data["values"], dict(data.get("metadata") or {}))
         except (KeyError, TypeError) as error:
@@ -177,7 +173,7 @@ class LatencyCurve:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the curve to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        latency_file.write(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LatencyCurve:
@@ -186,7 +182,7 @@ class LatencyCurve:
 
         Args:
             path (`str` or `os.PathLike`):
-                A file that [`~LatencyCurve.save`] or `trl-darts profile` wrote.
+                A file that [`~LatencyCurve.save`], [`LatencyProfile.save`] or `trl-darts profile` wrote.
 
         Returns:
             [`LatencyCurve`]: The curve.
@@ -194,13 +190,7 @@ class LatencyCurve:
         Raises:
             [`ConfigurationError`]: If the file is missing or does not hold a latency curve.
         """
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:  # a `ConfigurationError` and a `JSONDecodeError` are `ValueError`s
-            raise ConfigurationError(
-                f"`path` ({os.fspath(path)!r}) must name a JSON file with a latency curve, and reading it failed: "
-                f"{error} Write one with `trl-darts profile`."
-            ) from error
+        return latency_file.read(path, _NOUN, "curve", cls.from_dict)
 
 
 def _rises(numbers: Sequence[float], strictly: bool) -> bool:

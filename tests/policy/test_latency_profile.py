@@ -1,0 +1,148 @@
+"""A profile: what is fitted to which points, how well that predicts, and the file that everything is read from."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trl_darts.errors import ConfigurationError
+from trl_darts.policy import (
+    DecodePoint,
+    HeldOutError,
+    LatencyCurve,
+    LatencyProfile,
+    LatencySurface,
+    PrefillLine,
+    PrefillPoint,
+)
+from trl_darts.policy.held_out import held_out_error
+
+
+CONTEXTS = (128, 512, 2048, 8192)
+
+
+def point(size: int, length: int, factor: float = 1.0) -> DecodePoint:
+    tokens = size * (length + 20)
+    seconds = (0.010 + 2e-5 * size + 1e-7 * tokens) * factor
+    return DecodePoint(size, length, tokens, seconds, 0.02, (seconds,))
+
+
+def points(noise: float = 0.0, contexts: tuple[int, ...] = CONTEXTS, limit: int = 65_536) -> list[DecodePoint]:
+    rng = np.random.default_rng(0)
+    pairs = [(2**i, length) for i in range(8) for length in contexts if 2**i * length <= limit]
+    return [point(size, length, float(np.exp(noise * rng.standard_normal()))) for size, length in pairs]
+
+
+def prompts() -> list[PrefillPoint]:
+    return [PrefillPoint(tokens, 0.005 + tokens / 20_000, 0.1) for tokens in (128, 512, 2048, 8192)]
+
+
+def test_the_curve_takes_the_context_that_the_most_batch_sizes_have() -> None:
+    profile = LatencyProfile.fit(points(), metadata={"model": "tiny", "servers": ["a"]})
+    assert profile.curve.metadata == {"model": "tiny", "context_length": 512}  # 2,048 x 128 is too much
+    for size in (1, 24, 128):
+        assert profile.curve(size) == pytest.approx(point(size, 512).seconds, rel=0.01)
+
+
+def test_the_surface_takes_all_points() -> None:
+    profile = LatencyProfile.fit(points())
+    assert profile.surface(4, 4 * 8212) == pytest.approx(point(4, 8192).seconds, rel=0.005)
+
+
+def test_one_context_makes_no_surface() -> None:
+    profile = LatencyProfile.fit(points(contexts=(512,)))
+    assert profile.surface is None
+    assert set(profile.held_out) == {"curve"}
+
+
+def test_a_single_point_is_a_constant() -> None:
+    profile = LatencyProfile.fit([point(4, 128)])
+    assert profile.curve(100) == point(4, 128).seconds
+    assert profile.held_out == {}
+
+
+def test_held_out_errors_grow_with_the_noise() -> None:
+    exact, noisy = (LatencyProfile.fit(points(noise), prompts()).held_out for noise in (0.0, 0.05))
+    assert set(exact) == {"curve", "surface", "prefill"}
+    assert all(error.worst < 0.01 for error in exact.values())
+    assert 0.01 < noisy["surface"].median < 0.1
+    assert noisy["curve"].worst > 0.02
+
+
+def test_each_inner_point_is_left_out_once() -> None:
+    kept_sets = []
+
+    def predict(kept: np.ndarray) -> np.ndarray:
+        kept_sets.append(kept)
+        return np.array([1.1, 1.2, 1.3, 1.4, 1.5])
+
+    error = held_out_error(np.ones(5), [False, True, True, True, True], predict)
+    assert np.sum([~kept for kept in kept_sets], axis=0).tolist() == [0, 1, 1, 1, 1]
+    assert error == HeldOutError(pytest.approx(0.35), pytest.approx(0.5), 4)
+    assert held_out_error([1.0], [False], predict) is None
+
+
+def test_prefill_is_a_line() -> None:
+    line = PrefillLine.fit([100, 1_000, 10_000], [0.011, 0.020, 0.110])
+    assert (line.base_s, line.per_token_s) == (pytest.approx(0.010), pytest.approx(1e-5))
+    assert line(2_000) == pytest.approx(0.030)
+
+
+@pytest.mark.parametrize("seconds", [[0.001, 0.02, 0.3], [0.3, 0.02, 0.001]])
+def test_prefill_never_is_negative(seconds: list[float]) -> None:
+    line = PrefillLine.fit([100, 1_000, 10_000], seconds)
+    assert line.base_s >= 0
+    assert line.per_token_s >= 0
+    assert line(1) > 0 or line.base_s == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "message"),
+    [([], [], "at least 1"), ([1, 2], [1.0], r"shape \(1,\)"), ([1], [0.0], "`seconds` must be positive")],
+)
+def test_impossible_prefills_are_named(tokens: list[float], seconds: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrefillLine.fit(tokens, seconds)
+    with pytest.raises(ConfigurationError, match="`base_s`"):
+        PrefillLine(-1.0, 0.0)
+
+
+def test_no_points_no_profile() -> None:
+    with pytest.raises(ValueError, match="`points`"):
+        LatencyProfile.fit([])
+
+
+def test_one_file_for_profile_curve_and_surface(tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    profile = LatencyProfile.fit(points(0.02), prompts(), {"model": "tiny", "servers": ["a", "b"]})
+    profile.save(path)
+    assert LatencyProfile.load(path) == profile
+    assert LatencyCurve.load(path) == profile.curve
+    assert LatencySurface.load(path) == profile.surface
+    assert LatencySurface.load(path).metadata == {"model": "tiny"}
+    data = json.loads(path.read_text())
+    assert (data["kind"], data["version"]) == ("latency_profile", 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ('{"kind": "latency_curve", "version": 1}', "`kind` \\('latency_curve'\\) of a latency profile"),
+        ('{"kind": "latency_profile", "version": 1}', "lacks an entry: KeyError 'points'"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str, found: str) -> None:
+    path = tmp_path / "latency.json"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=found) as caught:
+        LatencyProfile.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_profile_without_a_curve_is_no_curve(tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    path.write_text('{"kind": "latency_profile", "version": 1}')
+    with pytest.raises(ConfigurationError, match="no latency curve"):
+        LatencyCurve.load(path)

@@ -1,0 +1,195 @@
+"""`trl-darts profile`: parses, hands over to `trl_darts.profiling`, and prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..errors import ConfigurationError, GenerationError
+from ..import_utils import is_matplotlib_available
+from ..serving.options import API_KEY_VARIABLE
+from .serve import USAGE_ERROR
+
+
+if TYPE_CHECKING:
+    from ..profiling import ProfileResult
+
+
+SERVER_FAILED = 1
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+
+
+def profile(
+    urls: Annotated[list[str], typer.Argument(metavar="URL", help="Running, idle vLLM servers of one model.")],
+    output: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("latency.json"),
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
+        typer.Option(help="The picture to write. By default beside the output, as .png.", show_default=False),
+    ] = None,
+    max_batch_size: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Largest batch. By default the server's max_num_seqs.", show_default=False),
+    ] = None,
+    batch_sizes: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Batch sizes, such as 1,8,64. By default powers of two.", metavar="LIST"),
+    ] = None,
+    context_lengths: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Prompt lengths, such as 512,4096. By default 128 to 32768 by factors of 4.", metavar="LIST"
+        ),
+    ] = None,
+    max_context_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Most prompt tokens of a batch. By default 131072, if they fit.", show_default=False),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Measurements of each point, in rounds of random order.")] = 3,
+    hardware: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What the servers run on, for the file. By default what they say.", metavar="TEXT"),
+    ] = None,
+    api_key: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Key of the servers.", envvar=API_KEY_VARIABLE, show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts, and of the order of measurements.")] = 0,
+) -> None:
+    """
+    Measure how fast servers decode, and fit the curve that `latency_curve` of the trainer takes.
+
+    Progress goes to standard error, the results to standard output. The servers must be idle.
+
+    Example:
+
+        trl-darts profile http://localhost:8000 --output latency.json
+    """
+    try:
+        picture = _check_outputs(output, plot)
+        settings: dict[str, Any] = {
+            "urls": _urls(urls),
+            "batch_sizes": _numbers("batch_sizes", batch_sizes),
+            "max_batch_size": _at_least("max_batch_size", max_batch_size, 1),
+            "context_lengths": _numbers("context_lengths", context_lengths),
+            "max_context_tokens": _at_least("max_context_tokens", max_context_tokens, 1),
+            "repeats": _at_least("repeats", repeats, 1),
+            "hardware": hardware,
+            "api_key": api_key,
+            "seed": _at_least("seed", seed, 0),
+        }
+        _write(_measure(settings), output, picture)
+    except ConfigurationError as error:
+        _fail(str(error), USAGE_ERROR)
+    except GenerationError as error:
+        _fail(f"The measurement failed, and nothing was written: {error}", SERVER_FAILED)
+
+
+def _measure(settings: dict[str, Any]) -> ProfileResult:
+    # They load an HTTP client, for which a wrong option or `--help` should not wait.
+    from ..profiling import ProfileOptions, profile_servers
+
+    with _progress() as report:
+        return profile_servers(ProfileOptions(**settings), report)
+
+
+def _urls(urls: list[str]) -> tuple[str, ...]:
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigurationError(f"`url` ({url!r}) must be an address such as 'http://localhost:8000'.")
+    distinct = [url.rstrip("/") for url in urls]
+    if repeated := {url for url in distinct if distinct.count(url) > 1}:
+        raise ConfigurationError(
+            f"`url` ({', '.join(map(repr, sorted(repeated)))}) must be named once. Leave one out."
+        )
+    return tuple(distinct)
+
+
+def _numbers(name: str, words: str | None) -> tuple[int, ...] | None:
+    if words is None:
+        return None
+    try:
+        numbers = tuple(int(word) for word in words.split(","))
+    except ValueError:
+        raise ConfigurationError(f"`{name}` ({words!r}) must be whole numbers and commas, such as 1,8,64.") from None
+    if min(numbers) < 1:
+        raise ConfigurationError(f"`{name}` ({words}) must be at least 1 each.")
+    return numbers
+
+
+def _at_least(name: str, value: int | None, least: int) -> int | None:
+    if value is not None and value < least:
+        raise ConfigurationError(f"`{name}` ({value}) must be at least {least}.")
+    return value
+
+
+def _check_outputs(output: Path, plot: Path | None) -> Path | None:
+    """The picture's path, or `None` where none can be drawn. Before anything is measured."""
+    if plot is not None and not is_matplotlib_available():
+        raise ConfigurationError(
+            f"`plot` ({str(plot)!r}) needs matplotlib. `pip install 'trl-darts[plots]'`, or leave it out."
+        )
+    _check_writable("output", output)
+    picture = plot or output.with_suffix(".png")
+    _check_writable("plot", picture)
+    if picture == output:
+        raise ConfigurationError(f"`plot` and `output` ({str(output)!r}) must be two files. Name the output .json.")
+    if picture.suffix not in PICTURE_FORMATS:
+        raise ConfigurationError(f"`plot` ({str(picture)!r}) must end in {', '.join(PICTURE_FORMATS)}. Rename it.")
+    return picture if is_matplotlib_available() else None
+
+
+def _check_writable(name: str, path: Path) -> None:
+    if path.is_dir():
+        words = "it is a directory"
+    elif not path.parent.is_dir():
+        words = f"the directory {str(path.parent)!r} does not exist"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        words = "permission denied"
+    else:
+        return
+    raise ConfigurationError(f"`{name}` ({str(path)!r}) must be a file that can be written: {words}. Choose another.")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("asking the servers", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _write(result: ProfileResult, output: Path, picture: Path | None) -> None:
+    try:
+        result.profile.save(output)
+    except OSError as error:
+        raise ConfigurationError(
+            f"`output` ({str(output)!r}) must be a file that can be written: {error.strerror}. Choose another."
+        ) from error
+    from ..profiling.summary import summarize, warn
+
+    lines = [*summarize(result.profile), "", f"Written: {output}"]
+    if picture is None:
+        lines.append("No picture, which needs matplotlib: `pip install 'trl-darts[plots]'`.")
+    else:
+        from ..profiling.picture import draw
+
+        draw(result.profile, picture)
+        lines.append(f"Picture: {picture}")
+    lines += ["", f'The trainer\'s argument: DARTSGRPOConfig(latency_curve="{output}")']
+    typer.echo("\n".join(lines))
+    for warning in warn(result):
+        typer.echo(f"Warning: {warning}", err=True)
+
+
+def _fail(message: str, exit_code: int) -> None:
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(exit_code)

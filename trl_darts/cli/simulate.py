@@ -1,0 +1,194 @@
+"""`trl-darts simulate`: what a schedule would gain on a workload, before any GPU is paid for."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ..errors import ConfigurationError
+from ..policy import LatencyCurve
+from ..scheduling import ScheduleSettings
+from ..simulation import ClusterSpec, LogNormalLengths, Workload
+from ..simulation.comparison import Outcome, compare, verdict
+from ..simulation.recorded import recorded_workload
+from ..simulation.sweep import parse_sweep, settings_of
+
+
+USAGE_ERROR = 2
+# An assumption for a model of about 7 B parameters on one 80 GB GPU: flat while weights are read, then compute counts.
+ASSUMED_CURVE = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062], {"assumed": True})
+COLUMNS = {"bubble": "bubble_ratio", "satu-\nrated": "saturated_ratio", "kept/\npool": "kept_vs_pool_length_ratio"}
+
+
+console, errors = Console(), Console(stderr=True)
+
+
+def simulate(
+    trace: Annotated[
+        Optional[Path],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
+        typer.Option(
+            help="`output_dir` of a run with `save_rollout_trace=True`: its lengths, prompts and batch are used.",
+            rich_help_panel="Workload",
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int, typer.Option(help="Prompts in the data set.", rich_help_panel="Workload without a trace")
+    ] = 10_000,
+    median_length: Annotated[
+        float, typer.Option(help="Median response length in tokens.", rich_help_panel="Workload without a trace")
+    ] = 800.0,
+    inter_prompt_std: Annotated[
+        float,
+        typer.Option(help="Spread of log-lengths between prompts.", rich_help_panel="Workload without a trace"),
+    ] = 0.6,
+    intra_prompt_std: Annotated[
+        float, typer.Option(help="Spread of log-lengths of one prompt.", rich_help_panel="Workload without a trace")
+    ] = 0.5,
+    endless_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of responses that never end by themselves.", rich_help_panel="Workload without a trace"
+        ),
+    ] = 0.005,
+    prompts_per_step: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Prompts per rollout. Default: the trace's, or 128.", rich_help_panel="Workload"),
+    ] = None,
+    max_completion_length: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Limit in tokens. Default: the trace's, or 16384.", rich_help_panel="Workload"),
+    ] = None,
+    train_seconds_per_token: Annotated[
+        float, typer.Option(help="Forward and backward pass, per kept token.", rich_help_panel="Workload")
+    ] = 0.0,
+    fixed_seconds: Annotated[
+        float, typer.Option(help="Weight sync, rewards and the like, per step.", rich_help_panel="Workload")
+    ] = 0.0,
+    shaping: Annotated[
+        float,
+        typer.Option(
+            help="How fast the policy follows what is selected, an assumption; see docs/simulate.md.",
+            rich_help_panel="Workload",
+        ),
+    ] = 0.0,
+    latency_curve: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="File of `trl-darts profile`. Default: an assumed curve of a 7 B model on one GPU.",
+            rich_help_panel="Engines",
+        ),
+    ] = None,
+    num_engines: Annotated[int, typer.Option(help="Data parallel engines.", rich_help_panel="Engines")] = 1,
+    max_num_seqs: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Sequences that an engine decodes at once.", rich_help_panel="Engines"),
+    ] = None,
+    kv_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Tokens that fit in an engine's KV cache.", rich_help_panel="Engines"),
+    ] = None,
+    schedule: Annotated[
+        list[str],
+        typer.Option(help="Schedules to compare, the first is the baseline. Repeat it, or separate by commas."),
+    ] = ["grpo", "darts"],  # noqa: B006  typer copies it
+    num_generations: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Rows per prompt. Default: the trace's, or 8."),
+    ] = None,
+    sweep: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations.",
+            metavar="NAME=VALUE,…",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each training.")] = 50,
+    seeds: Annotated[int, typer.Option(help="Trainings of each setting.")] = 3,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Directory for `simulation.csv` and `simulation.png`."),
+    ] = None,
+) -> None:
+    """
+    Compares schedules and settings on a workload, in virtual time.
+
+    Example: trl-darts simulate --trace out --latency-curve latency.json --schedule grpo,darts --sweep
+    max_num_generations=10,12,16 --sweep long_end_patience=none,2
+    """
+    try:
+        curve = ASSUMED_CURVE if latency_curve is None else LatencyCurve.load(latency_curve)
+        cluster = ClusterSpec(curve, num_engines, max_num_seqs, kv_tokens)
+        more: dict[str, Any] = {
+            "train_seconds_per_token": train_seconds_per_token,
+            "fixed_seconds": fixed_seconds,
+            "shaping": shaping,
+        }
+        if trace is None:
+            lengths = LogNormalLengths(num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
+            workload = Workload(lengths, prompts_per_step or 128, max_completion_length or 16_384, **more)
+            rows = num_generations or 8
+        else:
+            workload, rows = recorded_workload(trace, prompts_per_step, max_completion_length, num_generations, more)
+        names = [name.strip() for given in schedule for name in given.split(",") if name.strip()]
+        settings = settings_of(names, rows, parse_sweep(sweep or []))
+        _check_counts(steps, seeds)
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+        outcomes = _run(workload, settings, cluster, steps, seeds)
+        _show(outcomes, workload, cluster, steps, seeds)
+        if output is not None:
+            _write(outcomes, output)
+    except (ConfigurationError, OSError, ImportError) as error:
+        errors.print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(USAGE_ERROR) from None
+
+
+def _check_counts(steps: int, seeds: int) -> None:
+    for name, value in (("--steps", steps), ("--seeds", seeds)):
+        if value < 1:
+            raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
+
+
+def _run(
+    workload: Workload, settings: dict[str, ScheduleSettings], cluster: ClusterSpec, steps: int, seeds: int
+) -> list[Outcome]:
+    with Progress(console=errors, transient=True) as progress:
+        task = progress.add_task("Trainings", total=len(settings) * seeds)
+        return compare(workload, settings, cluster, steps, seeds, on_run=lambda: progress.advance(task))
+
+
+def _show(outcomes: list[Outcome], workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> None:
+    source = ", with an assumed latency curve" if cluster.latency.metadata.get("assumed") else ""
+    title = (
+        f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
+        f"{'s' if cluster.num_engines > 1 else ''}{source}"
+    )
+    caption = "± is half of a 95 % confidence interval over seeds"
+    table = Table(title=title, caption=caption, box=None, pad_edge=False, header_style="underline")
+    table.add_column("setting", no_wrap=True)
+    for name in ("speed-up", "seconds\nper step", "wasted\ntokens", *COLUMNS):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        values = [f"{outcome.estimate(quantity).mean:.2f}" for quantity in COLUMNS.values()]
+        seconds, wasted = str(outcome.estimate("step_seconds")), f"{outcome.wasted_share.mean:.0%}"
+        table.add_row(outcome.name.replace(", ", "\n"), str(outcome.speedup), seconds, wasted, *values)
+    console.print(table)
+    console.print(verdict(outcomes), markup=False, highlight=False)
+
+
+def _write(outcomes: list[Outcome], directory: Path) -> None:
+    rows = [outcome.row() for outcome in outcomes]
+    with (directory / "simulation.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    from ..plots import plot_simulation
+
+    plot_simulation(outcomes, directory / "simulation.png")
+    console.print(f"Written: {directory / 'simulation.csv'}, {directory / 'simulation.png'}", highlight=False)

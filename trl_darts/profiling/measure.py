@@ -1,0 +1,212 @@
+"""One measurement on one server: a batch that decodes, or a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import numpy as np
+
+from ..engines.vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
+from .clock import read_clock
+from .facts import ServerFacts
+from .grid import GridPoint
+from .window import DecodeWindow
+
+
+WINDOW_TOKENS = 32
+"""PAT decodes 60 tokens. Repetitions say more than longer windows: they are minutes apart."""
+
+STREAM_INTERVAL = 8
+"""Tokens per chunk: streaming each one would slow the server down by a tenth and more."""
+
+REQUEST_TIMEOUT_S = 300.0
+ABORT_GRACE_S = 5.0
+CLOSE_S = 0.2  # in which a server notices that connections were closed: 13 to 72 ms, measured
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """
+    One measurement.
+
+    Args:
+        seconds (`float`):
+            Per token of each sequence.
+        completion_tokens (`float`):
+            Tokens that all sequences together had generated in the middle of it.
+    """
+
+    seconds: float
+    completion_tokens: float
+
+
+class ServerProbe:
+    """
+    Measures one server.
+
+    The prompts of all batches begin alike: sequence i of any batch is a prefix of one fixed row of random tokens. So
+    the server's prefix cache has most of a prompt after the first time, and repetitions cost no prefill. No two
+    sequences share a prefix. Whether one is cached does not matter for what is measured, only for how long that takes.
+
+    Args:
+        server ([`VLLMServer`]):
+            The server.
+        facts ([`ServerFacts`]):
+            What it is.
+        rng (`np.random.Generator`):
+            For the prompts.
+    """
+
+    def __init__(self, server: VLLMServer, facts: ServerFacts, rng: np.random.Generator) -> None:
+        self.server = server
+        self.facts = facts
+        self._rng = rng
+        self._rows: list[list[int]] = []
+        self._num_requests = 0
+        self._run = f"profile-{uuid.uuid4().hex}"
+
+    async def warm_up(self, point: GridPoint) -> None:
+        """
+        Has the server read the prompts of a batch, and decode it once: kernels are compiled, graphs are captured.
+
+        Args:
+            point ([`GridPoint`]):
+                The batch.
+        """
+        requests = [self._request(prompt, self._options(1)) for prompt in self._prompts(point)]
+        await asyncio.gather(*(self.server.complete(request, REQUEST_TIMEOUT_S) for request in requests))
+        await self.decode(point)
+
+    async def decode(self, point: GridPoint) -> Decoded | None:
+        """
+        Decodes a batch until each sequence has been timed, and ends it.
+
+        Args:
+            point ([`GridPoint`]):
+                The batch.
+
+        Returns:
+            [`Decoded`]: The measurement. `None` if the sequences never all decoded at once, and alone: the server does
+            not take so many, preempted some, or had other requests.
+
+        Raises:
+            [`GenerationError`]: If the server refuses a request, or breaks.
+        """
+        options = self._options(point.max_tokens)
+        requests = [self._request(prompt, options) for prompt in self._prompts(point)]
+        batch = _Batch(self.server, requests)
+        try:
+            await batch.began
+            before = await read_clock(self.server)
+            batch.window.open()
+            await batch.over
+            after = await read_clock(self.server)
+        finally:
+            await batch.end()
+        alone = before.load.num_running == after.load.num_running == point.batch_size
+        if batch.window.failed or not alone or after.load.num_preemptions > before.load.num_preemptions:
+            return None
+        return Decoded(after.seconds_per_token_since(before), batch.window.completion_tokens)
+
+    async def prefill(self, num_tokens: int) -> float:
+        """
+        Sends a prompt that nothing is cached of, and waits for its first token.
+
+        Args:
+            num_tokens (`int`):
+                Tokens of the prompt.
+
+        Returns:
+            `float`: Seconds.
+
+        Raises:
+            [`GenerationError`]: If the server refuses the request, or breaks.
+        """
+        request = self._request(self._random(num_tokens), self._options(1))
+        start = time.perf_counter()
+        await self.server.complete(request, REQUEST_TIMEOUT_S)
+        return time.perf_counter() - start
+
+    def _request(self, prompt: Sequence[int], options: dict[str, object]) -> CompletionRequest:
+        self._num_requests += 1
+        return CompletionRequest.of(f"{self._run}-{self._num_requests}", ServerPrompt(prompt), [], options)
+
+    def _options(self, max_tokens: int) -> dict[str, object]:
+        # Log-probs because the trainer asks for them: they are a part of each step. The salt because another profile
+        # with the same seed sent the same prompts: what is timed as prefill must not be in the prefix cache.
+        return {
+            "model": self.facts.model,
+            "cache_salt": self._run,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "logprobs": 0,
+        }
+
+    def _prompts(self, point: GridPoint) -> list[list[int]]:
+        for i in range(point.batch_size):
+            if i == len(self._rows):
+                self._rows.append([])
+            if missing := max(0, point.context_length - len(self._rows[i])):
+                self._rows[i] += self._random(missing)
+        return [row[: point.context_length] for row in self._rows[: point.batch_size]]
+
+    def _random(self, num_tokens: int) -> list[int]:
+        # Special tokens, such as those that stand for images, are at the ends of a vocabulary.
+        size = self.facts.vocab_size
+        return self._rng.integers(size // 4, max(size // 4 + 1, 3 * size // 4), num_tokens).tolist()
+
+
+class _Batch:
+    """Requests that stream, and the window over them. `began` and `over` are done when the window says so."""
+
+    def __init__(self, server: VLLMServer, requests: Sequence[CompletionRequest]) -> None:
+        self.server = server
+        self.requests = requests
+        self.window = DecodeWindow(len(requests), WINDOW_TOKENS)
+        loop = asyncio.get_running_loop()
+        self.began: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()
+        self.tasks = [asyncio.create_task(self._follow(i, request)) for i, request in enumerate(requests)]
+
+    async def _follow(self, sequence: int, request: CompletionRequest) -> None:
+        try:
+            async for chunk in self.server.stream(request, STREAM_INTERVAL, REQUEST_TIMEOUT_S):
+                self.window.add(sequence, len(chunk.tokens), chunk.finish_reason is not None)
+                if self.window.began or self.window.over:
+                    _settle(self.began)
+                if self.window.over:
+                    _settle(self.over)
+        except Exception as error:
+            waited_for = self.over if self.began.done() else self.began
+            _settle(waited_for, error)  # one that comes after the end is nobody's business
+
+    async def end(self) -> None:
+        """Aborted requests answer at once. Without that endpoint, closing their connections ends them."""
+        for future in (self.began, self.over):
+            future.cancel()
+        try:
+            if await self.server.abort([request.internal_id for request in self.requests], ABORT_GRACE_S):
+                await asyncio.wait(self.tasks, timeout=ABORT_GRACE_S)
+        except (aiohttp.ClientError, ServerRefusedError, asyncio.TimeoutError):
+            pass  # the server is gone, which its answers tell
+        finally:
+            pending = [task for task in self.tasks if not task.done()]
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
+            await asyncio.sleep(CLOSE_S if pending else 0.0)
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None = None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
