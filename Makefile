@@ -39,9 +39,10 @@ style: $(VENV)/.test
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-# vLLM is installed above: a test that needs it fails where it is missing, it does not skip.
+# vLLM is installed above: a test that needs it fails where it is missing, it does not skip. So does one that needs a
+# browser: install Debian's package `chromium`.
 test: $(VENV)/.test
-	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "not gpu and not slow"
+	TRL_DARTS_REQUIRE_VLLM=1 TRL_DARTS_REQUIRE_BROWSER=1 $(PYTEST) -m "not gpu and not slow"
 
 test_fast: $(VENV)/.test
 	$(PYTEST) -m "not gpu and not slow and not vllm and not distributed"
