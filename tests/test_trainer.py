@@ -255,3 +255,18 @@ def test_wild_group_keeps_short_and_longest(model_dir, tmp_path):
             if len(complete) >= 4:
                 kept = np.sort(group[group.selected].length)
                 assert list(kept) == [*complete[:3], complete[-1]]
+
+
+@pytest.mark.parametrize(("slope", "warns"), [(1.0, True), (0.0, False)])
+def test_a_word_where_over_provisioning_can_not_pay(model_dir, tmp_path, caplog, slope, warns):
+    """With latency proportional to the batch each candidate costs as much as the first, and answers are alike."""
+    path = tmp_path / "latency.json"
+    LatencyCurve([1, 1000], [1.0, 1.0 + 999 * slope]).save(path)
+    fields = {"max_steps": 9, "latency_curve": str(path), "tail_pruning": False, "max_completion_length": 12}
+    trainer = make_trainer(model_dir, make_args(tmp_path, **fields))
+    with caplog.at_level(logging.WARNING, logger="trl_darts"):
+        trainer.train()
+    words = [record.getMessage() for record in caplog.records if "can return here" in record.getMessage()]
+    assert len(words) == warns
+    if warns:
+        assert "times as fast as one with `num_generations` candidates (median of the first 8)" in words[0]

@@ -72,3 +72,48 @@ def smooth(values: Sequence[float], window: int = 5) -> list[float]:
     """Trailing mean over up to `window` values."""
     windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(part) / len(part) for part in windows]
+
+
+def plot_simulation(outcomes: Sequence[Any], path: str | Path) -> None:
+    """
+    Draws what [`~trl_darts.simulation.comparison.compare`] found: speed-ups, and what they cost.
+
+    Args:
+        outcomes (`Sequence[Outcome]`):
+            The baseline first.
+        path (`str` or `Path`):
+            Where to write the picture.
+
+    Raises:
+        [`ImportError`]: If matplotlib is missing.
+    """
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [outcome.name.replace(", ", "\n") for outcome in outcomes]
+    rows = range(len(names))
+    height = 1.8 + sum(0.15 + 0.2 * len(name.splitlines()) for name in names)
+    figure, (speed, cost) = plt.subplots(1, 2, figsize=(12, height), layout="constrained", sharey=True)
+    colors = ["C7", *["C0"] * (len(names) - 1)]
+    speedups = [outcome.speedup for outcome in outcomes]
+    whiskers = [min(speedup.half_width, 1e3) if speedup.half_width < 1e3 else 0.0 for speedup in speedups]
+    speed.barh(rows, [speedup.mean for speedup in speedups], xerr=whiskers, color=colors, error_kw={"capsize": 3})
+    speed.axvline(1.0, color="0.3", linewidth=1, linestyle="--")
+    speed.set(yticks=rows, yticklabels=names, xlabel="speed-up over the first (95 % interval over seeds)")
+    speed.invert_yaxis()
+    quantities = {
+        "wasted tokens": [outcome.wasted_share.mean for outcome in outcomes],
+        "idle slots (bubble)": [outcome.estimate("bubble_ratio").mean for outcome in outcomes],
+        "kept / pool length": [outcome.estimate("kept_vs_pool_length_ratio").mean for outcome in outcomes],
+    }
+    for (label, values), marker in zip(quantities.items(), ("o", "s", "D"), strict=True):
+        cost.plot(values, rows, linestyle="none", marker=marker, label=label)
+    cost.set(xlabel="share, or ratio", xlim=(0, None))
+    figure.legend(*cost.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside upper right", ncols=3)
+    for axes in (speed, cost):
+        axes.grid(alpha=0.3, axis="x")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

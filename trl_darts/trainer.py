@@ -23,6 +23,7 @@ from .policy import LengthTracker
 from .rollout import RolloutConductor, Turn
 from .rows import repeat_rewards, take_weight
 from .servers import connect, server_settings
+from .worth import WorthCheck
 
 
 # Tokenizing this many prompts takes seconds.
@@ -158,7 +159,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         settings = args.schedule_settings
         if callback.tracker is None:
             callback.tracker = settings.tracker(args.max_completion_length)
-        callback.admission = settings.admission(callback.tracker, args.load_latency_curve(), args.num_engines)
+        curve = args.load_latency_curve()
+        callback.admission = settings.admission(callback.tracker, curve, args.num_engines)
+        self._worth_check = WorthCheck(curve, args.num_engines)
         self._tracker_callback = callback
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
@@ -269,6 +272,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _log_rollout(self, record: RolloutRecord) -> None:
         metrics = rollout_metrics(record)
+        if self.accelerator.is_main_process:
+            self._worth_check.observe(record)
         if self.use_vllm and (seconds := self.vllm_generation.take_sync_seconds()) is not None:
             metrics["darts/sync/seconds"] = seconds
         for name, value in metrics.items():

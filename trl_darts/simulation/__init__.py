@@ -1,0 +1,22 @@
+"""Training in virtual time: the same scheduler and policies on engines that only count."""
+
+from .cluster import SimulatedCluster
+from .engine import ClusterSpec
+from .lengths import ENDLESS, LengthModel, LogNormalLengths, RecordedLengths
+from .replay import RecordedRollout, recorded_rollouts
+from .training import SimulatedRun, SimulatedTraining, Workload
+
+
+__all__ = [
+    "ENDLESS",
+    "ClusterSpec",
+    "LengthModel",
+    "LogNormalLengths",
+    "RecordedLengths",
+    "RecordedRollout",
+    "SimulatedCluster",
+    "SimulatedRun",
+    "SimulatedTraining",
+    "Workload",
+    "recorded_rollouts",
+]

@@ -1,0 +1,184 @@
+"""
+A rollout in virtual time: simulated engines drive the same scheduler as the real ones.
+
+```
+scheduler ──Submit──▶ engine: prefill, then one token of every running sequence per step
+    ▲                    │
+    └──CandidateEnded────┘   the next event is the nearest of any engine
+```
+
+Invariants: time never runs backwards; a candidate that ends by itself has exactly the length that it was given; one
+engine without limits takes `rollout_time` seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from ..scheduling import (
+    CandidateEnded,
+    Command,
+    EngineLoad,
+    FinishReason,
+    GroupPlan,
+    RolloutResult,
+    Scheduler,
+    Submit,
+    TokensArrived,
+)
+from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
+
+
+REPORT_INTERVAL = 16
+"""Tokens between two reports of a sequence, where the schedule asks for them: the streaming interval of our engine."""
+
+
+class SimulatedCluster:
+    """
+    Runs rollouts in virtual time.
+
+    Args:
+        spec ([`ClusterSpec`]):
+            The engines.
+
+    Example:
+
+    ```python
+    >>> from trl_darts.policy import LatencyCurve
+    >>> from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+    >>> from trl_darts.simulation import ClusterSpec, SimulatedCluster
+
+    >>> cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [0.01])))
+    >>> scheduler = Scheduler(make_policies("grpo", 2, 2, num_longest=0), num_generations=2)
+    >>> result = cluster.run(scheduler, [GroupPlan(0, 2)], lengths=[[100, 300]], max_length=1000)
+    >>> result.timeline.times[-1]
+    3.0
+
+    ```
+    """
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self._seconds = [0.0]  # per step, by the number of running sequences
+
+    def run(
+        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
+    ) -> RolloutResult:
+        """
+        Runs one rollout.
+
+        Args:
+            scheduler ([`Scheduler`]):
+                A new one. The tokens that it is given are ranges: only their number means something.
+            plans (`Sequence[GroupPlan]`):
+                The groups; `group_id` indexes `lengths`.
+            lengths (`Sequence[Sequence[int]]` of shape `(N, ≥ M'_i)`):
+                Tokens that each candidate would have if nothing cut it off. At least 1.
+            max_length (`int`):
+                Tokens at which candidates are cut off.
+
+        Returns:
+            [`RolloutResult`]: As of a real engine; its timeline is in virtual seconds.
+        """
+        return _Rollout(self, scheduler, plans, lengths, max_length).run()
+
+    def seconds_per_step(self, num_candidates: int) -> list[float]:
+        """Seconds of a step, by the number of running sequences, up to at least `num_candidates`."""
+        known = self._seconds
+        known.extend(self.spec.latency(count) for count in range(len(known), num_candidates + 1))
+        return known
+
+
+class _Rollout:
+    """One rollout in progress."""
+
+    def __init__(
+        self,
+        cluster: SimulatedCluster,
+        scheduler: Scheduler,
+        plans: Sequence[GroupPlan],
+        lengths: Sequence[Sequence[int]],
+        max_length: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.plans = plans
+        self.lengths = lengths
+        self.max_length = max_length
+        self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in plans}
+        spec = cluster.spec
+        seconds = cluster.seconds_per_step(sum(plan.num_candidates for plan in plans))
+        interval = REPORT_INTERVAL if scheduler.needs_progress else None
+        self.engines = [SimulatedEngine(spec, seconds, interval) for _ in range(spec.num_engines)]
+        self.queue: list[tuple[float, int, int]] = []  # next times of the engines, a heap; the last counts changes
+        self.changes = [0] * spec.num_engines
+        self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
+        self.commands: deque[Command] = deque()
+
+    def run(self) -> RolloutResult:
+        loads = [EngineLoad(str(index)) for index in range(len(self.engines))]
+        self._execute(self.scheduler.start(self.plans, loads, 0.0), 0.0)
+        while not self.scheduler.done:
+            now, index, change = heappop(self.queue)
+            if change != self.changes[index]:
+                continue
+            engine = self.engines[index]
+            engine.advance(now)
+            sequence = engine.take_event()
+            if sequence is not None:
+                self._report(engine, sequence, now)
+            engine.admit()
+            self._reschedule(index)
+        return self.scheduler.result()
+
+    def _report(self, engine: SimulatedEngine, sequence: SimulatedSequence, now: float) -> None:
+        command, known = sequence.command, sequence.reported
+        if engine.steps < sequence.end:
+            length = sequence.reported = engine.decoded(sequence)
+            event = TokensArrived(command.candidate_id, command.segment, known, range(length - known), None, now)
+            self._execute(self.scheduler.handle(event), now)
+        else:
+            self._end(engine, sequence, sequence.reason, now)
+
+    def _end(self, engine: SimulatedEngine, sequence: SimulatedSequence, reason: FinishReason, now: float) -> None:
+        command, known = sequence.command, sequence.reported
+        tokens = range(engine.leave(sequence) - known)
+        event = CandidateEnded(command.candidate_id, command.segment, known, tokens, None, reason, now)
+        self._execute(self.scheduler.handle(event), now)
+
+    def _execute(self, commands: list[Command], now: float) -> None:
+        touched = set()
+        for command in commands:
+            index = int(command.engine_id)
+            engine = self.engines[index]
+            engine.advance(now)
+            touched.add(index)
+            if type(command) is Submit:
+                engine.waiting.append(self._sequence(command))
+            else:
+                self._end(engine, self.sequences[command.candidate_id], FinishReason.ABORT, now)
+        for index in touched:
+            self.engines[index].admit()
+            self._reschedule(index)
+
+    def _sequence(self, command: Submit) -> SimulatedSequence:
+        own, prior = self.lengths[command.group_id][command.index], len(command.prior_tokens)
+        reason = FinishReason.STOP if own <= self.max_length else FinishReason.LENGTH
+        sequence = SimulatedSequence(
+            command,
+            self.prompt_tokens[command.group_id],
+            length=prior,
+            remaining=max(1, min(own, self.max_length) - prior),
+            reason=reason,
+            reported=prior,
+        )
+        self.sequences[command.candidate_id] = sequence
+        return sequence
+
+    def _reschedule(self, index: int) -> None:
+        self.changes[index] += 1
+        time = self.engines[index].next_time()
+        if time < math.inf:
+            heappush(self.queue, (time, index, self.changes[index]))

@@ -1,0 +1,210 @@
+"""
+An engine in virtual time: one token of every running sequence per step, [`LatencyCurve`] seconds a step.
+
+Between two events its batch is constant, so nothing is computed per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from ..errors import ConfigurationError
+from ..policy import LatencyCurve
+from ..scheduling import FinishReason, Submit
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """
+    The engines that decode a batch together.
+
+    Args:
+        latency ([`LatencyCurve`]):
+            Seconds per token of one engine, at its tensor parallel size.
+        num_engines (`int`, *optional*, defaults to `1`):
+            Data parallel replicas.
+        max_num_seqs (`int`, *optional*):
+            Most sequences that an engine decodes at once; the others wait in its queue. No limit by default.
+        kv_tokens (`int`, *optional*):
+            Tokens that fit in an engine's KV cache. When it overflows, the sequence that came last is preempted: it
+            goes back to the head of the queue and is prefilled anew. No limit by default.
+        prefill_seconds_per_token (`float`, *optional*, defaults to `0.0`):
+            An engine that prefills decodes nothing. A prompt is prefilled once per engine, its candidates share it.
+        seconds_per_request (`float`, *optional*, defaults to `0.0`):
+            Time that each candidate costs its engine before it decodes, whatever its length.
+
+    Raises:
+        [`ConfigurationError`]: If a number is not positive.
+    """
+
+    latency: LatencyCurve
+    num_engines: int = 1
+    max_num_seqs: int | None = None
+    kv_tokens: int | None = None
+    prefill_seconds_per_token: float = 0.0
+    seconds_per_request: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_engines", "max_num_seqs", "kv_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
+        for name in ("prefill_seconds_per_token", "seconds_per_request"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSequence:
+    """
+    A candidate on an engine.
+
+    `length` is what it had when it was admitted last and `remaining` what it lacked then, in tokens. It decodes from
+    the engine's step `begin` to `end`, which is 0 while it waits. `reported` is what the scheduler knows of.
+    """
+
+    command: Submit
+    prompt_tokens: int
+    length: int
+    remaining: int
+    reason: FinishReason
+    reported: int
+    begin: float = 0.0
+    end: float = 0.0
+    admissions: int = 0
+    alive: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedEngine:
+    """
+    One replica. `steps` counts its decoding steps and is a fraction between two of them.
+
+    Args:
+        spec ([`ClusterSpec`]):
+            What it is.
+        seconds (`list[float]`):
+            Per step, by the number of running sequences.
+        report_interval (`int`, *optional*):
+            Tokens after which a sequence that decodes reports them. Without it, only its end is an event.
+    """
+
+    spec: ClusterSpec
+    seconds: list[float]
+    report_interval: int | None = None
+    clock: float = 0.0
+    steps: float = 0.0
+    num_running: int = 0
+    used: float = 0.0  # tokens in the KV cache; counted only where it has a limit
+    events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)  # a heap, by step
+    admitted: list[SimulatedSequence] = field(default_factory=list)  # in order, for preemptions
+    waiting: deque[SimulatedSequence] = field(default_factory=deque)
+    prefilled: set[int] = field(default_factory=set)  # groups whose prompt is in the cache
+
+    def advance(self, now: float) -> None:
+        """Decode until `now`. While it prefills, its clock is ahead of the others'."""
+        if now > self.clock:
+            if self.num_running:
+                steps = (now - self.clock) / self.seconds[self.num_running]
+                self.steps += steps
+                self.used += steps * self.num_running
+            self.clock = now
+
+    def next_time(self) -> float:
+        """When a sequence ends or reports, or the cache overflows; infinity if it is idle."""
+        events = self.events
+        while events and not _stands(events[0]):
+            heappop(events)
+        if not events:
+            return math.inf
+        steps = events[0][0] - self.steps
+        if self.spec.kv_tokens is not None and self.num_running > 1:
+            steps = min(steps, (self.spec.kv_tokens - self.used) / self.num_running)
+        return self.clock + max(0.0, steps) * self.seconds[self.num_running]
+
+    def take_event(self) -> SimulatedSequence | None:
+        """
+        At its next time: the sequence that ends or reports there. `None` where the cache overflowed instead, and the
+        sequence that came last was preempted.
+        """
+        step, _, _, sequence = self.events[0]
+        if step - self.steps > 1e-6:
+            self._preempt()
+            return None
+        heappop(self.events)
+        self.steps = max(self.steps, step)
+        if step < sequence.end:
+            self._push(sequence, step)
+        return sequence
+
+    def admit(self) -> None:
+        """Start those that wait, in order, as far as there is room. An idle engine always has room."""
+        spec = self.spec
+        while self.waiting:
+            sequence = self.waiting[0]
+            if sequence.alive:
+                context = sequence.prompt_tokens + sequence.length
+                full = spec.max_num_seqs is not None and self.num_running >= spec.max_num_seqs
+                if spec.kv_tokens is not None:
+                    full |= self.used + context + self.num_running >= spec.kv_tokens
+                if full and self.num_running:
+                    return
+                self._start(sequence, context)
+            self.waiting.popleft()
+
+    def leave(self, sequence: SimulatedSequence) -> int:
+        """Take a sequence out, running or waiting; returns its length in tokens."""
+        sequence.alive = False
+        return self._stop(sequence)
+
+    def decoded(self, sequence: SimulatedSequence) -> int:
+        """Tokens that a sequence has now, prior ones included."""
+        if sequence.end == 0.0:
+            return sequence.length
+        return sequence.length + min(int(self.steps - sequence.begin + 1e-6), sequence.remaining)
+
+    def _start(self, sequence: SimulatedSequence, context: int) -> None:
+        group = sequence.command.group_id
+        cost = sequence.length + (0 if group in self.prefilled else sequence.prompt_tokens)
+        self.prefilled.add(group)
+        self.clock += self.spec.seconds_per_request + cost * self.spec.prefill_seconds_per_token
+        sequence.begin = self.steps
+        sequence.end = self.steps + sequence.remaining
+        sequence.admissions += 1
+        self.num_running += 1
+        self._push(sequence, self.steps)
+        if self.spec.kv_tokens is not None:
+            self.used += context
+            self.admitted.append(sequence)
+
+    def _push(self, sequence: SimulatedSequence, step: float) -> None:
+        """Its next event after `step`."""
+        step = sequence.end if self.report_interval is None else min(step + self.report_interval, sequence.end)
+        heappush(self.events, (step, sequence.command.candidate_id, sequence.admissions, sequence))
+
+    def _stop(self, sequence: SimulatedSequence) -> int:
+        if sequence.end == 0.0:
+            return sequence.length
+        length = self.decoded(sequence)
+        sequence.remaining -= length - sequence.length
+        sequence.length, sequence.end = length, 0.0
+        self.num_running -= 1
+        if self.spec.kv_tokens is not None:
+            self.used = max(0.0, self.used - sequence.prompt_tokens - length) if self.num_running else 0.0
+        return length
+
+    def _preempt(self) -> None:
+        while self.admitted[-1].end == 0.0:
+            self.admitted.pop()
+        sequence = self.admitted.pop()
+        self._stop(sequence)
+        self.waiting.appendleft(sequence)
+
+
+def _stands(event: tuple[float, int, int, SimulatedSequence]) -> bool:
+    """Whether an event has not been overtaken: its sequence runs, and was not admitted anew since."""
+    sequence = event[3]
+    return sequence.end != 0.0 and sequence.admissions == event[2]

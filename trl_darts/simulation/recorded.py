@@ -1,0 +1,79 @@
+"""A workload like a recorded run's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigurationError
+from .lengths import RecordedLengths
+from .training import Workload
+
+
+def recorded_workload(
+    run_dir: Path,
+    prompts_per_step: int | None = None,
+    max_completion_length: int | None = None,
+    num_generations: int | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> tuple[Workload, int]:
+    """
+    Reads the traces that `save_rollout_trace=True` left.
+
+    Args:
+        run_dir (`Path`):
+            The run's `output_dir`.
+        prompts_per_step (`int`, *optional*):
+            Defaults to the prompts of a rollout of the run.
+        max_completion_length (`int`, *optional*):
+            Defaults to the run's, as its log says, or else to its longest candidate.
+        num_generations (`int`, *optional*):
+            Defaults to the run's.
+        more (`Mapping[str, Any]`, *optional*):
+            Further fields of [`Workload`].
+
+    Returns:
+        `tuple[Workload, int]`: The workload, and its rows per prompt.
+
+    Raises:
+        [`ConfigurationError`]: If there are no traces, or they lack columns.
+    """
+    from ..reporting.traces import read_traces  # reads Parquet with pandas, which takes a second to import
+
+    traces, _ = read_traces(run_dir)
+    if not len(traces):
+        raise ConfigurationError(
+            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, and has "
+            "no `rollouts/rollout_*.parquet`."
+        )
+    by_prompt = traces.groupby("prompt_key", sort=False)
+    lengths = RecordedLengths(
+        [own.tolist() for _, own in by_prompt["length"]],
+        [(own != "stop").tolist() for _, own in by_prompt["finish_reason"]],
+    )
+    rollouts = traces.groupby(["step", "micro"])
+    batch = int(rollouts["group"].nunique().median())
+    rows = int(traces[traces["selected"]].groupby(["step", "micro", "group"]).size().iloc[0])
+    workload = Workload(
+        lengths,
+        min(batch, lengths.num_prompts) if prompts_per_step is None else prompts_per_step,
+        max_completion_length or _limit(run_dir) or int(traces["length"].max()),
+        prompt_tokens=int(traces["num_prompt_tokens"].mean()),
+        **(more or {}),
+    )
+    return workload, num_generations or rows
+
+
+def _limit(run_dir: Path) -> int | None:
+    """`max_completion_length` of the run, as its log says."""
+    path = run_dir / "rollouts" / "log.jsonl"
+    if not path.is_file():
+        return None
+    with path.open() as file:
+        first = file.readline()
+    try:
+        return int(json.loads(first)["run"]["max_completion_length"])
+    except (ValueError, KeyError, TypeError):
+        return None
