@@ -121,6 +121,7 @@ def main() -> None:
             for name, parameter in trainer.model.named_parameters()
         }
         (out / "parameters.json").write_text(json.dumps(values))
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

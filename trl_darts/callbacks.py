@@ -1,6 +1,7 @@
 """Callbacks that go with a [`DARTSGRPOTrainer`]."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .policy import LengthTracker
+from .scheduling import ScheduleSettings
 
 
 if TYPE_CHECKING:
@@ -17,6 +19,22 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LOG_FILE = "log.jsonl"
+# What a reader must know of a run before he compares it with another one.
+SETTINGS = (
+    *(field.name for field in fields(ScheduleSettings)),
+    "max_completion_length",
+    "latency_curve",
+    "learning_rate",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "world_size",
+    "num_engines",
+    "temperature",
+    "beta",
+    "loss_type",
+    "seed",
+)
 LENGTHS_FILE = "darts_lengths.npz"
 ADMISSION_FILE = "darts_admission.json"
 
@@ -85,8 +103,7 @@ class RunLogCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Writes the settings."""
-        names = ("schedule", "num_generations", "max_num_generations", "num_longest", "max_completion_length")
-        settings = {name: getattr(args, name) for name in names}
+        settings = {name: getattr(args, name) for name in SETTINGS}
         model = kwargs["model"].config._name_or_path
         self._write(args, state, {"run": {"name": args.run_name or args.output_dir, "model": model, **settings}})
 

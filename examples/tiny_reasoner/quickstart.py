@@ -49,6 +49,7 @@ def train(settings: Mapping[str, Any], steps: int, output_dir: Path) -> tuple[li
         bf16=False,
         disable_tqdm=True,
         save_strategy="no",
+        save_rollout_trace=True,  # for `trl-darts report`
         report_to=[],
         seed=0,
         **settings,
@@ -108,6 +109,8 @@ def main() -> None:
     picture = args.output_dir / "comparison.png"
     plot_comparison(runs, picture)
     console.print(f"picture: {picture}")
+    directories = " ".join(f"'{args.output_dir / name}'" for name in RUNS)
+    console.print(f"more: trl-darts report {directories}", soft_wrap=True)
 
 
 if __name__ == "__main__":

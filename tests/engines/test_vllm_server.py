@@ -100,7 +100,7 @@ def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_s
     aborted = [c for c in group.candidates if c.state is CandidateState.ABORTED]
     assert [c.index for c in aborted] == [1, 3, 6, 7]
     assert all(16 <= c.length < 300 and len(c.logprobs) == c.length for c in aborted)
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
 
 
 def test_bounded_wait_streams_and_aborts(engine, vllm_server):
@@ -141,7 +141,7 @@ def run_one(engine, vllm_server, scheduler, resumed):
 def test_servers_words_surface(engine, vllm_server):
     with pytest.raises(GenerationError, match="Token id 99999 is out of vocabulary"):
         run(engine, body(vllm_server), [4, 4], prompts=[[60], [99999]])
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
     with pytest.raises(GenerationError, match="maximum context length is 2048"):
         run(engine, body(vllm_server), [4], prompts=[[60] * 2000])
 
@@ -153,7 +153,7 @@ def test_deadline_of_a_candidate(vllm_server):
         run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [4])
     assert time.perf_counter() - start < 2.0
     engine.close()
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
 
 
 def test_interrupt_ends_the_requests(engine, vllm_server):
@@ -163,7 +163,7 @@ def test_interrupt_ends_the_requests(engine, vllm_server):
 
     with pytest.raises(KeyboardInterrupt):
         run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [8] * 4, on_progress=interrupt)
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
 
 
 def test_killed_trainer_leaves_nothing_running(vllm_server):
@@ -180,7 +180,7 @@ def test_killed_trainer_leaves_nothing_running(vllm_server):
     try:
         wait_for(lambda: running_requests(vllm_server.base_url) > 0, seconds=60)
         os.kill(trainer.pid, signal.SIGKILL)
-        seconds = wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=1.0)
+        seconds = wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
         print(f"no request runs {seconds:.2f} s after the trainer was killed")
     finally:
         trainer.kill()

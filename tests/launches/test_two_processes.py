@@ -40,10 +40,12 @@ def run_launcher(config: Path, module: str, arguments: list) -> None:
 
 
 def _last_words(stderr: str) -> list[str]:
-    """What each process said last; the launcher's own traceback says nothing."""
+    """What each process said last; the launcher's own words come after that, and say nothing."""
     lines = stderr.splitlines()
     words = [line for rank in (0, 1) for line in [x for x in lines if x.startswith(f"[rank{rank}]")][-20:]]
-    return words or lines[-20:]
+    ends = (index for index, line in enumerate(lines) if "Signal" in line or "failed (exitcode" in line)
+    end = next(ends, len(lines))
+    return [*words, *lines[max(0, end - 30) : end + 10]]
 
 
 def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:

@@ -32,6 +32,7 @@ def main() -> None:
         "log": [{name: value for name, value in line.items() if "/" in name} for line in trainer.state.log_history],
     }
     (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def main() -> None:
         "log": trainer.state.log_history,
     }
     (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    trainer.accelerator.end_training()  # a process group that outlives the interpreter can take it down with it
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ def main() -> None:
     except ZeroDivisionError as error:
         values.append(str(error))
     Path(sys.argv[1], f"rank{accelerator.process_index}.txt").write_text("\n".join(values))
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from trl import TrlParser
 
 from trl_darts import DARTSGRPOConfig, config
 from trl_darts.serving import ServeOptions, ServerCommand, TrainerArguments, make_commands, options
+from trl_darts.weights import WEIGHT_SYNCS
 from trl_darts.weights.plugin import BACKEND
 
 from .builders import CPU, CUDA
@@ -147,5 +148,5 @@ def test_gpus_that_are_left():
 
 
 def test_the_same_ways_as_the_trainer():
-    assert set(options.WEIGHT_SYNCS) == set(config.WEIGHT_SYNCS)
+    assert set(options.WEIGHT_SYNCS) == set(WEIGHT_SYNCS)
     assert options.API_KEY_VARIABLE == config.API_KEY_VARIABLE

@@ -31,12 +31,19 @@ class Killer(Recorder):
 
     def event(self, text: str) -> None:
         super().event(text)
-        if "is healthy" in text and self.process.command.base_url in text:
-            if self.times == 0:
-                interrupt()
-            else:
-                make_exit(self.process, 3)
-            self.times -= 1
+        if self.num_ready and "is healthy" in text and self.process.command.base_url in text:
+            self.strike()
+
+    def ready(self) -> None:
+        super().ready()
+        self.strike()  # not before: a server that dies while others start is not started again
+
+    def strike(self) -> None:
+        if self.times == 0:
+            interrupt()
+        else:
+            make_exit(self.process, 3)
+        self.times -= 1
 
 
 @pytest.mark.parametrize("number", StopRequest.SIGNALS)
