@@ -27,7 +27,7 @@ class RecordedRollout:
         plans (`list[GroupPlan]`):
             Its prompts.
         lengths (`list[list[int]]` of shape `(N, M'_i)`):
-            Tokens of each candidate; `ENDLESS` for those that were called off.
+            Tokens of each candidate; `ENDLESS` for those that were called off, or cut off at the limit.
         selected (`list[list[int]]` of shape `(N, M)`):
             Candidates that were kept, by prompt.
         seconds (`float`):
@@ -72,7 +72,7 @@ def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
     from ..reporting.traces import read_traces  # reads Parquet with pandas, which takes a second to import
 
     traces, _ = read_traces(run_dir)
-    aborted = FinishReason.ABORT.value
+    stop = FinishReason.STOP.value
     for _, rollout in traces.groupby(["step", "micro"]):
         groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
         yield RecordedRollout(
@@ -82,7 +82,7 @@ def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
             ],
             lengths=[
                 [
-                    ENDLESS if reason == aborted else int(length)
+                    int(length) if reason == stop else ENDLESS
                     for length, reason in zip(group["length"], group["finish_reason"], strict=True)
                 ]
                 for group in groups
