@@ -116,14 +116,17 @@ class SimulatedEngine:
     def next_time(self) -> float:
         """When a sequence ends or reports, or the cache overflows; infinity if it is idle."""
         events = self.events
-        while events and not _stands(events[0]):
-            heappop(events)
-        if not events:
+        while events:
+            _, _, admissions, sequence = events[0]
+            if sequence.end != 0.0 and sequence.admissions == admissions:
+                break
+            heappop(events)  # overtaken: its sequence has left, or was admitted anew
+        else:
             return math.inf
         steps = events[0][0] - self.steps
         if self.spec.kv_tokens is not None and self.num_running > 1:
             steps = min(steps, (self.spec.kv_tokens - self.used) / self.num_running)
-        return self.clock + max(0.0, steps) * self.seconds[self.num_running]
+        return self.clock if steps < 0 else self.clock + steps * self.seconds[self.num_running]
 
     def take_event(self) -> SimulatedSequence | None:
         """
@@ -202,9 +205,3 @@ class SimulatedEngine:
         sequence = self.admitted.pop()
         self._stop(sequence)
         self.waiting.appendleft(sequence)
-
-
-def _stands(event: tuple[float, int, int, SimulatedSequence]) -> bool:
-    """Whether an event has not been overtaken: its sequence runs, and was not admitted anew since."""
-    sequence = event[3]
-    return sequence.end != 0.0 and sequence.admissions == event[2]
