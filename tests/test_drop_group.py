@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from tests.builders import letter_of, letters_dataset, make_trainer, record_batches
 from tests.test_trainer_server import rollout_logs, server_args
@@ -118,3 +119,17 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path):
     assert entry["darts/rollout/seconds"] < 3.0
     mask = batches[0]["completion_mask"]
     assert mask.any(dim=1).tolist() == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4
+
+
+def test_repeated_rows_call_no_tools(server, model_dir, tmp_path, monkeypatch):
+    seen = []
+
+    def tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, *args):
+        seen.extend(message for (message,) in completions)
+
+    monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", tool_call_loop)
+    trainer = make_trainer(model_dir, server_args(tmp_path, server))
+    trainer._conductor.repeats = {1: 0}
+    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    trainer._tool_call_loop(["p"] * 3, [[5]] * 3, [[6]] * 3, [[dict(call)] for _ in range(3)], None, None, {})
+    assert ["tool_calls" in message for message in seen] == [True, False, True]

@@ -12,6 +12,7 @@ from trl.trainer import grpo_trainer
 
 from .distributed import PromptBatch, Share, Slot
 from .engines.hf_generate import replaced
+from .engines.pool import State
 from .engines.preflight import ServerFacts, check_server
 from .engines.vllm_api import ServerPrompt
 from .engines.vllm_server import VLLMServerEngine
@@ -60,6 +61,7 @@ class RolloutGeneration(SyncedGeneration):
             kwargs["max_num_seqs"] = math.ceil(kwargs["max_num_seqs"] * pool_ratio)
         self.facts = facts
         self.conductor: RolloutConductor | None = None  # set by the trainer, once it has an accelerator
+        self._left_out: list[str] = []  # servers that the main process did not use in its last rollout
         super().__init__(*args, settings=settings, engine=engine, **kwargs)
 
     def generate(
@@ -104,7 +106,7 @@ class RolloutGeneration(SyncedGeneration):
         Takes in one more server between two steps, for example in a callback. Called on every process at once.
 
         It gets the current weights before it is asked for a token. With FSDP or ZeRO-3 that is in the next weight
-        sync.
+        sync, unless `weight_sync="filesystem"`.
 
         Args:
             url (`str`):
@@ -156,9 +158,11 @@ class RolloutGeneration(SyncedGeneration):
     def _renew_engine(self, base_urls: list[str]) -> None:
         """The other processes have engines for the later turns of a tool loop, and make them when they need them."""
         self.settings = replace(self.settings, base_urls=base_urls)
-        if self.engine is not None and not self.accelerator.is_main_process:
-            self.engine.close()
-            self.engine = None
+        if not self.accelerator.is_main_process:
+            vars(self).pop("vllm_client", None)  # of images
+            if self.engine is not None:
+                self.engine.close()
+                self.engine = None
 
     # Colocated
 
@@ -195,7 +199,10 @@ class RolloutGeneration(SyncedGeneration):
         batch = conductor.gather(prompts, images, {}, num_generations)
         all_images = gather_object(images or [None] * len(prompts)) if batch.multimodal else None
         with profiler:
-            return conductor.share(lambda: self._rollout(batch, all_images))[batch.mine]
+            rows = conductor.share(lambda: self._rollout(batch, all_images))[batch.mine]
+        states = conductor.agree(lambda: self.engine.states())
+        self._left_out = [url for url, state in states.items() if state is not State.UP]
+        return rows
 
     def _rollout(self, batch: PromptBatch, images: list[list | None] | None) -> tuple[KeptRows, RolloutRecord]:
         # In a later turn, a "prompt" is the whole conversation, and TRL trains on what fits.
@@ -206,9 +213,19 @@ class RolloutGeneration(SyncedGeneration):
         if self.engine is None:  # a process other than the main one, in the later turns of a tool loop
             self.engine = VLLMServerEngine(self.settings.base_urls, self.settings.deadlines, self.settings.api_key)
             self.engine.refresh = self.refresh
+        if later and not self.accelerator.is_main_process:
+            self._follow_the_main_process()
         prompts = self._server_prompts(batch, images)
         overrides = partial(self._room, batch) if later else None
         return self.conductor.on_servers(self.engine, prompts, batch, self.request_body(), overrides)
+
+    def _follow_the_main_process(self) -> None:
+        """Uses the servers that it used in its last rollout: they have the weights."""
+        for url, state in self.engine.states().items():
+            if url in self._left_out and state is State.UP:
+                self.engine.lose(url, "the main process has left it out")
+            elif url not in self._left_out and state is State.RETURNED:
+                self.engine.join(url)
 
     def _room(self, batch: PromptBatch, command: Submit) -> dict[str, Any]:
         """As many tokens as a server still takes for a candidate, and at most a whole completion."""

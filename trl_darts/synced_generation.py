@@ -70,7 +70,10 @@ class SyncedGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
-        """TRL's sync, timed. Servers that don't take the weights are left out until they do, unless none does."""
+        """
+        TRL's sync, timed. Servers that don't take the weights are left out until they do; without any, the rollout
+        waits for one.
+        """
         start = time.perf_counter()
         self._num_syncs += 1
         # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
@@ -88,16 +91,21 @@ class SyncedGeneration(VLLMGeneration):
             yield
             return
         states = self.engine.states()
-        self.vllm_client.excluded = {url for url, state in states.items() if state is not State.UP}
+        back = [url for url, state in states.items() if state is State.RETURNED and self.vllm_client.rejoin(url)]
+        taking_part = {url for url, state in states.items() if state is State.UP} | set(back)
+        self.vllm_client.excluded = set(states) - taking_part
         words = ""
         try:
             yield
         except WeightSyncError as error:
             words = str(error)
             logger.warning("%s", words)
-        for url in self.vllm_client.behind:
-            if states[url] is State.UP:
+        behind = self.vllm_client.behind
+        for url in taking_part:
+            if url in behind:
                 self.engine.lose(url, words)
+            elif url in back:
+                self.engine.join(url)
 
     def refresh(self, url: str) -> bool:
         """

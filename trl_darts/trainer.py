@@ -229,10 +229,16 @@ class DARTSGRPOTrainer(GRPOTrainer):
         with replaced(self, "_batch_environments", [self._batch_environments[row] for row in rows]):
             return super()._tokenize_prompts(prompts)[1:]
 
-    def _tool_call_loop(self, *args: Any) -> tuple:
+    def _tool_call_loop(
+        self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *args: Any
+    ) -> tuple:
+        repeats = {} if self._conductor is None else self._conductor.repeats
+        first = self.accelerator.process_index * len(prompts)
+        for row in repeats.keys() & range(first, first + len(prompts)):
+            completions[row - first][0].pop("tool_calls", None)  # they weigh nothing, and their prompts were refused
         self._in_tool_loop = True
         try:
-            return super()._tool_call_loop(*args)
+            return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args)
         finally:
             self._in_tool_loop = False
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -214,30 +213,6 @@ def test_candidate_that_is_always_cut_is_an_error():
     with hostile_servers(server, PATIENT, num_servers=2) as (engine, _):
         error = Rollouts(server).run(engine, 1, 1)
     assert "its engine was lost 9 times in a row before a new token came" in error
-
-
-@pytest.mark.parametrize("name", ["request", "rollout"])
-def test_a_server_that_never_answers_is_an_error_at_the_deadline(name):
-    """It is well, as far as it says."""
-    server = HostileServer(7)
-    server.plan = lambda group, index, segment: "hangs at once"
-    with hostile_servers(server, Deadlines(**{f"{name}_s": 2.0}), num_servers=1) as (engine, _):
-        start = time.perf_counter()
-        with pytest.raises(GenerationError, match=rf"`vllm_{name}_timeout_s` \(2 s\)"):
-            engine.run(Scheduler(make_policies("grpo", 1, 1, 0), 1), [GroupPlan(0, 1)], [[ServerPrompt([0, 0])]], BODY)
-        assert abs(time.perf_counter() - start - 2.0) < 1.0
-
-
-def test_a_server_that_says_nothing_at_all_is_an_error_once_it_is_not_waited_for_any_more():
-    """It takes connections, like a process that is stopped."""
-    deadlines = Deadlines(health_s=1.0, return_s=2.0)
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
-        engine = VLLMServerEngine([f"http://127.0.0.1:{silent.getsockname()[1]}"], deadlines)
-        start = time.perf_counter()
-        with pytest.raises(GenerationError, match=r"`vllm_server_timeout` \(2 s\).*no answer to `/health` after 1 s"):
-            engine.run(Scheduler(make_policies("grpo", 1, 1, 0), 1), [GroupPlan(0, 1)], [[ServerPrompt([0, 0])]], BODY)
-        assert abs(time.perf_counter() - start - 3.0) < 1.0
-        engine.close()
 
 
 def test_candidate_that_never_ends_is_an_error():

@@ -253,23 +253,45 @@ def test_refreshed_server_serves_again():
     assert num_before <= 2 < switch.num_completions  # nothing was asked of it before it had the weights
 
 
-@pytest.mark.parametrize(
-    ("refresh", "words"),
-    [
-        (lambda url: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda url: False, "it has not got the current weights"),
-    ],
-)
-def test_server_that_is_not_refreshed_stays_out(refresh, words):
+def test_server_that_is_not_refreshed_stays_out():
+    words = "ZeroDivisionError: division by zero"
     switch = Switch()
     switch.breaks = 2
     with switch.serve() as url, engine_on(url, return_s=0.5) as engine:
-        engine.refresh = refresh
+        engine.refresh = lambda url: 1 / 0
         with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
             rollout(engine)
         assert switch.num_completions <= 2
         engine.refresh = None
         assert len(rollout(engine).groups) == 1  # it is well; the next rollout may have it
+
+
+def test_server_that_waits_for_a_weight_sync_is_asked_about_once_and_used_when_it_has_had_one():
+    switch, asked = Switch(), []
+    switch.breaks = 2
+    with switch.serve() as url, engine_on(url, return_s=0.5) as engine:
+        engine.refresh = lambda url: bool(asked.append(url))
+        with pytest.raises(GenerationError, match="`vllm_server_timeout`"):
+            rollout(engine)
+        assert asked == [url]
+        assert engine.states() == {url: State.RETURNED}
+        assert switch.num_completions <= 2
+        engine.join(url)
+        assert len(rollout(engine).groups) == 1
+
+
+def test_open_files_are_shared_among_the_servers_that_there_are():
+    async def play(servers, member, log):
+        url = next(iter(servers.members))
+        assert member.cap.capacity == LIMIT
+        servers.add("http://other", member.server)
+        assert [m.cap.limit for m in servers.members.values()] == [LIMIT // 2] * 2
+        assert member.cap.capacity == LIMIT // 2
+        servers.remove("http://other")
+        assert (member.cap.limit, member.cap.capacity) == (LIMIT, LIMIT)
+        assert list(servers.members) == [url]
+
+    with_pool(Switch(), play)
 
 
 def test_refresh_between_rollouts():

@@ -10,6 +10,18 @@ from trl_darts.errors import StateMismatchError
 from trl_darts.policy import BudgetController, LatencyCurve
 
 
+def test_a_price_that_is_not_given_any_more_is_calibrated() -> None:
+    given, cluster = BudgetController(M, M_UP, cost_weight=0.05), Cluster(noise=0.0)
+    list(cluster.run(given, 12))
+    controller = BudgetController(M, M_UP)
+    controller.load_state_dict(given.state_dict())
+    list(cluster.run(controller, 2))
+    assert controller.cost_weight is not None
+    fresh = BudgetController(M, M_UP)
+    list(cluster.run(fresh, 8))
+    assert list(cluster.run(controller, 5)) == list(cluster.run(fresh, 5))
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 5, 8, 30])
 @pytest.mark.parametrize("curve", [None, CURVE])
 def test_a_restored_controller_decides_the_same(num_steps: int, curve: LatencyCurve | None) -> None:

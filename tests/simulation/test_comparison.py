@@ -61,6 +61,17 @@ def test_where_candidates_cost_and_nobody_is_late_it_says_stay():
     assert verdict(outcomes).startswith("Stay with grpo: nothing is faster.")
 
 
+def test_verdict_gives_no_reason_that_does_not_hold():
+    lengths = RecordedLengths([[100, 101]] * 32, [[False, False]] * 32)
+    darts, grpo = (ScheduleSettings(name, num_generations=4, max_num_generations=8) for name in ("darts", "grpo"))
+    slow = {"grpo": grpo, "darts": darts}
+    workload = Workload(lengths, 16, 4096)
+    assert "Stay with grpo" in verdict(compare(workload, slow, STEEP, num_steps=5, num_seeds=1))
+    fewer = {"grpo": grpo, "grpo, 2 rows": ScheduleSettings("grpo", num_generations=2)}
+    words = verdict(compare(workload, fewer, STEEP, num_steps=5, num_seeds=3))
+    assert "trains on 2 rows per prompt, and grpo on 4" in words
+
+
 def test_few_seeds_are_no_evidence():
     lengths = LogNormalLengths(64, median=200.0, intra_prompt_std=1.0)
     assert "Simulate several seeds" in verdict(compare_two(lengths, FLAT, num_seeds=1, max_num_generations=6))

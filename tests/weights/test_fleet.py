@@ -10,7 +10,7 @@ import requests
 
 from tests.servers import free_port, start_vllm_server
 from tests.weights.probes import MAX_ERROR, load_model, max_error, named_params, perturb, sync
-from trl_darts.errors import WeightSyncError
+from trl_darts.errors import GenerationError, WeightSyncError
 from trl_darts.weights import FleetVLLMClient, gloo_client
 
 
@@ -82,6 +82,54 @@ def test_server_that_freezes_in_the_middle_is_not_waited_for(untied, second, cli
     sync(client, model)
     assert max_error(untied, model) <= MAX_ERROR
     assert max_error(second, model) <= MAX_ERROR
+
+
+def test_weights_are_written_also_when_no_server_is_there_to_take_them(untied, client_of, rng):
+    """It gets them when it is back, as long as the trainer has not gone on."""
+    model = load_model(untied.model_dir)
+    fleet = FleetVLLMClient([client_of("filesystem", untied)])
+    fleet.excluded = {untied.base_url}
+    perturb(model, rng)
+    sync(fleet, model)
+    assert fleet.behind == [untied.base_url]
+    assert fleet.refresh(untied.base_url, [], None)
+    assert fleet.behind == []
+    assert max_error(untied, model) <= MAX_ERROR
+
+
+def test_server_that_is_back_takes_part_in_the_next_sync(untied, second, client_of, rng):
+    model = load_model(untied.model_dir)
+    fleet = client_of("gloo", untied, second)
+    fleet.excluded = {second.base_url}
+    perturb(model, rng)
+    sync(fleet, model)
+    assert fleet.behind == [second.base_url]
+    assert fleet.rejoin(second.base_url)
+    fleet.excluded = set()
+    perturb(model, rng)
+    sync(fleet, model)
+    assert fleet.behind == []
+    assert max_error(second, model) <= MAX_ERROR
+
+
+def test_images_are_processed_by_the_first_server_that_answers():
+    class Client:
+        def __init__(self, base_url, error=None):
+            self.base_url, self.error, self.group_port = base_url, error, 0
+
+        def image_features(self, images):
+            if self.error is not None:
+                raise self.error
+            return [self.base_url for _ in images]
+
+    lost = requests.ConnectionError("refused")
+    fleet = FleetVLLMClient([Client("a", lost), Client("b"), Client("c")])
+    assert fleet.image_features([None]) == ["b"]
+    fleet.excluded = {"b"}
+    assert fleet.image_features([None]) == ["c"]
+    fleet.excluded = {"b", "c"}
+    with pytest.raises(GenerationError, match="a: ConnectionError: refused"):
+        fleet.image_features([None])
 
 
 def test_lost_server_does_not_keep_the_others_from_new_weights(untied, second, client_of, rng):

@@ -39,7 +39,7 @@ def simulate(
     ] = None,
     num_prompts: Annotated[
         int, typer.Option(help="Prompts in the data set.", rich_help_panel="Workload without a trace")
-    ] = 10_000,
+    ] = 1_024,
     median_length: Annotated[
         float, typer.Option(help="Median response length in tokens.", rich_help_panel="Workload without a trace")
     ] = 800.0,
@@ -180,6 +180,14 @@ def _show(outcomes: list[Outcome], workload: Workload, cluster: ClusterSpec, ste
         table.add_row(outcome.name.replace(", ", "\n"), str(outcome.speedup), seconds, wasted, *values)
     console.print(table)
     console.print(verdict(outcomes), markup=False, highlight=False)
+    if steps * workload.prompts_per_step < 2 * workload.lengths.num_prompts:
+        console.print(
+            f"Each prompt came up less than twice: what a schedule learns of prompts hardly shows. {steps} steps of "
+            f"{workload.prompts_per_step} are {steps * workload.prompts_per_step / workload.lengths.num_prompts:.1f} "
+            "epochs; simulate more `--steps`.",
+            markup=False,
+            highlight=False,
+        )
 
 
 def _write(outcomes: list[Outcome], directory: Path) -> None:

@@ -84,6 +84,11 @@ class AdaptiveCapacity:
         self.capacity = limit
         self._num_preemptions: int | None = None
 
+    def set_limit(self, limit: int) -> None:
+        """Another number of servers shares the open files."""
+        self.capacity = limit if self.capacity == self.limit else min(self.capacity, limit)
+        self.limit = limit
+
     def update(self, sample: LoadSample) -> int:
         """
         The cap after one more look at the server. Preempted requests are in its queue, and count as too many.

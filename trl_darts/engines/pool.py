@@ -84,11 +84,12 @@ class ServerPool:
         deadlines ([`Deadlines`]):
             Of probes.
         limit (`int`):
-            The most candidates per server.
+            The most candidates on all servers together.
     """
 
     def __init__(self, servers: Mapping[str, VLLMServer], deadlines: Deadlines, limit: int) -> None:
-        self.members = {url: Member(server, AdaptiveCapacity(limit)) for url, server in servers.items()}
+        share = max(1, limit // len(servers))
+        self.members = {url: Member(server, AdaptiveCapacity(share)) for url, server in servers.items()}
         self.deadlines = deadlines
         self.listener: Listener | None = None
         self._limit = limit
@@ -105,13 +106,19 @@ class ServerPool:
 
     def add(self, url: str, server: VLLMServer) -> None:
         """Takes in a server that has answered, but has none of our weights yet."""
-        self.members[url] = Member(server, AdaptiveCapacity(self._limit), State.RETURNED, "it is new")
+        self.members[url] = Member(server, AdaptiveCapacity(1), State.RETURNED, "it is new")
+        self._share_limit()
 
     def remove(self, url: str) -> None:
         """Forgets a server. Not while a rollout runs."""
         del self.members[url]
+        self._share_limit()
         if (watcher := self._watchers.pop(url, None)) is not None:
             watcher.cancel()
+
+    def _share_limit(self) -> None:
+        for member in self.members.values():
+            member.cap.set_limit(max(1, self._limit // len(self.members)))
 
     def lose(self, url: str, words: str) -> None:
         """Takes a server out."""

@@ -54,8 +54,8 @@ class VLLMServerEngine:
     Attributes:
         refresh (`Callable[[str], bool]`, *optional*):
             Called in the waiting thread with the address of a server that has come back: brings it to the current
-            weights, and returns whether it has them. Its errors are taken for `False`. Without it, a server that comes
-            back is used as it is.
+            weights, and returns whether it has them; where it has not, it waits for [`join`]. Its errors take the
+            server out again. Without it, a server that comes back is used as it is.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class VLLMServerEngine:
         self.base_urls = list(base_urls)
         self.deadlines = deadlines or Deadlines()
         self.refresh: Callable[[str], bool] | None = None
+        self._deferred: set[str] = set()  # have come back, and wait for the next weight sync
         self._api_key = api_key
         self._pool: ServerPool | None = None  # made by the loop
         self._loop = asyncio.new_event_loop()
@@ -131,6 +132,11 @@ class VLLMServerEngine:
         """Takes a server out until it answers again, for example one that does not take new weights."""
         self._in_loop(lambda pool: pool.lose(url, words))
 
+    def join(self, url: str) -> None:
+        """Uses a server again that has come back, and has been given the current weights."""
+        self._deferred.discard(url)
+        self._in_loop(lambda pool: pool.join(url))
+
     def drain(self, url: str, draining: bool = True) -> None:
         """Sends a server no new candidates, or some again; those that it decodes go on."""
         self._in_loop(lambda pool: pool.drain(url, draining))
@@ -187,15 +193,23 @@ class VLLMServerEngine:
         self._wait(run())
 
     def _refresh_returned(self) -> None:
-        for url, state in self.states().items():
-            if state is State.RETURNED:
-                try:
-                    fresh = self.refresh is None or self.refresh(url)
-                    words = "it has not got the current weights"
-                except Exception as error:  # it is out, whatever it is; the words are those of the last failure
-                    fresh, words = False, f"{type(error).__name__}: {error}"
-                logger.warning("The vLLM server at %s is there%s.", url, "" if fresh else f", but {words}")
-                self._in_loop(lambda pool: pool.join(url) if fresh else pool.lose(url, words))  # noqa: B023
+        states = self.states()
+        self._deferred &= {url for url, state in states.items() if state is State.RETURNED}
+        for url, state in states.items():
+            if state is not State.RETURNED or url in self._deferred:
+                continue
+            try:
+                fresh = self.refresh is None or self.refresh(url)
+            except Exception as error:  # it is out, whatever it is; the words are those of the last failure
+                words = f"{type(error).__name__}: {error}"
+                logger.warning("The vLLM server at %s is there, but %s", url, words)
+                self.lose(url, words)
+                continue
+            if fresh:
+                self.join(url)
+            else:
+                self._deferred.add(url)
+            logger.warning("The vLLM server at %s is there%s.", url, "" if fresh else ", and waits for a weight sync")
 
     def query(self, function: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> list[T]:
         """Runs `function` on each server at the same time and returns the answers in order."""
@@ -215,7 +229,7 @@ class VLLMServerEngine:
             session = new_session(self._api_key)
             self._sessions.append(session)
             servers = {url: VLLMServer(url, session, self.deadlines.connect_s) for url in self.base_urls}
-            self._pool = ServerPool(servers, self.deadlines, max(1, max_open_files() // len(servers)))
+            self._pool = ServerPool(servers, self.deadlines, max_open_files())
         return self._pool
 
     async def _rollout(

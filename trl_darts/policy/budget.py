@@ -196,7 +196,7 @@ class BudgetController:
         if self._predicted is not None and (lengths is None or not np.size(lengths)):
             raise ValueError("`lengths` must be given with a latency curve. Pass the lengths of all candidates.")
         self._num_observed += 1
-        if self._held_cost_slope is not None:
+        if self._held_cost_slope is not None and self.cost_weight is not None:
             return
         if self._timed is not None:
             self._timed.observe(num_candidates, seconds)

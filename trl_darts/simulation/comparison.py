@@ -168,16 +168,19 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
         return f"{baseline.name} takes {seconds} s per step. There is nothing to compare it with."
     best = max(others, key=lambda outcome: outcome.speedup.mean)
     speedup = best.speedup
+    if speedup.mean <= 1.0:
+        words = (
+            f"Stay with {baseline.name}: nothing is faster. The best of the others, {best.name}, is {speedup} times"
+        )
+        words += " as fast."
+        more = best.estimate("candidates").mean / baseline.estimate("candidates").mean
+        if more <= 1.0:
+            return words
+        return f"{words} It samples {more:.2f} times as many candidates, and here its tail is not that much shorter."
     if math.isinf(speedup.half_width):
         return (
             f"{best.name} is the fastest: {speedup} times as fast as {baseline.name}, with one seed. Simulate several "
             "seeds before you believe it."
-        )
-    if speedup.mean <= 1.0:
-        return (
-            f"Stay with {baseline.name}: nothing is faster. The best of the others, {best.name}, is {speedup} times "
-            f"as fast. It samples {_more(best, baseline)} times as many candidates, and on this workload its tail is "
-            "not that much shorter."
         )
     if speedup.low <= 1.0:
         return (
@@ -185,6 +188,11 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
             "much to be sure. Simulate more steps or seeds."
         )
     doubts = []
+    if best.settings.num_generations != baseline.settings.num_generations:
+        doubts.append(
+            f"it trains on {best.settings.num_generations} rows per prompt, and {baseline.name} on "
+            f"{baseline.settings.num_generations}"
+        )
     ratio = best.estimate("kept_vs_pool_length_ratio")
     if ratio.high < 0.8:
         doubts.append(
@@ -195,7 +203,3 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
         doubts.append(f"{100 * cut.mean:.0f} % of its rows are cut off at the limit")
     words = f"{best.name} is the fastest: {speedup} times as fast as {baseline.name}."
     return f"{words} Don't take it before you have looked at the reward: {'; '.join(doubts)}." if doubts else words
-
-
-def _more(outcome: Outcome, baseline: Outcome) -> str:
-    return f"{outcome.estimate('candidates').mean / baseline.estimate('candidates').mean:.2f}"

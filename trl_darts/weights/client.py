@@ -12,19 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import requests
 import torch
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
-from ..errors import WeightSyncError
+from ..errors import GenerationError, WeightSyncError
 from .gloo import SYNC_TIMEOUT_S
-from .rounds import UpdateRound, call
+from .rounds import CONNECT_TIMEOUT_S, UpdateRound, call
 
 
 Metadata = list[tuple[str, str, list[int]]]
 NamedParams = Iterator[tuple[str, torch.Tensor]]
 
+IMAGE_TIMEOUT_S = 120.0  # the images of one prompt, behind those of up to 64 others
 INSTALL = "`pip install trl-darts` in the server's environment"
 
 
@@ -71,6 +73,17 @@ def finish_update(client: VLLMClient) -> None:
     call(client, "/finish_weight_update", {}, timeout_s=SYNC_TIMEOUT_S)
 
 
+class _PatientAdapter(HTTPAdapter):
+    """Gives requests that set no timeout one, where there is one."""
+
+    read_timeout_s: float | None = None
+
+    def send(self, *args: Any, timeout: Any = None, **kwargs: Any) -> Any:
+        if timeout is None and self.read_timeout_s is not None:
+            timeout = (CONNECT_TIMEOUT_S, self.read_timeout_s)
+        return super().send(*args, timeout=timeout, **kwargs)
+
+
 class SyncedVLLMClient(VLLMClient):
     """
     What our clients have in common: `version`, and an HTTP session that never repeats a request that may have arrived.
@@ -90,8 +103,9 @@ class SyncedVLLMClient(VLLMClient):
         # TRL repeats POSTs, five times. A repeated start or broadcast of an update is an error, or a hang. What may be
         # repeated is the connection; and one connection per request, because a server drops idle ones after 5 s.
         retry = Retry(total=2, connect=2, read=0, status=0, backoff_factor=0.2, allowed_methods=["GET"])
+        self._adapter = _PatientAdapter(max_retries=retry, pool_maxsize=64)
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(max_retries=retry, pool_maxsize=64))
+            self.session.mount(scheme, self._adapter)
         self.session.headers["Connection"] = "close"
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
@@ -99,6 +113,18 @@ class SyncedVLLMClient(VLLMClient):
         if self._api_key:
             self.session.headers["Authorization"] = f"Bearer {self._api_key}"
         super().check_server(*args, **kwargs)
+
+    def image_features(self, images: list[Any], **kwargs: Any) -> list[Any]:
+        """TRL's, which waits for ever; a server that refuses an image is named."""
+        self._adapter.read_timeout_s = IMAGE_TIMEOUT_S
+        try:
+            return super().image_features(images, **kwargs)
+        except requests.RequestException:
+            raise
+        except Exception as error:  # TRL's own, without a type
+            raise GenerationError(f"The vLLM server at {self.base_url} refused an image: {error}") from error
+        finally:
+            self._adapter.read_timeout_s = None
 
     def beside(self, base_url: str, group_port: int, **kwargs: Any) -> SyncedVLLMClient:
         """A client like this one, for another server and a group of its own."""

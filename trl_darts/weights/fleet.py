@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import requests
 import torch
 
-from ..errors import ConfigurationError, WeightSyncError
+from ..errors import ConfigurationError, GenerationError, TRLDARTSError, WeightSyncError
 from .client import Metadata, NamedParams, NCCLVLLMClient, SyncedVLLMClient, finish_update, start_update, whole
 from .filesystem import FilesystemVLLMClient, load_everywhere
 from .rounds import UpdateRound
 
 
 CHUNK_BYTES = 1 << 30
+
+logger = logging.getLogger(__name__)
 
 
 class FleetVLLMClient:
@@ -94,6 +98,18 @@ class FleetVLLMClient:
         client.init_communicator(self._device)
         self.clients.append(client)
 
+    def rejoin(self, base_url: str) -> bool:
+        """Form the group with a server that has come back anew, so that it takes part in the next sync."""
+        client = self._client(base_url)
+        try:
+            if not isinstance(client, FilesystemVLLMClient):
+                client.close_communicator()
+            client.init_communicator(self._device)
+        except (TRLDARTSError, requests.RequestException) as error:
+            logger.warning("The vLLM server at %s can't be given weights: %s", base_url, error)
+            return False
+        return True
+
     def remove(self, base_url: str) -> None:
         """Leave a server to itself."""
         client = self._client(base_url)
@@ -164,11 +180,11 @@ class FleetVLLMClient:
 
     def _sync(self, version: int, metadata: Metadata, named_params: NamedParams) -> None:
         clients = self.active
+        if isinstance(self.clients[0], FilesystemVLLMClient):  # also for those that come back later
+            load_everywhere(clients, self.clients[0].directory, version, named_params)
+            return
         if not clients:
             raise WeightSyncError(f"None of the vLLM servers is there: {', '.join(self.base_urls)}.")
-        if isinstance(clients[0], FilesystemVLLMClient):
-            load_everywhere(clients, clients[0].directory, version, named_params)
-            return
         in_turn = isinstance(clients[0], NCCLVLLMClient)
         with UpdateRound(clients, version, concurrent=not in_turn) as update:
             update.each(start_update)
@@ -205,5 +221,14 @@ class FleetVLLMClient:
         }
 
     def image_features(self, images: list, **kwargs: Any) -> list[dict | None]:
-        """Image features for [`~FleetVLLMClient.generate`], from the first server: they don't depend on weights."""
-        return self.clients[0].image_features(images, **kwargs)
+        """
+        Image features for [`~FleetVLLMClient.generate`]. They don't depend on weights: the first server that answers
+        makes them.
+        """
+        words = []
+        for client in self.active:
+            try:
+                return client.image_features(images, **kwargs)
+            except requests.RequestException as error:
+                words.append(f"{client.base_url}: {type(error).__name__}: {error}")
+        raise GenerationError(f"No vLLM server processed the images. {'; '.join(words)}")

@@ -21,6 +21,7 @@ from .rounds import call
 SEND_TIMEOUT_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6
 REPLY_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 60.0
 BACKEND_FLAG = """`--weight-transfer-config '{"backend": "gloo"}'`"""
 
 
@@ -84,9 +85,12 @@ class GlooVLLMClient(SyncedVLLMClient):
         body = {"init_info": info}
         reply = self._ask("/init_weight_transfer_engine", body)
         joined = [joined_key(rank) for rank in range(1, world_size)]
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
         while not store.check(joined):  # joining a group that a worker never joins would block for the whole timeout
             if reply.done():
                 reply.result()
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"The vLLM server at {self.base_url} did not join in {JOIN_TIMEOUT_S:g} s.")
             time.sleep(0.01)
         group = BroadcastGroup(store, 0, world_size, address)
         reply.result()
