@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -55,10 +56,16 @@ def vllm_available() -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """
+    A TCP port that nobody listens on at this moment, and so is the next one, which the second server's weight group
+    takes. Below those that the system gives to outgoing connections: tests open thousands of these.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as first, socket.socket() as second, suppress(OSError):
+            first.bind(("", port))
+            second.bind(("", port + 1))
+            return port
 
 
 @dataclass
