@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.builders import letters_dataset, make_args, make_trainer
 from tests.engines.settings import engine_settings
+from tests.launches.leaving import leave
 from tests.launches.test_two_processes import CONFIGS, run_launcher
 from trl_darts import DARTSGRPOTrainer
 
@@ -121,7 +122,7 @@ def main() -> None:
             for name, parameter in trainer.model.named_parameters()
         }
         (out / "parameters.json").write_text(json.dumps(values))
-    trainer.accelerator.end_training()
+    leave(trainer.accelerator)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.engines.settings import engine_settings
+from tests.launches.leaving import leave
 from tests.trl_parity.test_tools import multiply
 from tests.trl_parity.tool_calls import Reader, said, tool_messages, tool_trainer
 
@@ -32,7 +33,7 @@ def main() -> None:
         "log": [{name: value for name, value in line.items() if "/" in name} for line in trainer.state.log_history],
     }
     (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
-    trainer.accelerator.end_training()
+    leave(trainer.accelerator)
 
 
 if __name__ == "__main__":

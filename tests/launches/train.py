@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu
+from tests.launches.leaving import leave
 from trl_darts import in_process
 
 
@@ -66,7 +67,7 @@ def main() -> None:
         "log": trainer.state.log_history,
     }
     (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
-    trainer.accelerator.end_training()  # a process group that outlives the interpreter can take it down with it
+    leave(trainer.accelerator)
 
 
 if __name__ == "__main__":

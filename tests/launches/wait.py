@@ -8,6 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
+from tests.launches.leaving import leave
 from trl_darts.distributed import Agreement
 
 
@@ -21,7 +22,7 @@ def main() -> None:
     except ZeroDivisionError as error:
         values.append(str(error))
     Path(sys.argv[1], f"rank{accelerator.process_index}.txt").write_text("\n".join(values))
-    accelerator.end_training()
+    leave(accelerator)
 
 
 if __name__ == "__main__":
