@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
 from ..serving.options import API_KEY_VARIABLE
-from .serve import USAGE_ERROR
+from .exits import fail
 
 
 if TYPE_CHECKING:
@@ -87,9 +87,9 @@ def profile(
         }
         _write(_measure(settings), output, picture)
     except ConfigurationError as error:
-        _fail(str(error), USAGE_ERROR)
+        fail(str(error))
     except GenerationError as error:
-        _fail(f"The measurement failed, and nothing was written: {error}", SERVER_FAILED)
+        fail(f"The measurement failed, and nothing was written: {error}", SERVER_FAILED)
 
 
 def _measure(settings: dict[str, Any]) -> ProfileResult:
@@ -188,8 +188,3 @@ def _write(result: ProfileResult, output: Path, picture: Path | None) -> None:
     typer.echo("\n".join(lines))
     for warning in warn(result):
         typer.echo(f"Warning: {warning}", err=True)
-
-
-def _fail(message: str, exit_code: int) -> None:
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(exit_code)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigurationError
-from .serve import USAGE_ERROR
+from .exits import fail
 
 
 def report(
@@ -53,8 +53,7 @@ def report(
         require_matplotlib()
         paths = write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve)
     except (ConfigurationError, ImportError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(USAGE_ERROR) from error
+        fail(str(error))
     console = Console(stderr=True)
     pictures = f"{len(paths) - 1} pictures beside it, {paths[0].stem}-*.png"
     console.print(f"{pictures}. Open the page in a browser.", markup=False, highlight=False, soft_wrap=True)

@@ -23,9 +23,7 @@ from ..serving import (
 )
 from ..serving.options import API_KEY_VARIABLE
 from .display import ServeDisplay
-
-
-USAGE_ERROR = 2
+from .exits import fail
 
 
 def serve(
@@ -85,9 +83,9 @@ def serve(
     try:
         _serve(options, timeout, log_dir, restart)
     except ConfigurationError as error:
-        _fail(str(error), USAGE_ERROR)
+        fail(str(error))
     except ServerFailedError as error:
-        _fail(str(error), error.exit_code)
+        fail(str(error), error.exit_code)
 
 
 def _serve(options: ServeOptions, timeout_s: float, log_dir: Path | None, restart: bool) -> None:
@@ -126,8 +124,3 @@ def _make_log_dir(log_dir: Path | None) -> Path:
 def _print_arguments(arguments: TrainerArguments) -> None:
     lines = [arguments.as_python(), "", "or, for a script:", "", arguments.as_flags(), *arguments.notes]
     typer.echo("\n".join(["The trainer's arguments:", "", *lines, ""]))
-
-
-def _fail(message: str, exit_code: int) -> None:
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(exit_code)

@@ -18,9 +18,9 @@ from ..simulation import ClusterSpec, LogNormalLengths, Workload
 from ..simulation.comparison import Outcome, compare, verdict
 from ..simulation.recorded import recorded_workload
 from ..simulation.sweep import parse_sweep, settings_of
+from .exits import fail
 
 
-USAGE_ERROR = 2
 # An assumption for a model of about 7 B parameters on one 80 GB GPU: flat while weights are read, then compute counts.
 ASSUMED_CURVE = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062], {"assumed": True})
 COLUMNS = {"bubble": "bubble_ratio", "satu-\nrated": "saturated_ratio", "kept/\npool": "kept_vs_pool_length_ratio"}
@@ -145,8 +145,7 @@ def simulate(
         if output is not None:
             _write(outcomes, output)
     except (ConfigurationError, OSError, ImportError) as error:
-        errors.print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(USAGE_ERROR) from None
+        fail(str(error))
 
 
 def _check_counts(steps: int, seeds: int) -> None:

@@ -4,7 +4,6 @@ seconds.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
-from .vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
+from .vllm_api import ServerRefusedError, VLLMServer
+from .vocabulary import vocabulary_size
 
 
 RETRY_INTERVAL_S = 1.0
@@ -141,17 +141,13 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
 
 async def _check_vocabulary(server: VLLMServer, facts: ServerFacts, config: PretrainedConfig) -> None:
     expected = config.get_text_config().vocab_size
-    # No endpoint tells the size of the vocabulary, but the refusal of a token beyond it does, without any decoding.
-    options = {"model": facts.model, "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
     try:
-        await server.complete(CompletionRequest.of("vocabulary", ServerPrompt([0]), [], options), timeout_s=60.0)
-    except ServerRefusedError as refusal:
-        match = re.search(r"Vocabulary size: (\d+)", str(refusal))
-    else:
-        match = None
-    if match is not None and int(match[1]) != expected:
+        found = await vocabulary_size(server, facts.model)
+    except ServerRefusedError:
+        found = None
+    if found is not None and found != expected:
         raise ConfigurationError(
-            f"The vLLM server at {server.base_url} serves {facts.model!r} with a vocabulary of {match[1]} tokens, but "
+            f"The vLLM server at {server.base_url} serves {facts.model!r} with a vocabulary of {found} tokens, but "
             f"the trainer's model has {expected}. Serve the model that you train."
         )
 

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..engines.vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
+from ..engines.vllm_api import ServerRefusedError, VLLMServer
+from ..engines.vocabulary import vocabulary_size
 from ..errors import ConfigurationError
 from .clock import read_clock
 
@@ -165,16 +166,12 @@ def kv_cache_tokens(metrics: str) -> int | None:
 
 
 async def _vocab_size(server: VLLMServer, model: str) -> int:
-    # No endpoint tells the size of the vocabulary, but the refusal of a token beyond it does, without any decoding.
-    options = {"model": model, "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
     try:
-        await server.complete(CompletionRequest.of("vocabulary", ServerPrompt([0]), [], options), timeout_s=60.0)
+        return await vocabulary_size(server, model) or FALLBACK_VOCABULARY
     except ServerRefusedError as refusal:
-        if match := re.search(r"Vocabulary size: (\d+)", str(refusal)):
-            return int(match[1])
         if "401" in str(refusal):
             raise _unreachable(server.base_url, refusal) from refusal
-    return FALLBACK_VOCABULARY
+        return FALLBACK_VOCABULARY
 
 
 async def _check_idle(server: VLLMServer) -> None:

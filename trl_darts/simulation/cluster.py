@@ -14,7 +14,6 @@ engine without limits takes `rollout_time` seconds.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -115,7 +114,6 @@ class _Rollout:
         self.queue: list[tuple[float, int, int]] = []  # next times of the engines, a heap; the last counts changes
         self.changes = [0] * spec.num_engines
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
-        self.commands: deque[Command] = deque()
 
     def run(self) -> RolloutResult:
         loads = [EngineLoad(str(index)) for index in range(len(self.engines))]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..scheduling import FinishReason
 from .lengths import RecordedLengths
 from .training import Workload
 
@@ -51,7 +52,7 @@ def recorded_workload(
     by_prompt = traces.groupby("prompt_key", sort=False)
     lengths = RecordedLengths(
         [own.tolist() for _, own in by_prompt["length"]],
-        [(own != "stop").tolist() for _, own in by_prompt["finish_reason"]],
+        [(own != FinishReason.STOP.value).tolist() for _, own in by_prompt["finish_reason"]],
     )
     rollouts = traces.groupby(["step", "micro"])
     batch = int(rollouts["group"].nunique().median())

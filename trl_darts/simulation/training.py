@@ -14,7 +14,7 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -101,10 +101,6 @@ class SimulatedRun:
     kept_tokens: list[float] = field(default_factory=list)
     kept_vs_pool_length_ratio: list[float] = field(default_factory=list)
     longest_kept: list[float] = field(default_factory=list)
-
-    def means(self) -> dict[str, float]:
-        """The mean of each list."""
-        return {f.name: float(np.mean(getattr(self, f.name))) for f in fields(self)}
 
 
 class SimulatedTraining:

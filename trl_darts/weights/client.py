@@ -126,6 +126,10 @@ class SyncedVLLMClient(VLLMClient):
         finally:
             self._adapter.read_timeout_s = None
 
+    def disconnect(self) -> None:
+        """Leave this server; the others' clients go on."""
+        self.close_communicator()
+
     def beside(self, base_url: str, group_port: int, **kwargs: Any) -> SyncedVLLMClient:
         """A client like this one, for another server and a group of its own."""
         return type(self)(base_url=base_url, group_port=group_port, api_key=self._api_key, **kwargs)

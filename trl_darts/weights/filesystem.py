@@ -54,6 +54,9 @@ class FilesystemVLLMClient(SyncedVLLMClient):
             )
         atexit.register(self.close_communicator)
 
+    def disconnect(self) -> None:
+        """Nothing to leave: the directory is every server's."""
+
     def beside(self, base_url: str, group_port: int, **kwargs: Any) -> SyncedVLLMClient:
         """A client like this one, for another server and the same directory."""
         return super().beside(base_url, group_port, directory=self.directory, **kwargs)

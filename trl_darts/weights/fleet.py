@@ -102,9 +102,7 @@ class FleetVLLMClient:
         """Form the group with a server that has come back anew, so that it takes part in the next sync."""
         client = self._client(base_url)
         try:
-            if not isinstance(client, FilesystemVLLMClient):
-                client.close_communicator()
-            client.init_communicator(self._device)
+            self._reconnect(client)
         except (TRLDARTSError, requests.RequestException) as error:
             logger.warning("The vLLM server at %s can't be given weights: %s", base_url, error)
             return False
@@ -114,8 +112,11 @@ class FleetVLLMClient:
         """Leave a server to itself."""
         client = self._client(base_url)
         self.clients.remove(client)
-        if not isinstance(client, FilesystemVLLMClient):  # their directory is everyone's
-            client.close_communicator()
+        client.disconnect()
+
+    def _reconnect(self, client: SyncedVLLMClient) -> None:
+        client.disconnect()
+        client.init_communicator(self._device)
 
     def _client(self, base_url: str) -> SyncedVLLMClient:
         (client,) = (client for client in self.clients if client.base_url == base_url)
@@ -170,8 +171,7 @@ class FleetVLLMClient:
         elif named_params is None:
             return False
         else:
-            client.close_communicator()
-            client.init_communicator(self._device)
+            self._reconnect(client)
             with whole(named_params, len(metadata)) as params:
                 client.version = self.version - 1  # the update counts on
                 client._sync(metadata, params)
