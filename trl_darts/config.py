@@ -1,7 +1,7 @@
 """`DARTSGRPOConfig`: TRL's `GRPOConfig` and the fields that shape rollouts."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trl import GRPOConfig
@@ -27,9 +27,11 @@ class DARTSGRPOConfig(GRPOConfig):
         > Parameters that decide how many candidates are sampled
 
         schedule (`str`, *optional*, defaults to `"darts"`):
-            Which system decides about rollouts. `"darts"` samples up to `max_num_generations` candidates per prompt
-            and keeps the shortest and the longest complete ones; `"grpo"` samples and keeps `num_generations`, as TRL
-            does.
+            Which system decides about rollouts, see `docs/schedules.md`. `"darts"` samples up to
+            `max_num_generations` candidates per prompt and keeps the shortest and the longest complete ones; `"grpo"`
+            samples and keeps `num_generations`, as TRL does; `"tail_batching"` defers the slowest prompts to rounds of
+            their own; `"partial_rollout"` goes on with unfinished candidates in the next step; `"sorted"` takes
+            several batches at once and trains on those first that finish first.
         max_num_generations (`int`, *optional*):
             Most candidates of one prompt [M_up]. Defaults to twice `num_generations`.
         target_redundancy (`float`, *optional*):
@@ -54,10 +56,51 @@ class DARTSGRPOConfig(GRPOConfig):
         tail_pruning (`bool`, *optional*, defaults to `True`):
             Whether a prompt that was given `max_num_generations` candidates stops at its `num_generations`-th complete
             one, keeps those and aborts the rest.
-        long_end_patience (`float`, *optional*):
+        long_end_patience (`float` or `"auto"`, *optional*):
             Bound on the wait for the long end: once a prompt has `num_generations` complete candidates, those that
-            reach this many times the `num_generations`-th shortest complete length are aborted. At least 1. `None`
+            reach this many times the `num_generations`-th shortest complete length are aborted. At least 1. With
+            `"auto"` they go on as long as another prompt is still short of `num_generations`, and no longer. `None`
             waits for all, as the paper does.
+        selection (`str`, *optional*):
+            What is kept of a prompt's candidates: `"dual_end"`, the shortest and the longest complete ones;
+            `"uniform"`, those that came to an end, whatever their length; `"all"`, where no more are sampled than are
+            kept. Defaults to `"dual_end"` with `schedule="darts"` and to `"all"` otherwise. Tail batching, partial
+            rollouts and sorted batches can be combined with any.
+        fill_bubbles (`bool`, *optional*, defaults to `False`):
+            Whether candidates beyond `num_generations` are not sampled from the beginning, but added during a rollout
+            where engines have room, to the prompts whose lengths spread most. Needs `latency_curve` and
+            `long_end_patience`.
+
+        > Parameters that decide which prompts go into a batch
+
+        prompt_oversampling (`float`, *optional*):
+            Prompts that are started for each that is trained on, with `schedule="tail_batching"` (defaults to 1.25)
+            and `"partial_rollout"` (defaults to 2).
+        max_partial_age (`int`, *optional*):
+            Steps after which an unfinished prompt of `schedule="partial_rollout"` must come to its end. Defaults to 4.
+        mask_stale_after (`int`, *optional*):
+            Tokens that were sampled by a policy more than this many weight syncs old have no weight in the loss. Only
+            with schedules that keep tokens. `None` trains on all, with TRL's importance sampling correction.
+        sorted_group_batches (`int`, *optional*):
+            Batches of prompts that enter together with `schedule="sorted"`. Defaults to 4.
+        sorted_mode (`str`, *optional*):
+            What becomes of unfinished prompts with `schedule="sorted"`: `"on_policy"` begins them anew, `"partial"`
+            goes on with their tokens, `"post_hoc"` brings all batches to their end first. Defaults to `"on_policy"`.
+        sorted_grouped (`bool`, *optional*):
+            Whether `schedule="sorted"` takes no new prompts until all are used. Defaults to `True`.
+        sorted_order (`str`, *optional*):
+            Which complete prompts `schedule="sorted"` trains on first: `"shortest"`, `"longest"` or `"arrival"`.
+            Defaults to `"shortest"`.
+
+        > Parameters that decide where candidates run
+
+        length_ranked (`bool`, *optional*):
+            Whether candidates are submitted in the order of their expected lengths, longest first. Defaults to `True`
+            but for `schedule="grpo"`.
+        num_long_servers (`int`, *optional*, defaults to `0`):
+            How many of several vLLM servers take nothing but the candidates that are expected to be longest.
+        long_share (`float`, *optional*, defaults to `0.1`):
+            Share of candidates that those servers are for.
 
         > Parameters that control generation with vLLM servers
 
@@ -104,8 +147,8 @@ class DARTSGRPOConfig(GRPOConfig):
     schedule: str = field(
         default="darts",
         metadata={
-            "help": "Which system decides about rollouts: 'darts' samples up to `max_num_generations` candidates per "
-            "prompt and keeps the shortest and the longest complete ones; 'grpo' samples and keeps `num_generations`."
+            "help": "Which system decides about rollouts: 'darts', 'grpo' (as TRL), 'tail_batching', "
+            "'partial_rollout' or 'sorted'. See docs/schedules.md."
         },
     )
     max_num_generations: int | None = field(
@@ -152,13 +195,70 @@ class DARTSGRPOConfig(GRPOConfig):
             "complete one, keeps those and aborts the rest."
         },
     )
-    long_end_patience: float | None = field(
+    # In this order, `str` is what a command line's value is: `HfArgumentParser` takes the type in the middle.
+    long_end_patience: float | str | None = field(
         default=None,
         metadata={
             "help": "Once a prompt has `num_generations` complete candidates, those that reach this many times the "
-            "`num_generations`-th shortest complete length are aborted. `None` waits for all, as the paper does."
+            "`num_generations`-th shortest complete length are aborted; with 'auto', all once no prompt is short of "
+            "them. `None` waits for all, as the paper does."
         },
     )
+    selection: str | None = field(
+        default=None,
+        metadata={
+            "help": "What is kept of a prompt's candidates: 'dual_end', 'uniform' or 'all'. Defaults to 'dual_end' "
+            "with `schedule='darts'`, to 'all' otherwise."
+        },
+    )
+    fill_bubbles: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether further candidates are added during a rollout where engines have room, instead of at "
+            "its beginning. Needs `latency_curve` and `long_end_patience`."
+        },
+    )
+    prompt_oversampling: float | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts started for each that is trained on, with 'tail_batching' (1.25) and 'partial_rollout' "
+            "(2)."
+        },
+    )
+    max_partial_age: int | None = field(
+        default=None,
+        metadata={"help": "Steps after which an unfinished prompt of 'partial_rollout' must come to its end (4)."},
+    )
+    mask_stale_after: int | None = field(
+        default=None,
+        metadata={"help": "Tokens of a policy more than this many weight syncs old have no weight in the loss."},
+    )
+    sorted_group_batches: int | None = field(
+        default=None, metadata={"help": "Batches of prompts that enter together with 'sorted' (4)."}
+    )
+    sorted_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "What becomes of unfinished prompts with 'sorted': 'on_policy' (begin anew), 'partial' (go on) or "
+            "'post_hoc' (all are finished first)."
+        },
+    )
+    sorted_grouped: bool | None = field(
+        default=None, metadata={"help": "Whether 'sorted' takes no new prompts until all are used (true)."}
+    )
+    sorted_order: str | None = field(
+        default=None,
+        metadata={"help": "Which complete prompts 'sorted' trains on first: 'shortest', 'longest' or 'arrival'."},
+    )
+    length_ranked: bool | None = field(
+        default=None,
+        metadata={"help": "Whether the candidates expected to be longest are submitted first. False with 'grpo'."},
+    )
+    num_long_servers: int = field(
+        default=0,
+        metadata={"help": "Servers that take nothing but the candidates expected to be longest."},
+    )
+    long_share: float = field(default=0.1, metadata={"help": "Share of candidates that those servers are for."})
     vllm_request_timeout_s: float = field(
         default=3600.0,
         metadata={"help": "Deadline of one candidate in seconds, its wait for a free slot on the server included."},
@@ -215,8 +315,9 @@ class DARTSGRPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         settings = self.schedule_settings  # fills in defaults, and refuses what can't work
-        self.max_num_generations, self.target_redundancy = settings.max_num_generations, settings.target_redundancy
-        self.load_latency_curve()
+        for setting in fields(settings):
+            setattr(self, setting.name, getattr(settings, setting.name))
+        settings.refill(self.load_latency_curve())
         check_fields(self)
 
     @property
@@ -243,7 +344,7 @@ class DARTSGRPOConfig(GRPOConfig):
     @property
     def pool_ratio(self) -> float:
         """Candidates per row, at most."""
-        return 1.0 if self.schedule == "grpo" else self.max_num_generations / self.num_generations
+        return self.max_num_generations / self.num_generations if self.schedule_settings.over_provisions else 1.0
 
     @property
     def api_key(self) -> str | None:

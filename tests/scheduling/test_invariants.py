@@ -12,6 +12,7 @@ from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
     CandidateEnded,
     CandidateState,
+    FirstGroups,
     GroupPlan,
     PartialCandidate,
     SchedulePolicies,
@@ -25,23 +26,13 @@ from trl_darts.scheduling.types import FINAL_STATES
 NUM_GENERATIONS, MAX_NUM_GENERATIONS = 3, 6
 
 
-class FirstGroups:
-    """A batch stop of the kind that later schedules have: the first `count` groups are enough."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def harvest(self, num_settled: int, num_groups: int) -> bool:
-        return num_settled >= min(self.count, num_groups)
-
-
 class OneMore:
     """A refill of the kind that later schedules have: one more candidate for each group, once."""
 
     def __init__(self) -> None:
         self.given: set[int] = set()
 
-    def extra(self, groups, num_running: int) -> Sequence[int]:
+    def extra(self, groups, num_open: int) -> Sequence[int]:
         wanted = [g.group_id for g in groups if g.num_complete and g.group_id not in self.given]
         self.given.update(wanted)
         return wanted
@@ -55,7 +46,8 @@ def rollouts(draw) -> dict:
     resumed = draw(st.booleans())
     return {
         "schedule": schedule,
-        "patience": draw(st.sampled_from([None, 1.0, 1.5])),
+        "patience": draw(st.sampled_from([None, 1.0, 1.5, "auto"])),
+        "selection": draw(st.sampled_from(["dual_end", "uniform"])) if schedule == "darts" else "all",
         "tail_pruning": draw(st.booleans()),
         "num_longest": draw(st.integers(0, NUM_GENERATIONS - 1)),
         "plans": [
@@ -77,6 +69,7 @@ def new_scheduler(rollout: dict, drop_failed_groups: bool = False) -> Scheduler:
         num_longest=rollout["num_longest"],
         tail_pruning=rollout["tail_pruning"],
         long_end_patience=rollout["patience"],
+        selection=rollout["selection"],
     )
     if rollout["harvest_after"] is not None:
         policies = SchedulePolicies(policies.group_stop, FirstGroups(rollout["harvest_after"]))

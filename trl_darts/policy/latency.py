@@ -26,6 +26,7 @@ from trl_darts.policy.curve_fitting import fit_piecewise_linear
 
 _NOUN = "latency curve"
 _KIND = "latency_curve"
+_LARGEST_KNEE = 65_536  # of a curve that does not rise
 _VERSION = 1
 
 
@@ -170,6 +171,27 @@ class LatencyCurve:
             raise ConfigurationError(
                 f"A latency curve needs lists of numbers `knots` and `values`: {type(error).__name__} {error}."
             ) from error
+
+    def knee(self, slowdown: float = 0.25) -> int:
+        """
+        How many sequences an engine decodes at nearly the speed of one.
+
+        Args:
+            slowdown (`float`, *optional*, defaults to `0.25`):
+                By how much more a token may take than it takes for a single sequence, as a share. Not negative.
+
+        Returns:
+            `int`: The largest such batch size; at least 1.
+        """
+        bound = float(self(1)) * (1 + slowdown)
+        size = 1
+        while size < _LARGEST_KNEE and float(self(2 * size)) <= bound:
+            size *= 2
+        low, high = size, 2 * size  # latencies never fall, so the bound is passed once
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if float(self(middle)) <= bound else (low, middle)
+        return low
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the curve to a JSON file."""

@@ -1,6 +1,7 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
+from .buffer import BufferEntry, Harvest, Lifecycle, RolloutBuffer, Round, SampledCandidate, TrainedGroup
 from .events import (
     Abort,
     CandidateEnded,
@@ -15,7 +16,21 @@ from .events import (
     TokensArrived,
 )
 from .placement import AssignedPlacement, LongestFirst, balance, known_lengths
-from .policies import AllGroups, BatchStop, DualEnd, GroupStop, LeastLoaded, Placement, SchedulePolicies, WaitForAll
+from .policies import (
+    AllGroups,
+    BatchStop,
+    DualEnd,
+    FirstGroups,
+    GroupStop,
+    LeastLoaded,
+    Placement,
+    Refill,
+    SchedulePolicies,
+    UniformPool,
+    WaitForAll,
+)
+from .refill import BubbleFilling
+from .rounds import PartialRollout, RoundPolicy, Sorted, TailBatching
 from .scheduler import Scheduler
 from .schedules import SCHEDULES, make_policies
 from .settings import ScheduleSettings
@@ -42,6 +57,8 @@ __all__ = [
     "AllGroups",
     "AssignedPlacement",
     "BatchStop",
+    "BubbleFilling",
+    "BufferEntry",
     "Candidate",
     "CandidateEnded",
     "CandidateFailed",
@@ -54,26 +71,39 @@ __all__ = [
     "EngineResized",
     "Event",
     "FinishReason",
+    "FirstGroups",
     "Group",
     "GroupPlan",
     "GroupResult",
     "GroupStop",
     "GroupSummary",
+    "Harvest",
     "LeastLoaded",
+    "Lifecycle",
     "LongestFirst",
     "Occupancy",
     "PartialCandidate",
+    "PartialRollout",
     "Placement",
     "PromptInfo",
+    "Refill",
+    "RolloutBuffer",
     "RolloutExpired",
     "RolloutResult",
+    "Round",
+    "RoundPolicy",
+    "SampledCandidate",
     "SchedulePolicies",
     "ScheduleSettings",
     "Scheduler",
+    "Sorted",
     "Submit",
+    "TailBatching",
     "Timeline",
     "TokensArrived",
+    "TrainedGroup",
     "UniformAdmission",
+    "UniformPool",
     "VarianceAdmission",
     "WaitForAll",
     "balance",

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import StateMismatchError
 from ..policy import BudgetController, LengthTracker, allocate_redundancy
-from .placement import LongestFirst, known_lengths
+from .placement import LengthRanked, LongestFirst, known_lengths
 from .policies import SchedulePolicies
 from .summary import GroupSummary
 from .types import GroupPlan
@@ -91,9 +91,12 @@ class Admission:
 
     def ordered(self, policies: SchedulePolicies) -> SchedulePolicies:
         """The same policies, with the candidates that are expected to be longest first, where anything is known."""
-        if self.expected_lengths is None:
+        lengths, ranking = self.expected_lengths, policies.ranking
+        if lengths is None or ranking is None:
             return policies
-        return replace(policies, placement=LongestFirst(self.expected_lengths))
+        if not ranking.num_long:
+            return replace(policies, placement=LongestFirst(lengths))
+        return replace(policies, placement=LengthRanked(lengths, ranking.num_long, ranking.long_share))
 
 
 class AdmissionPolicy(Protocol):
@@ -101,6 +104,10 @@ class AdmissionPolicy(Protocol):
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
         """Decides before a rollout."""
+        ...
+
+    def expected_lengths(self, prompts: Sequence[PromptInfo]) -> list[float] | None:
+        """Tokens that a candidate of each prompt is expected to have; `None` where nothing is ever known."""
         ...
 
     def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
@@ -117,20 +124,36 @@ class AdmissionPolicy(Protocol):
 
 
 class UniformAdmission:
-    """`num_generations` for each prompt: what GRPO does."""
+    """
+    `num_generations` for each prompt: what GRPO does.
 
-    def __init__(self, num_generations: int) -> None:
+    Args:
+        num_generations (`int`):
+            M.
+        tracker ([`LengthTracker`], *optional*):
+            Length statistics per prompt, where the longest are to be started first.
+    """
+
+    def __init__(self, num_generations: int, tracker: LengthTracker | None = None) -> None:
         self.num_generations = num_generations
+        self.tracker = tracker
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
         """M for each."""
-        return Admission([self.num_generations] * len(prompts))
+        counts = [self.num_generations] * len(prompts)
+        return Admission(counts, expected_lengths=self.expected_lengths(prompts))
+
+    def expected_lengths(self, prompts: Sequence[PromptInfo]) -> list[float] | None:
+        """The prompts' smoothed mean lengths, with a tracker."""
+        return None if self.tracker is None else _means(self.tracker, prompts)
 
     def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
-        """Nothing to learn."""
+        """Updates the prompts' statistics, with a tracker."""
+        if self.tracker is not None:
+            _learn(self.tracker, summaries)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Empty; the tracker is saved by its callback."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,14 +206,16 @@ class VarianceAdmission:
             at_bound,
             None if np.isnan(rho) else rho,
             self.budget.cost_weight,
-            [self.tracker.mean(prompt.key) for prompt in prompts],
+            self.expected_lengths(prompts),
         )
+
+    def expected_lengths(self, prompts: Sequence[PromptInfo]) -> list[float]:
+        """The prompts' smoothed mean lengths."""
+        return _means(self.tracker, prompts)
 
     def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
         """Updates the prompts' statistics, ρ, and the cost of a candidate."""
-        for summary in summaries:
-            self.tracker.update(summary.prompt_key, summary.lengths, summary.censored)
-        self.tracker.end_step()
+        _learn(self.tracker, summaries)
         lengths = [length for summary in summaries for length in summary.lengths]
         self.budget.observe(len(lengths), seconds, lengths)
 
@@ -206,3 +231,13 @@ class VarianceAdmission:
                 "Resume with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
             )
         self.budget.load_state_dict(state["budget"])
+
+
+def _means(tracker: LengthTracker, prompts: Sequence[PromptInfo]) -> list[float]:
+    return [tracker.mean(prompt.key) for prompt in prompts]
+
+
+def _learn(tracker: LengthTracker, summaries: Sequence[GroupSummary]) -> None:
+    for summary in summaries:
+        tracker.update(summary.prompt_key, summary.lengths, summary.censored)
+    tracker.end_step()

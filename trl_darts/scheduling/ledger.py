@@ -8,7 +8,17 @@ from bisect import insort
 
 from ..errors import ConfigurationError
 from .events import CandidateEnded, Submit, TokensArrived
-from .types import FINAL_STATES, Candidate, CandidateState, EngineLoad, FinishReason, Group, GroupPlan, Timeline
+from .types import (
+    FINAL_STATES,
+    Candidate,
+    CandidateState,
+    EngineLoad,
+    FinishReason,
+    Group,
+    GroupPlan,
+    PartialCandidate,
+    Timeline,
+)
 
 
 RUNNING, WAITING, ABORTING = CandidateState.RUNNING, CandidateState.WAITING, CandidateState.ABORTING
@@ -30,17 +40,25 @@ class Ledger:
         self.num_resumed = 0  # submissions that went back to waiting: an engine was lost, or full
         self.num_lost = 0
 
-    def add_group(self, plan: GroupPlan) -> None:
-        """Enters a group with its candidates, the resumed ones first."""
+    def add_group(self, plan: GroupPlan, now: float) -> None:
+        """Enters a group with its candidates, those of an earlier rollout first."""
         if plan.group_id in self.groups:
             raise ConfigurationError(f"`group_id` ({plan.group_id}) occurs twice. Each group needs its own.")
         group = self.groups[plan.group_id] = Group(plan, [])
         for index in range(plan.num_candidates):
             candidate = self.add_candidate(group)
             if index < len(plan.resumed):
-                partial = plan.resumed[index]
-                candidate.tokens.extend(partial.tokens)
-                candidate.logprobs = None if partial.logprobs is None else list(partial.logprobs)
+                self._restore(candidate, plan.resumed[index], now)
+
+    def _restore(self, candidate: Candidate, partial: PartialCandidate, now: float) -> None:
+        """WAITING with what it has; or FINISHED, where it had come to its end."""
+        tokens = partial.tokens
+        candidate.tokens = tokens if isinstance(tokens, range) else list(tokens)  # type: ignore[assignment]
+        candidate.logprobs = None if partial.logprobs is None else list(partial.logprobs)
+        candidate.segment = partial.num_segments - 1
+        if partial.finish_reason is not None:
+            candidate.started = now
+            self.finish(candidate, partial.finish_reason, now)
 
     def add_candidate(self, group: Group) -> Candidate:
         """Enters one more candidate; it waits."""
@@ -77,7 +95,7 @@ class Ledger:
             candidate.index,
             engine_id,
             candidate.segment,
-            tuple(candidate.tokens),
+            candidate.tokens if isinstance(candidate.tokens, range) else tuple(candidate.tokens),
         )
 
     def append(self, candidate: Candidate, event: TokensArrived | CandidateEnded) -> str | None:
@@ -100,7 +118,10 @@ class Ledger:
             if logprobs is not None:
                 candidate.logprobs = logprobs if final and isinstance(logprobs, list) else list(logprobs)
         elif len(tokens) > known:
-            candidate.tokens.extend(tokens[known:])
+            if isinstance(candidate.tokens, range):
+                candidate.tokens = range(event.offset + len(tokens))
+            else:
+                candidate.tokens.extend(tokens[known:])
             if logprobs is not None and candidate.logprobs is not None:
                 candidate.logprobs.extend(logprobs[known:])
             elif logprobs is not None or candidate.logprobs is not None:

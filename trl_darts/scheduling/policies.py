@@ -5,12 +5,16 @@ A system of the literature is a choice of one object per protocol; `make_policie
 Policies see groups and engines, never an engine's API, a clock or a random generator of their own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ..policy import select_dual_end, select_shortest
-from .types import Candidate, EngineLoad, Group
+from .types import Candidate, CandidateState, EngineLoad, Group
+
+
+AUTO: Literal["auto"] = "auto"
+Patience = float | Literal["auto"] | None
 
 
 class GroupStop(Protocol):
@@ -19,6 +23,11 @@ class GroupStop(Protocol):
     @property
     def needs_progress(self) -> bool:
         """Whether it must see tokens while they are decoded, not only ends."""
+        ...
+
+    @property
+    def follows_batch(self) -> bool:
+        """Whether a group with enough complete candidates goes on only as long as the batch waits for other groups."""
         ...
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
@@ -33,8 +42,8 @@ class GroupStop(Protocol):
 class BatchStop(Protocol):
     """When does the trainer get its batch? Groups that are not settled then are deferred with what they have."""
 
-    def harvest(self, num_settled: int, num_groups: int) -> bool:
-        """Whether to stop here. Called after each group that settles."""
+    def harvest(self, done: Set[int], num_groups: int) -> bool:
+        """Whether these groups, of all that can still be completed, are enough. Called after each that is done."""
         ...
 
 
@@ -53,8 +62,8 @@ class Placement(Protocol):
 class Refill(Protocol):
     """Which groups get one more candidate while the rollout runs? `None` where all is decided before it."""
 
-    def extra(self, groups: Iterable[Group], num_running: int) -> Sequence[int]:
-        """IDs of the groups, one for each new candidate. Called whenever a candidate ended."""
+    def extra(self, groups: Iterable[Group], num_open: int) -> Sequence[int]:
+        """IDs of the groups, one for each new candidate. Called whenever one of the `num_open` others has ended."""
         ...
 
 
@@ -65,6 +74,11 @@ class WaitForAll:
     @property
     def needs_progress(self) -> bool:
         """No: only ends matter."""
+        return False
+
+    @property
+    def follows_batch(self) -> bool:
+        """No: all are waited for."""
         return False
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
@@ -96,21 +110,28 @@ class DualEnd:
             L, how many of the rows are the longest complete ones. The other M − L are the shortest.
         tail_pruning (`bool`, *optional*, defaults to `True`):
             Whether saturated groups stop early.
-        long_end_patience (`float`, *optional*):
+        long_end_patience (`float` or `"auto"`, *optional*):
             Bound on the wait for the long end. Once a group has M complete candidates, those that reach this many
-            times the M-th shortest complete length are aborted. `None` waits for the whole pool, as the paper does.
+            times the M-th shortest complete length are aborted. With `"auto"` they go on as long as the batch waits
+            for another group to have M, which costs no step any time, and no longer. `None` waits for the whole pool,
+            as the paper does.
     """
 
     num_generations: int
     max_num_generations: int
     num_longest: int
     tail_pruning: bool = True
-    long_end_patience: float | None = None
+    long_end_patience: Patience = None
 
     @property
     def needs_progress(self) -> bool:
-        """Only a bounded wait must see lengths grow."""
-        return self.long_end_patience is not None
+        """Only a wait that is bounded by a length must see lengths grow."""
+        return self.long_end_patience not in (None, AUTO)
+
+    @property
+    def follows_batch(self) -> bool:
+        """With `long_end_patience="auto"`."""
+        return self.long_end_patience == AUTO
 
     def saturated(self, group: Group) -> bool:
         """Whether the group is pruned at its M-th complete candidate."""
@@ -122,7 +143,7 @@ class DualEnd:
             return ()
         if self.saturated(group):
             return group.unfinished
-        if self.long_end_patience is None:
+        if self.long_end_patience is None or self.long_end_patience == AUTO:
             return ()
         bound = self.long_end_patience * group.complete_lengths[self.num_generations - 1]
         return [c for c in group.unfinished if c.length >= bound]
@@ -140,12 +161,46 @@ class DualEnd:
 
 
 @dataclass(frozen=True)
+class UniformPool(DualEnd):
+    """
+    As [`DualEnd`], but which candidates are kept does not depend on their lengths: of those that were not aborted,
+    the first ones by index. Where nothing is aborted, that is an unbiased sample of the policy. Otherwise those that
+    are left are the shorter ones, and that bias remains.
+    """
+
+    def select(self, group: Group) -> list[int]:
+        """The first M that came to an end by themselves or at the limit."""
+        finished = [c.index for c in group.candidates if c.state is CandidateState.FINISHED]
+        return finished[: self.num_generations]
+
+
+@dataclass(frozen=True)
 class AllGroups:
     """The batch is ready when every group is settled; nothing is deferred."""
 
-    def harvest(self, num_settled: int, num_groups: int) -> bool:
-        """Whether all are settled."""
-        return num_settled == num_groups
+    def harvest(self, done: Set[int], num_groups: int) -> bool:
+        """Whether all are done."""
+        return len(done) == num_groups
+
+
+@dataclass(frozen=True)
+class FirstGroups:
+    """
+    The batch is ready with the first groups that are settled; the others are deferred.
+
+    Args:
+        num_groups (`int`):
+            How many are wanted.
+        must_finish (`frozenset[int]`, *optional*, defaults to an empty set):
+            IDs of groups that must be among them, however long they take.
+    """
+
+    num_groups: int
+    must_finish: frozenset[int] = frozenset()
+
+    def harvest(self, done: Set[int], num_groups: int) -> bool:
+        """Whether there are enough, and those that must be among them are. All of them are enough in any case."""
+        return len(done) == num_groups or (len(done) >= self.num_groups and self.must_finish <= done)
 
 
 class LeastLoaded:
@@ -168,10 +223,22 @@ class LeastLoaded:
 
 
 @dataclass(frozen=True)
+class Ranking:
+    """How expected lengths decide about placement: how many engines are for the long ones, and which share is long."""
+
+    num_long: int = 0
+    long_share: float = 0.1
+
+
+@dataclass(frozen=True)
 class SchedulePolicies:
-    """One object per decision: what a schedule is made of."""
+    """
+    One object per decision: what a schedule is made of. With a `ranking`, `placement` is replaced in each rollout by
+    one that knows the lengths that are expected in it, see [`Admission.ordered`].
+    """
 
     group_stop: GroupStop = field(default_factory=WaitForAll)
     batch_stop: BatchStop = field(default_factory=AllGroups)
     placement: Placement = field(default_factory=LeastLoaded)
     refill: Refill | None = None
+    ranking: Ranking | None = field(default_factory=Ranking)

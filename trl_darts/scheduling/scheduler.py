@@ -64,14 +64,15 @@ class Scheduler:
         self.ledger = Ledger()
         self.error: str | None = None
         self._queue = SubmissionQueue(self.ledger, policies.placement)
-        self._num_settled = 0
+        self._settled: set[int] = set()  # group IDs
+        self._ready: set[int] = set()  # settled, or with enough complete candidates; kept where a policy asks for it
         self._num_dropped = 0
         self._harvested = False
 
     @property
     def needs_progress(self) -> bool:
         """Whether engines must report tokens while they decode, not only ends."""
-        return self.policies.group_stop.needs_progress
+        return self.policies.group_stop.needs_progress or self.policies.refill is not None
 
     @property
     def done(self) -> bool:
@@ -103,9 +104,11 @@ class Scheduler:
                     f"`num_candidates` ({plan.num_candidates}) of group {plan.group_id} must be at least "
                     f"`num_generations` ({self.num_generations}), the rows that it must yield."
                 )
-            self.ledger.add_group(plan)
-        self._queue.extend(self.ledger.candidates)
-        return self._dispatch(now)
+            self.ledger.add_group(plan, now)
+        self._queue.extend([c for c in self.ledger.candidates if c.state is WAITING])
+        resumed = [group for group in self.ledger.groups.values() if group.plan.resumed]
+        commands = [command for group in resumed for command in self._decide(group, now)]
+        return commands + self._dispatch(now)
 
     def handle(self, event: Event) -> list[Command]:
         """
@@ -238,14 +241,23 @@ class Scheduler:
         if group.num_unfinished == 0:
             self._settle(group)
             commands += self._harvest(now)
+        elif self.policies.group_stop.follows_batch and group.num_complete >= self.num_generations:
+            self._ready.add(group.group_id)
+            commands += self._harvest(now)
         return commands
 
     def _harvest(self, now: float) -> list[Command]:
-        """Whether the batch is ready now that a group is closed; if so, the others are called off."""
-        if not self.policies.batch_stop.harvest(self._num_settled, len(self.ledger.groups) - self._num_dropped):
-            return []
+        """Whether the batch is ready now that a group is closed, or could be; if so, the others are called off."""
+        batch_stop, num_groups = self.policies.batch_stop, len(self.ledger.groups) - self._num_dropped
+        commands: list[Command] = []
+        if self.policies.group_stop.follows_batch and batch_stop.harvest(self._ready, num_groups):
+            for group in [self.ledger.groups[group_id] for group_id in sorted(self._ready - self._settled)]:
+                commands += self._abort(group.unfinished, now)
+                self._settle(group)
+        if not batch_stop.harvest(self._settled, num_groups):
+            return commands
         self._harvested = True
-        return self._abort_unfinished(now)
+        return commands + self._abort_unfinished(now)
 
     def _settle(self, group: Group) -> None:
         selected = sorted(self.policies.group_stop.select(group))
@@ -255,13 +267,14 @@ class Scheduler:
                 f"{group.group_id}; it must return `num_generations` ({self.num_generations})."
             )
         group.selected = selected
-        self._num_settled += 1
+        self._settled.add(group.group_id)
+        self._ready.add(group.group_id)
 
     def _dispatch(self, now: float) -> list[Command]:
         """Submits waiting candidates as far as there is room, after adding those that the schedule wants on top."""
         ledger, refill = self.ledger, self.policies.refill
         if refill is not None and not self._harvested and self.error is None:
-            for group_id in refill.extra(ledger.groups.values(), ledger.num_running):
+            for group_id in refill.extra(ledger.groups.values(), ledger.num_open):
                 if not ledger.groups[group_id].closed:
                     self._queue.extend([ledger.add_candidate(ledger.groups[group_id])])
         return self._queue.submit(now)
@@ -296,6 +309,7 @@ class Scheduler:
             self._settle(group)
         else:
             group.error = words
+            self._ready.discard(group.group_id)
             self._num_dropped += 1
             if self._num_dropped == len(self.ledger.groups):  # there is nothing to train on
                 self.error = words

@@ -1,28 +1,24 @@
 """The table of schedules: which object makes each decision. One row per published system."""
 
-from collections.abc import Callable
-
 from ..errors import ConfigurationError
-from .policies import DualEnd, SchedulePolicies, WaitForAll
+from .policies import DualEnd, GroupStop, Patience, SchedulePolicies, UniformPool, WaitForAll
 
 
-def _grpo(**_: object) -> SchedulePolicies:
-    return SchedulePolicies(group_stop=WaitForAll())
+# What each schedule keeps of a prompt's candidates, unless `selection` says something else.
+SCHEDULES = {
+    "grpo": "all",
+    "darts": "dual_end",
+    "tail_batching": "all",
+    "partial_rollout": "all",
+    "sorted": "all",
+}
+SELECTIONS = ("dual_end", "uniform", "all")
 
 
-def _darts(
-    num_generations: int,
-    max_num_generations: int,
-    num_longest: int,
-    tail_pruning: bool,
-    long_end_patience: float | None,
-) -> SchedulePolicies:
-    return SchedulePolicies(
-        group_stop=DualEnd(num_generations, max_num_generations, num_longest, tail_pruning, long_end_patience)
-    )
-
-
-SCHEDULES: dict[str, Callable[..., SchedulePolicies]] = {"grpo": _grpo, "darts": _darts}
+def check_choice(name: str, value: object, choices: object) -> None:
+    """[`ConfigurationError`] unless a setting is one of its choices."""
+    if value not in list(choices):  # type: ignore[call-overload]
+        raise ConfigurationError(f"`{name}` ({value!r}) must be one of {', '.join(map(repr, choices))}.")  # type: ignore[call-overload]
 
 
 def make_policies(
@@ -31,14 +27,16 @@ def make_policies(
     max_num_generations: int,
     num_longest: int,
     tail_pruning: bool = True,
-    long_end_patience: float | None = None,
+    long_end_patience: Patience = None,
+    selection: str | None = None,
 ) -> SchedulePolicies:
     """
-    The policies of a schedule.
+    The policies of a schedule within one rollout. Which prompts go into it, and how many of them it waits for, is the
+    business of its [`RoundPolicy`].
 
     Args:
         schedule (`str`):
-            Name of the row: `"grpo"` or `"darts"`.
+            Name of the row: `"darts"`, `"grpo"`, `"tail_batching"`, `"partial_rollout"` or `"sorted"`.
         num_generations (`int`):
             M, the rows that each group yields.
         max_num_generations (`int`):
@@ -47,21 +45,22 @@ def make_policies(
             L, how many rows are the longest complete ones.
         tail_pruning (`bool`, *optional*, defaults to `True`):
             Whether a group with M_up candidates stops at its M-th complete one.
-        long_end_patience (`float`, *optional*):
+        long_end_patience (`float` or `"auto"`, *optional*):
             Bound on the wait for the long end, see [`DualEnd`].
+        selection (`str`, *optional*):
+            What is kept of a group's candidates: `"dual_end"`, `"uniform"` or `"all"`. Defaults to the schedule's own.
 
     Returns:
         [`SchedulePolicies`]: One object per decision.
 
     Raises:
-        [`ConfigurationError`]: If the schedule is unknown.
+        [`ConfigurationError`]: If the schedule or the selection is unknown.
     """
-    if schedule not in SCHEDULES:
-        raise ConfigurationError(f"`schedule` ({schedule!r}) must be one of {', '.join(map(repr, SCHEDULES))}.")
-    return SCHEDULES[schedule](
-        num_generations=num_generations,
-        max_num_generations=max_num_generations,
-        num_longest=num_longest,
-        tail_pruning=tail_pruning,
-        long_end_patience=long_end_patience,
-    )
+    check_choice("schedule", schedule, SCHEDULES)
+    selection = selection or SCHEDULES[schedule]
+    check_choice("selection", selection, SELECTIONS)
+    stop: GroupStop = WaitForAll()
+    if selection != "all":
+        kind = DualEnd if selection == "dual_end" else UniformPool
+        stop = kind(num_generations, max_num_generations, num_longest, tail_pruning, long_end_patience)
+    return SchedulePolicies(group_stop=stop)

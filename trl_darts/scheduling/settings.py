@@ -1,14 +1,16 @@
 """What a schedule can be told. The trainer's config and the simulator share it, and so refuse the same."""
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
-from .policies import SchedulePolicies
+from .policies import Patience, Ranking, Refill, SchedulePolicies
+from .refill import BubbleFilling
+from .rounds import PartialRollout, RoundPolicy, Sorted, TailBatching
 from .schedules import SCHEDULES, make_policies
+from .setting_checks import check_schedule, check_settings
 
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
@@ -16,6 +18,17 @@ DEFAULT_REDUNDANCY = 1.5
 # A response that was aborted or cut off is taken to be at most this many times as long as the limit. At the limit
 # itself, a prompt whose responses are all cut off would look calm.
 HORIZON = 2
+# Of settings that mean something with one schedule only.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "tail_batching": {"prompt_oversampling": 1.25},
+    "partial_rollout": {"prompt_oversampling": 2.0, "max_partial_age": 4},
+    "sorted": {
+        "sorted_group_batches": 4,
+        "sorted_mode": "on_policy",
+        "sorted_grouped": True,
+        "sorted_order": "shortest",
+    },
+}
 
 
 @dataclass
@@ -35,17 +48,35 @@ class ScheduleSettings:
     length_ema: float = 0.5
     num_longest: int = 1
     tail_pruning: bool = True
-    long_end_patience: float | None = None
+    long_end_patience: Patience = None
+    selection: str = None  # type: ignore[assignment]
+    fill_bubbles: bool = False
+    prompt_oversampling: float | None = None
+    max_partial_age: int | None = None
+    mask_stale_after: int | None = None
+    sorted_group_batches: int | None = None
+    sorted_mode: str | None = None
+    sorted_grouped: bool | None = None
+    sorted_order: str | None = None
+    length_ranked: bool = None  # type: ignore[assignment]
+    num_long_servers: int = 0
+    long_share: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.num_generations < 1:
-            raise ConfigurationError(f"`num_generations` ({self.num_generations}) must be at least 1.")
+        if isinstance(self.long_end_patience, str) and self.long_end_patience.replace(".", "", 1).isdigit():
+            self.long_end_patience = float(self.long_end_patience)  # from a command line
+        check_schedule(self)
         if self.max_num_generations is None:
             self.max_num_generations = 2 * self.num_generations
         if self.target_redundancy is None:
             self.target_redundancy = min(DEFAULT_REDUNDANCY, self.max_num_generations / self.num_generations)
-        self._check_selection()
-        self._check_budget()
+        if self.length_ranked is None:
+            self.length_ranked = self.schedule != "grpo"
+        defaults = {"selection": SCHEDULES[self.schedule], **DEFAULTS.get(self.schedule, {})}
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        check_settings(self)
 
     @classmethod
     def of(cls, config: Any) -> "ScheduleSettings":
@@ -53,16 +84,74 @@ class ScheduleSettings:
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     @property
+    def over_provisions(self) -> bool:
+        """Whether prompts may get more than `num_generations` candidates."""
+        return self.selection != "all"
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether what is unfinished when a batch is ready goes on in the next rollout."""
+        return self.schedule == "partial_rollout" or self.sorted_mode in ("partial", "post_hoc")
+
+    @property
     def policies(self) -> SchedulePolicies:
         """The policy objects that these settings stand for."""
-        return make_policies(
+        policies = make_policies(
             self.schedule,
             num_generations=self.num_generations,
             max_num_generations=self.max_num_generations,
             num_longest=self.num_longest,
             tail_pruning=self.tail_pruning,
             long_end_patience=self.long_end_patience,
+            selection=self.selection,
         )
+        return replace(
+            policies, ranking=Ranking(self.num_long_servers, self.long_share) if self.length_ranked else None
+        )
+
+    def refill(self, latency_curve: LatencyCurve | None, num_engines: int = 1) -> Refill | None:
+        """
+        The policy that adds candidates during a rollout, with `fill_bubbles`.
+
+        Args:
+            latency_curve ([`LatencyCurve`], *optional*):
+                Of one engine.
+            num_engines (`int`, *optional*, defaults to `1`):
+                Engines that decode a batch together.
+
+        Raises:
+            [`ConfigurationError`]: If there is no curve.
+        """
+        if not self.fill_bubbles:
+            return None
+        if latency_curve is None:
+            raise ConfigurationError(
+                "`fill_bubbles` (True) needs `latency_curve`, which says when engines have room. Measure one with "
+                "`trl-darts profile`."
+            )
+        return BubbleFilling(num_engines * latency_curve.knee(), self.max_num_generations)
+
+    def rounds(self, num_groups: int) -> RoundPolicy | None:
+        """
+        The policy that decides which prompts go into a rollout; `None` where they are the loader's batch.
+
+        Args:
+            num_groups (`int`):
+                N, prompts per batch.
+        """
+        if self.schedule == "tail_batching":
+            return TailBatching(num_groups, self.prompt_oversampling or 0.0)
+        if self.schedule == "partial_rollout":
+            return PartialRollout(num_groups, self.prompt_oversampling or 0.0, self.max_partial_age or 0)
+        if self.schedule == "sorted":
+            return Sorted(
+                num_groups,
+                self.sorted_group_batches or 0,
+                self.sorted_mode or "",
+                bool(self.sorted_grouped),
+                self.sorted_order or "",
+            )
+        return None
 
     def tracker(self, max_completion_length: int) -> LengthTracker:
         """
@@ -82,7 +171,7 @@ class ScheduleSettings:
 
         Args:
             tracker ([`LengthTracker`]):
-                What is known of response lengths. Not used by `"grpo"`.
+                What is known of response lengths.
             latency_curve ([`LatencyCurve`], *optional*):
                 Of one engine; see [`BudgetController`].
             num_engines (`int`, *optional*, defaults to `1`):
@@ -91,8 +180,8 @@ class ScheduleSettings:
         Returns:
             [`AdmissionPolicy`]: A new one.
         """
-        if self.schedule == "grpo":
-            return UniformAdmission(self.num_generations)
+        if not self.over_provisions or self.fill_bubbles:
+            return UniformAdmission(self.num_generations, tracker if self.length_ranked else None)
         budget = BudgetController(
             num_generations=self.num_generations,
             max_num_generations=self.max_num_generations,
@@ -102,42 +191,3 @@ class ScheduleSettings:
             num_engines=num_engines,
         )
         return VarianceAdmission(tracker, budget, self.num_generations, self.max_num_generations)
-
-    def _check_selection(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigurationError(
-                f"`schedule` ({self.schedule!r}) must be one of {', '.join(map(repr, SCHEDULES))}."
-            )
-        if self.max_num_generations < self.num_generations:
-            raise ConfigurationError(
-                f"`max_num_generations` ({self.max_num_generations}) must be at least `num_generations` "
-                f"({self.num_generations}). Raise it, or leave it unset for 2 × `num_generations`."
-            )
-        if not 0 <= self.num_longest < self.num_generations:
-            raise ConfigurationError(
-                f"`num_longest` ({self.num_longest}) must be at least 0 and less than `num_generations` "
-                f"({self.num_generations}): the other rows are the shortest ones. The paper uses 1."
-            )
-        if self.long_end_patience is not None and not self.long_end_patience >= 1:
-            raise ConfigurationError(
-                f"`long_end_patience` ({self.long_end_patience}) must be at least 1, in multiples of the "
-                "`num_generations`-th shortest complete length. Leave it unset to wait for all candidates."
-            )
-
-    def _check_budget(self) -> None:
-        highest = self.max_num_generations / self.num_generations
-        if not 1 <= self.target_redundancy <= highest:
-            raise ConfigurationError(
-                f"`target_redundancy` ({self.target_redundancy}) must be between 1 and `max_num_generations` / "
-                f"`num_generations` ({highest:g}). Lower it, or raise `max_num_generations`."
-            )
-        if self.redundancy_cost_weight is not None and not 0 < self.redundancy_cost_weight < math.inf:
-            raise ConfigurationError(
-                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) must be positive. Leave it unset to have "
-                "it calibrated."
-            )
-        if not 0 < self.length_ema <= 1:
-            raise ConfigurationError(
-                f"`length_ema` ({self.length_ema}) must be greater than 0 and at most 1, the weight of the newest "
-                "observation."
-            )

@@ -28,6 +28,8 @@ class GroupSummary:
         times (`list[tuple[float, float]]` of shape `(M'_i, 2)`, *optional*):
             When each candidate was submitted first and when it ended, in seconds on the engine's clock. Equal for one
             that was called off before it was submitted.
+        num_carried_tokens (`int`, *optional*, defaults to `0`):
+            How many of its tokens are of an earlier rollout.
     """
 
     group_id: int
@@ -37,6 +39,7 @@ class GroupSummary:
     selected: list[int]
     num_prompt_tokens: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
+    num_carried_tokens: int = 0
 
     @classmethod
     def of(cls, group: GroupResult) -> "GroupSummary":
@@ -49,6 +52,7 @@ class GroupSummary:
             selected=group.selected,
             num_prompt_tokens=group.plan.num_prompt_tokens,
             times=[_times(c) for c in group.candidates],
+            num_carried_tokens=sum(len(partial.tokens) for partial in group.plan.resumed),
         )
 
     @property

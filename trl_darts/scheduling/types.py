@@ -14,6 +14,7 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -85,10 +86,24 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PartialCandidate:
-    """A candidate carried over from an earlier rollout, to be resumed after its `tokens`."""
+    """
+    A candidate carried over from an earlier rollout.
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...] | None = None
+    Args:
+        tokens (`Sequence[int]`):
+            What was sampled so far.
+        logprobs (`Sequence[float]`, *optional*):
+            As many; `None` from an engine that gives none.
+        finish_reason ([`FinishReason`], *optional*):
+            Set where it has come to its end: it is not resumed.
+        num_segments (`int`, *optional*, defaults to `0`):
+            How often it was submitted: an engine with a seed must not draw the same numbers again.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    finish_reason: FinishReason | None = None
+    num_segments: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +121,8 @@ class GroupPlan:
         num_prompt_tokens (`int`, *optional*, defaults to `0`):
             Length of the prompt.
         resumed (`tuple[PartialCandidate, ...]`, *optional*, defaults to `()`):
-            Candidates to resume; they take the first indices, the other `num_candidates - len(resumed)` start afresh.
+            Candidates of an earlier rollout; they take the first indices, and the other `num_candidates -
+            len(resumed)` start afresh.
         expected_length (`float`, *optional*):
             Tokens that one of its candidates is expected to have, where something is known.
     """
