@@ -14,6 +14,7 @@ from .scheduling import ScheduleSettings
 
 
 if TYPE_CHECKING:
+    from .prompt_rounds import PromptRounds
     from .scheduling import AdmissionPolicy
 
 logger = get_logger(__name__)
@@ -54,11 +55,15 @@ class VarianceTrackerCallback(TrainerCallback):
     def __init__(self, tracker: LengthTracker | None = None) -> None:
         self.tracker = tracker
         self.admission: AdmissionPolicy | None = None  # set by the trainer: its budget belongs to the same state
+        self.rounds: PromptRounds | None = None  # likewise, with a schedule that chooses its prompts
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the state next to the trainer's own, on the main process."""
+        directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if state.is_world_process_zero:
-            self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self.save(directory)
+        if self.rounds is not None:
+            self.rounds.save(directory, mid_epoch=state.epoch != int(state.epoch))
 
     def save(self, directory: Path) -> None:
         """

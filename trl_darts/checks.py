@@ -57,6 +57,7 @@ def check_path(trainer: Any) -> None:
     """
     args = trainer.args
     _check_turns(trainer)
+    _check_rounds(trainer)
     if args.use_transformers_continuous_batching and not args.use_vllm:
         gathered = trainer.is_deepspeed_enabled and args.ds3_gather_for_generation
         if trainer.is_sharded and not gathered:
@@ -103,6 +104,28 @@ def _check_turns(trainer: Any) -> None:
             f"Tools and environments do not run with {cause} on {trainer.accelerator.num_processes} processes: tool "
             "loops differ in length, and each of their turns would be a collective. Use `vllm_mode='server'`."
         )
+
+
+def _check_rounds(trainer: Any) -> None:
+    """Schedules that choose their prompts need engines that take any, and rows that are nothing but text."""
+    args = trainer.args
+    if args.schedule_settings.rounds(1) is None:
+        return
+    start = (
+        f"`schedule` ({args.schedule!r}) trains on other prompts than the data loader's next ones, and does not run"
+    )
+    if not (args.use_vllm and args.vllm_mode == "server"):
+        raise ConfigurationError(
+            f"{start} with an engine in the trainer's own process. Set `use_vllm=True` and `vllm_mode='server'`, or "
+            "`schedule='darts'`."
+        )
+    if trainer.environment_factories is not None:
+        raise ConfigurationError(
+            f"{start} with `environment_factory`, whose prompts are made when their batch comes. Use "
+            "`schedule='darts'`."
+        )
+    if trainer._is_vlm and has_images(trainer.train_dataset):
+        raise ConfigurationError(f"{start} with images yet. Use `schedule='darts'`, or a data set without images.")
 
 
 def _call_is_vllms(module_class: type) -> bool:

@@ -196,10 +196,16 @@ class RolloutGeneration(SyncedGeneration):
             # The processes' tool loops differ in length, so each asks the servers by itself.
             batch = PromptBatch.alone(prompts, images, num_generations)
             return self._rollout(batch, images)[0]
-        batch = conductor.gather(prompts, images, {}, num_generations)
-        all_images = gather_object(images or [None] * len(prompts)) if batch.multimodal else None
-        with profiler:
-            rows = conductor.share(lambda: self._rollout(batch, all_images))[batch.mine]
+        if conductor.turn is Turn.TRAINING and conductor.rounds is not None:
+            rounds = conductor.rounds  # which has the prompts
+            with profiler:
+                rounds.harvested = conductor.share(lambda: self._rollout(rounds.batch(), None))
+            rows = rounds.harvested.kept
+        else:
+            batch = conductor.gather(prompts, images, {}, num_generations)
+            all_images = gather_object(images or [None] * len(prompts)) if batch.multimodal else None
+            with profiler:
+                rows = conductor.share(lambda: self._rollout(batch, all_images))[batch.mine]
         states = conductor.agree(lambda: self.engine.states())
         self._left_out = [url for url, state in states.items() if state is not State.UP]
         return rows

@@ -1,11 +1,12 @@
 """`darts/*`: what a rollout's record says in TRL's log stream. Each metric is defined in `docs/metrics.md`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from .prompt_rounds import HarvestedRows
 from .scheduling import Admission, FinishReason, GroupSummary, Occupancy, bubble_ratio
 
 
@@ -29,6 +30,8 @@ class RolloutRecord:
             Submissions that were made again because a server was lost or full.
         num_dropped (`int`, *optional*, defaults to `0`):
             Groups that could not be completed; `summaries` has the others.
+        deferred (`list[GroupSummary]`, *optional*, defaults to `[]`):
+            Groups that the rollout ended without.
     """
 
     admission: Admission
@@ -38,6 +41,7 @@ class RolloutRecord:
     num_mixed: int = 0
     num_resumed: int = 0
     num_dropped: int = 0
+    deferred: list[GroupSummary] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -46,7 +50,8 @@ class RolloutRecord:
 
     def trace(self) -> list[dict[str, Any]]:
         """One row per candidate: what `save_rollout_trace` writes. Seconds count from the first submission."""
-        begin = min((start for summary in self.summaries for start, _ in summary.times), default=0.0)
+        groups = sorted([*self.summaries, *self.deferred], key=lambda summary: summary.group_id)
+        begin = min((start for summary in groups for start, _ in summary.times), default=0.0)
         return [
             {
                 "group": summary.group_id,
@@ -60,7 +65,7 @@ class RolloutRecord:
                 "start_seconds": start - begin,
                 "end_seconds": end - begin,
             }
-            for summary in self.summaries
+            for summary in groups
             for index, (length, reason, (start, end)) in enumerate(
                 zip(summary.lengths, summary.finish_reasons, summary.times, strict=True)
             )
@@ -79,9 +84,9 @@ def rollout_metrics(record: RolloutRecord) -> dict[str, float]:
         `dict[str, float]`: By name, `darts/<noun>/<stat>`. Those that are not known yet (λ while it is calibrated, ρ
         before the first rollout) are left out.
     """
-    summaries = record.summaries
-    lengths = np.concatenate([s.lengths for s in summaries])
-    reasons = [reason for s in summaries for reason in s.finish_reasons]
+    summaries, everything = record.summaries, [*record.summaries, *record.deferred]
+    lengths = np.concatenate([s.lengths for s in everything])
+    reasons = [reason for s in everything for reason in s.finish_reasons]
     kept = np.array([s.lengths[i] for s in summaries for i in s.selected])
     aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
     return {
@@ -123,14 +128,38 @@ def _budget(record: RolloutRecord) -> dict[str, float]:
 
 def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, aborted: np.ndarray) -> dict[str, float]:
     seconds = record.seconds
+    num_carried = sum(s.num_carried_tokens for s in [*record.summaries, *record.deferred])
     return {
         "darts/rollout/seconds": seconds,
-        "darts/rollout/generated_tokens": float(lengths.sum()),
+        "darts/rollout/generated_tokens": float(lengths.sum()) - num_carried,
         "darts/rollout/kept_tokens": float(kept.sum()),
         "darts/rollout/aborted_candidates": float(aborted.sum()),
         "darts/rollout/aborted_tokens": float(lengths[aborted].sum()),
         "darts/rollout/resumed_candidates": float(record.num_resumed),
         "darts/rollout/dropped_groups": float(record.num_dropped),
+        "darts/rollout/deferred_groups": float(len(record.deferred)),
         "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
-        "darts/rollout/tokens_per_second": float(lengths.sum() / seconds) if seconds > 0 else 0.0,
+        "darts/rollout/tokens_per_second": float((lengths.sum() - num_carried) / seconds) if seconds > 0 else 0.0,
+    }
+
+
+def harvest_metrics(harvested: HarvestedRows, mask_stale_after: int | None) -> dict[str, float]:
+    """
+    The metrics of a batch that is not the loader's.
+
+    Args:
+        harvested ([`HarvestedRows`]):
+            The batch.
+        mask_stale_after (`int`, *optional*):
+            Optimizer steps after which a token has no weight.
+    """
+    runs = np.array([run for row in harvested.ages for run in row], dtype=float).reshape(-1, 2)
+    ages, counts = runs[:, 0], runs[:, 1]
+    stale = ages > (np.inf if mask_stale_after is None else mask_stale_after)
+    metrics = {f"darts/buffer/{state}": float(count) for state, count in harvested.states.items()}
+    return metrics | {
+        "darts/staleness/off_policy_share": float(counts[ages > 0].sum() / counts.sum()),
+        "darts/staleness/age_mean": float(ages @ counts / counts.sum()),
+        "darts/staleness/age_max": float(ages.max()),
+        "darts/staleness/masked_share": float(counts[stale].sum() / counts.sum()),
     }

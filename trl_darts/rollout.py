@@ -12,8 +12,9 @@ rows of all processes ──▶ PromptBatch ──▶ admission (main process) �
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 
@@ -23,6 +24,7 @@ from .engines.vllm_server import VLLMServerEngine
 from .in_process import Decode, InProcessRollout
 from .metrics import RolloutRecord
 from .progress import RolloutProgress
+from .prompt_rounds import HarvestedRows, PromptRounds
 from .rows import KeptRows, Tokens
 from .scheduling import (
     Admission,
@@ -38,6 +40,8 @@ from .scheduling import (
 
 
 logger = logging.getLogger(__name__)
+
+AnyRows = TypeVar("AnyRows", KeptRows, HarvestedRows)
 
 
 class Turn(Enum):
@@ -85,6 +89,7 @@ class RolloutConductor:
         self.drop_failed_groups = drop_failed_groups
         self.turn: Turn | None = None  # `None` where a user's own `rollout_func` asks for completions
         self.record: RolloutRecord | None = None  # of the last rollout of training, on every process
+        self.rounds: PromptRounds | None = None  # set by the trainer where the schedule chooses the prompts
         self.repeats: dict[int, int] = {}  # of the last rollout, on every process
         self.overrides: Overrides | None = None  # further request fields per candidate: benchmarks replay lengths
         self.agree = Agreement(accelerator)
@@ -120,7 +125,7 @@ class RolloutConductor:
         batch: PromptBatch,
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
-    ) -> tuple[KeptRows, RolloutRecord]:
+    ) -> tuple[KeptRows | HarvestedRows, RolloutRecord]:
         """
         Runs a rollout on vLLM servers. Called on the process that the engine belongs to.
 
@@ -139,16 +144,21 @@ class RolloutConductor:
         Returns:
             `tuple[KeptRows, RolloutRecord]`: What is trained on, and what is known of the rest.
         """
-        admission, plans = self.plan(batch)
+        rounds = self.rounds if self.turn is Turn.TRAINING else None
+        admission, plans = self.plan(batch) if rounds is None else rounds.begin()
+        policies = admission.ordered(self.policies_now())
+        if rounds is not None:
+            policies = replace(policies, batch_stop=rounds.round.batch_stop)
         drops = self.drop_failed_groups and self.turn is not Turn.LATER
-        scheduler = Scheduler(admission.ordered(self.policies_now()), batch.num_generations, drops)
+        scheduler = Scheduler(policies, batch.num_generations, drops)
         with self.progress() as progress:
             result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, progress)
         for words in result.dropped.values():
             logger.warning(
                 "%s. The group is dropped, and another one is repeated in its place, without weight.", words
             )
-        return KeptRows.of_result(result, batch.num_generations), self.conclude(admission, result, batch)
+        rows = KeptRows.of_result(result, batch.num_generations) if rounds is None else rounds.end(result)
+        return rows, self.conclude(admission, result, batch)
 
     def in_process(self, batch: PromptBatch, decode: Decode, engine_size: int = 1, group: Any = None) -> KeptRows:
         """
@@ -180,7 +190,7 @@ class RolloutConductor:
         rows, self.record = rollout.run(decode)
         return rows
 
-    def share(self, compute: Callable[[], tuple[KeptRows, RolloutRecord]]) -> KeptRows:
+    def share(self, compute: Callable[[], tuple[AnyRows, RolloutRecord]]) -> AnyRows:
         """
         Computes on the main process; every process gets the rows, remembers the record, or raises the error.
 
@@ -189,7 +199,7 @@ class RolloutConductor:
                 The rollout.
 
         Returns:
-            [`KeptRows`]: The rows of the whole batch.
+            [`KeptRows`] or [`HarvestedRows`]: The rows of the whole batch.
         """
         rows, self.record = self.agree(compute)
         self.repeats = rows.repeats
@@ -211,6 +221,7 @@ class RolloutConductor:
     def conclude(self, admission: Admission, result: RolloutResult, batch: PromptBatch) -> RolloutRecord:
         """The record of a rollout, and what is learned from it: nothing from groups of different prompts."""
         summaries = [GroupSummary.of(group) for group in result.groups]
+        deferred = [GroupSummary.of(group) for group in result.deferred]
         mixed = batch.mixed
         record = RolloutRecord(
             admission,
@@ -220,8 +231,11 @@ class RolloutConductor:
             num_mixed=sum(mixed),
             num_resumed=result.num_resumed,
             num_dropped=len(result.dropped),
+            deferred=deferred,
         )
-        uniform = [summary for summary in summaries if not mixed[summary.group_id]]
+        # What goes on is learned from once it has come to its end.
+        ended = summaries if self.rounds is not None and self.rounds.buffer.keeps_tokens else [*summaries, *deferred]
+        uniform = [summary for summary in ended if not mixed[summary.group_id]]
         if self.turn is Turn.TRAINING and uniform:
             self.admission.observe(uniform, record.seconds)
         return record

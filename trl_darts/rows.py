@@ -96,5 +96,37 @@ def take_weight(output: dict[str, Any], repeats: dict[int, int], accelerator: Ac
     output["advantages"][rows] = 0.0
     if "sampling_per_token_logps" in output:  # not a number times no weight is not a number
         output["sampling_per_token_logps"][rows] = 0.0
+    _count_items(output, accelerator)
+
+
+def mask_stale(
+    output: dict[str, Any], ages: Sequence[Sequence[tuple[int, int]]], max_age: int, accelerator: Accelerator
+) -> None:
+    """
+    Takes the weight from tokens that an old policy sampled. What comes after them still attends to them.
+
+    Args:
+        output (`dict[str, Any]`):
+            What TRL's `_generate_and_score_completions` returned on this process. Changed in place.
+        ages (`Sequence[Sequence[tuple[int, int]]]` of shape `(≤ B,)`):
+            For each row of this process, how old the policy was that sampled how many tokens in a row.
+        max_age (`int`):
+            Age from which on tokens have no weight, less one.
+        accelerator (`Accelerator`):
+            The trainer's. Called on every process at once.
+    """
+    mask = output.get("tool_mask", torch.ones_like(output["completion_mask"]))
+    for row, runs in enumerate(ages):
+        start = 0
+        for age, count in runs:
+            if age > max_age:
+                mask[row, start : start + count] = 0
+            start += count
+    output["tool_mask"] = mask
+    _count_items(output, accelerator)
+
+
+def _count_items(output: dict[str, Any], accelerator: Accelerator) -> None:
+    mask = output["completion_mask"]
     weights = mask * output["tool_mask"] if "tool_mask" in output else mask
     output["num_items_in_batch"] = accelerator.gather(weights.sum()).sum()

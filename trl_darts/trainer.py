@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
 from .generation import rollout_generation
-from .metrics import RolloutRecord, rollout_metrics
+from .metrics import RolloutRecord, harvest_metrics, rollout_metrics
 from .policy import LengthTracker
+from .prompt_feed import PromptFeed
+from .prompt_rounds import PromptRounds
 from .rollout import RolloutConductor, Turn
-from .rows import repeat_rewards, take_weight
+from .rows import KeptRows, mask_stale, repeat_rewards, take_weight
 from .servers import connect, server_settings
 from .worth import WorthCheck
 
@@ -41,7 +44,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     not over-provisioned.
 
     Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
-    `_generate_and_score_completions` and `_load_optimizer_and_scheduler`, each around TRL's own.
+    `_generate_and_score_completions`, `get_batch_samples` and `_load_optimizer_and_scheduler`, each around TRL's own.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -85,6 +88,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     }
     # Class-level: TRL's own tests build trainers without __init__.
     _conductor: RolloutConductor | None = None
+    _rounds: PromptRounds | None = None
+    _ready: KeptRows | None = None  # completions of a batch that is not the loader's, until TRL asks for them
     _in_tool_loop = False
 
     def __init__(
@@ -167,12 +172,23 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self.add_callback(RunLogCallback())
         self._conductor = RolloutConductor(
             self.accelerator,
-            settings.policies,
+            replace(settings.policies, refill=settings.refill(curve, args.num_engines)),
             callback.admission,
             args.num_generations,
             show_progress=not args.disable_tqdm,
             drop_failed_groups=args.on_generation_error == "drop_group",
         )
+        policy = settings.rounds(args.generation_batch_size // args.num_generations)
+        if policy is not None:
+            self._rounds = self._conductor.rounds = callback.rounds = PromptRounds(
+                policy,
+                callback.admission,
+                args.num_generations,
+                PromptFeed(args.steps_per_generation * args.num_iterations),
+                self.accelerator,
+                self._conductor.agree,
+                lambda prompts: super(DARTSGRPOTrainer, self)._tokenize_prompts(prompts)[0],
+            )
         if args.use_vllm:
             self.vllm_generation.conductor = self._conductor
             # In the later turns of a tool loop each process asks the servers by itself.
@@ -197,6 +213,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            self._generated_at = time.perf_counter()
+            return ready.completion_ids, ready.logprobs
         training = self.model.training
         turn = Turn.LATER if self._in_tool_loop else Turn.TRAINING if training else Turn.EVALUATION
         with conductor.during(turn):
@@ -296,16 +316,48 @@ class DARTSGRPOTrainer(GRPOTrainer):
         rewards = super()._calculate_rewards(*args)
         return rewards if self._conductor is None else repeat_rewards(rewards, self._conductor.repeats)
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple:
+        if self._rounds is not None:
+            epoch_iterator = self._rounds.feed.follow(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _harvest(self, num_rows: int) -> list[dict[str, Any]]:
+        """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
+        rounds, conductor = self._rounds, self._conductor
+        if rounds.prepare(self.state.global_step):
+            with conductor.during(Turn.TRAINING):
+                super()._generate_single_turn([], None, {}, self.num_generations)
+            self._log_rollout(conductor.record)
+            harvested = rounds.harvested
+        else:
+            harvested = conductor.agree(lambda: rounds.end(None))
+            conductor.repeats = harvested.repeats
+        inputs, self._ready = rounds.finish(harvested, num_rows)
+        for name, value in harvest_metrics(harvested, self.args.mask_stale_after).items():
+            self._metrics["train"][name].append(value)
+        return inputs
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._generated_at: float | None = None
+        rounds = self._rounds if self.model.training else None
+        if rounds is not None:
+            inputs = self._harvest(len(inputs))
         output = super()._generate_and_score_completions(inputs)
         if self._conductor is not None:
             take_weight(output, self._conductor.repeats, self.accelerator)
+        if rounds is not None and self.args.mask_stale_after is not None:
+            first = self.accelerator.process_index * len(inputs)
+            ages = rounds.harvested.ages[first : first + len(inputs)]
+            mask_stale(output, ages, self.args.mask_stale_after, self.accelerator)
         if self._generated_at is not None:
             self._metrics["train"]["darts/score/seconds"].append(time.perf_counter() - self._generated_at)
         return output
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.accelerator.is_main_process:
+        if checkpoint is None:
+            return
+        if self.accelerator.is_main_process:
             self._tracker_callback.load(Path(checkpoint))
+        if self._rounds is not None:
+            self._rounds.load(Path(checkpoint), skips=not self.args.ignore_data_skip)

@@ -217,7 +217,8 @@ class VarianceAdmission:
         """Updates the prompts' statistics, ρ, and the cost of a candidate."""
         _learn(self.tracker, summaries)
         lengths = [length for summary in summaries for length in summary.lengths]
-        self.budget.observe(len(lengths), seconds, lengths)
+        if lengths and seconds > 0:  # a rollout can be over as it begins, where all that it resumes is complete
+            self.budget.observe(len(lengths), seconds, lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """The budget's state; the tracker is saved by its callback."""

@@ -227,11 +227,12 @@ class RolloutBuffer:
         done = self.select(Lifecycle.COMPLETE)
         must = {plan.entries[place].entry_id for place in plan.must_finish}
         done.sort(key=lambda entry: (entry.entry_id not in must, self.order(entry), entry.entry_id))
-        taken = sorted(done[: plan.num_groups], key=lambda entry: entry.entry_id)
+        num_taken = max(1, plan.num_groups - len(dropped))  # the loader counts on so many prompts leaving
+        taken = sorted(done[:num_taken], key=lambda entry: entry.entry_id)
         for entry in taken:
             del self.entries[entry.entry_id]
         if not self.keeps_tokens:  # what is complete and not taken was sampled by a policy that is the old one then
-            for entry in done[plan.num_groups :]:
+            for entry in done[num_taken:]:
                 entry.num_deferrals += 1
                 _begin_anew(entry)
         return Harvest([TrainedGroup(entry, entry.candidates) for entry in taken], dropped)

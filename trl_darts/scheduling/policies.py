@@ -42,8 +42,8 @@ class GroupStop(Protocol):
 class BatchStop(Protocol):
     """When does the trainer get its batch? Groups that are not settled then are deferred with what they have."""
 
-    def harvest(self, done: Set[int], num_groups: int) -> bool:
-        """Whether these groups, of all that can still be completed, are enough. Called after each that is done."""
+    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+        """Whether these groups, of all, are enough. Called after each that is done, or can't be completed."""
         ...
 
 
@@ -178,9 +178,9 @@ class UniformPool(DualEnd):
 class AllGroups:
     """The batch is ready when every group is settled; nothing is deferred."""
 
-    def harvest(self, done: Set[int], num_groups: int) -> bool:
-        """Whether all are done."""
-        return len(done) == num_groups
+    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+        """Whether all are done, but for those that can't be."""
+        return len(done) + len(dropped) == num_groups
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,10 @@ class FirstGroups:
     num_groups: int
     must_finish: frozenset[int] = frozenset()
 
-    def harvest(self, done: Set[int], num_groups: int) -> bool:
-        """Whether there are enough, and those that must be among them are. All of them are enough in any case."""
-        return len(done) == num_groups or (len(done) >= self.num_groups and self.must_finish <= done)
+    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+        """Whether there are enough, dropped ones included, and those that must be among them are."""
+        closed = done | dropped if self.must_finish else done
+        return len(done) >= max(1, self.num_groups - len(dropped)) and self.must_finish <= closed
 
 
 class LeastLoaded:

@@ -66,7 +66,7 @@ class Scheduler:
         self._queue = SubmissionQueue(self.ledger, policies.placement)
         self._settled: set[int] = set()  # group IDs
         self._ready: set[int] = set()  # settled, or with enough complete candidates; kept where a policy asks for it
-        self._num_dropped = 0
+        self._dropped: set[int] = set()
         self._harvested = False
 
     @property
@@ -248,13 +248,13 @@ class Scheduler:
 
     def _harvest(self, now: float) -> list[Command]:
         """Whether the batch is ready now that a group is closed, or could be; if so, the others are called off."""
-        batch_stop, num_groups = self.policies.batch_stop, len(self.ledger.groups) - self._num_dropped
+        batch_stop, dropped, num_groups = self.policies.batch_stop, self._dropped, len(self.ledger.groups)
         commands: list[Command] = []
-        if self.policies.group_stop.follows_batch and batch_stop.harvest(self._ready, num_groups):
+        if self.policies.group_stop.follows_batch and batch_stop.harvest(self._ready, dropped, num_groups):
             for group in [self.ledger.groups[group_id] for group_id in sorted(self._ready - self._settled)]:
                 commands += self._abort(group.unfinished, now)
                 self._settle(group)
-        if not batch_stop.harvest(self._settled, num_groups):
+        if not batch_stop.harvest(self._settled, dropped, num_groups):
             return commands
         self._harvested = True
         return commands + self._abort_unfinished(now)
@@ -310,8 +310,8 @@ class Scheduler:
         else:
             group.error = words
             self._ready.discard(group.group_id)
-            self._num_dropped += 1
-            if self._num_dropped == len(self.ledger.groups):  # there is nothing to train on
+            self._dropped.add(group.group_id)
+            if len(self._dropped) == len(self.ledger.groups):  # there is nothing to train on
                 self.error = words
                 return commands
         return commands + self._harvest(now)

@@ -1,0 +1,105 @@
+"""
+A look ahead in the data loader: schedules that start more prompts than a batch has take them from the batches to come.
+
+The training loop still gets every item, in its turn. It needs no more of them than the tick of a step, since the
+prompts of a batch come from the rollout buffer. Each batch of prompts comes as `repeats` items in a row, as TRL's
+sampler has it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+
+Rows = list[dict[str, Any]]
+
+
+class PromptFeed:
+    """
+    The batches of prompts of an epoch, as many ahead of the training loop as are asked for.
+
+    Args:
+        repeats (`int`):
+            Items of the loader for each batch of prompts.
+    """
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self.num_taken = 0  # batches of this epoch that have been handed out by `pull`
+        self._source: Iterator[Rows] | None = None
+        self._wrapped: Iterator[Rows] | None = None
+        self._position = 0  # items of this epoch that the loader has yielded
+        self._ahead: deque[Rows] = deque()  # items that the training loop has not got yet
+        self._new: deque[Rows] = deque()  # batches that `pull` has not handed out yet
+        self._restored = False
+
+    @property
+    def position(self) -> int:
+        """Items of this epoch that the training loop has got."""
+        return self._position - len(self._ahead)
+
+    def restore(self, position: int, num_taken: int) -> None:
+        """
+        Goes on in the middle of an epoch, with the next iterator.
+
+        Args:
+            position (`int`):
+                Items that the training loop had got: those that a resumed training skips.
+            num_taken (`int`):
+                Batches that had been pulled.
+        """
+        self._position, self.num_taken, self._restored = position, num_taken, True
+
+    def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
+        """
+        What the training loop is to iterate in the place of the loader's iterator. A new one begins an epoch.
+
+        Args:
+            source (`Iterator`):
+                The loader's iterator.
+
+        Returns:
+            `Iterator`: The same items.
+        """
+        if source is not self._source:
+            if self._source is not None or not self._restored:
+                self._position = self.num_taken = 0
+            self._source = source
+            self._ahead.clear()
+            self._new.clear()
+            self._wrapped = self._items(source)
+        return self._wrapped
+
+    def arrived(self) -> list[Rows]:
+        """Batches whose turn has come, and that have not been pulled."""
+        batches = list(self._new)
+        self.num_taken += len(batches)
+        self._new.clear()
+        return batches
+
+    def pull(self) -> Rows | None:
+        """The next batch of prompts, of the future if need be; `None` at the end of the epoch."""
+        while not self._new:
+            item = self._fetch()
+            if item is None:
+                return None
+            self._ahead.append(item)
+        self.num_taken += 1
+        return self._new.popleft()
+
+    def _items(self, source: Iterator[Rows]) -> Iterator[Rows]:
+        while source is self._source:
+            item = self._ahead.popleft() if self._ahead else self._fetch()
+            if item is None:
+                return
+            yield item
+
+    def _fetch(self) -> Rows | None:
+        item = next(self._source, None)
+        if item is None:
+            return None
+        batch, place = divmod(self._position, self.repeats)
+        if place == 0 and batch >= self.num_taken + len(self._new):
+            self._new.append(item)
+        self._position += 1
+        return item
