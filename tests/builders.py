@@ -84,14 +84,19 @@ def make_trainer(model_dir: Path, args: DARTSGRPOConfig, cls: type | None = None
 
 
 def record_batches(trainer: Any) -> list[dict[str, Any]]:
-    """Collects what the trainer scores, batch by batch, before it is shuffled."""
+    """Collects what the trainer scores, batch by batch, before it is shuffled, with the rows that it belongs to."""
     batches: list[dict[str, Any]] = []
-    score = trainer._generate_and_score_completions
+    rows: list[Any] = []
+    score, harvest = trainer._generate_and_score_completions, trainer._harvest
+
+    def harvested(num_rows: int) -> list[dict[str, Any]]:
+        rows[:] = harvest(num_rows)
+        return list(rows)
 
     def recorded(inputs: Any) -> dict[str, Any]:
         output = score(inputs)
-        batches.append({"inputs": inputs, **output})
+        batches.append({"inputs": list(rows) or inputs, **output})
         return output
 
-    trainer._generate_and_score_completions = recorded
+    trainer._harvest, trainer._generate_and_score_completions = harvested, recorded
     return batches

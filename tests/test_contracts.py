@@ -29,6 +29,28 @@ def test_generate_single_turn_is_the_seam():
     assert "lp[0] for lp in seq" in source, "GRPOTrainer._generate_single_turn keeps the first log-prob per token"
 
 
+def test_the_training_loop_takes_its_items_from_the_iterator_that_we_look_ahead_in():
+    assert parameters(Trainer.get_batch_samples) == ["epoch_iterator", "num_batches", "device"], (
+        "Trainer.get_batch_samples: we hand it an iterator that looks ahead"
+    )
+    assert "next(epoch_iterator)" in inspect.getsource(Trainer.get_batch_samples), (
+        "Trainer.get_batch_samples must take one item at a time"
+    )
+    source = inspect.getsource(Trainer._run_epoch)
+    assert "self.get_batch_samples(epoch_iterator, num_batches, self.args.device)" in source, (
+        "Trainer._run_epoch must ask get_batch_samples with the same iterator throughout an epoch"
+    )
+    assert "skip_first_batches(train_dataloader, steps_trained_in_current_epoch)" in source, (
+        "Trainer._run_epoch must skip what was trained on before a resume: our buffer has the rest of it"
+    )
+    assert "self._generate_and_score_completions(generation_batch)" in inspect.getsource(
+        GRPOTrainer._prepare_inputs
+    ), "GRPOTrainer._prepare_inputs must train on what _generate_and_score_completions returns, whatever the rows"
+    assert 'inputs["tool_mask"]' in inspect.getsource(GRPOTrainer._compute_loss), (
+        "GRPOTrainer._compute_loss must leave out what `tool_mask` masks: stale tokens"
+    )
+
+
 def test_generation_class_is_a_global_of_the_trainers_module():
     assert grpo_trainer.VLLMGeneration is VLLMGeneration, (
         "trl.trainer.grpo_trainer.VLLMGeneration: we put our subclass in its place while the trainer is built"

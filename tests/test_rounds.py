@@ -47,7 +47,7 @@ def test_each_prompt_is_trained_on_once_per_epoch(server, model_dir, tmp_path, n
         return [float(len(ids) % 5) for ids in completion_ids]
 
     trainer = make_trainer(model_dir, args, reward_funcs=reward, train_dataset=letters_dataset(24))
-    batches = record_inputs(trainer)
+    batches = record_batches(trainer)
     trainer.train()
     prompts = trained_prompts(batches)
     for epoch in (prompts[:6], prompts[6:]):
@@ -69,34 +69,11 @@ def test_each_prompt_is_trained_on_once_per_epoch(server, model_dir, tmp_path, n
     assert (num_deferred > 0) == (name != "sorted, post-hoc")
 
 
-def record_inputs(trainer) -> list[dict]:
-    """Like `record_batches`, with the rows that are trained on instead of the loader's."""
-    batches = record_batches(trainer)
-    harvest, number = trainer._harvest, iter(range(10_000))
-
-    def harvested(num_rows):
-        inputs = harvest(num_rows)
-        rows.append(inputs)
-        return inputs
-
-    rows: list = []
-    trainer._harvest = harvested
-    score = trainer._generate_and_score_completions
-
-    def scored(inputs):
-        output = score(inputs)
-        batches[next(number)]["inputs"] = rows[-1]
-        return output
-
-    trainer._generate_and_score_completions = scored
-    return batches
-
-
 def test_resumed_tokens_keep_the_logprobs_of_their_policy(server, model_dir, tmp_path):
     """Without learning, all policies are the same: the ratio of every token is 1, whichever step sampled it."""
     args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=0.0)
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
-    batches = record_inputs(trainer)
+    batches = record_batches(trainer)
     trainer.train()
     logs = rollout_logs(trainer)
     assert sum(entry["darts/staleness/off_policy_share"] > 0 for entry in logs) >= 3
@@ -110,7 +87,7 @@ def test_resumed_tokens_of_a_policy_that_learns(server, model_dir, tmp_path):
     """New tokens have a ratio of 1, and old ones have not: each was sampled where the record says."""
     args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=3e-3)
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
-    batches, ages = record_inputs(trainer), []
+    batches, ages = record_batches(trainer), []
     harvest = trainer._harvest
 
     def harvested(num_rows):
@@ -138,7 +115,7 @@ def test_resumed_tokens_of_a_policy_that_learns(server, model_dir, tmp_path):
 def test_stale_tokens_can_be_masked(server, model_dir, tmp_path):
     args = epoch_args(tmp_path, server, "partial_rollout", mask_stale_after=0)
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
-    batches = record_inputs(trainer)
+    batches = record_batches(trainer)
     trainer.train()
     logs = rollout_logs(trainer)
     assert sum(entry["darts/staleness/masked_share"] > 0 for entry in logs) >= 3
@@ -157,14 +134,13 @@ def test_interrupted_and_resumed(server, model_dir, tmp_path, name):
     for part in ("first", "second"):
         args = epoch_args(tmp_path, server, name, max_steps=12, save_strategy="steps", save_steps=3, logging_steps=1)
         trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
-        batches = record_inputs(trainer)
+        batches = record_batches(trainer)
         if part == "first":
             trainer.add_callback(_stop_after(3))
             trainer.train()
             waiting = {entry.prompt.key: len(entry.candidates) for entry in trainer._rounds.buffer.entries.values()}
             assert waiting
         else:
-            trainer._rounds.policy.lacking(trainer._rounds.buffer)
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         prompts += trained_prompts(batches)
     assert len(prompts) == 12
@@ -199,7 +175,7 @@ def test_dropped_prompts_leave_the_buffer(server, model_dir, tmp_path):
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
     refused = {"top_p": 7.0}
     trainer._conductor.overrides = lambda command: refused if command.group_id == 1 else {}
-    batches = record_inputs(trainer)
+    batches = record_batches(trainer)
     trainer.train()
     dropped = sum(entry["darts/rollout/dropped_groups"] for entry in rollout_logs(trainer))
     assert dropped >= 5

@@ -1,11 +1,13 @@
 """`darts/*`: what a rollout's record says in TRL's log stream. Each metric is defined in `docs/metrics.md`."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from .policy.bias import length_bias, reward_bias
 from .prompt_rounds import HarvestedRows
 from .scheduling import Admission, FinishReason, GroupSummary, Occupancy, bubble_ratio
 
@@ -163,3 +165,31 @@ def harvest_metrics(harvested: HarvestedRows, mask_stale_after: int | None) -> d
         "darts/staleness/age_max": float(ages.max()),
         "darts/staleness/masked_share": float(counts[stale].sum() / counts.sum()),
     }
+
+
+def bias_metrics(record: RolloutRecord, first_rows: Mapping[int, int], rewards: Sequence[float]) -> dict[str, float]:
+    """
+    What the selection does to the lengths and rewards that are trained on.
+
+    Args:
+        record ([`RolloutRecord`]):
+            The rollout.
+        first_rows (`Mapping[int, int]`):
+            By `group_id`, the first row of each of its groups in the batch that is trained on. The rewards of the
+            others are not known: they are of a later batch.
+        rewards (`Sequence[float]` of shape `(N·M,)`):
+            Of the batch that is trained on, over all processes; NaN for none.
+    """
+    groups = [*record.summaries, *record.deferred]
+    lengths = [group.lengths for group in groups]
+    finished = [[reason != FinishReason.ABORT.value for reason in group.finish_reasons] for group in groups]
+    selected = [group.selected for group in groups]
+    starts = [first_rows.get(group.group_id) for group in groups]
+    known = [
+        [math.nan] * len(rows) if start is None else list(rewards[start : start + len(rows)])
+        for rows, start in zip(selected, starts, strict=True)
+    ]
+    size = record.num_generations
+    report = length_bias(lengths, finished, selected, size)._asdict()
+    report |= reward_bias(lengths, finished, selected, known, size)._asdict()
+    return {f"darts/bias/{name}": value for name, value in report.items() if not math.isnan(value)}

@@ -64,6 +64,8 @@ class HarvestedRows:
             tokens in a row.
         states (`dict[str, int]`):
             How many prompts the buffer has now, by what has become of them.
+        first_rows (`dict[int, int]`):
+            First row of each group that came to its end in this round, by its `group_id` there.
     """
 
     kept: KeptRows
@@ -71,6 +73,7 @@ class HarvestedRows:
     left: list[int]
     ages: list[list[tuple[int, int]]]
     states: dict[str, int]
+    first_rows: dict[int, int]
 
     @property
     def repeats(self) -> dict[int, int]:
@@ -196,6 +199,7 @@ class PromptRounds:
         kept = KeptRows.of([(list(row.partial.tokens), _logprobs(row)) for row in rows])
         _repeat(kept, stand_ins, groups, self.num_generations)
         left = [group.entry.entry_id for group in groups] + [entry.entry_id for entry, _ in harvest.dropped]
+        places = {entry.entry_id: place for place, entry in enumerate(self.round.entries)}
         states = [entry.state.value for entry in self.buffer.entries.values()]
         return HarvestedRows(
             kept,
@@ -203,6 +207,11 @@ class PromptRounds:
             left,
             [[(self.step - version, count) for version, count in row.versions] for row in rows],
             {state: states.count(state) for state in ("waiting", "partial", "complete")},
+            {
+                places[g.entry.entry_id]: row * self.num_generations
+                for row, g in enumerate(groups)
+                if g.entry.entry_id in places
+            },
         )
 
     # Rows go out

@@ -19,7 +19,7 @@ from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
 from .generation import rollout_generation
-from .metrics import RolloutRecord, harvest_metrics, rollout_metrics
+from .metrics import RolloutRecord, bias_metrics, harvest_metrics, rollout_metrics
 from .policy import LengthTracker
 from .prompt_feed import PromptFeed
 from .prompt_rounds import PromptRounds
@@ -314,7 +314,24 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args)
-        return rewards if self._conductor is None else repeat_rewards(rewards, self._conductor.repeats)
+        if self._conductor is None:
+            return rewards
+        rewards = repeat_rewards(rewards, self._conductor.repeats)
+        if self.model.training and self._conductor.record is not None:
+            self._log_bias(rewards)
+        return rewards
+
+    def _log_bias(self, rewards_per_func: torch.Tensor) -> None:
+        """Of the last rollout, whose rows were scored just now."""
+        record, size = self._conductor.record, self.args.num_generations
+        rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
+        rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
+        if self._rounds is not None:
+            first_rows = self._rounds.harvested.first_rows
+        else:
+            first_rows = {summary.group_id: summary.group_id * size for summary in record.summaries}
+        for name, value in bias_metrics(record, first_rows, rewards.tolist()).items():
+            self._metrics["train"][name].append(value)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple:
         if self._rounds is not None:
@@ -331,7 +348,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             harvested = rounds.harvested
         else:
             harvested = conductor.agree(lambda: rounds.end(None))
-            conductor.repeats = harvested.repeats
+            conductor.repeats, conductor.record = harvested.repeats, None
         inputs, self._ready = rounds.finish(harvested, num_rows)
         for name, value in harvest_metrics(harvested, self.args.mask_stale_after).items():
             self._metrics["train"][name].append(value)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,42 @@ def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:
             mean = sum(kept) / 4
             for _, _, length, advantage in group:
                 assert advantage == pytest.approx(length - mean, abs=1e-3)
+
+
+SCHEDULES = {
+    "tail_batching": {"prompt_oversampling": 1.5},
+    "partial_rollout": {"max_partial_age": 1, "mask_stale_after": 1},
+    "sorted": {"sorted_group_batches": 3, "sorted_mode": "partial"},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_batches_that_are_not_the_loaders(server, model_dir, tmp_path, schedule):
+    """Three groups on two processes, one on both: whichever are done, rows and rewards belong together."""
+    fields = {"schedule": schedule, **SCHEDULES[schedule]}
+    ranks = launch(
+        model_dir,
+        tmp_path,
+        engine="vllm_server",
+        url=server.base_url,
+        per_device_train_batch_size=6,
+        max_completion_length=96,
+        max_steps=6,
+        **fields,
+    )
+    epochs = [Counter(), Counter()]
+    for step in range(6):
+        columns = ("prompts", "letters", "lengths", "advantages")
+        rows = [row for rank in ranks for row in zip(*(rank["rows"][step][name] for name in columns), strict=True)]
+        assert len(rows) == 12
+        for start in range(0, 12, 4):
+            group = rows[start : start + 4]
+            assert len({prompt for prompt, _, _, _ in group}) == 1
+            assert all(prompt[-1] == letter for prompt, letter, _, _ in group)
+            mean = sum(length for _, _, length, _ in group) / 4
+            assert [advantage for *_, advantage in group] == pytest.approx([row[2] - mean for row in group], abs=1e-3)
+            epochs[step // 3][group[0][0]] += 1
+    assert all(len(counts) == 9 for counts in epochs)  # of 10 prompts, 9 fill three batches; none came twice
 
 
 def assert_shared_work(ranks: list[dict]) -> None:

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError, StateMismatchError
@@ -22,12 +22,14 @@ def fed(pairs: list[tuple[int, float]], half_life: float = math.inf, shrinkage: 
     return prior
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 24))
 def test_nothing_is_known_before_the_first_update(num_prompt_tokens: int) -> None:
     assert math.isnan(PromptLengthPrior().expected(num_prompt_tokens))
     assert math.isnan(PromptLengthPrior(shrinkage=0).expected(num_prompt_tokens))
 
 
+@settings(deadline=None)
 @given(observations, st.integers(0, 1 << 24), st.floats(0.1, 1e4), st.floats(0, 100))
 def test_between_the_smallest_and_the_largest_mean(
     pairs: list[tuple[int, float]], num_prompt_tokens: int, half_life: float, shrinkage: float
@@ -47,6 +49,7 @@ def test_a_bucket_is_drawn_to_the_overall_mean() -> None:
     assert fed(pairs, shrinkage=0).expected(200) == pytest.approx(400)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.floats(0.5, 50))
 def test_the_more_a_bucket_has_seen_the_less_it_is_drawn(num: int, shrinkage: float) -> None:
     def distance(repeats: int) -> float:
@@ -56,6 +59,7 @@ def test_the_more_a_bucket_has_seen_the_less_it_is_drawn(num: int, shrinkage: fl
     assert 0 < distance(num + 1) < distance(num) < 300
 
 
+@settings(deadline=None)
 @given(observations, st.integers(0, 1 << 24), st.floats(1, 1e6))
 def test_a_mean_above_all_others_raises_the_expectation(
     pairs: list[tuple[int, float]], num_prompt_tokens: int, excess: float
@@ -89,6 +93,7 @@ def test_the_order_of_prompt_lengths_is_found(rng: np.random.Generator) -> None:
     assert expected[-1] > 8 * expected[0]
 
 
+@settings(deadline=None)
 @given(observations, observations)
 def test_a_restored_prior_goes_on_exactly(before: list[tuple[int, float]], after: list[tuple[int, float]]) -> None:
     prior, restored = fed(before, 7.0), PromptLengthPrior(7.0)

@@ -5,9 +5,8 @@ An importance ratio compares two policies on one response; it can't see which re
 of a rollout are compared with an *unbiased sample* of its pool: the first `num_generations` candidates of every group,
 which were started before anything was known of any of them. The method is ours.
 
-Both reports speak of the groups that they are given. Which prompts are among them is another matter: a batch that
-stops early leaves out the slow ones. Candidates that are carried over to the next rollout come first in their group,
-so that its first `num_generations` are still those that were started first.
+Both reports speak of the groups of one rollout. Candidates that are carried over to the next rollout come first in
+their group, so that its first `num_generations` are still those that were started first.
 """
 
 from __future__ import annotations
@@ -101,16 +100,17 @@ def length_bias(
             Whether the candidate came to its end, by itself or at the length limit: everything but aborted. Both are
             what plain GRPO would have trained on.
         selected (`Sequence[Sequence[int]]` of shape `(N, M)`):
-            Indices of the rows that are trained on, at the lengths that they have.
+            Indices of the rows that are trained on, at the lengths that they have. None of a group that a batch leaves
+            to a later one: the unbiased sample has it all the same.
         num_generations (`int`):
             M, how many of a group's first candidates make the unbiased sample.
 
     Returns:
-        [`LengthBias`]: All NaN without any group. A ratio to 0 tokens is infinite, or 1 where both are 0.
+        [`LengthBias`]: All NaN without any row. A ratio to 0 tokens is infinite, or 1 where both are 0.
 
     Raises:
         [`ValueError`]: If the groups differ in number or size, a group has fewer candidates than `num_generations`, a
-            length is negative, or `selected` is empty or points outside of its group.
+            length is negative, or `selected` points outside of its group.
 
     Example:
 
@@ -124,7 +124,7 @@ def length_bias(
     ```
     """
     _check(lengths, finished, selected, num_generations)
-    if not lengths:
+    if not any(selected):
         return LengthBias(math.nan, math.nan, math.nan, math.nan)
     grid, kept, unbiased = _both(lengths, finished, selected, num_generations)
     num_aborted = sum(not done for own in finished for done in own[:num_generations])
@@ -177,7 +177,7 @@ def reward_bias(
             M, how many of a group's first candidates make the unbiased sample.
 
     Returns:
-        [`RewardBias`]: The gap is NaN without any reward, and both are without any group.
+        [`RewardBias`]: The gap is NaN without any reward, and both are without any row.
 
     Raises:
         [`ValueError`]: As in [`length_bias`], or if `rewards` has not one entry per selected row.
@@ -185,7 +185,7 @@ def reward_bias(
     _check(lengths, finished, selected, num_generations)
     if list(map(len, rewards)) != list(map(len, selected)):
         raise ValueError("`rewards` and `selected` differ in shape. Give one reward per selected row, NaN for none.")
-    if not lengths:
+    if not any(selected):
         return RewardBias(math.nan, math.nan)
     grid, kept, unbiased = _both(lengths, finished, selected, num_generations)
     num_strata = min(MAX_STRATA, max(1, sum(map(len, selected)) // ROWS_PER_STRATUM))
@@ -226,7 +226,7 @@ def _check(
                 f"`lengths` of group {group} ({list(own)}) must hold at least `num_generations` ({num_generations}) "
                 "lengths and no negative one."
             )
-        if not rows or min(rows) < 0 or max(rows) >= len(own):
+        if rows and (min(rows) < 0 or max(rows) >= len(own)):
             raise ValueError(f"`selected` of group {group} ({list(rows)}) must hold indices below {len(own)}.")
 
 

@@ -1,0 +1,214 @@
+"""Table and picture of `schedule_rewards.py`, from the files that it has written."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trl_darts.plots import smooth
+
+
+LAST = 20  # steps that count as the end of a training
+WINDOW = 10  # steps that the picture takes the mean of
+
+# Those of the picture's upper and lower panels. "grpo" is in both.
+FAMILIES = {
+    "candidates": (
+        "darts (paper)",
+        "darts, patience 2",
+        "darts, patience auto",
+        "darts, auto, bubbles filled",
+        "uniform, auto",
+    ),
+    "prompts": (
+        "tail batching",
+        "tail batching, dual-end, auto",
+        "partial rollout",
+        "sorted, on-policy",
+        "sorted, partial",
+    ),
+}
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # told apart by the colour-blind as well
+BASELINE, BASELINE_COLOR = "grpo", "0.35"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. Arrays have one entry per step."""
+
+    seed: int
+    accuracy: float
+    reward: np.ndarray
+    seconds: np.ndarray  # of rollouts
+    p99: np.ndarray  # NaN in steps without a rollout
+    off_policy: np.ndarray
+    decoded: np.ndarray
+    critical: np.ndarray
+
+    @classmethod
+    def load(cls, outcome: Mapping[str, Any]) -> "Run":
+        """From a file's content."""
+        steps = {entry["step"]: entry for entry in outcome["log_history"] if "reward" in entry}
+        rollouts = {entry["step"]: entry for entry in outcome["rollouts"]}
+        numbers = range(1, outcome["steps"] + 1)
+
+        def logged(name: str, otherwise: float) -> np.ndarray:
+            return np.array([steps[number].get(name, otherwise) for number in numbers])
+
+        def counted(name: str) -> np.ndarray:
+            return np.array([rollouts.get(number, {}).get(name, 0) for number in numbers])
+
+        return cls(
+            seed=outcome["seed"],
+            accuracy=outcome["accuracy"],
+            reward=logged("reward", math.nan),
+            seconds=logged("darts/rollout/seconds", 0.0),
+            p99=logged("darts/pool/length_p99", math.nan),
+            off_policy=logged("darts/staleness/off_policy_share", 0.0),
+            decoded=counted("decoded"),
+            critical=counted("critical"),
+        )
+
+    @property
+    def final_reward(self) -> float:
+        """Mean of the last steps."""
+        return float(self.reward[-LAST:].mean())
+
+    def reaches(self, reward: float, cost: np.ndarray) -> float:
+        """What it has cost when the mean reward of `LAST` steps is first as high as `reward`; NaN if it never is."""
+        means = np.array(smooth(self.reward.tolist(), LAST))[LAST - 1 :]
+        reached = np.flatnonzero(means >= reward)
+        return float(cost.cumsum()[LAST - 1 + reached[0]]) if len(reached) else math.nan
+
+
+Runs = Mapping[str, Sequence[Run]]  # by row, one for each seed
+
+
+def load_runs(results: Path, names: Sequence[str]) -> dict[str, list[Run]]:
+    """
+    The trainings of a folder by row, in the order of `names`. Rows without one are left out.
+
+    Raises:
+        [`ValueError`]: If their numbers of steps or learning rates differ.
+    """
+    outcomes = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    kinds = {(outcome["steps"], outcome["learning_rate"]) for outcome in outcomes}
+    if len(kinds) != 1:
+        raise ValueError(f"`results` ({results}) must hold trainings of one kind, and holds {len(kinds)}. Empty it.")
+    runs = {name: [Run.load(outcome) for outcome in outcomes if outcome["row"] == name] for name in names}
+    return {name: own for name, own in runs.items() if own}
+
+
+def table(runs: Runs) -> str:
+    """The table, in Markdown."""
+    baseline = {run.seed: run for run in runs.get(BASELINE, ())}
+    columns = (
+        "schedule",
+        "reward at the end",
+        "held-out accuracy",
+        "rollouts (s)",
+        f"÷ {BASELINE}",
+        "tokens decoded (k)",
+        "waited for (k tokens)",
+        f"÷ {BASELINE}",
+        "p99 length at the end",
+        "off-policy",
+        f"s until {BASELINE}'s reward",
+    )
+    lines = [columns, ("---", *["---:"] * (len(columns) - 1))]
+    lines += [_line(name, own, baseline) for name, own in runs.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _line(name: str, own: Sequence[Run], baseline: Mapping[int, Run]) -> tuple[str, ...]:
+    seconds = [run.seconds.sum() for run in own]
+    critical = [run.critical.sum() for run in own]
+    pairs = [(run, baseline[run.seed]) for run in own if run.seed in baseline]
+    reached = [run.reaches(other.final_reward, run.seconds) for run, other in pairs]
+    there = [value for value in reached if not math.isnan(value)]
+    return (
+        name,
+        _mean([run.final_reward for run in own], "{:.3f}"),
+        _mean([run.accuracy for run in own], "{:.3f}"),
+        f"{statistics.median(seconds):.1f}",
+        _ratio(pairs, lambda run: run.seconds.sum()),
+        f"{statistics.median([run.decoded.sum() for run in own]) / 1e3:.0f}",
+        f"{statistics.median(critical) / 1e3:.1f}",
+        _ratio(pairs, lambda run: run.critical.sum()),
+        _mean([np.nanmean(run.p99[-LAST:]) for run in own], "{:.0f}"),
+        f"{statistics.fmean([_off_policy(run) for run in own]):.0%}",
+        f"{statistics.median(there):.1f} ({len(there)} of {len(reached)})" if there else f"– (0 of {len(reached)})",
+    )
+
+
+def _off_policy(run: Run) -> float:
+    """Share of tokens trained on; steps count alike."""
+    return float(run.off_policy.mean())
+
+
+def _mean(values: Sequence[float], form: str) -> str:
+    """With its standard error, where there are several."""
+    words = form.format(statistics.fmean(values))
+    if len(values) > 1:
+        words += " ± " + form.format(statistics.stdev(values) / math.sqrt(len(values)))
+    return words
+
+
+def _ratio(pairs: Sequence[tuple[Run, Run]], cost: Callable[[Run], float]) -> str:
+    ratios = [cost(run) / cost(other) for run, other in pairs]
+    return f"{statistics.median(ratios):.2f}" if ratios else "–"
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Reward against rollout time and against steps, and p99 of lengths; one row of panels for each family."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(2, 3, figsize=(14, 8), layout="constrained", sharex="col", sharey="col")
+    for (family, names), axes in zip(FAMILIES.items(), panels, strict=True):
+        colors = {BASELINE: BASELINE_COLOR, **dict(zip(names, COLORS, strict=True))}
+        for name, color in colors.items():
+            if name in runs:
+                _draw_row(runs[name], name, color, axes)
+        axes[0].set_title(f"Schedules that choose {family}", loc="left", fontsize=11)
+        axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    for axes in panels:
+        axes[0].set(ylabel=f"reward (mean of {WINDOW} steps)")
+        axes[1].set(ylabel="reward")
+        axes[2].set(ylabel="p99 length of all candidates (tokens)", yscale="log")
+        for panel in axes:
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.tick_params(labelbottom=True)
+    for panel, label in zip(panels[-1], ("seconds of rollouts", "step", "step"), strict=True):
+        panel.set_xlabel(label)
+    seeds = max(len(own) for own in runs.values())
+    figure.suptitle(f"Means over {seeds} seeds; bands: standard error" if seeds > 1 else "One seed", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _draw_row(own: Sequence[Run], name: str, color: str, axes: Sequence[Any]) -> None:
+    rewards = np.array([smooth(run.reward.tolist(), WINDOW) for run in own])
+    seconds = np.mean([list(accumulate(run.seconds)) for run in own], axis=0)
+    steps = np.arange(1, rewards.shape[1] + 1)
+    tails = np.array([_smooth_known(run.p99) for run in own])
+    for panel, x, values in zip(axes, (seconds, steps, steps), (rewards, rewards, tails), strict=True):
+        mean, error = values.mean(0), values.std(0, ddof=1) / math.sqrt(len(own)) if len(own) > 1 else 0.0
+        panel.plot(x, mean, color=color, label=name, linewidth=1.6, zorder=3 if name == BASELINE else 2)
+        if len(own) > 1:
+            panel.fill_between(x, mean - error, mean + error, color=color, alpha=0.13, linewidth=0)
+
+
+def _smooth_known(values: np.ndarray) -> list[float]:
+    """Trailing mean that leaves out what is not known; NaN where nothing is."""
+    windows = (values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1))
+    return [float(np.nanmean(part)) if not np.isnan(part).all() else math.nan for part in windows]
