@@ -11,7 +11,10 @@ from .events import CandidateEnded, Submit, TokensArrived
 from .types import FINAL_STATES, Candidate, CandidateState, EngineLoad, FinishReason, Group, GroupPlan, Timeline
 
 
+# Names of their own for what each event needs: before Python 3.12, looking up a member in its class calls a function.
 RUNNING, WAITING, ABORTING = CandidateState.RUNNING, CandidateState.WAITING, CandidateState.ABORTING
+FINISHED, ABORTED = CandidateState.FINISHED, CandidateState.ABORTED
+STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
 
 
 class Ledger:
@@ -54,9 +57,9 @@ class Ledger:
     def live(self, candidate_id: int, segment: int) -> Candidate | None:
         """The candidate, unless it has ended or has been submitted again since `segment`."""
         candidate = self.candidates[candidate_id]
-        if candidate.segment != segment or candidate.state not in (RUNNING, ABORTING):
-            return None
-        return candidate
+        state = candidate.state
+        live = candidate.segment == segment and (state is RUNNING or state is ABORTING)
+        return candidate if live else None
 
     def submit(self, candidate: Candidate, engine_id: str, now: float) -> Submit:
         """WAITING → RUNNING."""
@@ -70,7 +73,8 @@ class Ledger:
         engine = self.engines[engine_id]
         engine.num_running += 1
         engine.expected_tokens += self.expected_rest(candidate)
-        self._set_running(+1, now)
+        self.num_running += 1
+        self.timeline.add(now, self.num_running)
         return Submit(
             candidate.candidate_id,
             candidate.group_id,
@@ -110,11 +114,11 @@ class Ledger:
     def finish(self, candidate: Candidate, reason: FinishReason, now: float) -> None:
         """RUNNING → FINISHED, or ABORTING → ABORTED: one that ends after it was called off stays called off."""
         if candidate.state is ABORTING:
-            self._end(candidate, CandidateState.ABORTED, now)
+            self._end(candidate, ABORTED, now)
             self.num_aborted += 1
         else:
-            self._end(candidate, CandidateState.FINISHED, now)
-            if reason is FinishReason.STOP:
+            self._end(candidate, FINISHED, now)
+            if reason is STOP:
                 group = self.groups[candidate.group_id]
                 self.num_complete += 1
                 group.num_complete += 1
@@ -134,8 +138,8 @@ class Ledger:
 
     def abort(self, candidate: Candidate, now: float) -> None:
         """→ ABORTED, with what is known of it."""
-        self._end(candidate, CandidateState.ABORTED, now)
-        candidate.finish_reason = FinishReason.ABORT
+        self._end(candidate, ABORTED, now)
+        candidate.finish_reason = ABORT
         self.num_aborted += 1
 
     def expected_rest(self, candidate: Candidate) -> float:
@@ -161,23 +165,21 @@ class Ledger:
         self._end(candidate, CandidateState.LOST, now)
 
     def _end(self, candidate: Candidate, state: CandidateState, now: float) -> None:
-        if candidate.state in FINAL_STATES:
+        before = candidate.state
+        if before in FINAL_STATES:
             raise AssertionError(f"candidate {candidate.candidate_id} ended twice")
-        if candidate.state is not WAITING:
+        if before is not WAITING:
             self._leave_engine(candidate, now)
-        if candidate.state is not ABORTING:
+        if before is not ABORTING:
             self.groups[candidate.group_id].num_unfinished -= 1
         candidate.state = state
         candidate.ended = now
         self.num_open -= 1
 
     def _leave_engine(self, candidate: Candidate, now: float) -> None:
-        self._set_running(-1, now)
+        self.num_running -= 1
+        self.timeline.add(now, self.num_running)
         engine = self.engines.get(candidate.engine_id or "")
         if engine is not None:  # else it is lost
             engine.num_running -= 1
             engine.expected_tokens -= self.expected_rest(candidate)
-
-    def _set_running(self, change: int, now: float) -> None:
-        self.num_running += change
-        self.timeline.add(now, self.num_running)

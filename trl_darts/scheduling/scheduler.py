@@ -33,10 +33,10 @@ from .events import (
     RolloutExpired,
     TokensArrived,
 )
-from .ledger import ABORTING, RUNNING, WAITING, Ledger
+from .ledger import ABORT, ABORTING, RUNNING, WAITING, Ledger
 from .policies import SchedulePolicies
 from .queue import SubmissionQueue
-from .types import Candidate, EngineLoad, FinishReason, Group, GroupPlan, GroupResult, RolloutResult
+from .types import Candidate, EngineLoad, Group, GroupPlan, GroupResult, RolloutResult
 
 
 # A candidate that has been lost with its engine so often, each time without a new token, is taken for the cause.
@@ -164,14 +164,14 @@ class Scheduler:
         if candidate is None:
             return []
         problem = self.ledger.append(candidate, event)
-        called_back = candidate.shed and candidate.state is RUNNING and event.finish_reason is FinishReason.ABORT
-        if problem is None and called_back:
-            self._queue.put_back([candidate], event.now)
-            return self._dispatch(event.now)
         if problem is None and candidate.state is RUNNING:
+            aborted = event.finish_reason is ABORT
+            if aborted and candidate.shed:  # called back
+                self._queue.put_back([candidate], event.now)
+                return self._dispatch(event.now)
             if not candidate.tokens:
                 problem = "it ended without a single token"
-            elif event.finish_reason is FinishReason.ABORT:
+            elif aborted:
                 problem = "it was aborted, but not by this trainer"
         if problem:
             return self._fail(candidate, problem, event.now)

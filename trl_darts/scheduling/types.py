@@ -38,6 +38,9 @@ class CandidateState(str, Enum):
 
 
 FINAL_STATES = frozenset({CandidateState.FINISHED, CandidateState.ABORTED, CandidateState.LOST})
+# Before Python 3.12, looking up a member in its class calls a function: too slow where each candidate is asked.
+_WAITING, _RUNNING, _FINISHED = CandidateState.WAITING, CandidateState.RUNNING, CandidateState.FINISHED
+_STOP = FinishReason.STOP
 
 
 @dataclass(slots=True)
@@ -75,12 +78,12 @@ class Candidate:
     @property
     def complete(self) -> bool:
         """Whether it came to its natural end (and was not called off just before)."""
-        return self.state is CandidateState.FINISHED and self.finish_reason is FinishReason.STOP
+        return self.state is _FINISHED and self.finish_reason is _STOP
 
     @property
     def censored(self) -> bool:
         """Whether its length is only a lower bound of what the model would have written."""
-        return self.finish_reason is not FinishReason.STOP
+        return self.finish_reason is not _STOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class Group:
     @property
     def unfinished(self) -> list[Candidate]:
         """Candidates that wait or run, and are not called off."""
-        return [c for c in self.candidates if c.state in (CandidateState.WAITING, CandidateState.RUNNING)]
+        return [c for c in self.candidates if c.state is _RUNNING or c.state is _WAITING]
 
 
 class Timeline:
@@ -166,10 +169,11 @@ class Timeline:
 
     def add(self, now: float, num_running: int) -> None:
         """Notes a change; of several at the same time, the last one counts."""
-        if self.times and self.times[-1] == now:
+        times = self.times
+        if times and times[-1] == now:
             self.running[-1] = num_running
         else:
-            self.times.append(now)
+            times.append(now)
             self.running.append(num_running)
 
 

@@ -7,9 +7,9 @@ Between two events its batch is constant, so nothing is computed per token.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from ..errors import ConfigurationError
 from ..policy import LatencyCurve
@@ -99,7 +99,8 @@ class SimulatedEngine:
     steps: float = 0.0
     num_running: int = 0
     used: float = 0.0  # tokens in the KV cache; counted only where it has a limit
-    events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)  # a heap, by step
+    # By step, sorted. Steps and candidates are negative: so the next event is the last one, and taking it moves none.
+    events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)
     admitted: list[SimulatedSequence] = field(default_factory=list)  # in order, for preemptions
     waiting: deque[SimulatedSequence] = field(default_factory=deque)
     prefilled: set[int] = field(default_factory=set)  # groups whose prompt is in the cache
@@ -117,13 +118,13 @@ class SimulatedEngine:
         """When a sequence ends or reports, or the cache overflows; infinity if it is idle."""
         events = self.events
         while events:
-            _, _, admissions, sequence = events[0]
+            step, _, admissions, sequence = events[-1]
             if sequence.end != 0.0 and sequence.admissions == admissions:
                 break
-            heappop(events)  # overtaken: its sequence has left, or was admitted anew
+            events.pop()  # overtaken: its sequence has left, or was admitted anew
         else:
             return math.inf
-        steps = events[0][0] - self.steps
+        steps = -step - self.steps
         if self.spec.kv_tokens is not None and self.num_running > 1:
             steps = min(steps, (self.spec.kv_tokens - self.used) / self.num_running)
         return self.clock if steps < 0 else self.clock + steps * self.seconds[self.num_running]
@@ -133,62 +134,44 @@ class SimulatedEngine:
         At its next time: the sequence that ends or reports there. `None` where the cache overflowed instead, and the
         sequence that came last was preempted.
         """
-        step, _, _, sequence = self.events[0]
+        step, _, _, sequence = self.events[-1]
+        step = -step
         if step - self.steps > 1e-6:
             self._preempt()
             return None
-        heappop(self.events)
-        self.steps = max(self.steps, step)
+        self.events.pop()
+        if step > self.steps:
+            self.steps = step
         if step < sequence.end:
-            self._push(sequence, step)
+            insort(self.events, self._next_event(sequence, step))
         return sequence
 
     def admit(self) -> None:
         """Start those that wait, in order, as far as there is room. An idle engine always has room."""
-        spec = self.spec
-        while self.waiting:
-            sequence = self.waiting[0]
+        spec, waiting = self.spec, self.waiting
+        started = []
+        while waiting:
+            sequence = waiting[0]
             if sequence.alive:
                 context = sequence.prompt_tokens + sequence.length
                 full = spec.max_num_seqs is not None and self.num_running >= spec.max_num_seqs
                 if spec.kv_tokens is not None:
                     full |= self.used + context + self.num_running >= spec.kv_tokens
                 if full and self.num_running:
-                    return
+                    break
                 self._start(sequence, context)
-            self.waiting.popleft()
+                started.append(self._next_event(sequence, self.steps))
+            waiting.popleft()
+        if len(started) > 8:  # as at the beginning of a rollout: then to sort once is faster
+            self.events += started
+            self.events.sort()
+        else:
+            for event in started:
+                insort(self.events, event)
 
     def leave(self, sequence: SimulatedSequence) -> int:
         """Take a sequence out, running or waiting; returns its length in tokens."""
         sequence.alive = False
-        return self._stop(sequence)
-
-    def decoded(self, sequence: SimulatedSequence) -> int:
-        """Tokens that a sequence has now, prior ones included."""
-        if sequence.end == 0.0:
-            return sequence.length
-        return sequence.length + min(int(self.steps - sequence.begin + 1e-6), sequence.remaining)
-
-    def _start(self, sequence: SimulatedSequence, context: int) -> None:
-        group = sequence.command.group_id
-        cost = sequence.length + (0 if group in self.prefilled else sequence.prompt_tokens)
-        self.prefilled.add(group)
-        self.clock += self.spec.seconds_per_request + cost * self.spec.prefill_seconds_per_token
-        sequence.begin = self.steps
-        sequence.end = self.steps + sequence.remaining
-        sequence.admissions += 1
-        self.num_running += 1
-        self._push(sequence, self.steps)
-        if self.spec.kv_tokens is not None:
-            self.used += context
-            self.admitted.append(sequence)
-
-    def _push(self, sequence: SimulatedSequence, step: float) -> None:
-        """Its next event after `step`."""
-        step = sequence.end if self.report_interval is None else min(step + self.report_interval, sequence.end)
-        heappush(self.events, (step, sequence.command.candidate_id, sequence.admissions, sequence))
-
-    def _stop(self, sequence: SimulatedSequence) -> int:
         if sequence.end == 0.0:
             return sequence.length
         length = self.decoded(sequence)
@@ -199,9 +182,35 @@ class SimulatedEngine:
             self.used = max(0.0, self.used - sequence.prompt_tokens - length) if self.num_running else 0.0
         return length
 
+    def decoded(self, sequence: SimulatedSequence) -> int:
+        """Tokens that a sequence has now, prior ones included."""
+        if sequence.end == 0.0:
+            return sequence.length
+        tokens = int(self.steps - sequence.begin + 1e-6)
+        return sequence.length + (tokens if tokens < sequence.remaining else sequence.remaining)
+
+    def _start(self, sequence: SimulatedSequence, context: int) -> None:
+        group = sequence.command.group_id
+        cost = sequence.length + (0 if group in self.prefilled else sequence.prompt_tokens)
+        self.prefilled.add(group)
+        self.clock += self.spec.seconds_per_request + cost * self.spec.prefill_seconds_per_token
+        sequence.begin = self.steps
+        sequence.end = self.steps + sequence.remaining
+        sequence.admissions += 1
+        self.num_running += 1
+        if self.spec.kv_tokens is not None:
+            self.used += context
+            self.admitted.append(sequence)
+
+    def _next_event(self, sequence: SimulatedSequence, step: float) -> tuple[float, int, int, SimulatedSequence]:
+        """The end or the next report of a sequence, after `step`; as in `events`."""
+        step = sequence.end if self.report_interval is None else min(step + self.report_interval, sequence.end)
+        return -step, -sequence.command.candidate_id, sequence.admissions, sequence
+
     def _preempt(self) -> None:
         while self.admitted[-1].end == 0.0:
             self.admitted.pop()
         sequence = self.admitted.pop()
-        self._stop(sequence)
+        self.leave(sequence)
+        sequence.alive = True  # it comes back
         self.waiting.appendleft(sequence)
