@@ -72,7 +72,8 @@ class Ledger:
         self.num_submitted += 1
         engine = self.engines[engine_id]
         engine.num_running += 1
-        engine.expected_tokens += self.expected_rest(candidate)
+        candidate.expected_rest = self._expected_rest(candidate)
+        engine.expected_tokens += candidate.expected_rest
         self.num_running += 1
         self.timeline.add(now, self.num_running)
         return Submit(
@@ -142,11 +143,6 @@ class Ledger:
         candidate.finish_reason = ABORT
         self.num_aborted += 1
 
-    def expected_rest(self, candidate: Candidate) -> float:
-        """Tokens that a candidate was expected to need when it was submitted last: one where nothing is known."""
-        expected = self.groups[candidate.group_id].plan.expected_length
-        return 1.0 if expected is None else max(1.0, expected - candidate.num_prior)
-
     def requeue(self, candidate: Candidate, now: float) -> None:
         """RUNNING → WAITING: its engine is lost or full, its tokens are not lost."""
         candidate.num_fruitless = (
@@ -163,6 +159,13 @@ class Ledger:
         """→ LOST: it can't be completed."""
         self.num_lost += 1
         self._end(candidate, CandidateState.LOST, now)
+
+    def _expected_rest(self, candidate: Candidate) -> float:
+        """Tokens that a candidate is expected to need yet: one where nothing is known."""
+        expected = self.groups[candidate.group_id].plan.expected_length
+        if expected is None:
+            return 1.0
+        return max(1.0, expected - candidate.num_prior if candidate.num_prior else expected)
 
     def _end(self, candidate: Candidate, state: CandidateState, now: float) -> None:
         before = candidate.state
@@ -182,4 +185,4 @@ class Ledger:
         engine = self.engines.get(candidate.engine_id or "")
         if engine is not None:  # else it is lost
             engine.num_running -= 1
-            engine.expected_tokens -= self.expected_rest(candidate)
+            engine.expected_tokens -= candidate.expected_rest

@@ -65,6 +65,7 @@ class Candidate:
     engine_id: str | None = None
     segment: int = -1
     num_prior: int = 0  # tokens that it had when it was submitted last
+    expected_rest: float = 0.0  # tokens that it was expected to need then
     num_fruitless: int = 0
     shed: bool = False
     started: float | None = None

@@ -99,8 +99,7 @@ class SimulatedEngine:
     steps: float = 0.0
     num_running: int = 0
     used: float = 0.0  # tokens in the KV cache; counted only where it has a limit
-    # By step, sorted. Steps and candidates are negative: so the next event is the last one, and taking it moves none.
-    events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)
+    events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)  # sorted, by step
     admitted: list[SimulatedSequence] = field(default_factory=list)  # in order, for preemptions
     waiting: deque[SimulatedSequence] = field(default_factory=deque)
     prefilled: set[int] = field(default_factory=set)  # groups whose prompt is in the cache
@@ -118,13 +117,13 @@ class SimulatedEngine:
         """When a sequence ends or reports, or the cache overflows; infinity if it is idle."""
         events = self.events
         while events:
-            step, _, admissions, sequence = events[-1]
+            step, _, admissions, sequence = events[0]
             if sequence.end != 0.0 and sequence.admissions == admissions:
                 break
-            events.pop()  # overtaken: its sequence has left, or was admitted anew
+            del events[0]  # overtaken: its sequence has left, or was admitted anew
         else:
             return math.inf
-        steps = -step - self.steps
+        steps = step - self.steps
         if self.spec.kv_tokens is not None and self.num_running > 1:
             steps = min(steps, (self.spec.kv_tokens - self.used) / self.num_running)
         return self.clock if steps < 0 else self.clock + steps * self.seconds[self.num_running]
@@ -134,12 +133,11 @@ class SimulatedEngine:
         At its next time: the sequence that ends or reports there. `None` where the cache overflowed instead, and the
         sequence that came last was preempted.
         """
-        step, _, _, sequence = self.events[-1]
-        step = -step
+        step, _, _, sequence = self.events[0]
         if step - self.steps > 1e-6:
             self._preempt()
             return None
-        self.events.pop()
+        del self.events[0]  # moves the others, and is faster than a heap nevertheless
         if step > self.steps:
             self.steps = step
         if step < sequence.end:
@@ -205,7 +203,7 @@ class SimulatedEngine:
     def _next_event(self, sequence: SimulatedSequence, step: float) -> tuple[float, int, int, SimulatedSequence]:
         """The end or the next report of a sequence, after `step`; as in `events`."""
         step = sequence.end if self.report_interval is None else min(step + self.report_interval, sequence.end)
-        return -step, -sequence.command.candidate_id, sequence.admissions, sequence
+        return step, sequence.command.candidate_id, sequence.admissions, sequence
 
     def _preempt(self) -> None:
         while self.admitted[-1].end == 0.0:
