@@ -259,8 +259,9 @@ class Scheduler:
 
     def _dispatch(self, now: float) -> list[Command]:
         """Submits waiting candidates as far as there is room, after adding those that the schedule wants on top."""
-        ledger, refill = self.ledger, self.policies.refill
+        refill = self.policies.refill
         if refill is not None and not self._harvested and self.error is None:
+            ledger = self.ledger
             for group_id in refill.extra(ledger.groups.values(), ledger.num_running):
                 if not ledger.groups[group_id].closed:
                     self._queue.extend([ledger.add_candidate(ledger.groups[group_id])])

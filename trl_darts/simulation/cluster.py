@@ -130,7 +130,8 @@ class _Rollout:
                 self._end(engine, sequence, sequence.reason, now)
             elif sequence is not None:
                 self._report(engine, sequence, now)
-            engine.admit()
+            if engine.waiting:
+                engine.admit()
             times[index] = engine.next_time()
         return self.scheduler.result()
 
@@ -144,11 +145,10 @@ class _Rollout:
         command, known = sequence.command, sequence.reported
         tokens = range(engine.leave(sequence) - known)
         event = CandidateEnded(command.candidate_id, command.segment, known, tokens, None, reason, now)
-        self._execute(self.scheduler.handle(event), now)
+        if commands := self.scheduler.handle(event):
+            self._execute(commands, now)
 
     def _execute(self, commands: list[Command], now: float) -> None:
-        if not commands:
-            return
         touched = set()
         for command in commands:
             index = int(command.engine_id)
@@ -169,7 +169,7 @@ class _Rollout:
         length, prior, reason = self.lengths[command.group_id][command.index], len(command.prior_tokens), STOP
         if length > self.max_length:
             length, reason = self.max_length, LENGTH
-        remaining = length - prior if length > prior else 1
+        remaining = max(1, length - prior)
         sequence = SimulatedSequence(command, self.prompt_tokens[command.group_id], prior, remaining, reason, prior)
         self.sequences[command.candidate_id] = sequence
         return sequence

@@ -173,8 +173,7 @@ class SimulatedEngine:
         if sequence.end == 0.0:
             return sequence.length
         length = self.decoded(sequence)
-        sequence.remaining -= length - sequence.length
-        sequence.length, sequence.end = length, 0.0
+        sequence.end = 0.0
         self.num_running -= 1
         if self.spec.kv_tokens is not None:
             self.used = max(0.0, self.used - sequence.prompt_tokens - length) if self.num_running else 0.0
@@ -209,6 +208,7 @@ class SimulatedEngine:
         while self.admitted[-1].end == 0.0:
             self.admitted.pop()
         sequence = self.admitted.pop()
-        self.leave(sequence)
-        sequence.alive = True  # it comes back
+        length = self.leave(sequence)
+        sequence.remaining -= length - sequence.length
+        sequence.length, sequence.alive = length, True  # it comes back
         self.waiting.appendleft(sequence)
