@@ -42,7 +42,7 @@ class Ledger:
             candidate = self.add_candidate(group)
             if index < len(plan.resumed):
                 partial = plan.resumed[index]
-                candidate.tokens.extend(partial.tokens)
+                candidate.tokens = list(partial.tokens)
                 candidate.logprobs = None if partial.logprobs is None else list(partial.logprobs)
 
     def add_candidate(self, group: Group) -> Candidate:
@@ -101,10 +101,12 @@ class Ledger:
             final = type(event) is CandidateEnded
             # A range stands for tokens of which nothing but their number is known.
             kept = tokens if final and isinstance(tokens, (list, range)) else list(tokens)
-            candidate.tokens = kept  # type: ignore[assignment]
+            candidate.tokens = kept
             if logprobs is not None:
                 candidate.logprobs = logprobs if final and isinstance(logprobs, list) else list(logprobs)
         elif len(tokens) > known:
+            if type(candidate.tokens) is not list:
+                candidate.tokens = list(candidate.tokens)
             candidate.tokens.extend(tokens[known:])
             if logprobs is not None and candidate.logprobs is not None:
                 candidate.logprobs.extend(logprobs[known:])

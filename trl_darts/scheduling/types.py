@@ -14,6 +14,7 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -58,7 +59,7 @@ class Candidate:
     candidate_id: int
     group_id: int
     index: int
-    tokens: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()  # no list of its own before there is a token: a rollout has ten thousand candidates
     logprobs: list[float] | None = None
     state: CandidateState = CandidateState.WAITING
     finish_reason: FinishReason | None = None

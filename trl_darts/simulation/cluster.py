@@ -169,7 +169,7 @@ class _Rollout:
         length, prior, reason = self.lengths[command.group_id][command.index], len(command.prior_tokens), STOP
         if length > self.max_length:
             length, reason = self.max_length, LENGTH
-        remaining = max(1, length - prior)
+        remaining = max(1, length - prior) if prior else length
         sequence = SimulatedSequence(command, self.prompt_tokens[command.group_id], prior, remaining, reason, prior)
         self.sequences[command.candidate_id] = sequence
         return sequence

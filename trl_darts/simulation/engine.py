@@ -187,15 +187,16 @@ class SimulatedEngine:
         return sequence.length + (tokens if tokens < sequence.remaining else sequence.remaining)
 
     def _start(self, sequence: SimulatedSequence, context: int) -> None:
-        group = sequence.command.group_id
-        cost = sequence.length + (0 if group in self.prefilled else sequence.prompt_tokens)
-        self.prefilled.add(group)
-        self.clock += self.spec.seconds_per_request + cost * self.spec.prefill_seconds_per_token
+        spec, group, cost = self.spec, sequence.command.group_id, sequence.length
+        if group not in self.prefilled:
+            self.prefilled.add(group)
+            cost += sequence.prompt_tokens
+        self.clock += spec.seconds_per_request + cost * spec.prefill_seconds_per_token
         sequence.begin = self.steps
         sequence.end = self.steps + sequence.remaining
         sequence.admissions += 1
         self.num_running += 1
-        if self.spec.kv_tokens is not None:
+        if spec.kv_tokens is not None:
             self.used += context
             self.admitted.append(sequence)
 

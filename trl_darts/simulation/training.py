@@ -25,6 +25,9 @@ from .engine import ClusterSpec
 from .lengths import IntArray, LengthModel
 
 
+STOP, ABORT = FinishReason.STOP.value, FinishReason.ABORT.value
+
+
 @dataclass(frozen=True)
 class Workload:
     """
@@ -170,9 +173,9 @@ class SimulatedTraining:
         self, run: SimulatedRun, summaries: list[GroupSummary], occupancy: Occupancy, num_saturated: int
     ) -> None:
         pool = np.array([length for summary in summaries for length in summary.lengths])
-        reasons = [reason for summary in summaries for reason in summary.finish_reasons]
+        num_aborted = sum(summary.finish_reasons.count(ABORT) for summary in summaries)
         kept = np.array([summary.lengths[i] for summary in summaries for i in summary.selected])
-        cut = [summary.finish_reasons[i] != FinishReason.STOP for summary in summaries for i in summary.selected]
+        cut = [summary.finish_reasons[i] != STOP for summary in summaries for i in summary.selected]
         workload = self.workload
         trained = float(kept.sum()) + len(kept) * workload.prompt_tokens
         run.rollout_seconds.append(occupancy.seconds)
@@ -181,7 +184,7 @@ class SimulatedTraining:
         )
         run.bubble_ratio.append(bubble_ratio(occupancy))
         run.candidates.append(float(len(pool)))
-        run.aborted_candidates.append(float(reasons.count(FinishReason.ABORT.value)))
+        run.aborted_candidates.append(float(num_aborted))
         run.saturated_ratio.append(num_saturated / len(summaries))
         run.truncated_ratio.append(sum(cut) / len(cut))
         run.pool_tokens.append(float(pool.sum()))
