@@ -72,7 +72,9 @@ class Ledger:
         self.num_submitted += 1
         engine = self.engines[engine_id]
         engine.num_running += 1
-        candidate.expected_rest = self._expected_rest(candidate)
+        expected, prior = self.groups[candidate.group_id].plan.expected_length, candidate.num_prior
+        # One where nothing is known. The plan's own number where there is no prior: no new one for each candidate.
+        candidate.expected_rest = 1.0 if expected is None else max(1.0, expected - prior if prior else expected)
         engine.expected_tokens += candidate.expected_rest
         self.num_running += 1
         self.timeline.add(now, self.num_running)
@@ -162,13 +164,6 @@ class Ledger:
         self.num_lost += 1
         self._end(candidate, CandidateState.LOST, now)
 
-    def _expected_rest(self, candidate: Candidate) -> float:
-        """Tokens that a candidate is expected to need yet: one where nothing is known."""
-        expected = self.groups[candidate.group_id].plan.expected_length
-        if expected is None:
-            return 1.0
-        return max(1.0, expected - candidate.num_prior if candidate.num_prior else expected)
-
     def _end(self, candidate: Candidate, state: CandidateState, now: float) -> None:
         before = candidate.state
         if before in FINAL_STATES:
@@ -179,6 +174,8 @@ class Ledger:
             self.groups[candidate.group_id].num_unfinished -= 1
         candidate.state = state
         candidate.ended = now
+        if not candidate.tokens:
+            candidate.tokens = []
         self.num_open -= 1
 
     def _leave_engine(self, candidate: Candidate, now: float) -> None:

@@ -59,7 +59,7 @@ class Candidate:
     candidate_id: int
     group_id: int
     index: int
-    tokens: Sequence[int] = ()  # no list of its own before there is a token: a rollout has ten thousand candidates
+    tokens: Sequence[int] = ()  # a list of its own once there are tokens, or it has ended: a rollout has thousands
     logprobs: list[float] | None = None
     state: CandidateState = CandidateState.WAITING
     finish_reason: FinishReason | None = None
