@@ -8,8 +8,12 @@ from .types import FinishReason, GroupResult, RolloutResult
 
 
 # A look-up by the member is faster than its `value`, before Python 3.12.
-_WORDS: dict[FinishReason | None, str] = {None: FinishReason.ABORT.value, **{reason: reason.value for reason in FinishReason}}
+_WORDS: dict[FinishReason | None, str] = {
+    None: FinishReason.ABORT.value,
+    **{reason: reason.value for reason in FinishReason},
+}
 _STOP = FinishReason.STOP.value
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
