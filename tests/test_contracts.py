@@ -2,6 +2,7 @@
 
 import inspect
 
+from transformers import Trainer
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer

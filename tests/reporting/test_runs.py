@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from trl_darts.errors import ConfigurationError
+from trl_darts.logs import LOG_FILE
 from trl_darts.reporting import read_run, read_runs
-from trl_darts.reporting.logs import LOG_FILE
 
 from .builders import SETTINGS, make_entry, make_trace, write_run
 

@@ -12,7 +12,7 @@ from trl_darts.cli import app
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, RecordedLengths, Workload
+from trl_darts.simulation import ClusterSpec, LogNormalLengths, RecordedLengths, Workload, recorded_rollouts
 from trl_darts.simulation.comparison import Estimate, compare, verdict
 from trl_darts.simulation.recorded import recorded_workload
 from trl_darts.simulation.sweep import parse_sweep, settings_of
@@ -136,6 +136,18 @@ def test_workload_of_a_run(run_dir):
     (run_dir / "rollouts" / "log.jsonl").write_text('{"run": {"max_completion_length": 60}}\n{"step": 1}\n')
     workload, rows = recorded_workload(run_dir, num_generations=5, more={"fixed_seconds": 1.0})
     assert (workload.max_completion_length, workload.fixed_seconds, rows) == (60, 1.0, 5)
+    with (run_dir / "rollouts" / "log.jsonl").open("a") as file:  # started again: the last settings count
+        file.write('broken\n{"run": {"max_completion_length": 70}}\n{"step": 2}\n')
+    assert recorded_workload(run_dir)[0].max_completion_length == 70
+    (run_dir / "rollouts" / "log.jsonl").write_text("broken\n")
+    with pytest.raises(ConfigurationError, match="must have one JSON object per line"):
+        recorded_workload(run_dir)
+
+
+@pytest.mark.parametrize("read", [recorded_workload, lambda directory: list(recorded_rollouts(directory))])
+def test_a_run_without_traces_is_refused(tmp_path, read):
+    with pytest.raises(ConfigurationError, match=r"must be the `output_dir` of a run with `save_rollout_trace=True`"):
+        read(tmp_path)
 
 
 SMALL = ["simulate", "--steps", "3", "--seeds", "2", "--prompts-per-step", "8", "--median-length", "50"]

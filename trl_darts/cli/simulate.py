@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, TypeAlias
 
 import typer
 from rich.console import Console
@@ -29,80 +30,55 @@ COLUMNS = {"bubble": "bubble_ratio", "satu-\nrated": "saturated_ratio", "kept/\n
 console, errors = Console(), Console(stderr=True)
 
 
+# Typer reads annotations at run time, also on Python 3.10, where `int | None` would do as well.
+MaybeInt: TypeAlias = Optional[int]  # noqa: UP045
+MaybePath: TypeAlias = Optional[Path]  # noqa: UP045
+MaybeList: TypeAlias = Optional[list[str]]  # noqa: UP045
+workload_option = partial(typer.Option, rich_help_panel="Workload")
+lengths_option = partial(typer.Option, rich_help_panel="Workload without a trace")
+engine_option = partial(typer.Option, rich_help_panel="Engines")
+
+
 def simulate(
     trace: Annotated[
-        Optional[Path],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
-        typer.Option(
-            help="`output_dir` of a run with `save_rollout_trace=True`: its lengths, prompts and batch are used.",
-            rich_help_panel="Workload",
+        MaybePath,
+        workload_option(
+            help="`output_dir` of a run with `save_rollout_trace=True`: its lengths, prompts and batch are used."
         ),
     ] = None,
-    num_prompts: Annotated[
-        int, typer.Option(help="Prompts in the data set.", rich_help_panel="Workload without a trace")
-    ] = 1_024,
-    median_length: Annotated[
-        float, typer.Option(help="Median response length in tokens.", rich_help_panel="Workload without a trace")
-    ] = 800.0,
-    inter_prompt_std: Annotated[
-        float,
-        typer.Option(help="Spread of log-lengths between prompts.", rich_help_panel="Workload without a trace"),
-    ] = 0.6,
-    intra_prompt_std: Annotated[
-        float, typer.Option(help="Spread of log-lengths of one prompt.", rich_help_panel="Workload without a trace")
-    ] = 0.5,
-    endless_share: Annotated[
-        float,
-        typer.Option(
-            help="Share of responses that never end by themselves.", rich_help_panel="Workload without a trace"
-        ),
-    ] = 0.005,
+    num_prompts: Annotated[int, lengths_option(help="Prompts in the data set.")] = 1_024,
+    median_length: Annotated[float, lengths_option(help="Median response length in tokens.")] = 800.0,
+    inter_prompt_std: Annotated[float, lengths_option(help="Spread of log-lengths between prompts.")] = 0.6,
+    intra_prompt_std: Annotated[float, lengths_option(help="Spread of log-lengths of one prompt.")] = 0.5,
+    endless_share: Annotated[float, lengths_option(help="Share of responses that never end by themselves.")] = 0.005,
     prompts_per_step: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Prompts per rollout. Default: the trace's, or 128.", rich_help_panel="Workload"),
+        MaybeInt, workload_option(help="Prompts per rollout. Default: the trace's, or 128.")
     ] = None,
     max_completion_length: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Limit in tokens. Default: the trace's, or 16384.", rich_help_panel="Workload"),
+        MaybeInt, workload_option(help="Limit in tokens. Default: the trace's, or 16384.")
     ] = None,
     train_seconds_per_token: Annotated[
-        float, typer.Option(help="Forward and backward pass, per kept token.", rich_help_panel="Workload")
+        float, workload_option(help="Forward and backward pass, per kept token.")
     ] = 0.0,
-    fixed_seconds: Annotated[
-        float, typer.Option(help="Weight sync, rewards and the like, per step.", rich_help_panel="Workload")
-    ] = 0.0,
+    fixed_seconds: Annotated[float, workload_option(help="Weight sync, rewards and the like, per step.")] = 0.0,
     shaping: Annotated[
         float,
-        typer.Option(
-            help="How fast the policy follows what is selected, an assumption; see docs/simulate.md.",
-            rich_help_panel="Workload",
-        ),
+        workload_option(help="How fast the policy follows what is selected, an assumption; see docs/simulate.md."),
     ] = 0.0,
     latency_curve: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="File of `trl-darts profile`. Default: an assumed curve of a 7 B model on one GPU.",
-            rich_help_panel="Engines",
-        ),
+        MaybePath,
+        engine_option(help="File of `trl-darts profile`. Default: an assumed curve of a 7 B model on one GPU."),
     ] = None,
-    num_engines: Annotated[int, typer.Option(help="Data parallel engines.", rich_help_panel="Engines")] = 1,
-    max_num_seqs: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Sequences that an engine decodes at once.", rich_help_panel="Engines"),
-    ] = None,
-    kv_tokens: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens that fit in an engine's KV cache.", rich_help_panel="Engines"),
-    ] = None,
+    num_engines: Annotated[int, engine_option(help="Data parallel engines.")] = 1,
+    max_num_seqs: Annotated[MaybeInt, engine_option(help="Sequences that an engine decodes at once.")] = None,
+    kv_tokens: Annotated[MaybeInt, engine_option(help="Tokens that fit in an engine's KV cache.")] = None,
     schedule: Annotated[
         list[str],
         typer.Option(help="Schedules to compare, the first is the baseline. Repeat it, or separate by commas."),
     ] = ["grpo", "darts"],  # noqa: B006  typer copies it
-    num_generations: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Rows per prompt. Default: the trace's, or 8."),
-    ] = None,
+    num_generations: Annotated[MaybeInt, typer.Option(help="Rows per prompt. Default: the trace's, or 8.")] = None,
     sweep: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        MaybeList,
         typer.Option(
             help="A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations.",
             metavar="NAME=VALUE,…",
@@ -110,10 +86,7 @@ def simulate(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of each training.")] = 50,
     seeds: Annotated[int, typer.Option(help="Trainings of each setting.")] = 3,
-    output: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Directory for `simulation.csv` and `simulation.png`."),
-    ] = None,
+    output: Annotated[MaybePath, typer.Option(help="Directory for `simulation.csv` and `simulation.png`.")] = None,
 ) -> None:
     """
     Compares schedules and settings on a workload, in virtual time.
@@ -124,19 +97,14 @@ def simulate(
     try:
         curve = ASSUMED_CURVE if latency_curve is None else LatencyCurve.load(latency_curve)
         cluster = ClusterSpec(curve, num_engines, max_num_seqs, kv_tokens)
-        more: dict[str, Any] = {
+        lengths = (num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
+        more = {
             "train_seconds_per_token": train_seconds_per_token,
             "fixed_seconds": fixed_seconds,
             "shaping": shaping,
         }
-        if trace is None:
-            lengths = LogNormalLengths(num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
-            workload = Workload(lengths, prompts_per_step or 128, max_completion_length or 16_384, **more)
-            rows = num_generations or 8
-        else:
-            workload, rows = recorded_workload(trace, prompts_per_step, max_completion_length, num_generations, more)
-        names = [name.strip() for given in schedule for name in given.split(",") if name.strip()]
-        settings = settings_of(names, rows, parse_sweep(sweep or []))
+        workload, rows = _workload(trace, lengths, prompts_per_step, max_completion_length, num_generations, more)
+        settings = settings_of(_names(schedule), rows, parse_sweep(sweep or []))
         _check_counts(steps, seeds)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
@@ -146,6 +114,25 @@ def simulate(
             _write(outcomes, output)
     except (ConfigurationError, OSError, ImportError) as error:
         fail(str(error))
+
+
+def _workload(
+    trace: Path | None,
+    lengths: tuple[int, float, float, float, float],
+    prompts_per_step: int | None,
+    max_completion_length: int | None,
+    num_generations: int | None,
+    more: dict[str, Any],
+) -> tuple[Workload, int]:
+    """That of a trace, or else one that is made up; and its rows per prompt."""
+    if trace is not None:
+        return recorded_workload(trace, prompts_per_step, max_completion_length, num_generations, more)
+    model = LogNormalLengths(*lengths)
+    return Workload(model, prompts_per_step or 128, max_completion_length or 16_384, **more), num_generations or 8
+
+
+def _names(schedules: list[str]) -> list[str]:
+    return [name.strip() for given in schedules for name in given.split(",") if name.strip()]
 
 
 def _check_counts(steps: int, seeds: int) -> None:

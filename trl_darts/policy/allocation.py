@@ -7,9 +7,10 @@ prompt with a larger standard deviation never gets fewer candidates than one wit
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 
 def _history_or_nan(length_stds: Sequence[float | None], history: Sequence[bool] | None) -> list[float]:
@@ -101,23 +102,19 @@ def allocate_redundancy(
 
 
 def _greedy(weights: Sequence[float], stds: Sequence[float], remaining: int, low: int, high: int) -> list[int]:
-    """Lines 3 to 7 of Algorithm 1."""
-    allocation = [low] * len(weights)
+    """
+    Lines 3 to 7 of Algorithm 1, all at once: gains fall with each candidate of a prompt, so that the greedy choice is
+    that of the largest gains of all prompts.
+    """
     if low == high or not remaining:
-        return allocation
+        return [low] * len(weights)
+    sizes = np.arange(low, high)
+    gains = np.asarray(weights)[:, None] / (sizes * (sizes + 1))  # (N, M_up - M_low)
+    least = np.partition(gains, -remaining, axis=None)[-remaining]
+    allocation: list[int] = (low + (gains > least).sum(axis=1)).tolist()
     # Equal gains: fewer candidates first (zero weights are served evenly), then the larger weight and standard
     # deviation (where rounding made gains or weights equal, the order must not turn round), then the lower index.
-    first = low * (low + 1)
-    heap = [
-        (-weight / first, low, -weight, -std, i) for i, (weight, std) in enumerate(zip(weights, stds, strict=True))
-    ]
-    heapq.heapify(heap)
-    for _ in range(remaining):
-        _, size, minus_weight, minus_std, i = heap[0]
-        size += 1
-        allocation[i] = size
-        if size == high:
-            heapq.heappop(heap)
-        else:
-            heapq.heapreplace(heap, (minus_weight / (size * (size + 1)), size, minus_weight, minus_std, i))
+    ties = sorted((size, -weights[i], -stds[i], i) for i, size in np.argwhere(gains == least).tolist())
+    for _, _, _, i in ties[: remaining - int((gains > least).sum())]:
+        allocation[i] += 1
     return allocation

@@ -1,8 +1,9 @@
 """
 `trl-darts report`: one page from what trainings left behind.
 
-`runs` reads (with `logs` and `traces`), `panels`, `timing` and `summary` count, `compare` says over which steps,
-`sections`, `costs` and `prediction` lay out, `charts` and `drawing` draw, `page` writes. Nothing here loads torch.
+`runs` reads (with `logs` and `traces` of the package), `panels`, `timing` and `summary` count, `compare` says over
+which steps, `sections`, `costs` and `prediction` lay out, `charts` and `drawing` draw, `page` writes. Nothing here
+loads torch.
 """
 
 from .page import write_report

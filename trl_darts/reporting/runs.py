@@ -15,8 +15,8 @@ from typing import Any
 import pandas as pd
 
 from ..errors import ConfigurationError
-from .logs import LOG_FILE, read_log
-from .traces import TRACE_PATTERN, read_traces
+from ..logs import LOG_FILE, read_log
+from ..traces import TRACE_PATTERN, read_traces
 
 
 MAX_RUNS = 6  # as many colours can be told apart, also by the colour-blind

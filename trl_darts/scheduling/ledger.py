@@ -21,7 +21,10 @@ from .types import (
 )
 
 
+# Names of their own for what each event needs: before Python 3.12, looking up a member in its class calls a function.
 RUNNING, WAITING, ABORTING = CandidateState.RUNNING, CandidateState.WAITING, CandidateState.ABORTING
+FINISHED, ABORTED = CandidateState.FINISHED, CandidateState.ABORTED
+STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
 
 
 class Ledger:
@@ -53,7 +56,7 @@ class Ledger:
     def _restore(self, candidate: Candidate, partial: PartialCandidate, now: float) -> None:
         """WAITING with what it has; or FINISHED, where it had come to its end."""
         tokens = partial.tokens
-        candidate.tokens = tokens if isinstance(tokens, range) else list(tokens)  # type: ignore[assignment]
+        candidate.tokens = tokens if isinstance(tokens, range) else list(tokens)
         candidate.logprobs = None if partial.logprobs is None else list(partial.logprobs)
         candidate.segment = partial.num_segments - 1
         if partial.finish_reason is not None:
@@ -72,9 +75,9 @@ class Ledger:
     def live(self, candidate_id: int, segment: int) -> Candidate | None:
         """The candidate, unless it has ended or has been submitted again since `segment`."""
         candidate = self.candidates[candidate_id]
-        if candidate.segment != segment or candidate.state not in (RUNNING, ABORTING):
-            return None
-        return candidate
+        state = candidate.state
+        live = candidate.segment == segment and (state is RUNNING or state is ABORTING)
+        return candidate if live else None
 
     def submit(self, candidate: Candidate, engine_id: str, now: float) -> Submit:
         """WAITING → RUNNING."""
@@ -87,8 +90,12 @@ class Ledger:
         self.num_submitted += 1
         engine = self.engines[engine_id]
         engine.num_running += 1
-        engine.expected_tokens += self.expected_rest(candidate)
-        self._set_running(+1, now)
+        expected, prior = self.groups[candidate.group_id].plan.expected_length, candidate.num_prior
+        # One where nothing is known. The plan's own number where there is no prior: no new one for each candidate.
+        candidate.expected_rest = 1.0 if expected is None else max(1.0, expected - prior if prior else expected)
+        engine.expected_tokens += candidate.expected_rest
+        self.num_running += 1
+        self.timeline.add(now, self.num_running)
         return Submit(
             candidate.candidate_id,
             candidate.group_id,
@@ -114,14 +121,14 @@ class Ledger:
             final = type(event) is CandidateEnded
             # A range stands for tokens of which nothing but their number is known.
             kept = tokens if final and isinstance(tokens, (list, range)) else list(tokens)
-            candidate.tokens = kept  # type: ignore[assignment]
+            candidate.tokens = kept
             if logprobs is not None:
                 candidate.logprobs = logprobs if final and isinstance(logprobs, list) else list(logprobs)
         elif len(tokens) > known:
-            if isinstance(candidate.tokens, range):
-                candidate.tokens = range(event.offset + len(tokens))
-            else:
+            if isinstance(candidate.tokens, list):
                 candidate.tokens.extend(tokens[known:])
+            else:
+                candidate.tokens = range(event.offset + len(tokens))
             if logprobs is not None and candidate.logprobs is not None:
                 candidate.logprobs.extend(logprobs[known:])
             elif logprobs is not None or candidate.logprobs is not None:
@@ -131,11 +138,11 @@ class Ledger:
     def finish(self, candidate: Candidate, reason: FinishReason, now: float) -> None:
         """RUNNING → FINISHED, or ABORTING → ABORTED: one that ends after it was called off stays called off."""
         if candidate.state is ABORTING:
-            self._end(candidate, CandidateState.ABORTED, now)
+            self._end(candidate, ABORTED, now)
             self.num_aborted += 1
         else:
-            self._end(candidate, CandidateState.FINISHED, now)
-            if reason is FinishReason.STOP:
+            self._end(candidate, FINISHED, now)
+            if reason is STOP:
                 group = self.groups[candidate.group_id]
                 self.num_complete += 1
                 group.num_complete += 1
@@ -155,14 +162,9 @@ class Ledger:
 
     def abort(self, candidate: Candidate, now: float) -> None:
         """→ ABORTED, with what is known of it."""
-        self._end(candidate, CandidateState.ABORTED, now)
-        candidate.finish_reason = FinishReason.ABORT
+        self._end(candidate, ABORTED, now)
+        candidate.finish_reason = ABORT
         self.num_aborted += 1
-
-    def expected_rest(self, candidate: Candidate) -> float:
-        """Tokens that a candidate was expected to need when it was submitted last: one where nothing is known."""
-        expected = self.groups[candidate.group_id].plan.expected_length
-        return 1.0 if expected is None else max(1.0, expected - candidate.num_prior)
 
     def requeue(self, candidate: Candidate, now: float) -> None:
         """RUNNING → WAITING: its engine is lost or full, its tokens are not lost."""
@@ -182,23 +184,23 @@ class Ledger:
         self._end(candidate, CandidateState.LOST, now)
 
     def _end(self, candidate: Candidate, state: CandidateState, now: float) -> None:
-        if candidate.state in FINAL_STATES:
+        before = candidate.state
+        if before in FINAL_STATES:
             raise AssertionError(f"candidate {candidate.candidate_id} ended twice")
-        if candidate.state is not WAITING:
+        if before is not WAITING:
             self._leave_engine(candidate, now)
-        if candidate.state is not ABORTING:
+        if before is not ABORTING:
             self.groups[candidate.group_id].num_unfinished -= 1
         candidate.state = state
         candidate.ended = now
+        if not candidate.tokens:
+            candidate.tokens = []
         self.num_open -= 1
 
     def _leave_engine(self, candidate: Candidate, now: float) -> None:
-        self._set_running(-1, now)
+        self.num_running -= 1
+        self.timeline.add(now, self.num_running)
         engine = self.engines.get(candidate.engine_id or "")
         if engine is not None:  # else it is lost
             engine.num_running -= 1
-            engine.expected_tokens -= self.expected_rest(candidate)
-
-    def _set_running(self, change: int, now: float) -> None:
-        self.num_running += change
-        self.timeline.add(now, self.num_running)
+            engine.expected_tokens -= candidate.expected_rest

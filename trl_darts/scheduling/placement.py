@@ -71,7 +71,8 @@ class LongestFirst(LeastLoaded):
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
         """Longest expected first; ties in the order of the batch."""
-        return sorted(candidates, key=lambda c: -self.expected_lengths[c.group_id])
+        lengths = self.expected_lengths
+        return sorted(candidates, key=lambda c: lengths[c.group_id], reverse=True)
 
 
 class LengthRanked(LongestFirst):

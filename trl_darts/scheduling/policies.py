@@ -150,7 +150,7 @@ class DualEnd:
 
     def select(self, group: Group) -> list[int]:
         """The M shortest complete ones of a saturated group, else both ends."""
-        lengths = [c.length for c in group.candidates]
+        lengths = [len(c.tokens) for c in group.candidates]
         complete = [c.complete for c in group.candidates]
         if self.saturated(group):
             chosen = select_shortest(lengths, complete, self.num_generations)
@@ -216,10 +216,11 @@ class LeastLoaded:
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         """The least loaded engine with room."""
-        chosen = None
-        for engine in engines:  # called once per candidate: a plain loop is twice as fast as `min` with a key
-            if engine.has_room and (chosen is None or engine.expected_tokens < chosen.expected_tokens):
-                chosen = engine
+        chosen, least = None, 0.0
+        # Called once per candidate: a plain loop is twice as fast as `min` with a key, and few are asked for room.
+        for engine in engines:
+            if (chosen is None or engine.expected_tokens < least) and engine.has_room:
+                chosen, least = engine, engine.expected_tokens
         return None if chosen is None else chosen.engine_id
 
 

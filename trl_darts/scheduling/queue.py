@@ -37,16 +37,17 @@ class SubmissionQueue:
 
     def submit(self, now: float) -> list[Command]:
         """Submits as many as there is room for."""
-        if not self._waiting:
+        waiting = self._waiting
+        if not waiting:
             return []
         commands: list[Command] = []
         engines = list(self.ledger.engines.values())
-        while self._waiting:
-            candidate = self._waiting[0]
+        while waiting:
+            candidate = waiting[0]
             if candidate.state is WAITING:
                 engine_id = self.placement.choose(candidate, engines)
                 if engine_id is None:
                     break
                 commands.append(self.ledger.submit(candidate, engine_id, now))
-            self._waiting.popleft()  # submitted just now, or called off before it could be
+            waiting.popleft()  # submitted just now, or called off before it could be
         return commands

@@ -33,10 +33,10 @@ from .events import (
     RolloutExpired,
     TokensArrived,
 )
-from .ledger import ABORTING, RUNNING, WAITING, Ledger
+from .ledger import ABORT, ABORTING, RUNNING, WAITING, Ledger
 from .policies import SchedulePolicies
 from .queue import SubmissionQueue
-from .types import Candidate, EngineLoad, FinishReason, Group, GroupPlan, GroupResult, RolloutResult
+from .types import Candidate, EngineLoad, Group, GroupPlan, GroupResult, RolloutResult
 
 
 # A candidate that has been lost with its engine so often, each time without a new token, is taken for the cause.
@@ -167,14 +167,14 @@ class Scheduler:
         if candidate is None:
             return []
         problem = self.ledger.append(candidate, event)
-        called_back = candidate.shed and candidate.state is RUNNING and event.finish_reason is FinishReason.ABORT
-        if problem is None and called_back:
-            self._queue.put_back([candidate], event.now)
-            return self._dispatch(event.now)
         if problem is None and candidate.state is RUNNING:
+            aborted = event.finish_reason is ABORT
+            if aborted and candidate.shed:  # called back
+                self._queue.put_back([candidate], event.now)
+                return self._dispatch(event.now)
             if not candidate.tokens:
                 problem = "it ended without a single token"
-            elif event.finish_reason is FinishReason.ABORT:
+            elif aborted:
                 problem = "it was aborted, but not by this trainer"
         if problem:
             return self._fail(candidate, problem, event.now)
@@ -272,8 +272,9 @@ class Scheduler:
 
     def _dispatch(self, now: float) -> list[Command]:
         """Submits waiting candidates as far as there is room, after adding those that the schedule wants on top."""
-        ledger, refill = self.ledger, self.policies.refill
+        refill = self.policies.refill
         if refill is not None and not self._harvested and self.error is None:
+            ledger = self.ledger
             for group_id in refill.extra(ledger.groups.values(), ledger.num_open):
                 if not ledger.groups[group_id].closed:
                     self._queue.extend([ledger.add_candidate(ledger.groups[group_id])])

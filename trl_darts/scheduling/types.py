@@ -39,6 +39,9 @@ class CandidateState(str, Enum):
 
 
 FINAL_STATES = frozenset({CandidateState.FINISHED, CandidateState.ABORTED, CandidateState.LOST})
+# Before Python 3.12, looking up a member in its class calls a function: too slow where each candidate is asked.
+_WAITING, _RUNNING, _FINISHED = CandidateState.WAITING, CandidateState.RUNNING, CandidateState.FINISHED
+_STOP = FinishReason.STOP
 
 
 @dataclass(slots=True)
@@ -56,13 +59,14 @@ class Candidate:
     candidate_id: int
     group_id: int
     index: int
-    tokens: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()  # a list of its own once there are tokens, or it has ended: a rollout has thousands
     logprobs: list[float] | None = None
     state: CandidateState = CandidateState.WAITING
     finish_reason: FinishReason | None = None
     engine_id: str | None = None
     segment: int = -1
     num_prior: int = 0  # tokens that it had when it was submitted last
+    expected_rest: float = 0.0  # tokens that it was expected to need then
     num_fruitless: int = 0
     shed: bool = False
     started: float | None = None
@@ -76,12 +80,12 @@ class Candidate:
     @property
     def complete(self) -> bool:
         """Whether it came to its natural end (and was not called off just before)."""
-        return self.state is CandidateState.FINISHED and self.finish_reason is FinishReason.STOP
+        return self.state is _FINISHED and self.finish_reason is _STOP
 
     @property
     def censored(self) -> bool:
         """Whether its length is only a lower bound of what the model would have written."""
-        return self.finish_reason is not FinishReason.STOP
+        return self.finish_reason is not _STOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,7 @@ class Group:
     @property
     def unfinished(self) -> list[Candidate]:
         """Candidates that wait or run, and are not called off."""
-        return [c for c in self.candidates if c.state in (CandidateState.WAITING, CandidateState.RUNNING)]
+        return [c for c in self.candidates if c.state is _RUNNING or c.state is _WAITING]
 
 
 class Timeline:
@@ -182,10 +186,11 @@ class Timeline:
 
     def add(self, now: float, num_running: int) -> None:
         """Notes a change; of several at the same time, the last one counts."""
-        if self.times and self.times[-1] == now:
+        times = self.times
+        if times and times[-1] == now:
             self.running[-1] = num_running
         else:
-            self.times.append(now)
+            times.append(now)
             self.running.append(num_running)
 
 

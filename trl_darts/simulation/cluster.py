@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 from ..scheduling import (
     CandidateEnded,
@@ -30,6 +29,9 @@ from ..scheduling import (
 )
 from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
 
+
+# Members of an enum by a name of their own: before Python 3.12, looking one up in its class calls a function.
+STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 REPORT_INTERVAL = 16
 """Tokens between two reports of a sequence, where the schedule asks for them: the streaming interval of our engine."""
@@ -111,72 +113,63 @@ class _Rollout:
         seconds = cluster.seconds_per_step(sum(plan.num_candidates for plan in plans))
         interval = REPORT_INTERVAL if scheduler.needs_progress else None
         self.engines = [SimulatedEngine(spec, seconds, interval) for _ in range(spec.num_engines)]
-        self.queue: list[tuple[float, int, int]] = []  # next times of the engines, a heap; the last counts changes
-        self.changes = [0] * spec.num_engines
+        self.times = [math.inf] * spec.num_engines  # of the engines' next events
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
 
     def run(self) -> RolloutResult:
         loads = [EngineLoad(str(index)) for index in range(len(self.engines))]
+        engines, times = self.engines, self.times
         self._execute(self.scheduler.start(self.plans, loads, 0.0), 0.0)
         while not self.scheduler.done:
-            now, index, change = heappop(self.queue)
-            if change != self.changes[index]:
-                continue
-            engine = self.engines[index]
+            now = min(times)  # for the tens of engines that there are, as fast as a heap that must be kept up to date
+            index = times.index(now)  # the first, where several are due: every run goes the same way
+            engine = engines[index]
             engine.advance(now)
             sequence = engine.take_event()
-            if sequence is not None:
+            if sequence is not None and engine.steps >= sequence.end:
+                self._end(engine, sequence, sequence.reason, now)
+            elif sequence is not None:
                 self._report(engine, sequence, now)
-            engine.admit()
-            self._reschedule(index)
+            if engine.waiting:
+                engine.admit()
+            times[index] = engine.next_time()
         return self.scheduler.result()
 
     def _report(self, engine: SimulatedEngine, sequence: SimulatedSequence, now: float) -> None:
         command, known = sequence.command, sequence.reported
-        if engine.steps < sequence.end:
-            length = sequence.reported = engine.decoded(sequence)
-            event = TokensArrived(command.candidate_id, command.segment, known, range(length - known), None, now)
-            self._execute(self.scheduler.handle(event), now)
-        else:
-            self._end(engine, sequence, sequence.reason, now)
+        length = sequence.reported = engine.decoded(sequence)
+        event = TokensArrived(command.candidate_id, command.segment, known, range(length - known), None, now)
+        self._execute(self.scheduler.handle(event), now)
 
     def _end(self, engine: SimulatedEngine, sequence: SimulatedSequence, reason: FinishReason, now: float) -> None:
         command, known = sequence.command, sequence.reported
         tokens = range(engine.leave(sequence) - known)
         event = CandidateEnded(command.candidate_id, command.segment, known, tokens, None, reason, now)
-        self._execute(self.scheduler.handle(event), now)
+        if commands := self.scheduler.handle(event):
+            self._execute(commands, now)
 
     def _execute(self, commands: list[Command], now: float) -> None:
         touched = set()
         for command in commands:
             index = int(command.engine_id)
             engine = self.engines[index]
-            engine.advance(now)
-            touched.add(index)
+            if index not in touched:
+                touched.add(index)
+                engine.advance(now)
             if type(command) is Submit:
                 engine.waiting.append(self._sequence(command))
             else:
-                self._end(engine, self.sequences[command.candidate_id], FinishReason.ABORT, now)
+                self._end(engine, self.sequences[command.candidate_id], ABORT, now)
         for index in touched:
-            self.engines[index].admit()
-            self._reschedule(index)
+            engine = self.engines[index]
+            engine.admit()
+            self.times[index] = engine.next_time()
 
     def _sequence(self, command: Submit) -> SimulatedSequence:
-        own, prior = self.lengths[command.group_id][command.index], len(command.prior_tokens)
-        reason = FinishReason.STOP if own <= self.max_length else FinishReason.LENGTH
-        sequence = SimulatedSequence(
-            command,
-            self.prompt_tokens[command.group_id],
-            length=prior,
-            remaining=max(1, min(own, self.max_length) - prior),
-            reason=reason,
-            reported=prior,
-        )
+        length, prior, reason = self.lengths[command.group_id][command.index], len(command.prior_tokens), STOP
+        if length > self.max_length:
+            length, reason = self.max_length, LENGTH
+        remaining = max(1, length - prior) if prior else length
+        sequence = SimulatedSequence(command, self.prompt_tokens[command.group_id], prior, remaining, reason, prior)
         self.sequences[command.candidate_id] = sequence
         return sequence
-
-    def _reschedule(self, index: int) -> None:
-        self.changes[index] += 1
-        time = self.engines[index].next_time()
-        if time < math.inf:
-            heappush(self.queue, (time, index, self.changes[index]))

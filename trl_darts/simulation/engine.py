@@ -7,9 +7,9 @@ Between two events its batch is constant, so nothing is computed per token.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from ..errors import ConfigurationError
 from ..policy import LatencyCurve
@@ -99,7 +99,7 @@ class SimulatedEngine:
     steps: float = 0.0
     num_running: int = 0
     used: float = 0.0  # tokens in the KV cache; counted only where it has a limit
-    events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)  # a heap, by step
+    events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)  # sorted, by step
     admitted: list[SimulatedSequence] = field(default_factory=list)  # in order, for preemptions
     waiting: deque[SimulatedSequence] = field(default_factory=deque)
     prefilled: set[int] = field(default_factory=set)  # groups whose prompt is in the cache
@@ -117,13 +117,13 @@ class SimulatedEngine:
         """When a sequence ends or reports, or the cache overflows; infinity if it is idle."""
         events = self.events
         while events:
-            _, _, admissions, sequence = events[0]
+            step, _, admissions, sequence = events[0]
             if sequence.end != 0.0 and sequence.admissions == admissions:
                 break
-            heappop(events)  # overtaken: its sequence has left, or was admitted anew
+            del events[0]  # overtaken: its sequence has left, or was admitted anew
         else:
             return math.inf
-        steps = events[0][0] - self.steps
+        steps = step - self.steps
         if self.spec.kv_tokens is not None and self.num_running > 1:
             steps = min(steps, (self.spec.kv_tokens - self.used) / self.num_running)
         return self.clock if steps < 0 else self.clock + steps * self.seconds[self.num_running]
@@ -137,71 +137,79 @@ class SimulatedEngine:
         if step - self.steps > 1e-6:
             self._preempt()
             return None
-        heappop(self.events)
-        self.steps = max(self.steps, step)
+        del self.events[0]  # moves the others, and is faster than a heap nevertheless
+        if step > self.steps:
+            self.steps = step
         if step < sequence.end:
-            self._push(sequence, step)
+            insort(self.events, self._next_event(sequence, step))
         return sequence
 
     def admit(self) -> None:
         """Start those that wait, in order, as far as there is room. An idle engine always has room."""
-        spec = self.spec
-        while self.waiting:
-            sequence = self.waiting[0]
+        spec, waiting = self.spec, self.waiting
+        started = []
+        while waiting:
+            sequence = waiting[0]
             if sequence.alive:
                 context = sequence.prompt_tokens + sequence.length
                 full = spec.max_num_seqs is not None and self.num_running >= spec.max_num_seqs
                 if spec.kv_tokens is not None:
                     full |= self.used + context + self.num_running >= spec.kv_tokens
                 if full and self.num_running:
-                    return
+                    break
                 self._start(sequence, context)
-            self.waiting.popleft()
+                started.append(self._next_event(sequence, self.steps))
+            waiting.popleft()
+        if len(started) > 8:  # as at the beginning of a rollout: then to sort once is faster
+            self.events += started
+            self.events.sort()
+        else:
+            for event in started:
+                insort(self.events, event)
 
     def leave(self, sequence: SimulatedSequence) -> int:
         """Take a sequence out, running or waiting; returns its length in tokens."""
         sequence.alive = False
-        return self._stop(sequence)
-
-    def decoded(self, sequence: SimulatedSequence) -> int:
-        """Tokens that a sequence has now, prior ones included."""
-        if sequence.end == 0.0:
-            return sequence.length
-        return sequence.length + min(int(self.steps - sequence.begin + 1e-6), sequence.remaining)
-
-    def _start(self, sequence: SimulatedSequence, context: int) -> None:
-        group = sequence.command.group_id
-        cost = sequence.length + (0 if group in self.prefilled else sequence.prompt_tokens)
-        self.prefilled.add(group)
-        self.clock += self.spec.seconds_per_request + cost * self.spec.prefill_seconds_per_token
-        sequence.begin = self.steps
-        sequence.end = self.steps + sequence.remaining
-        sequence.admissions += 1
-        self.num_running += 1
-        self._push(sequence, self.steps)
-        if self.spec.kv_tokens is not None:
-            self.used += context
-            self.admitted.append(sequence)
-
-    def _push(self, sequence: SimulatedSequence, step: float) -> None:
-        """Its next event after `step`."""
-        step = sequence.end if self.report_interval is None else min(step + self.report_interval, sequence.end)
-        heappush(self.events, (step, sequence.command.candidate_id, sequence.admissions, sequence))
-
-    def _stop(self, sequence: SimulatedSequence) -> int:
         if sequence.end == 0.0:
             return sequence.length
         length = self.decoded(sequence)
-        sequence.remaining -= length - sequence.length
-        sequence.length, sequence.end = length, 0.0
+        sequence.end = 0.0
         self.num_running -= 1
         if self.spec.kv_tokens is not None:
             self.used = max(0.0, self.used - sequence.prompt_tokens - length) if self.num_running else 0.0
         return length
 
+    def decoded(self, sequence: SimulatedSequence) -> int:
+        """Tokens that a sequence has now, prior ones included."""
+        if sequence.end == 0.0:
+            return sequence.length
+        tokens = int(self.steps - sequence.begin + 1e-6)
+        return sequence.length + (tokens if tokens < sequence.remaining else sequence.remaining)
+
+    def _start(self, sequence: SimulatedSequence, context: int) -> None:
+        spec, group, cost = self.spec, sequence.command.group_id, sequence.length
+        if group not in self.prefilled:
+            self.prefilled.add(group)
+            cost += sequence.prompt_tokens
+        self.clock += spec.seconds_per_request + cost * spec.prefill_seconds_per_token
+        sequence.begin = self.steps
+        sequence.end = self.steps + sequence.remaining
+        sequence.admissions += 1
+        self.num_running += 1
+        if spec.kv_tokens is not None:
+            self.used += context
+            self.admitted.append(sequence)
+
+    def _next_event(self, sequence: SimulatedSequence, step: float) -> tuple[float, int, int, SimulatedSequence]:
+        """The end or the next report of a sequence, after `step`; as in `events`."""
+        step = sequence.end if self.report_interval is None else min(step + self.report_interval, sequence.end)
+        return step, sequence.command.candidate_id, sequence.admissions, sequence
+
     def _preempt(self) -> None:
         while self.admitted[-1].end == 0.0:
             self.admitted.pop()
         sequence = self.admitted.pop()
-        self._stop(sequence)
+        length = self.leave(sequence)
+        sequence.remaining -= length - sequence.length
+        sequence.length, sequence.alive = length, True  # it comes back
         self.waiting.appendleft(sequence)

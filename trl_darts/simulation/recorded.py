@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
 from ..scheduling import FinishReason
 from .lengths import RecordedLengths
 from .training import Workload
+
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def recorded_workload(
@@ -39,16 +42,9 @@ def recorded_workload(
         `tuple[Workload, int]`: The workload, and its rows per prompt.
 
     Raises:
-        [`ConfigurationError`]: If there are no traces, or they lack columns.
+        [`ConfigurationError`]: If there are no traces, they lack columns, or the log can't be read.
     """
-    from ..reporting.traces import read_traces  # reads Parquet with pandas, which takes a second to import
-
-    traces, _ = read_traces(run_dir)
-    if not len(traces):
-        raise ConfigurationError(
-            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, and has "
-            "no `rollouts/rollout_*.parquet`."
-        )
+    traces = recorded_traces(run_dir)
     by_prompt = traces.groupby("prompt_key", sort=False)
     lengths = RecordedLengths(
         [own.tolist() for _, own in by_prompt["length"]],
@@ -67,14 +63,32 @@ def recorded_workload(
     return workload, num_generations or rows
 
 
+def recorded_traces(run_dir: Path) -> pd.DataFrame:
+    """
+    The traces of a run, one row per candidate, see [`read_traces`].
+
+    Args:
+        run_dir (`Path`):
+            The run's `output_dir`.
+
+    Raises:
+        [`ConfigurationError`]: If there are none, or they lack columns.
+    """
+    from ..traces import read_traces  # reads Parquet with pandas, which takes a second to import
+
+    traces, _ = read_traces(run_dir)
+    if not len(traces):
+        raise ConfigurationError(
+            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, and has "
+            "no `rollouts/rollout_*.parquet`."
+        )
+    return traces
+
+
 def _limit(run_dir: Path) -> int | None:
     """`max_completion_length` of the run, as its log says."""
-    path = run_dir / "rollouts" / "log.jsonl"
-    if not path.is_file():
-        return None
-    with path.open() as file:
-        first = file.readline()
-    try:
-        return int(json.loads(first)["run"]["max_completion_length"])
-    except (ValueError, KeyError, TypeError):
-        return None
+    from ..logs import read_log  # as above
+
+    settings, _, _, _ = read_log(run_dir)
+    limit = settings.get("max_completion_length")
+    return limit if isinstance(limit, int) else None

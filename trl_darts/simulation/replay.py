@@ -16,6 +16,7 @@ from ..scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, Sche
 from .cluster import SimulatedCluster
 from .engine import ClusterSpec
 from .lengths import ENDLESS
+from .recorded import recorded_traces
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,9 @@ def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
             The run's `output_dir`.
 
     Raises:
-        [`ConfigurationError`]: If a trace lacks columns.
+        [`ConfigurationError`]: If there are no traces, or they lack columns. It is raised with the first rollout.
     """
-    from ..reporting.traces import read_traces  # reads Parquet with pandas, which takes a second to import
-
-    traces, _ = read_traces(run_dir)
+    traces = recorded_traces(run_dir)
     stop = FinishReason.STOP.value
     for _, rollout in traces.groupby(["step", "micro"]):
         groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]

@@ -40,6 +40,9 @@ from .engine import ClusterSpec
 from .lengths import IntArray, LengthModel
 
 
+ABORT = FinishReason.ABORT.value
+
+
 @dataclass(frozen=True)
 class Workload:
     """
@@ -255,7 +258,7 @@ class SimulatedTraining:
     def _note(self, run: SimulatedRun, outcome: _Outcome) -> None:
         summaries = [*outcome.settled, *outcome.deferred]
         pool = np.array([length for summary in summaries for length in summary.lengths])
-        reasons = [reason for summary in summaries for reason in summary.finish_reasons]
+        num_aborted = sum(summary.finish_reasons.count(ABORT) for summary in summaries)
         kept = np.array([length for length, _ in outcome.kept])
         cut = [reason is not FinishReason.STOP for _, reason in outcome.kept]
         workload, occupancy = self.workload, outcome.occupancy
@@ -266,7 +269,7 @@ class SimulatedTraining:
         )
         run.bubble_ratio.append(bubble_ratio(occupancy))
         run.candidates.append(float(len(pool)))
-        run.aborted_candidates.append(float(reasons.count(FinishReason.ABORT.value)))
+        run.aborted_candidates.append(float(num_aborted))
         run.saturated_ratio.append(outcome.num_saturated / max(1, len(summaries)))
         run.truncated_ratio.append(sum(cut) / len(cut))
         run.pool_tokens.append(float(pool.sum()) - sum(summary.num_carried_tokens for summary in summaries))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..errors import ConfigurationError
+from .errors import ConfigurationError
 
 
 TRACE_PATTERN = "rollout_*.parquet"

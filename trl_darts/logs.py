@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from ..errors import ConfigurationError
+from .errors import ConfigurationError
 
 
-LOG_FILE = "log.jsonl"  # what `RunLogCallback` writes; that module loads torch, and a report must not wait for it
+LOG_FILE = "log.jsonl"  # what `RunLogCallback` writes; that module loads torch, and readers must not wait for it
 
 
 def read_log(directory: Path) -> tuple[dict[str, Any], pd.DataFrame, bool, list[str]]:
