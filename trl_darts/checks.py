@@ -3,8 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from datasets import Dataset
+
 from .config import DARTSGRPOConfig
 from .errors import ConfigurationError
+
+
+# Tokenizing this many prompts takes seconds.
+MAX_CHECKED_PROMPTS = 100_000
 
 
 def check_arguments(args: Any, rollout_func: Callable | None) -> None:
@@ -81,6 +87,26 @@ def check_path(trainer: Any) -> None:
             "server's images are put into the prompt. Set it on the processor, or use `vllm_mode='colocate'` or "
             "`use_vllm=False`."
         )
+
+
+def check_prompt_lengths(trainer: Any) -> None:
+    """
+    Looks for prompts that no server can take now, not at the step in which they come up.
+
+    Args:
+        trainer ([`DARTSGRPOTrainer`]):
+            On the main process, with vLLM servers.
+
+    Raises:
+        [`ConfigurationError`]: If a prompt leaves no room for a completion.
+    """
+    dataset = trainer.train_dataset
+    known = isinstance(dataset, Dataset) and not trainer._is_vlm and trainer.environment_factories is None
+    if not known or len(dataset) > MAX_CHECKED_PROMPTS:
+        return  # each batch is checked all the same
+    for start in range(0, len(dataset), 1000):
+        prompt_ids, _, _ = trainer._tokenize_prompts(dataset[start : start + 1000]["prompt"])
+        trainer.vllm_generation.check_prompts(prompt_ids, "the training data set", start)
 
 
 def _check_turns(trainer: Any) -> None:

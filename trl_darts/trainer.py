@@ -6,31 +6,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
-from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
 from .callbacks import RunLogCallback, VarianceTrackerCallback
-from .checks import check_arguments, check_path
+from .checks import check_arguments, check_path, check_prompt_lengths
 from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
 from .generation import rollout_generation
-from .metrics import RolloutRecord, bias_metrics, harvest_metrics, rollout_metrics
+from .metrics import RolloutRecord
 from .policy import LengthTracker
 from .prompt_feed import PromptFeed
 from .prompt_rounds import PromptRounds
 from .rollout import RolloutConductor, Turn
+from .rollout_log import RolloutLog
 from .rows import KeptRows, mask_stale, repeat_rewards, take_weight
 from .servers import connect, server_settings
 from .worth import WorthCheck
-
-
-# Tokenizing this many prompts takes seconds.
-MAX_CHECKED_PROMPTS = 100_000
 
 
 class DARTSGRPOTrainer(GRPOTrainer):
@@ -139,21 +134,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._init_conductor()
             check_path(self)
             if settings is not None:
-                self._conductor.agree(self._check_prompt_lengths)
+                self._conductor.agree(lambda: check_prompt_lengths(self))
         except BaseException:
             if engine is not None:
                 engine.close()
             raise
-
-    def _check_prompt_lengths(self) -> None:
-        """Looks for prompts that no server can take now, not at the step in which they come up."""
-        dataset = self.train_dataset
-        known = isinstance(dataset, Dataset) and not self._is_vlm and self.environment_factories is None
-        if not known or len(dataset) > MAX_CHECKED_PROMPTS:
-            return  # each batch is checked all the same
-        for start in range(0, len(dataset), 1000):
-            prompt_ids, _, _ = self._tokenize_prompts(dataset[start : start + 1000]["prompt"])
-            self.vllm_generation.check_prompts(prompt_ids, "the training data set", start)
 
     def _init_conductor(self) -> None:
         args = self.args
@@ -166,7 +151,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             callback.tracker = settings.tracker(args.max_completion_length)
         curve = args.load_latency_curve()
         callback.admission = settings.admission(callback.tracker, curve, args.num_engines)
-        self._worth_check = WorthCheck(curve, args.num_engines)
+        self._rollout_log = RolloutLog(self, WorthCheck(curve, args.num_engines))
         self._tracker_callback = callback
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
@@ -297,41 +282,21 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return sharded and self.accelerator.num_processes > 1
 
     def _log_rollout(self, record: RolloutRecord) -> None:
-        metrics = rollout_metrics(record)
-        if self.accelerator.is_main_process:
-            self._worth_check.observe(record)
-        if self.use_vllm and (seconds := self.vllm_generation.take_sync_seconds()) is not None:
-            metrics["darts/sync/seconds"] = seconds
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-        if self.args.save_rollout_trace and self.accelerator.is_main_process:
-            directory = Path(self.args.output_dir) / "rollouts"
-            directory.mkdir(parents=True, exist_ok=True)
-            # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
-            micro_step = self._step % self.args.gradient_accumulation_steps
-            trace = pd.DataFrame(record.trace()).assign(step=self.state.global_step)
-            trace.to_parquet(directory / f"rollout_{self.state.global_step:05d}_{micro_step:02d}.parquet")
+        self._rollout_log.rollout(record)
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args)
         if self._conductor is None:
             return rewards
         rewards = repeat_rewards(rewards, self._conductor.repeats)
-        if self.model.training and self._conductor.record is not None:
-            self._log_bias(rewards)
-        return rewards
-
-    def _log_bias(self, rewards_per_func: torch.Tensor) -> None:
-        """Of the last rollout, whose rows were scored just now."""
-        record, size = self._conductor.record, self.args.num_generations
-        rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
-        rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
-        if self._rounds is not None:
-            first_rows = self._rounds.harvested.first_rows
-        else:
+        record = self._conductor.record
+        if self.model.training and record is not None:
+            size = self.args.num_generations
             first_rows = {summary.group_id: summary.group_id * size for summary in record.summaries}
-        for name, value in bias_metrics(record, first_rows, rewards.tolist()).items():
-            self._metrics["train"][name].append(value)
+            if self._rounds is not None:
+                first_rows = self._rounds.harvested.first_rows
+            self._rollout_log.bias(record, first_rows, rewards)
+        return rewards
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple:
         if self._rounds is not None:
@@ -350,8 +315,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             harvested = conductor.agree(lambda: rounds.end(None))
             conductor.repeats, conductor.record = harvested.repeats, None
         inputs, self._ready = rounds.finish(harvested, num_rows)
-        for name, value in harvest_metrics(harvested, self.args.mask_stale_after).items():
-            self._metrics["train"][name].append(value)
+        self._rollout_log.harvest(harvested)
         return inputs
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

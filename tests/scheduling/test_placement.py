@@ -1,5 +1,6 @@
 """Who decodes what, decided before the rollout: `balance`, and the order and engines of `AssignedPlacement`."""
 
+import json
 import math
 
 import pytest
@@ -7,14 +8,19 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from trl_darts.distributed import Director
+from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import (
     AssignedPlacement,
     Candidate,
     EngineLoad,
     GroupPlan,
+    GroupSummary,
+    LengthRanked,
+    PromptInfo,
     SchedulePolicies,
     Scheduler,
     Submit,
+    UniformAdmission,
     balance,
 )
 
@@ -185,3 +191,30 @@ def test_scheduler_submits_each_candidate_to_its_engine():
     for engine, slots in enumerate(director.slots):
         assert [s.candidate_id for s in slots] == [c.candidate_id for c in commands if c.engine_id == str(engine)]
         assert all(engines[slot.group_id][slot.index] == engine for slot in slots)
+
+
+def test_long_candidates_have_engines_of_their_own():
+    placement = LengthRanked([10, 90, 20, 30, 40], num_long=1, long_share=0.2)
+    engines = [EngineLoad("long", 2), EngineLoad("a", 2), EngineLoad("b", 2)]
+    chosen = [placement.choose(Candidate(i, group, 0), engines) for i, group in enumerate([1, 0, 2])]
+    assert chosen == ["long", "a", "a"]
+    engines[1].num_running = engines[2].num_running = 2
+    assert placement.choose(Candidate(3, 4, 0), engines) is None  # the long ones' engine has room, and stays free
+    assert placement.choose(Candidate(3, 1, 0), engines) == "long"
+    assert placement.choose(Candidate(4, 1, 0), engines[1:2]) is None  # one engine is for all: it has no room
+    order = placement.order([Candidate(i, group, 0) for i, group in enumerate([0, 1, 2, 3, 4])])
+    assert [c.group_id for c in order] == [1, 4, 3, 2, 0]
+
+
+def test_a_prompt_never_seen_is_expected_as_long_as_those_of_its_length():
+    admission = UniformAdmission(2, LengthTracker(0.5))
+    groups = [
+        GroupSummary(i, i, [100 * tokens] * 2, ["stop"] * 2, [0, 1], tokens) for i, tokens in enumerate([4, 64] * 20)
+    ]
+    admission.observe(groups, 1.0)
+    short, long, seen = admission.expected_lengths([PromptInfo(98, 4), PromptInfo(99, 64), PromptInfo(0, 64)])
+    assert short < 0.3 * long
+    assert seen == 400  # its own history counts, not its length
+    again = UniformAdmission(2, admission.expectations.tracker)
+    again.load_state_dict(json.loads(json.dumps(admission.state_dict())))
+    assert again.expected_lengths([PromptInfo(98, 4)]) == [short]

@@ -6,6 +6,7 @@ NumPy and the standard library only. Nothing here reads a clock or draws a rando
 """
 
 from trl_darts.policy.allocation import allocate_redundancy
+from trl_darts.policy.bias import LengthBias, RewardBias, length_bias, reward_bias
 from trl_darts.policy.budget import BudgetController, redundancy_budget
 from trl_darts.policy.censoring import GroupMoments, group_moments
 from trl_darts.policy.held_out import HeldOutError
@@ -14,6 +15,7 @@ from trl_darts.policy.latency_profile import DecodePoint, LatencyProfile, Prefil
 from trl_darts.policy.latency_surface import LatencySurface
 from trl_darts.policy.lengths import LengthTracker
 from trl_darts.policy.prefill import PrefillLine
+from trl_darts.policy.prior import PromptLengthPrior
 from trl_darts.policy.selection import select_dual_end, select_shortest
 
 
@@ -25,12 +27,17 @@ __all__ = [
     "LatencyCurve",
     "LatencyProfile",
     "LatencySurface",
+    "LengthBias",
     "LengthTracker",
     "PrefillLine",
     "PrefillPoint",
+    "PromptLengthPrior",
+    "RewardBias",
     "allocate_redundancy",
     "group_moments",
+    "length_bias",
     "redundancy_budget",
+    "reward_bias",
     "rollout_time",
     "select_dual_end",
     "select_shortest",

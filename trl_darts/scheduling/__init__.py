@@ -15,7 +15,7 @@ from .events import (
     Submit,
     TokensArrived,
 )
-from .placement import AssignedPlacement, LongestFirst, balance, known_lengths
+from .placement import AssignedPlacement, LengthRanked, LongestFirst, balance, known_lengths
 from .policies import (
     AllGroups,
     BatchStop,
@@ -79,6 +79,7 @@ __all__ = [
     "GroupSummary",
     "Harvest",
     "LeastLoaded",
+    "LengthRanked",
     "Lifecycle",
     "LongestFirst",
     "Occupancy",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import StateMismatchError
-from ..policy import BudgetController, LengthTracker, allocate_redundancy
+from ..policy import BudgetController, LengthTracker, PromptLengthPrior, allocate_redundancy
 from .placement import LengthRanked, LongestFirst, known_lengths
 from .policies import SchedulePolicies
 from .summary import GroupSummary
@@ -123,6 +123,38 @@ class AdmissionPolicy(Protocol):
         ...
 
 
+class LengthExpectations:
+    """
+    How long the responses to a prompt will be: by its own history, or, where it was never seen, by its length.
+
+    Args:
+        tracker ([`LengthTracker`]):
+            Length statistics per prompt. Shared with the callback that saves it.
+    """
+
+    def __init__(self, tracker: LengthTracker) -> None:
+        self.tracker = tracker
+        self.prior = PromptLengthPrior()
+
+    def __call__(self, prompts: Sequence[PromptInfo]) -> list[float]:
+        """Expected tokens of one response to each; NaN before anything is known."""
+        means = [self.tracker.mean(prompt.key) for prompt in prompts]
+        return [
+            self.prior.expected(prompt.num_tokens) if np.isnan(mean) else mean
+            for prompt, mean in zip(prompts, means, strict=True)
+        ]
+
+    def learn(self, summaries: Sequence[GroupSummary]) -> None:
+        """Takes note of a rollout's lengths."""
+        for summary in summaries:
+            self.tracker.update(summary.prompt_key, summary.lengths, summary.censored)
+        self.tracker.end_step()
+        for summary in summaries:
+            mean = self.tracker.mean(summary.prompt_key)
+            if np.isfinite(mean):
+                self.prior.update(summary.num_prompt_tokens, mean)
+
+
 class UniformAdmission:
     """
     `num_generations` for each prompt: what GRPO does.
@@ -136,7 +168,7 @@ class UniformAdmission:
 
     def __init__(self, num_generations: int, tracker: LengthTracker | None = None) -> None:
         self.num_generations = num_generations
-        self.tracker = tracker
+        self.expectations = None if tracker is None else LengthExpectations(tracker)
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
         """M for each."""
@@ -145,24 +177,22 @@ class UniformAdmission:
 
     def expected_lengths(self, prompts: Sequence[PromptInfo]) -> list[float] | None:
         """The prompts' smoothed mean lengths, with a tracker."""
-        return None if self.tracker is None else _means(self.tracker, prompts)
+        return None if self.expectations is None else self.expectations(prompts)
 
     def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
         """Updates the prompts' statistics, with a tracker."""
-        if self.tracker is not None:
-            _learn(self.tracker, summaries)
+        if self.expectations is not None:
+            self.expectations.learn(summaries)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty; the tracker is saved by its callback."""
-        return {}
+        """What is known of prompts by their lengths, with a tracker."""
+        return {} if self.expectations is None else {"prior": self.expectations.prior.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Accepts only an empty state."""
-        if state:
-            raise StateMismatchError(
-                f"`UniformAdmission` keeps no state, but {sorted(state)} was saved, under another `schedule`. Resume "
-                "with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
-            )
+        """Restores it."""
+        _check_state(self, state)
+        if self.expectations is not None:
+            self.expectations.prior.load_state_dict(state["prior"])
 
 
 class VarianceAdmission:
@@ -185,6 +215,7 @@ class VarianceAdmission:
         self, tracker: LengthTracker, budget: BudgetController, num_generations: int, max_num_generations: int
     ) -> None:
         self.tracker = tracker
+        self.expectations = LengthExpectations(tracker)
         self.budget = budget
         self.num_generations = num_generations
         self.max_num_generations = max_num_generations
@@ -211,34 +242,30 @@ class VarianceAdmission:
 
     def expected_lengths(self, prompts: Sequence[PromptInfo]) -> list[float]:
         """The prompts' smoothed mean lengths."""
-        return _means(self.tracker, prompts)
+        return self.expectations(prompts)
 
     def observe(self, summaries: Sequence[GroupSummary], seconds: float) -> None:
         """Updates the prompts' statistics, ρ, and the cost of a candidate."""
-        _learn(self.tracker, summaries)
+        self.expectations.learn(summaries)
         lengths = [length for summary in summaries for length in summary.lengths]
         if lengths and seconds > 0:  # a rollout can be over as it begins, where all that it resumes is complete
             self.budget.observe(len(lengths), seconds, lengths)
 
     def state_dict(self) -> dict[str, Any]:
-        """The budget's state; the tracker is saved by its callback."""
-        return {"budget": self.budget.state_dict()}
+        """The budget's state, and what is known of prompts by their lengths; the tracker is saved by its callback."""
+        return {"budget": self.budget.state_dict(), "prior": self.expectations.prior.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the budget."""
-        if set(state) != {"budget"}:
-            raise StateMismatchError(
-                f"`VarianceAdmission` saves ['budget'], but {sorted(state)} was saved, under another `schedule`. "
-                "Resume with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
-            )
+        """Restores both."""
+        _check_state(self, state)
         self.budget.load_state_dict(state["budget"])
+        self.expectations.prior.load_state_dict(state["prior"])
 
 
-def _means(tracker: LengthTracker, prompts: Sequence[PromptInfo]) -> list[float]:
-    return [tracker.mean(prompt.key) for prompt in prompts]
-
-
-def _learn(tracker: LengthTracker, summaries: Sequence[GroupSummary]) -> None:
-    for summary in summaries:
-        tracker.update(summary.prompt_key, summary.lengths, summary.censored)
-    tracker.end_step()
+def _check_state(admission: AdmissionPolicy, state: Mapping[str, Any]) -> None:
+    own = sorted(admission.state_dict())
+    if sorted(state) != own:
+        raise StateMismatchError(
+            f"`{type(admission).__name__}` saves {own}, but {sorted(state)} was saved, under another `schedule`. "
+            "Resume with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
+        )
