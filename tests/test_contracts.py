@@ -6,8 +6,10 @@ from transformers import Trainer
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from tests.builders import letters_dataset, make_args, make_trainer
+from trl_darts.prompt_feed import skip_epochs
 
 
 def parameters(function) -> list[str]:
@@ -49,6 +51,16 @@ def test_the_training_loop_takes_its_items_from_the_iterator_that_we_look_ahead_
     ), "GRPOTrainer._prepare_inputs must train on what _generate_and_score_completions returns, whatever the rows"
     assert 'inputs["tool_mask"]' in inspect.getsource(GRPOTrainer._compute_loss), (
         "GRPOTrainer._compute_loss must leave out what `tool_mask` masks: stale tokens"
+    )
+
+
+def test_sampler_draws_one_order_per_epoch_from_a_generator_of_its_own():
+    sampler = RepeatSampler(list(range(12)), mini_repeat_count=1, shuffle=True, seed=3)
+    first, second = list(sampler), list(sampler)
+    again = RepeatSampler(list(range(12)), mini_repeat_count=1, shuffle=True, seed=3)
+    skip_epochs(again, 1)
+    assert list(again) == second != first, (
+        "RepeatSampler must draw each epoch's order with one `randperm` of `sampler.generator`: we skip epochs by it"
     )
 
 

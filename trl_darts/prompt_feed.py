@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 
 Rows = list[dict[str, Any]]
 
@@ -103,3 +105,20 @@ class PromptFeed:
             self._new.append(item)
         self._position += 1
         return item
+
+
+def skip_epochs(sampler: Any, num_epochs: int) -> None:
+    """
+    Draws the orders of the epochs that a resumed training has behind it. TRL 1.16 does not: its sampler begins with
+    the first epoch's order again, and the part of an epoch that is skipped is then not the part that was trained on.
+    It can go when TRL's `RepeatSampler` knows the epoch.
+
+    Args:
+        sampler (`RepeatSampler`):
+            TRL's sampler. One that does not shuffle has nothing to draw.
+        num_epochs (`int`):
+            Whole epochs that are over.
+    """
+    if getattr(sampler, "shuffle", False):
+        for _ in range(num_epochs):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOTrainer
 
 from .callbacks import RunLogCallback, VarianceTrackerCallback
@@ -19,7 +20,7 @@ from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterio
 from .generation import rollout_generation
 from .metrics import RolloutRecord
 from .policy import LengthTracker
-from .prompt_feed import PromptFeed
+from .prompt_feed import PromptFeed, skip_epochs
 from .prompt_rounds import PromptRounds
 from .rollout import RolloutConductor, Turn
 from .rollout_log import RolloutLog
@@ -39,7 +40,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     not over-provisioned.
 
     Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
-    `_generate_and_score_completions`, `get_batch_samples` and `_load_optimizer_and_scheduler`, each around TRL's own.
+    `_generate_and_score_completions`, `get_batch_samples`, `_get_train_sampler` and `_load_optimizer_and_scheduler`,
+    each around TRL's own.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -84,6 +86,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     # Class-level: TRL's own tests build trainers without __init__.
     _conductor: RolloutConductor | None = None
     _rounds: PromptRounds | None = None
+    _sampler: Any = None
     _ready: KeptRows | None = None  # completions of a batch that is not the loader's, until TRL asks for them
     _in_tool_loop = False
 
@@ -298,6 +301,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._rollout_log.bias(record, first_rows, rewards)
         return rewards
 
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._sampler = super()._get_train_sampler(dataset)
+        return self._sampler
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple:
         if self._rounds is not None:
             epoch_iterator = self._rounds.feed.follow(epoch_iterator)
@@ -342,3 +349,5 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._tracker_callback.load(Path(checkpoint))
         if self._rounds is not None:
             self._rounds.load(Path(checkpoint), skips=not self.args.ignore_data_skip)
+            epochs = int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)
+            skip_epochs(self._sampler, epochs)

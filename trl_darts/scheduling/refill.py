@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, pstdev
+from statistics import median, pstdev
+
+import numpy as np
 
 from .types import Group
 
@@ -36,27 +38,39 @@ class BubbleFilling:
     num_slots: int
     max_num_generations: int
 
+    def looks(self, groups: Iterable[Group], num_open: int) -> bool:
+        """Whether anything depends on lengths: there is room, a group that may get a candidate, and a tail to judge."""
+        if num_open >= self.num_slots:
+            return False
+        num_complete, is_short = 0, False
+        for group in groups:
+            num_complete += group.num_complete
+            is_short = is_short or self._may_grow(group)
+        return is_short and num_complete >= MIN_COMPLETE
+
     def extra(self, groups: Iterable[Group], num_open: int) -> Sequence[int]:
         """IDs of the groups that get one more candidate each."""
-        room = self.num_slots - num_open
-        if room <= 0:
-            return ()
         groups = list(groups)
-        complete = [length for group in groups for length in group.complete_lengths]
-        waiting = [group for group in groups if not group.closed and group.num_unfinished]
-        if len(complete) < MIN_COMPLETE or not waiting:
+        if not self.looks(groups, num_open):
             return ()
-        tail = _Tail.of(complete)
+        complete = [length for group in groups for length in group.complete_lengths]
+        tail, usual = _Tail.of(complete), float(np.median(complete))
+        short = [group for group in groups if self._may_grow(group)]
+        expected = [median(own) if len(own := group.complete_lengths) > 1 else usual for group in short]
         # Added now, a candidate has as many tokens to go as it will have in the end.
-        left = max(tail.residual(c.length) for group in waiting for c in group.unfinished)
-        usual = median(complete)
-        wide = []
-        for group in waiting:
-            own = group.complete_lengths
-            expected = median(own) if len(own) > 1 else usual
-            if len(group.candidates) < self.max_num_generations and expected <= left:
-                wide.append((-_spread(group, tail), group.group_id))
-        return [group_id for _, group_id in sorted(wide)[:room]]
+        left, needed = 0.0, max(expected)
+        for group in groups:
+            if left >= needed:  # whatever the others have
+                break
+            if group.num_unfinished and not group.closed:
+                left = max(left, max(tail.residual(c.length) for c in group.unfinished))
+        in_time = [group for group, length in zip(short, expected, strict=True) if length <= left]
+        wide = sorted((-_spread(group, tail), group.group_id) for group in in_time)
+        return [group_id for _, group_id in wide[: self.num_slots - num_open]]
+
+    def _may_grow(self, group: Group) -> bool:
+        """Whether it still waits for a candidate, and is not at its bound."""
+        return group.num_unfinished > 0 and len(group.candidates) < self.max_num_generations and not group.closed
 
 
 @dataclass(frozen=True)
@@ -68,8 +82,8 @@ class _Tail:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> _Tail:
-        logs = [math.log(length) for length in lengths]
-        return cls(fmean(logs), max(pstdev(logs) ** 2, 0.01))
+        logs = np.log(lengths)
+        return cls(float(logs.mean()), max(float(logs.var()), 0.01))
 
     def residual(self, length: int) -> float:
         """Tokens that a candidate is expected to have after `length`."""

@@ -4,7 +4,9 @@ from .cluster import SimulatedCluster
 from .engine import ClusterSpec
 from .lengths import ENDLESS, LengthModel, LogNormalLengths, RecordedLengths
 from .replay import RecordedRollout, recorded_rollouts
-from .training import SimulatedRun, SimulatedTraining, Workload
+from .steps import SimulatedRun
+from .training import SimulatedTraining
+from .workload import Workload
 
 
 __all__ = [

@@ -21,6 +21,7 @@ from ..scheduling import (
     Command,
     EngineLoad,
     FinishReason,
+    Group,
     GroupPlan,
     RolloutResult,
     Scheduler,
@@ -28,13 +29,11 @@ from ..scheduling import (
     TokensArrived,
 )
 from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
+from .reports import Reports
 
 
 # Members of an enum by a name of their own: before Python 3.12, looking one up in its class calls a function.
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
-
-REPORT_INTERVAL = 16
-"""Tokens between two reports of a sequence, where the schedule asks for them: the streaming interval of our engine."""
 
 
 class SimulatedCluster:
@@ -111,8 +110,9 @@ class _Rollout:
         self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in plans}
         spec = cluster.spec
         seconds = cluster.seconds_per_step(sum(plan.num_candidates for plan in plans))
-        interval = REPORT_INTERVAL if scheduler.needs_progress else None
-        self.engines = [SimulatedEngine(spec, seconds, interval) for _ in range(spec.num_engines)]
+        self.reports = Reports(scheduler)
+        self.groups = scheduler.ledger.groups
+        self.engines = [SimulatedEngine(spec, seconds) for _ in range(spec.num_engines)]
         self.times = [math.inf] * spec.num_engines  # of the engines' next events
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
 
@@ -129,24 +129,57 @@ class _Rollout:
             if sequence is not None and engine.steps >= sequence.end:
                 self._end(engine, sequence, sequence.reason, now)
             elif sequence is not None:
-                self._report(engine, sequence, now)
+                self._report(sequence, engine.decoded(sequence), now)
             if engine.waiting:
                 engine.admit()
             times[index] = engine.next_time()
         return self.scheduler.result()
 
-    def _report(self, engine: SimulatedEngine, sequence: SimulatedSequence, now: float) -> None:
+    def _report(self, sequence: SimulatedSequence, length: int, now: float) -> None:
         command, known = sequence.command, sequence.reported
-        length = sequence.reported = engine.decoded(sequence)
+        sequence.reported = length
         event = TokensArrived(command.candidate_id, command.segment, known, range(length - known), None, now)
         self._execute(self.scheduler.handle(event), now)
 
     def _end(self, engine: SimulatedEngine, sequence: SimulatedSequence, reason: FinishReason, now: float) -> None:
+        if self.reports.needed:
+            self._catch_up(engine, sequence, reason, now)
         command, known = sequence.command, sequence.reported
         tokens = range(engine.leave(sequence) - known)
         event = CandidateEnded(command.candidate_id, command.segment, known, tokens, None, reason, now)
         if commands := self.scheduler.handle(event):
             self._execute(commands, now)
+        if self.reports.needed:
+            self._watch(self.groups[command.group_id])
+
+    def _catch_up(self, engine: SimulatedEngine, ended: SimulatedSequence, reason: FinishReason, now: float) -> None:
+        """Reports that were left out, of the sequences whose lengths are read when this one ends."""
+        for candidate in self.reports.read_at_end(self.groups[ended.command.group_id], reason):
+            sequence = self.sequences.get(candidate.candidate_id)
+            if sequence is None or sequence is ended:
+                continue
+            own = self.engines[int(sequence.command.engine_id)]
+            own.advance(now)
+            # Of several events at the same time, those of the first engine come first, and there the first candidate's.
+            before = (int(sequence.command.engine_id), candidate.candidate_id) < (
+                int(ended.command.engine_id),
+                ended.command.candidate_id,
+            )
+            length = own.streamed(sequence, is_due=before)
+            if length > sequence.reported:
+                self._report(sequence, length, now)
+
+    def _watch(self, group: Group) -> None:
+        """From now on, reports of the group's sequences that can decide something are events."""
+        begin = self.reports.begins_at(group)
+        if begin == math.inf:
+            return
+        for candidate in group.unfinished:
+            sequence = self.sequences.get(candidate.candidate_id)
+            if sequence is not None and sequence.report_from != begin:
+                index = int(sequence.command.engine_id)
+                self.engines[index].report(sequence, begin)
+                self.times[index] = self.engines[index].next_time()
 
     def _execute(self, commands: list[Command], now: float) -> None:
         touched = set()
@@ -170,6 +203,9 @@ class _Rollout:
         if length > self.max_length:
             length, reason = self.max_length, LENGTH
         remaining = max(1, length - prior) if prior else length
-        sequence = SimulatedSequence(command, self.prompt_tokens[command.group_id], prior, remaining, reason, prior)
+        tokens = self.prompt_tokens[command.group_id]
+        sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior, streamed=prior)
+        if self.reports.needed:
+            sequence.report_from = self.reports.begins_at(self.groups[command.group_id])
         self.sequences[command.candidate_id] = sequence
         return sequence

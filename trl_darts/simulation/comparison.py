@@ -11,7 +11,9 @@ import numpy as np
 from ..errors import ConfigurationError
 from ..scheduling import ScheduleSettings
 from .engine import ClusterSpec
-from .training import SimulatedRun, SimulatedTraining, Workload
+from .steps import SimulatedRun
+from .training import SimulatedTraining
+from .workload import Workload
 
 
 # Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom.

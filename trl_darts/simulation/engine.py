@@ -57,13 +57,21 @@ class ClusterSpec:
                 raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
 
 
+REPORT_INTERVAL = 16
+"""Tokens between two reports of a sequence, where the schedule asks for them: the streaming interval of our engine."""
+
+_NOW = 1e-6  # steps that are as good as none
+
+
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
     """
     A candidate on an engine.
 
     `length` is what it had when it was admitted last and `remaining` what it lacked then, in tokens. It decodes from
-    the engine's step `begin` to `end`, which is 0 while it waits. `reported` is what the scheduler knows of.
+    the engine's step `begin` to `end`, which is 0 while it waits. `reported` is what the scheduler knows of,
+    `streamed` what its last report before it was admitted would have been, and `report_from` the tokens from which on
+    its reports are events.
     """
 
     command: Submit
@@ -72,6 +80,9 @@ class SimulatedSequence:
     remaining: int
     reason: FinishReason
     reported: int
+    streamed: int
+    report_from: float = math.inf
+    next_report: float = -1.0  # step
     begin: float = 0.0
     end: float = 0.0
     admissions: int = 0
@@ -88,13 +99,10 @@ class SimulatedEngine:
             What it is.
         seconds (`list[float]`):
             Per step, by the number of running sequences.
-        report_interval (`int`, *optional*):
-            Tokens after which a sequence that decodes reports them. Without it, only its end is an event.
     """
 
     spec: ClusterSpec
     seconds: list[float]
-    report_interval: int | None = None
     clock: float = 0.0
     steps: float = 0.0
     num_running: int = 0
@@ -119,8 +127,9 @@ class SimulatedEngine:
         while events:
             step, _, admissions, sequence = events[0]
             if sequence.end != 0.0 and sequence.admissions == admissions:
-                break
-            del events[0]  # overtaken: its sequence has left, or was admitted anew
+                if step == sequence.end or step == sequence.next_report:
+                    break
+            del events[0]  # overtaken: its sequence has left, was admitted anew, or reports at another time
         else:
             return math.inf
         steps = step - self.steps
@@ -134,15 +143,29 @@ class SimulatedEngine:
         sequence that came last was preempted.
         """
         step, _, _, sequence = self.events[0]
-        if step - self.steps > 1e-6:
+        if step - self.steps > _NOW:
             self._preempt()
             return None
         del self.events[0]  # moves the others, and is faster than a heap nevertheless
         if step > self.steps:
             self.steps = step
         if step < sequence.end:
-            insort(self.events, self._next_event(sequence, step))
+            self._plan_report(sequence, step + REPORT_INTERVAL)
         return sequence
+
+    def report(self, sequence: SimulatedSequence, length: float) -> None:
+        """Have a sequence report from its first report on in which it has `length` tokens; not those that are past."""
+        sequence.report_from = length
+        if sequence.end != 0.0:
+            self._plan_report(sequence, self.steps)
+
+    def streamed(self, sequence: SimulatedSequence, is_due: bool = True) -> int:
+        """Tokens of its last report, had it made them all. `is_due` says whether one of this moment counts."""
+        if sequence.end == 0.0:
+            return sequence.streamed
+        steps = self.steps - sequence.begin + (_NOW if is_due else -_NOW)
+        num_reports = min(steps // REPORT_INTERVAL, (sequence.remaining - 1) // REPORT_INTERVAL)
+        return sequence.length + int(num_reports) * REPORT_INTERVAL if num_reports >= 1 else sequence.streamed
 
     def admit(self) -> None:
         """Start those that wait, in order, as far as there is room. An idle engine always has room."""
@@ -158,7 +181,7 @@ class SimulatedEngine:
                 if full and self.num_running:
                     break
                 self._start(sequence, context)
-                started.append(self._next_event(sequence, self.steps))
+                started.append((sequence.end, sequence.command.candidate_id, sequence.admissions, sequence))
             waiting.popleft()
         if len(started) > 8:  # as at the beginning of a rollout: then to sort once is faster
             self.events += started
@@ -166,6 +189,9 @@ class SimulatedEngine:
         else:
             for event in started:
                 insort(self.events, event)
+        for *_, sequence in started:
+            if sequence.report_from != math.inf:
+                self._plan_report(sequence, self.steps)
 
     def leave(self, sequence: SimulatedSequence) -> int:
         """Take a sequence out, running or waiting; returns its length in tokens."""
@@ -183,7 +209,7 @@ class SimulatedEngine:
         """Tokens that a sequence has now, prior ones included."""
         if sequence.end == 0.0:
             return sequence.length
-        tokens = int(self.steps - sequence.begin + 1e-6)
+        tokens = int(self.steps - sequence.begin + _NOW)
         return sequence.length + (tokens if tokens < sequence.remaining else sequence.remaining)
 
     def _start(self, sequence: SimulatedSequence, context: int) -> None:
@@ -200,15 +226,19 @@ class SimulatedEngine:
             self.used += context
             self.admitted.append(sequence)
 
-    def _next_event(self, sequence: SimulatedSequence, step: float) -> tuple[float, int, int, SimulatedSequence]:
-        """The end or the next report of a sequence, after `step`; as in `events`."""
-        step = sequence.end if self.report_interval is None else min(step + self.report_interval, sequence.end)
-        return step, sequence.command.candidate_id, sequence.admissions, sequence
+    def _plan_report(self, sequence: SimulatedSequence, after: float) -> None:
+        """Its next report from the step `after` on, if it makes one before its end."""
+        first = max(after - sequence.begin, sequence.report_from - sequence.length, REPORT_INTERVAL)
+        step = sequence.begin + math.ceil((first - _NOW) / REPORT_INTERVAL) * REPORT_INTERVAL
+        sequence.next_report = step
+        if step < sequence.end:
+            insort(self.events, (step, sequence.command.candidate_id, sequence.admissions, sequence))
 
     def _preempt(self) -> None:
         while self.admitted[-1].end == 0.0:
             self.admitted.pop()
         sequence = self.admitted.pop()
+        sequence.streamed = self.streamed(sequence)
         length = self.leave(sequence)
         sequence.remaining -= length - sequence.length
         sequence.length, sequence.alive = length, True  # it comes back

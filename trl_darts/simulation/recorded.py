@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigurationError
 from ..scheduling import FinishReason
 from .lengths import RecordedLengths
-from .training import Workload
+from .workload import Workload
 
 
 if TYPE_CHECKING:
