@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trl_darts.metrics import RolloutRecord, rollout_metrics
+from trl_darts.metrics import RolloutRecord, bias_metrics, harvest_metrics, rollout_metrics
+from trl_darts.prompt_rounds import HarvestedRows
+from trl_darts.rows import KeptRows
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
 
 
@@ -78,8 +80,16 @@ def emitted_metrics() -> set[str]:
     )
     admission = Admission([4], saturated=1, rho=0.9, cost_weight=0.1)
     record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), num_generations=2)
+    harvested = HarvestedRows(
+        KeptRows([[1]], None), [0], [0], [[(1, 1)]], {"waiting": 1, "partial": 0, "complete": 0}, {0: 0}
+    )
+    ours = {
+        **rollout_metrics(record),
+        **bias_metrics(record, {0: 0}, [0.0, 1.0]),
+        **harvest_metrics(harvested, mask_stale_after=None),
+    }
     sources = [path.read_text() for path in (ROOT / "trl_darts").rglob("*.py")]
-    return {*rollout_metrics(record), *(name for source in sources for name in METRIC.findall(source))}
+    return {*ours, *(name for source in sources for name in METRIC.findall(source))}
 
 
 def broken_links(page: Path) -> list[str]:

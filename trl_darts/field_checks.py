@@ -69,6 +69,12 @@ def _check_servers(config: "DARTSGRPOConfig") -> None:
         raise ConfigurationError(
             f"`vllm_server_base_url` ({config.vllm_server_base_url!r}) names a server twice. Each address once."
         )
+    if config.num_long_servers and not (on_servers and config.num_long_servers < len(config.server_urls)):
+        raise ConfigurationError(
+            f"`num_long_servers` ({config.num_long_servers}) must be less than the number of vLLM servers "
+            f"({len(config.server_urls) if on_servers else 0}): the others take what is not long. Name more servers in "
+            "`vllm_server_base_url`, or leave it out."
+        )
     if (config.generation_kwargs or {}).get("n", 1) != 1:
         raise ConfigurationError(
             f"`generation_kwargs['n']` ({config.generation_kwargs['n']}) must be left out. The number of "

@@ -185,7 +185,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     @property
     def length_tracker(self) -> LengthTracker:
-        """What is known of response lengths on the main process. Stays empty with `schedule="grpo"`."""
+        """What is known of response lengths on the main process. Stays empty without `length_ranked`, as with GRPO."""
         return self._tracker_callback.tracker
 
     def _generate_single_turn(

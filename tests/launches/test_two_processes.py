@@ -78,7 +78,14 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "partial_rollout",
+        pytest.param("tail_batching", marks=pytest.mark.slow),
+        pytest.param("sorted", marks=pytest.mark.slow),
+    ],
+)
 def test_batches_that_are_not_the_loaders(server, model_dir, tmp_path, schedule):
     """Three groups on two processes, one on both: whichever are done, rows and rewards belong together."""
     fields = {"schedule": schedule, **SCHEDULES[schedule]}

@@ -82,7 +82,7 @@ trainings = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trainings)
 def test_trained_once(training):
     num_batches, size = len(training.loader), training.policy.num_groups
@@ -94,7 +94,7 @@ def test_trained_once(training):
     assert all(len(group.rows) == M for group in groups)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trainings)
 def test_not_starved(training):
     policy, entered, left = training.policy, {}, {}
@@ -113,7 +113,7 @@ def test_not_starved(training):
         assert max(waits) <= 2 * policy.num_groups + 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trainings)
 def test_logprobs_of_their_time(training):
     for group in training.run():
@@ -128,7 +128,7 @@ def test_logprobs_of_their_time(training):
                 assert len(row.versions) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(trainings)
 def test_on_policy_rows_are_of_the_newest_policy(training):
     if training.buffer.keeps_tokens:
@@ -138,7 +138,7 @@ def test_on_policy_rows_are_of_the_newest_policy(training):
             assert all(row.versions[0][0] == training.version - 1 for row in group.rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(trainings, st.integers(0, 5))
 def test_restored_as_saved(training, stop_at):
     for _ in range(min(stop_at, len(training.loader))):

@@ -14,8 +14,10 @@ from trl_darts.scheduling import (
     EngineLost,
     EngineResized,
     FinishReason,
+    FirstGroups,
     GroupPlan,
     LongestFirst,
+    PartialCandidate,
     RolloutExpired,
     SchedulePolicies,
     Scheduler,
@@ -95,6 +97,54 @@ def test_bounded_wait_aborts_beyond_p_times_the_mth_shortest():
     assert result.groups[0].selected == [0, 1, 3]
     assert result.groups[0].candidates[4].state is CandidateState.ABORTED
     assert end_of(result) == pytest.approx(40, abs=1)
+
+
+def test_patience_auto_ends_with_the_last_prompt_that_was_short():
+    """Group 0 has three complete at 20, group 1 at 60: until then, and no longer, group 0's other two may go on."""
+    engine = StubEngine({0: [10, 15, 20, 40, 500], 1: [5, 30, 60, 70, 400]})
+    result = engine.run(darts(long_end_patience="auto"), [GroupPlan(0, 5), GroupPlan(1, 5)])
+    assert [g.selected for g in result.groups] == [[0, 1, 3], [0, 1, 2]]
+    assert end_of(result) == 60.0
+    assert [c.length for c in result.groups[0].candidates] == [10, 15, 20, 40, 60]
+
+
+def test_patience_auto_does_not_wait_for_what_can_not_come():
+    """Group 1 has but two complete candidates; the third was cut off at the limit, and it is over with that."""
+    engine = StubEngine({0: [10, 15, 20, 900], 1: [5, 30, 800]}, max_completion_length=100)
+    result = engine.run(darts(long_end_patience="auto"), [GroupPlan(0, 4), GroupPlan(1, 3)])
+    assert end_of(result) == 100.0
+    assert [g.selected for g in result.groups] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_patience_auto_follows_the_batch_that_is_wanted():
+    """Of three groups, two are enough: the third, which would be short for long, is not waited for."""
+    policies = make_policies("darts", 2, 4, 1, long_end_patience="auto")
+    policies = SchedulePolicies(policies.group_stop, FirstGroups(2))
+    engine = StubEngine({0: [3, 9, 300], 1: [4, 20, 400], 2: [5, 90, 95]})
+    result = engine.run(Scheduler(policies, 2), [GroupPlan(i, 3) for i in range(3)])
+    assert end_of(result) == 20.0
+    assert [g.plan.group_id for g in result.groups] == [0, 1]
+    assert [g.plan.group_id for g in result.deferred] == [2]
+
+
+def test_uniform_keeps_the_first_that_ended_whatever_their_length():
+    engine = StubEngine({0: [40, 4, 900, 7, 3]}, max_completion_length=100)
+    result = engine.run(darts(selection="uniform"), [GroupPlan(0, 5)])
+    assert result.groups[0].selected == [0, 1, 2]  # also the one that was cut off: plain GRPO trains on it too
+    engine = StubEngine({0: [40, 4, 900, 7, 3]})
+    result = engine.run(darts(selection="uniform", long_end_patience=2.0), [GroupPlan(0, 5)])
+    assert result.groups[0].selected == [1, 3, 4]  # the first and the third were aborted
+
+
+def test_candidates_of_an_earlier_rollout_are_not_sampled_again():
+    done = PartialCandidate([5] * 8, [-1.0] * 8, FinishReason.STOP, num_segments=1)
+    half = PartialCandidate([5] * 6, [-1.0] * 6, None, num_segments=1)
+    engine = StubEngine({0: [8, 10, 4]})
+    result = engine.run(grpo(), [GroupPlan(0, 3, resumed=(done, half))])
+    submits = [c for c in engine.commands if isinstance(c, Submit)]
+    assert [(c.index, len(c.prior_tokens), c.segment) for c in submits] == [(1, 6, 1), (2, 0, 0)]
+    assert end_of(result) == 4.0
+    assert [c.length for c in result.groups[0].candidates] == [8, 10, 4]
 
 
 def test_bounded_wait_does_nothing_before_the_mth_complete_candidate():

@@ -160,7 +160,9 @@ class Scheduler:
             return []
         if problem := self.ledger.append(candidate, event):
             return self._fail(candidate, problem, event.now)
-        return self._decide(self.ledger.groups[candidate.group_id], event.now)
+        commands = self._decide(self.ledger.groups[candidate.group_id], event.now)
+        # A slow candidate shows by its length that there is time for others, and by nothing else.
+        return commands if self.policies.refill is None else commands + self._dispatch(event.now)
 
     def _on_ended(self, event: CandidateEnded) -> list[Command]:
         candidate = self.ledger.live(event.candidate_id, event.segment)
