@@ -67,8 +67,12 @@ def test_a_number_from_a_command_line():
         ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
         ({"schedule": "partial_rollout", "mask_stale_after": -1}, r"`mask_stale_after` \(-1\) must be at least 0"),
         (
-            {"fill_bubbles": True, "long_end_patience": "auto", "schedule": "sorted"},
+            {"fill_bubbles": True, "long_end_patience": "auto", "schedule": "sorted", "selection": "dual_end"},
             "`fill_bubbles` .* does not go with",
+        ),
+        (
+            {"schedule": "sorted", "long_end_patience": 2.0},
+            r"`long_end_patience` \(2.0\) has no effect with `selection`",
         ),
         ({"num_long_servers": -1}, "must not be negative"),
         ({"num_long_servers": 1, "length_ranked": False}, "needs `length_ranked=True`"),

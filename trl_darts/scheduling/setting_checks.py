@@ -98,6 +98,11 @@ def _check_wait(settings: ScheduleSettings) -> None:
             f"`long_end_patience` ({patience}) must be at least 1, in multiples of the `num_generations`-th shortest "
             "complete length. Leave it unset to wait for all candidates."
         )
+    if patience is not None and settings.selection == "all" and settings.schedule != "grpo":
+        raise ConfigurationError(
+            f"`long_end_patience` ({patience!r}) has no effect with `selection` ('all'): all candidates are wanted. "
+            "Leave it unset, or set `selection='dual_end'`."
+        )
     if not settings.fill_bubbles:
         return
     if settings.schedule not in ("darts", "tail_batching") or settings.selection == "all":
