@@ -34,7 +34,10 @@ FAMILIES = {
         "sorted, partial",
     ),
 }
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # told apart by the colour-blind as well
+COLORS = {
+    "candidates": ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"),
+    "prompts": ("#17a2d4", "#8b1a1a", "#7b4fb5", "#7f7f00", "#2fb59a"),
+}
 BASELINE, BASELINE_COLOR = "grpo", "0.35"
 
 
@@ -83,7 +86,7 @@ class Run:
     def reaches(self, reward: float, cost: np.ndarray) -> float:
         """What it has cost when the mean reward of `LAST` steps is first as high as `reward`; NaN if it never is."""
         means = np.array(smooth(self.reward.tolist(), LAST))[LAST - 1 :]
-        reached = np.flatnonzero(means >= reward)
+        reached = np.flatnonzero(means >= reward - 1e-9)
         return float(cost.cumsum()[LAST - 1 + reached[0]]) if len(reached) else math.nan
 
 
@@ -174,7 +177,7 @@ def draw(runs: Runs, path: Path) -> None:
 
     figure, panels = plt.subplots(2, 3, figsize=(14, 8), layout="constrained", sharex="col", sharey="col")
     for (family, names), axes in zip(FAMILIES.items(), panels, strict=True):
-        colors = {BASELINE: BASELINE_COLOR, **dict(zip(names, COLORS, strict=True))}
+        colors = {BASELINE: BASELINE_COLOR, **dict(zip(names, COLORS[family], strict=True))}
         for name, color in colors.items():
             if name in runs:
                 _draw_row(runs[name], name, color, axes)
@@ -184,6 +187,8 @@ def draw(runs: Runs, path: Path) -> None:
         axes[0].set(ylabel=f"reward (mean of {WINDOW} steps)")
         axes[1].set(ylabel="reward")
         axes[2].set(ylabel="p99 length of all candidates (tokens)", yscale="log")
+        for set_form in (axes[2].yaxis.set_major_formatter, axes[2].yaxis.set_minor_formatter):
+            set_form("{x:.0f}")
         for panel in axes:
             panel.grid(alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)

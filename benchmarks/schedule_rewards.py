@@ -5,9 +5,22 @@ What each schedule makes of the same training: reward, held-out accuracy, time a
 
 The tiny reasoner is trained from its checkpoint under each schedule, on a real vLLM server on CPU. All rows of one
 seed see the same prompts, and each seed goes through all rows before the next one begins, so that a machine that
-others use disturbs all of them alike. Each training leaves a JSON file in `--results`; a benchmark that was interrupted
-goes on where it stopped. At the end, and with `--only-table`, a table is printed and a picture drawn from what is
-there.
+others use disturbs all of them alike. Each training leaves a JSON file in `--results`, and a benchmark that was
+interrupted goes on where it stopped. At the end, and with `--only-table`, a table is printed and a picture drawn from
+what is there.
+
+Columns are means over seeds with their standard errors, or medians over seeds:
+
+- reward at the end: mean of the last 20 steps. Held-out accuracy: on prompts that were never trained on, after the
+  last step, with `generate`.
+- rollouts: seconds from the first submission to the last end, over all steps.
+- tokens decoded, and waited for: what does not depend on the machine. A rollout waits for its longest candidate, from
+  where that was started in this rollout; the column is the sum over all steps. Up to 16 tokens more are decoded in
+  truth before a candidate is called off.
+- p99 length: of all candidates, over the last 20 steps. Where candidates are called off, it understates the tail.
+- off-policy: tokens trained on that an older policy sampled.
+- until grpo's reward: seconds of rollouts until the mean over 20 steps is first what grpo of the same seed has at its
+  end, median over the seeds that get there.
 
 All rows have the same latency curve, measured once, so that budgets don't depend on how busy the machine is. As in
 `schedules.py`, the sorted rows run on a server that decodes no more than N × M sequences at once: they are made for a
@@ -19,6 +32,8 @@ import gc
 import json
 import logging
 import re
+import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -26,16 +41,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from heapq import heappop, heappush
 from pathlib import Path
-from sys import path as import_path
 from typing import Any
 
 
-ROOT = Path(__file__).resolve().parents[1]
-import_path[:0] = [str(ROOT), str(ROOT / "examples" / "tiny_reasoner")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"))
 
+import torch
+from measure import sample
 from rich.console import Console
 from task import accuracy_reward, make_dataset
 from transformers import PrinterCallback
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.reward_summary import draw, load_runs, table
 from benchmarks.schedule_rows import ROWS as ALL_ROWS
@@ -46,12 +63,13 @@ from trl_darts.profiling import ProfileOptions, profile_servers
 from trl_darts.scheduling import Command, RolloutResult, Scheduler, Submit
 
 
+ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "examples" / "tiny_reasoner" / "checkpoint"
 LEFT_OUT = ("partial rollout, dual-end, auto", "sorted, post hoc")
 ROWS = [row for row in ALL_ROWS if row.name not in LEFT_OUT]
 
 PROMPTS, NUM_GENERATIONS = 8, 8  # of a step
-TRAIN_PROMPTS, TEST_PROMPTS = 128, 256  # 16 steps per epoch
+TRAIN_PROMPTS, TEST_PROMPTS = 128, 128  # 16 steps per epoch
 TEST_GENERATIONS = 4
 MAX_COMPLETION_LENGTH = 256
 ROOM = 256  # sequences of the server whose slots are not what limits
@@ -63,9 +81,9 @@ class Counts:
     """
     Counts, for each rollout of a training, what it would also be on a machine without noise.
 
-    `candidates` and `decoded` are all that were started and all tokens that were sampled; `critical` is how many tokens
-    one after the other the rollout had to wait for: of the longest candidate, from where it began. Tokens of an earlier
-    rollout don't count. With `slots`, candidates wait for each other in the server's queue.
+    `candidates` and `decoded` are all that were started and all tokens that were sampled; `critical` is how many
+    tokens one after the other the rollout had to wait for: of the longest candidate, from where it began. Tokens of an
+    earlier rollout don't count. With `slots`, candidates wait for each other in the server's queue.
 
     Args:
         trainer ([`DARTSGRPOTrainer`]):
@@ -89,25 +107,24 @@ class Counts:
         def note(commands: list[Command]) -> list[Command]:
             submits = [c for c in commands if isinstance(c, Submit) and c.candidate_id not in begun]
             if submits:
-                running = (begun.get(c.candidate_id, (0, 0)) + (c.length,) for c in scheduler.ledger.candidates)
-                now = max((before + length - carried for before, carried, length in running if length), default=0)
+                lengths = {c.candidate_id: c.length for c in scheduler.ledger.candidates}
+                now = max((before + lengths[i] - carried for i, (before, carried) in begun.items()), default=0)
                 begun.update((c.candidate_id, (now, len(c.prior_tokens))) for c in submits)
             return commands
 
         scheduler.start = lambda *given: note(start(*given))  # type: ignore[method-assign]
         scheduler.handle = lambda event: note(handle(event))  # type: ignore[method-assign]
         result = self._run(scheduler, *args)
-        if self.trainer.model.training:
-            lengths = {c.candidate_id: c.length for c in scheduler.ledger.candidates}
-            work = [(before, lengths[number] - carried) for number, (before, carried) in begun.items()]
-            self.steps.append(
-                {
-                    "step": self.trainer.state.global_step + 1,
-                    "candidates": len(work),
-                    "decoded": sum(tokens for _, tokens in work),
-                    "critical": critical_path(work, self.slots),
-                }
-            )
+        lengths = {c.candidate_id: c.length for c in scheduler.ledger.candidates}
+        work = [(before, lengths[number] - carried) for number, (before, carried) in begun.items()]
+        self.steps.append(
+            {
+                "step": self.trainer.state.global_step + 1,
+                "candidates": len(work),
+                "decoded": sum(tokens for _, tokens in work),
+                "critical": critical_path(work, self.slots),
+            }
+        )
         return result
 
 
@@ -143,8 +160,6 @@ def train(row: Row, seed: int, url: str, steps: int, learning_rate: float, curve
             latency_curve=str(curve),
             num_generations=NUM_GENERATIONS,
             per_device_train_batch_size=PROMPTS * NUM_GENERATIONS,
-            num_generations_eval=TEST_GENERATIONS,
-            per_device_eval_batch_size=TEST_PROMPTS,
             max_completion_length=MAX_COMPLETION_LENGTH,
             max_steps=steps,
             learning_rate=learning_rate,
@@ -164,15 +179,17 @@ def train(row: Row, seed: int, url: str, steps: int, learning_rate: float, curve
             reward_funcs=accuracy_reward,
             args=args,
             train_dataset=make_dataset(TRAIN_PROMPTS, seed),
-            eval_dataset=make_dataset(TEST_PROMPTS, 0, split="test"),
         )
         trainer.remove_callback(PrinterCallback)
         counts = Counts(trainer, PROMPTS * NUM_GENERATIONS if row.capped else None)
         start = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - start
-        accuracy = trainer.evaluate()["eval_reward"]
         trainer.vllm_generation.engine.close()
+    torch.manual_seed(0)
+    test_prompts = make_dataset(TEST_PROMPTS, 0, split="test")
+    tokenizer = trainer.processing_class
+    samples = sample(trainer.model.eval(), tokenizer, test_prompts, TEST_GENERATIONS, MAX_COMPLETION_LENGTH)
     return {
         "row": row.name,
         "seed": seed,
@@ -180,7 +197,7 @@ def train(row: Row, seed: int, url: str, steps: int, learning_rate: float, curve
         "learning_rate": learning_rate,
         "settings": dict(row.settings),
         "seconds": seconds,
-        "accuracy": accuracy,
+        "accuracy": samples.stats()["accuracy"],
         "rollouts": counts.steps,
         "log_history": trainer.state.log_history,
     }
@@ -232,14 +249,16 @@ def run_missing(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each training")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each training")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--results", type=Path, default=Path("outputs/rewards"), help="one JSON file per training")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "schedule_rewards.png")
     parser.add_argument("--only-table", action="store_true", help="train nothing: table and picture of what is there")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    disable_progress_bar()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     if not options.only_table:
         run_missing(options)

@@ -10,12 +10,23 @@ import numpy as np
 import requests
 
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
-from trl_darts.scheduling import GroupPlan, Occupancy, RolloutResult, Scheduler, ScheduleSettings, Submit
+from trl_darts.policy import LatencyCurve
+from trl_darts.scheduling import (
+    GroupPlan,
+    Occupancy,
+    RolloutResult,
+    Scheduler,
+    ScheduleSettings,
+    Submit,
+    make_policies,
+)
 from trl_darts.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
 
 
 EOS_TOKEN = "1"
 FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # of the Markov model: prompts are made of these
+
+PROFILED_LENGTHS = (40, 200)  # tokens
 
 AUTO = {"long_end_patience": "auto"}
 BOTH_ENDS = {"selection": "dual_end", **AUTO}
@@ -91,6 +102,23 @@ class ServerCluster:
         prompts = [[ServerPrompt([FIRST_TEXT_TOKEN + place for place in pair])] for pair in places]
         body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}
         return self.engine.run(scheduler, plans, prompts, body, fixed)
+
+    def profile(self, batch_sizes: Sequence[int]) -> tuple[LatencyCurve, float]:
+        """
+        Seconds per token at these numbers of sequences, and per request, as rollouts themselves see them: fixed
+        lengths cost the server more per token than free ones do, and the client is on the same machine.
+        """
+        short, long = PROFILED_LENGTHS
+        times = {(n, length): self._best_time(n, length) for n in batch_sizes for length in PROFILED_LENGTHS}
+        per_token = [max(1e-6, times[n, long] - times[n, short]) / (long - short) for n in batch_sizes]
+        per_request = (times[batch_sizes[-1], short] - short * per_token[-1]) / batch_sizes[-1]
+        return LatencyCurve.fit(batch_sizes, per_token), max(0.0, per_request)
+
+    def _best_time(self, num_candidates: int, length: int) -> float:
+        plans = [GroupPlan(index, 1, prompt_key=index) for index in range(num_candidates)]
+        lengths = [[length]] * num_candidates
+        grpo = make_policies("grpo", 1, 1, 0)
+        return min(Occupancy.of(self.run(Scheduler(grpo, 1), plans, lengths, length)).seconds for _ in range(3))
 
 
 @dataclass(frozen=True)

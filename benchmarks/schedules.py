@@ -22,7 +22,7 @@ Columns:
   of the rollouts alone that ended while others were under way, without those that wait for the last ones of an epoch
   or of a group of batches.
 - wasted: tokens that were decoded and never trained on. Off-policy: tokens trained on that an older policy sampled.
-- simulated: the simulator's ratio for the same trace, with the latency curve that was measured on the server.
+- simulated: the simulator's ratio for the same trace, with latencies that were measured on the server.
 """
 
 import argparse
@@ -43,19 +43,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.paper_tables import CURVE, LIMIT
+from benchmarks.paper_tables import CURVE
 from benchmarks.schedule_rows import ROWS, Replay, Row, ServerCluster, Total
 from benchmarks.servers import benchmark_server
 from trl_darts.policy import LatencyCurve
-from trl_darts.profiling import ProfileOptions, profile_servers
 from trl_darts.simulation import ClusterSpec, LogNormalLengths, Workload
 
 
 EPOCHS = 2  # in the first, nothing is known of any prompt
-PROFILED = (1, 4, 16, 64, 128)
+PROFILED = (1, 4, 16, 64, 192)  # as many as partial rollout has at once
 MAX_MODEL_LEN = 1024
 ROOM = 256  # sequences of the server whose slots are not what limits
-console = Console(width=150)
+console = Console(width=160)
 
 Totals = Mapping[str, Sequence[Total]]  # by row, one for each repeat or seed
 
@@ -96,33 +95,30 @@ def train(replays: Sequence[Replay], steps: int) -> list[Total]:
     return [replay.total for replay in replays]
 
 
-def measured_curve(url: str) -> LatencyCurve:
-    """Of the server, short."""
-    options = ProfileOptions((url,), batch_sizes=PROFILED, context_lengths=(128,), repeats=2)
-    return profile_servers(options).profile.curve
-
-
-def on_server(size: Size, rows: Sequence[Row], repeats: int, curve_file: str | None) -> None:
+def on_server(size: Size, rows: Sequence[Row], repeats: int) -> None:
     """The first table."""
-    spec_of = {}
+    servers: dict[bool, ServerCluster] = {}
     with ExitStack() as stack:
         for capped in (False, True):
             slots = size.prompts * size.num_generations if capped else ROOM
             server = benchmark_server(max_model_len=MAX_MODEL_LEN, max_num_seqs=slots)
             url, _ = stack.enter_context(server)
-            spec_of[capped] = ServerCluster(url)
-            stack.callback(spec_of[capped].engine.close)
-        curve = LatencyCurve.load(curve_file) if curve_file else measured_curve(spec_of[False].url)
-        cluster, num, workload = ClusterSpec(curve), size.num_generations, size.workload
-        train([Replay(row, num, workload, cluster, spec_of[row.capped]) for row in rows], 1)  # warms up
+            servers[capped] = ServerCluster(url)
+            stack.callback(servers[capped].engine.close)
+        num, workload = size.num_generations, size.workload
+        cold = ClusterSpec(LatencyCurve([1], [0.01]))
+        train([Replay(row, num, workload, cold, servers[row.capped]) for row in rows[:1] + rows[-1:]], 1)
+        curve, per_request = servers[False].profile(PROFILED)
+        cluster = ClusterSpec(curve, seconds_per_request=per_request)
         measured = [
-            train([Replay(row, num, workload, cluster, spec_of[row.capped]) for row in rows], size.steps)
+            train([Replay(row, num, workload, cluster, servers[row.capped]) for row in rows], size.steps)
             for _ in range(repeats)
         ]
     predicted = train([Replay(row, num, workload, cluster) for row in rows], size.steps)
-    ms = ", ".join(f"{curve(n) * 1e3:.1f}" for n in PROFILED)
+    ms = " / ".join(f"{curve(n) * 1e3:.1f}" for n in PROFILED)
+    costs = f"{ms} ms per token at {PROFILED} sequences, {per_request * 1e3:.1f} ms per request"
     show(
-        f"Real server: {size}, {size.steps} steps, {repeats} repeats\n{ms} ms per token at {PROFILED} sequences",
+        f"Real server: {size}, {size.steps} steps, {repeats} repeats\n{costs}",
         rows,
         {row.name: totals for row, totals in zip(rows, zip(*measured, strict=True), strict=True)},
         dict(zip([row.name for row in rows], predicted, strict=True)),
@@ -146,7 +142,7 @@ def show(title: str, rows: Sequence[Row], totals: Totals, predicted: Mapping[str
     """Prints a table. The first row is the baseline."""
     table = Table(title=title)
     names = ["seconds", "vs grpo (range)", *(["simulated"] if predicted else []), "expected"]
-    for name in ("schedule", *names, "bubble (oversubscribed)", "wasted", "off-policy", "tokens trained on"):
+    for name in ("schedule", *names, "bubble (oversub.)", "wasted", "off-policy", "trained on"):
         table.add_column(name, justify="left" if name in ("schedule", "expected") else "right")
     baseline = rows[0].name
     for row in rows:
@@ -166,18 +162,17 @@ def show(title: str, rows: Sequence[Row], totals: Totals, predicted: Mapping[str
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="of each row on the server")
-    parser.add_argument("--seeds", type=int, default=3, help="of each row on the simulator")
-    parser.add_argument("--latency-curve", help="Of the server, as `trl-darts profile` writes it; else measured.")
+    parser.add_argument("--repeats", type=int, default=2, help="of each row on the server")
+    parser.add_argument("--seeds", type=int, default=2, help="of each row on the simulator")
     parser.add_argument("--only", choices=["server", "simulator"], help="one of the two parts")
     parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
     args = parser.parse_args()
     server = Size(8, 4, 25.0, 200, batches=4) if args.quick else Size(16, 4, 50.0, 600)
-    cluster = Size(32, 4, 1_000.0, LIMIT, batches=4) if args.quick else Size(128, 8, 1_000.0, LIMIT)
+    cluster = Size(32, 4, 250.0, 5_120, batches=4) if args.quick else Size(64, 8, 250.0, 5_120)
     if args.quick:
         args.repeats = args.seeds = 1
     if args.only != "simulator":
-        on_server(server, ROWS, args.repeats, args.latency_curve)
+        on_server(server, ROWS, args.repeats)
     for gpus in () if args.only == "server" else (16, 32, 64):
         on_simulator(cluster, ROWS, args.seeds, gpus)
 

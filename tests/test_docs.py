@@ -118,7 +118,8 @@ def test_pages_name_what_exists(page, least):
     ],
 )
 def test_a_missing_reference_is_found(reference):
-    text = f"`{reference}` and `tests/test_docs.py::missing` and `trl_darts/schedule_arguments.py::ScheduleArguments.num_longest`"
+    known = "`tests/test_docs.py::missing` and `trl_darts/schedule_arguments.py::ScheduleArguments.num_longest`"
+    text = f"`{reference}` and {known}"
     assert missing(text) == [reference]
 
 

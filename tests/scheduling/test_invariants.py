@@ -37,6 +37,9 @@ class OneMore:
         self.given.update(wanted)
         return wanted
 
+    def is_news(self, length: int) -> bool:
+        return length % 3 == 0
+
 
 @st.composite
 def rollouts(draw) -> dict:

@@ -14,6 +14,7 @@ CALM = [10, 11, 12, 13]
 def run(lengths, num_slots=6, max_num_generations=8):
     stop = make_policies("darts", 4, max_num_generations, 1, long_end_patience="auto").group_stop
     scheduler = Scheduler(SchedulePolicies(stop, refill=BubbleFilling(num_slots, max_num_generations)), 4)
+    lengths = {group: [*own, *[10] * max_num_generations] for group, own in lengths.items()}  # for what is added
     return StubEngine(lengths).run(scheduler, [GroupPlan(group, 4) for group in lengths])
 
 

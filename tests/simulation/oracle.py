@@ -29,7 +29,12 @@ def token_by_token(
             tokens = running.pop(command.candidate_id, 0)
             if command.candidate_id in waiting:
                 waiting.remove(command.candidate_id)
-            end(command.candidate_id, tokens, FinishReason.ABORT)
+            submit = submits[command.candidate_id]
+            own = lengths[submit.group_id][submit.index]
+            end(command.candidate_id, tokens, reason_of(own) if tokens == min(own, max_length) else FinishReason.ABORT)
+
+    def reason_of(own):
+        return FinishReason.STOP if own <= max_length else FinishReason.LENGTH
 
     def end(candidate_id, tokens, reason):
         event = CandidateEnded(candidate_id, 0, 0, list(range(tokens)), None, reason, now)
@@ -51,7 +56,6 @@ def token_by_token(
             command = submits[candidate_id]
             own = lengths[command.group_id][command.index]
             if running[candidate_id] == min(own, max_length):
-                reason = FinishReason.STOP if own <= max_length else FinishReason.LENGTH
-                end(candidate_id, running.pop(candidate_id), reason)
+                end(candidate_id, running.pop(candidate_id), reason_of(own))
         admit()
     return scheduler.result()

@@ -13,9 +13,9 @@ from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
 from trl_darts.simulation import ClusterSpec, LogNormalLengths, RecordedLengths, Workload, recorded_rollouts
-from trl_darts.simulation.comparison import Estimate, compare, verdict
+from trl_darts.simulation.comparison import Estimate, compare
 from trl_darts.simulation.recorded import recorded_workload
-from trl_darts.simulation.sweep import parse_sweep, settings_of
+from trl_darts.simulation.verdict import verdict
 
 
 FLAT = ClusterSpec(LatencyCurve([1], [0.01]))
@@ -77,36 +77,31 @@ def test_few_seeds_are_no_evidence():
     assert "Simulate several seeds" in verdict(compare_two(lengths, FLAT, num_seeds=1, max_num_generations=6))
 
 
-def test_sweeps():
-    sweep = parse_sweep(["max_num_generations=6,8", "long_end_patience=none,1.5", "tail_pruning=true"])
-    assert sweep == {"max_num_generations": [6, 8], "long_end_patience": [None, 1.5], "tail_pruning": [True]}
-    settings = settings_of(["grpo", "darts"], 4, sweep)
-    assert next(iter(settings)) == "grpo"
-    assert len(settings) == 5
-    assert settings["darts, max_num_generations=8, long_end_patience=1.5, tail_pruning=True"] == ScheduleSettings(
-        "darts", num_generations=4, max_num_generations=8, long_end_patience=1.5, tail_pruning=True
-    )
-    assert set(settings_of(["grpo"], 4, {"num_generations": [2, 3]})) == {
-        "grpo, num_generations=2",
-        "grpo, num_generations=3",
+def test_verdict_names_old_tokens_and_batches_of_one_length():
+    lengths = LogNormalLengths(128, median=200.0, intra_prompt_std=0.6)
+    settings = {
+        "grpo": ScheduleSettings("grpo", num_generations=4),
+        "partial": ScheduleSettings("partial_rollout", num_generations=4),
+        "sorted": ScheduleSettings("sorted", num_generations=4, sorted_mode="partial", sorted_grouped=False),
     }
+    grpo, partial, starving = compare(Workload(lengths, 16, 4096), settings, FLAT, num_steps=16, num_seeds=3)
+    words = verdict([grpo, partial])
+    assert f"an older policy sampled {100 * partial.off_policy_share.mean:.0f} % of its tokens" in words
+    assert "overtake" not in words
+    words = verdict([grpo, starving])
+    assert f"here for up to {starving.longest_wait:.0f} steps" in words
+    assert "its batches are of short or of long answers, their mean lengths differ by ±" in words
+    assert starving.batch_length_spread.mean > 3 * grpo.batch_length_spread.mean
+    assert "older policy" not in verdict([grpo, *compare_two(lengths, FLAT)[1:]])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["speed=9"], r"'speed=9'.*must be NAME=VALUE"),
-        (["num_longest"], "must be NAME=VALUE"),
-        (["num_longest=1", "num_longest=2"], "each NAME once"),
-        (["num_longest=1.5"], r"'1.5'\) must be a whole number"),
-        (["num_longest=none"], r"'none'\) must be a whole number"),
-        (["long_end_patience=fast"], r"'fast'\) must be a number or none"),
-        (["tail_pruning=1"], r"'1'\) must be true or false"),
-    ],
-)
-def test_sweeps_that_can_not_be(options, words):
-    with pytest.raises(ConfigurationError, match=words):
-        parse_sweep(options)
+def test_tokens_that_wait_are_not_wasted():
+    lengths = LogNormalLengths(128, median=200.0)
+    settings = {"partial": ScheduleSettings("partial_rollout", num_generations=4)}
+    (partial,) = compare(Workload(lengths, 16, 4096), settings, FLAT, num_steps=3, num_seeds=2)
+    assert all(run.buffered_tokens[-1] > 0 for run in partial.runs)
+    assert partial.wasted_share.mean == pytest.approx(0.0, abs=1e-12)
+    assert partial.row()["buffered_tokens"] > 0
 
 
 @pytest.fixture
@@ -169,6 +164,18 @@ def test_command_prints_a_table_and_writes_both_files(tmp_path):
     assert (tmp_path / "out" / "simulation.png").stat().st_size > 10_000
 
 
+def test_command_with_schedules_that_look_ahead():
+    names = "grpo,tail_batching,partial_rollout,sorted"
+    result = CliRunner().invoke(
+        app, [*SMALL, "--schedule", names, "--sweep", "sorted_mode=partial"], env={"COLUMNS": "120"}
+    )
+    assert result.exit_code == 0, result.output
+    for word in ("tail_batching", "sorted_mode=partial", "deferred", "policy"):
+        assert word in result.output
+    plain = CliRunner().invoke(app, [*SMALL], env={"COLUMNS": "120"})
+    assert "deferred" not in plain.output
+
+
 def test_command_on_a_recorded_run(run_dir, tmp_path):
     curve = tmp_path / "latency.json"
     LatencyCurve([1, 8], [0.01, 0.02]).save(curve)
@@ -187,6 +194,8 @@ def test_command_on_a_recorded_run(run_dir, tmp_path):
         (["--schedule", "best"], "`--schedule` ('best') must be one or several of 'grpo', 'darts'"),
         (["--schedule", ","], "`--schedule` (empty)"),
         (["--sweep", "num_longest=9"], "`num_longest` (9) must be at least 0"),
+        (["--sweep", "sorted_mode=partial"], "(sorted_mode=partial) has no effect with `--schedule` (grpo, darts)"),
+        (["--schedule", "grpo,sorted", "--sweep", "sorted_group_batches=1"], "`sorted_group_batches` (1) must be at"),
         (["--steps", "0"], "`--steps` (0) must be at least 1"),
         (["--seeds", "0"], "`--seeds` (0) must be at least 1"),
         (["--prompts-per-step", "99999"], "`prompts_per_step` (99999)"),

@@ -14,11 +14,12 @@ from rich.table import Table
 
 from ..errors import ConfigurationError
 from ..policy import LatencyCurve
-from ..scheduling import ScheduleSettings
+from ..scheduling import SCHEDULES, ScheduleSettings
 from ..simulation import ClusterSpec, LogNormalLengths, Workload
-from ..simulation.comparison import Outcome, compare, verdict
+from ..simulation.comparison import Outcome, compare
 from ..simulation.recorded import recorded_workload
 from ..simulation.sweep import parse_sweep, settings_of
+from ..simulation.verdict import verdict
 from .exits import fail
 
 
@@ -74,13 +75,17 @@ def simulate(
     kv_tokens: Annotated[MaybeInt, engine_option(help="Tokens that fit in an engine's KV cache.")] = None,
     schedule: Annotated[
         list[str],
-        typer.Option(help="Schedules to compare, the first is the baseline. Repeat it, or separate by commas."),
+        typer.Option(
+            help=f"Schedules to compare, the first is the baseline: {', '.join(SCHEDULES)}. Repeat it, or separate by "
+            "commas."
+        ),
     ] = ["grpo", "darts"],  # noqa: B006  typer copies it
     num_generations: Annotated[MaybeInt, typer.Option(help="Rows per prompt. Default: the trace's, or 8.")] = None,
     sweep: Annotated[
         MaybeList,
         typer.Option(
-            help="A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations.",
+            help="A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations. "
+            "Each schedule takes the settings that mean something to it.",
             metavar="NAME=VALUE,…",
         ),
     ] = None,
@@ -102,6 +107,7 @@ def simulate(
             "train_seconds_per_token": train_seconds_per_token,
             "fixed_seconds": fixed_seconds,
             "shaping": shaping,
+            "redraws": True,
         }
         workload, rows = _workload(trace, lengths, prompts_per_step, max_completion_length, num_generations, more)
         settings = settings_of(_names(schedule), rows, parse_sweep(sweep or []))
@@ -158,11 +164,13 @@ def _show(outcomes: list[Outcome], workload: Workload, cluster: ClusterSpec, ste
     caption = "± is half of a 95 % confidence interval over seeds"
     table = Table(title=title, caption=caption, box=None, pad_edge=False, header_style="underline")
     table.add_column("setting", no_wrap=True)
-    for name in ("speed-up", "seconds\nper step", "wasted\ntokens", *COLUMNS):
+    some = _columns_of_rounds(outcomes)
+    for name in ("speed-up", "seconds\nper step", "wasted\ntokens", *COLUMNS, *some):
         table.add_column(name, justify="right", no_wrap=True)
-    for outcome in outcomes:
+    for index, outcome in enumerate(outcomes):
         values = [f"{outcome.estimate(quantity).mean:.2f}" for quantity in COLUMNS.values()]
-        seconds, wasted = str(outcome.estimate("step_seconds")), f"{outcome.wasted_share.mean:.0%}"
+        values += [column[index] for column in some.values()]
+        seconds, wasted = str(outcome.estimate("step_seconds")), f"{max(0.0, outcome.wasted_share.mean):.0%}"
         table.add_row(outcome.name.replace(", ", "\n"), str(outcome.speedup), seconds, wasted, *values)
     console.print(table)
     console.print(verdict(outcomes), markup=False, highlight=False)
@@ -174,6 +182,18 @@ def _show(outcomes: list[Outcome], workload: Workload, cluster: ClusterSpec, ste
             markup=False,
             highlight=False,
         )
+
+
+def _columns_of_rounds(outcomes: list[Outcome]) -> dict[str, list[str]]:
+    """What there is only with schedules whose batches are not the loader's."""
+    columns = {}
+    if any(outcome.off_policy_share.mean for outcome in outcomes):
+        columns["off-\npolicy"] = [f"{outcome.off_policy_share.mean:.0%}" for outcome in outcomes]
+    deferred = [outcome.estimate("deferred_groups").mean for outcome in outcomes]
+    if any(deferred):
+        columns["deferred\ngroups"] = [f"{groups:.0f}" for groups in deferred]
+        columns["batch\nlengths"] = [f"±{outcome.batch_length_spread.mean:.0%}" for outcome in outcomes]
+    return columns
 
 
 def _write(outcomes: list[Outcome], directory: Path) -> None:

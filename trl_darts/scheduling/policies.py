@@ -66,6 +66,10 @@ class Refill(Protocol):
         """IDs of the groups, one for each new candidate. Called whenever one of the `num_open` others has ended."""
         ...
 
+    def is_news(self, length: int) -> bool:
+        """Whether to call `extra` also now that a candidate, which goes on, is known to have this length."""
+        ...
+
 
 @dataclass(frozen=True)
 class WaitForAll:

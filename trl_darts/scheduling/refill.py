@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median, pstdev
 
 import numpy as np
 
-from .types import Group
+from .types import Candidate, Group
 
 
 # Before so many candidates of the batch are complete, nothing is known of its tail.
 MIN_COMPLETE = 8
 
 
-@dataclass(frozen=True)
+@dataclass
 class BubbleFilling:
     """
     Adds candidates to the groups whose lengths spread most, once so few run that they cost next to nothing (ours).
@@ -25,8 +24,9 @@ class BubbleFilling:
     one, each open group may be given one more at a time, the widest first, if it is expected to end before the batch
     does. A group that waits for one endless candidate so gets another that ends, and no history is needed for it.
 
-    A candidate that runs is expected to go on for ℓ·σ² / max(ln ℓ − μ, σ²) tokens after ℓ: the mean residual life of a
-    log-normal tail, with μ and σ of the batch's complete lengths.
+    A candidate that has run for longer than usual is expected to go on for as long as it has run: what is true of a
+    tail that falls with the square of the length, and nearly true of those that were reported. Where it is wrong, the
+    added candidate is called off with the others at the end of the batch.
 
     Args:
         num_slots (`int`):
@@ -38,61 +38,103 @@ class BubbleFilling:
     num_slots: int
     max_num_generations: int
 
-    def looks(self, groups: Iterable[Group], num_open: int) -> bool:
-        """Whether anything depends on lengths: there is room, a group that may get a candidate, and a tail to judge."""
-        if num_open >= self.num_slots:
-            return False
-        num_complete, is_short = 0, False
-        for group in groups:
-            num_complete += group.num_complete
-            is_short = is_short or self._may_grow(group)
-        return is_short and num_complete >= MIN_COMPLETE
+    def __post_init__(self) -> None:
+        self._last = Look()
 
     def extra(self, groups: Iterable[Group], num_open: int) -> Sequence[int]:
         """IDs of the groups that get one more candidate each."""
+        self._last = self.look(groups, num_open, lambda candidate: len(candidate.tokens))
+        return self._last.extra
+
+    def is_news(self, length: int) -> bool:
+        """Whether `extra` may find more than the last time, now that a candidate is known to have this length."""
+        return self._last.is_news(length)
+
+    def look(
+        self,
+        groups: Iterable[Group],
+        num_open: int,
+        length_of: Callable[[Candidate], int],
+        longest: float = math.inf,
+    ) -> Look:
+        """
+        What is to be added, and when to look again, for one who knows lengths otherwise. Asks for as few as it needs.
+
+        Args:
+            groups (`Iterable[Group]`):
+                Of the batch.
+            num_open (`int`):
+                Candidates that have not ended.
+            length_of (`Callable`):
+                Tokens of a candidate that has not ended.
+            longest (`float`, *optional*):
+                None of them has more.
+        """
+        if num_open >= self.num_slots:
+            return Look()
         groups = list(groups)
-        if not self.looks(groups, num_open):
-            return ()
-        complete = [length for group in groups for length in group.complete_lengths]
-        tail, usual = _Tail.of(complete), float(np.median(complete))
-        short = [group for group in groups if self._may_grow(group)]
-        expected = [median(own) if len(own := group.complete_lengths) > 1 else usual for group in short]
+        open_groups = [g for g in groups if g.num_unfinished and not g.closed]
+        short = [g for g in open_groups if len(g.candidates) < self.max_num_generations]
+        if not short or sum(group.num_complete for group in groups) < MIN_COMPLETE:
+            return Look()
+        tail = _Tail(float(np.median([length for group in groups for length in group.complete_lengths])))
+        expected = [_median(own) if len(own := group.complete_lengths) > 1 else tail.usual for group in short]
+        shortest, needed = min(expected), max(expected)
+        if shortest > tail.most(longest):
+            return Look((), shortest, tail)
         # Added now, a candidate has as many tokens to go as it will have in the end.
-        left, needed = 0.0, max(expected)
-        for group in groups:
+        left = 0.0
+        for group in open_groups:
+            left = max(left, max(tail.residual(length_of(candidate)) for candidate in group.unfinished))
             if left >= needed:  # whatever the others have
                 break
-            if group.num_unfinished and not group.closed:
-                left = max(left, max(tail.residual(c.length) for c in group.unfinished))
         in_time = [group for group, length in zip(short, expected, strict=True) if length <= left]
-        wide = sorted((-_spread(group, tail), group.group_id) for group in in_time)
-        return [group_id for _, group_id in wide[: self.num_slots - num_open]]
+        wide = sorted((-_spread(group, tail, length_of), group.group_id) for group in in_time)
+        return Look([group_id for _, group_id in wide[: self.num_slots - num_open]], shortest, tail)
 
-    def _may_grow(self, group: Group) -> bool:
-        """Whether it still waits for a candidate, and is not at its bound."""
-        return group.num_unfinished > 0 and len(group.candidates) < self.max_num_generations and not group.closed
+
+@dataclass(frozen=True)
+class Look:
+    """
+    What [`BubbleFilling`] has found: groups that get one more candidate each, and the shortest of the lengths that are
+    expected of one. Infinity where none can be added before another one ends.
+    """
+
+    extra: Sequence[int] = ()
+    shortest: float = math.inf
+    tail: _Tail | None = None
+
+    def is_news(self, length: int) -> bool:
+        """Whether it may find more as soon as a candidate is known to have this length, and none has ended."""
+        if self.tail is None:
+            return False
+        return bool(self.extra) or self.tail.residual(length) >= 0.999 * self.shortest
 
 
 @dataclass(frozen=True)
 class _Tail:
-    """Of a batch's response lengths."""
+    """What is expected of candidates that still run, where `usual` is the median of the complete lengths."""
 
-    log_mean: float
-    log_variance: float
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> _Tail:
-        logs = np.log(lengths)
-        return cls(float(logs.mean()), max(float(logs.var()), 0.01))
+    usual: float
 
     def residual(self, length: int) -> float:
         """Tokens that a candidate is expected to have after `length`."""
-        if length < 1:
-            return math.exp(self.log_mean + self.log_variance / 2)
-        return length * self.log_variance / max(math.log(length) - self.log_mean, self.log_variance)
+        return max(self.usual - length, float(length))
+
+    def most(self, longest: float) -> float:
+        """The most that `residual` is for any candidate of up to `longest` tokens."""
+        return max(self.usual, longest)
 
 
-def _spread(group: Group, tail: _Tail) -> float:
+def _median(lengths: Sequence[int]) -> float:
+    """Of sorted ones."""
+    middle = len(lengths) // 2
+    return lengths[middle] if len(lengths) % 2 else (lengths[middle - 1] + lengths[middle]) / 2
+
+
+def _spread(group: Group, tail: _Tail, length_of: Callable[[Candidate], int]) -> float:
     """Standard deviation of a group's lengths; those that run count with what they are expected to have."""
-    running = [c.length + tail.residual(c.length) for c in group.unfinished]
-    return pstdev([*group.complete_lengths, *running])
+    running = [(length := length_of(candidate)) + tail.residual(length) for candidate in group.unfinished]
+    lengths = sorted([*group.complete_lengths, *running])  # so that equal groups are equal to the last bit
+    mean = math.fsum(lengths) / len(lengths)
+    return math.sqrt(math.fsum((length - mean) ** 2 for length in lengths) / len(lengths))

@@ -161,8 +161,10 @@ class Scheduler:
         if problem := self.ledger.append(candidate, event):
             return self._fail(candidate, problem, event.now)
         commands = self._decide(self.ledger.groups[candidate.group_id], event.now)
+        refill = self.policies.refill
         # A slow candidate shows by its length that there is time for others, and by nothing else.
-        return commands if self.policies.refill is None else commands + self._dispatch(event.now)
+        news = refill is not None and refill.is_news(candidate.length)
+        return commands + self._dispatch(event.now) if news else commands
 
     def _on_ended(self, event: CandidateEnded) -> list[Command]:
         candidate = self.ledger.live(event.candidate_id, event.segment)

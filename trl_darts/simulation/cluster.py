@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..scheduling import (
+    BubbleFilling,
+    Candidate,
     CandidateEnded,
     Command,
     EngineLoad,
@@ -29,7 +32,7 @@ from ..scheduling import (
     TokensArrived,
 )
 from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
-from .reports import Reports
+from .reports import AskingRefill, Reports
 
 
 # Members of an enum by a name of their own: before Python 3.12, looking one up in its class calls a function.
@@ -107,14 +110,21 @@ class _Rollout:
         self.plans = plans
         self.lengths = lengths
         self.max_length = max_length
+        self.longest_prior = max((len(own.tokens) for plan in plans for own in plan.resumed), default=0)
         self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in plans}
         spec = cluster.spec
-        seconds = cluster.seconds_per_step(sum(plan.num_candidates for plan in plans))
+        seconds = cluster.seconds_per_step(sum(len(lengths[plan.group_id]) for plan in plans))
         self.reports = Reports(scheduler)
         self.groups = scheduler.ledger.groups
         self.engines = [SimulatedEngine(spec, seconds) for _ in range(spec.num_engines)]
         self.times = [math.inf] * spec.num_engines  # of the engines' next events
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
+        self.event = (0.0, 0, 0)  # the last end or report: its time, engine and candidate
+        self.refill: AskingRefill | None = None
+        refill = scheduler.policies.refill
+        if self.reports.asking and isinstance(refill, BubbleFilling):
+            self.refill = AskingRefill(refill, self._streamed, self._longest)
+            scheduler.policies = replace(scheduler.policies, refill=self.refill)
 
     def run(self) -> RolloutResult:
         loads = [EngineLoad(str(index)) for index in range(len(self.engines))]
@@ -126,10 +136,12 @@ class _Rollout:
             engine = engines[index]
             engine.advance(now)
             sequence = engine.take_event()
+            if sequence is not None:
+                self.event = now, index, sequence.command.candidate_id
             if sequence is not None and engine.steps >= sequence.end:
                 self._end(engine, sequence, sequence.reason, now)
-            elif sequence is not None:
-                self._report(sequence, engine.decoded(sequence), now)
+            elif sequence is not None and self._is_heard(sequence, length := engine.decoded(sequence)):
+                self._report(sequence, length, now)
             if engine.waiting:
                 engine.admit()
             times[index] = engine.next_time()
@@ -142,37 +154,56 @@ class _Rollout:
         self._execute(self.scheduler.handle(event), now)
 
     def _end(self, engine: SimulatedEngine, sequence: SimulatedSequence, reason: FinishReason, now: float) -> None:
-        if self.reports.needed:
-            self._catch_up(engine, sequence, reason, now)
         command, known = sequence.command, sequence.reported
+        if self.reports.patient is not None:
+            self._catch_up(command.candidate_id, self.groups[command.group_id], reason)
         tokens = range(engine.leave(sequence) - known)
         event = CandidateEnded(command.candidate_id, command.segment, known, tokens, None, reason, now)
         if commands := self.scheduler.handle(event):
             self._execute(commands, now)
-        if self.reports.needed:
+        if self.reports.patient is not None:
             self._watch(self.groups[command.group_id])
 
-    def _catch_up(self, engine: SimulatedEngine, ended: SimulatedSequence, reason: FinishReason, now: float) -> None:
-        """Reports that were left out, of the sequences whose lengths are read when this one ends."""
-        for candidate in self.reports.read_at_end(self.groups[ended.command.group_id], reason):
+    def _catch_up(self, ended: int, group: Group, reason: FinishReason) -> None:
+        """Notes what was not reported, of the candidates whose lengths are read when this one ends."""
+        for candidate in self.reports.read_at_end(group, reason):
             sequence = self.sequences.get(candidate.candidate_id)
-            if sequence is None or sequence is ended:
+            if sequence is None or candidate.candidate_id == ended:
                 continue
-            own = self.engines[int(sequence.command.engine_id)]
-            own.advance(now)
-            # Of several events at the same time, those of the first engine come first, and there the first candidate's.
-            before = (int(sequence.command.engine_id), candidate.candidate_id) < (
-                int(ended.command.engine_id),
-                ended.command.candidate_id,
-            )
-            length = own.streamed(sequence, is_due=before)
+            length = self._streamed(candidate)
             if length > sequence.reported:
-                self._report(sequence, length, now)
+                candidate.tokens = range(length)
+                sequence.reported = length
+
+    def _streamed(self, candidate: Candidate) -> int:
+        """Tokens of its last report up to the last event, had it made them all."""
+        sequence = self.sequences.get(candidate.candidate_id)
+        if sequence is None:
+            return len(candidate.tokens)
+        now, *before = self.event
+        index = int(sequence.command.engine_id)
+        engine = self.engines[index]
+        engine.advance(now)
+        # Of several events at the same time, those of the first engine come first, and of these the first candidate's.
+        return engine.streamed(sequence, is_due=[index, candidate.candidate_id] <= before)
+
+    def _is_heard(self, sequence: SimulatedSequence, length: int) -> bool:
+        """Whether the scheduler may decide something by a report."""
+        if self.refill is None or self.refill.last.is_news(length):
+            return True
+        return length >= self.reports.begin_at(self.groups[sequence.command.group_id])
+
+    def _longest(self) -> float:
+        """No sequence has decoded more tokens than its engine has made steps."""
+        now, *_ = self.event
+        for engine in self.engines:
+            engine.advance(now)
+        return self.longest_prior + max(engine.steps for engine in self.engines)
 
     def _watch(self, group: Group) -> None:
         """From now on, reports of the group's sequences that can decide something are events."""
-        begin = self.reports.begins_at(group)
-        if begin == math.inf:
+        begin = self.reports.begin_at(group)
+        if begin == math.inf or self.refill is not None:  # then all reports are events
             return
         for candidate in group.unfinished:
             sequence = self.sequences.get(candidate.candidate_id)
@@ -192,7 +223,9 @@ class _Rollout:
             if type(command) is Submit:
                 engine.waiting.append(self._sequence(command))
             else:
-                self._end(engine, self.sequences[command.candidate_id], ABORT, now)
+                sequence = self.sequences[command.candidate_id]
+                complete = sequence.end != 0.0 and engine.decoded(sequence) == sequence.length + sequence.remaining
+                self._end(engine, sequence, sequence.reason if complete else ABORT, now)
         for index in touched:
             engine = self.engines[index]
             engine.admit()
@@ -205,7 +238,6 @@ class _Rollout:
         remaining = max(1, length - prior) if prior else length
         tokens = self.prompt_tokens[command.group_id]
         sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior, streamed=prior)
-        if self.reports.needed:
-            sequence.report_from = self.reports.begins_at(self.groups[command.group_id])
+        sequence.report_from = 0.0 if self.refill is not None else self.reports.begin_at(self.groups[command.group_id])
         self.sequences[command.candidate_id] = sequence
         return sequence

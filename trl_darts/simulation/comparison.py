@@ -72,7 +72,8 @@ class Outcome:
         runs (`list[SimulatedRun]`):
             One per seed.
         speedups (`list[float]`):
-            Seconds of the baseline over those of this setting, seed by seed. Both saw the same candidates.
+            Seconds of the baseline over those of this setting, seed by seed. The i-th candidate of a prompt was the
+            same for both in each epoch, as far as both started it; see [`CandidateLengths`].
     """
 
     name: str
@@ -86,19 +87,41 @@ class Outcome:
         return Estimate.of(self.speedups)
 
     def estimate(self, quantity: str) -> Estimate:
-        """The mean over the steps of a quantity of [`SimulatedRun`]."""
-        return Estimate.of([float(np.mean(getattr(run, quantity))) for run in self.runs])
+        """The mean over the steps of a quantity of [`SimulatedRun`], where it is known."""
+        return Estimate.of([float(np.nanmean(getattr(run, quantity))) for run in self.runs])
 
     @property
     def wasted_share(self) -> Estimate:
-        """Tokens that nobody trains on, over all tokens."""
-        return Estimate.of([1 - sum(run.kept_tokens) / sum(run.pool_tokens) for run in self.runs])
+        """Tokens that nobody trains on, over all tokens. Those that still may be trained on count as kept."""
+        kept = [sum(run.kept_tokens) + run.buffered_tokens[-1] for run in self.runs]
+        return Estimate.of([1 - own / sum(run.pool_tokens) for own, run in zip(kept, self.runs, strict=True)])
+
+    @property
+    def batch_length_spread(self) -> Estimate:
+        """How much the mean length of a batch's rows differs from batch to batch: its coefficient of variation."""
+        return Estimate.of([float(np.std(run.mean_kept) / np.mean(run.mean_kept)) for run in self.runs])
+
+    @property
+    def off_policy_share(self) -> Estimate:
+        """Tokens that an older policy sampled, over all that are trained on."""
+        stale = [float(np.dot(run.off_policy_share, run.kept_tokens)) for run in self.runs]
+        return Estimate.of([own / sum(run.kept_tokens) for own, run in zip(stale, self.runs, strict=True)])
+
+    @property
+    def longest_wait(self) -> float:
+        """Steps that a prompt waited for after its first candidate was started, for the one that waited longest."""
+        return max(max(run.longest_wait) for run in self.runs)
 
     def row(self) -> dict[str, float | str]:
         """All that is known of it, as a row of a table."""
         quantities = {f.name: self.estimate(f.name) for f in fields(SimulatedRun)}
         row: dict[str, float | str] = {"setting": self.name}
-        for name, estimate in {"speedup": self.speedup, "wasted_share": self.wasted_share, **quantities}.items():
+        derived = {
+            "speedup": self.speedup,
+            "wasted_share": self.wasted_share,
+            "batch_length_spread": self.batch_length_spread,
+        }
+        for name, estimate in {**derived, **quantities}.items():
             row[name], row[f"{name}_ci95"] = estimate.mean, estimate.half_width
         return row
 
@@ -151,57 +174,3 @@ def compare(
         )
         for name, own in runs.items()
     ]
-
-
-def verdict(outcomes: Sequence[Outcome]) -> str:
-    """
-    Which setting to take, in words, and when not to.
-
-    Args:
-        outcomes (`Sequence[Outcome]`):
-            Of [`compare`], the baseline first.
-
-    Returns:
-        `str`: One paragraph.
-    """
-    baseline, *others = outcomes
-    if not others:
-        seconds = baseline.estimate("step_seconds")
-        return f"{baseline.name} takes {seconds} s per step. There is nothing to compare it with."
-    best = max(others, key=lambda outcome: outcome.speedup.mean)
-    speedup = best.speedup
-    if speedup.mean <= 1.0:
-        words = (
-            f"Stay with {baseline.name}: nothing is faster. The best of the others, {best.name}, is {speedup} times"
-        )
-        words += " as fast."
-        more = best.estimate("candidates").mean / baseline.estimate("candidates").mean
-        if more <= 1.0:
-            return words
-        return f"{words} It samples {more:.2f} times as many candidates, and here its tail is not that much shorter."
-    if math.isinf(speedup.half_width):
-        return (
-            f"{best.name} is the fastest: {speedup} times as fast as {baseline.name}, with one seed. Simulate several "
-            "seeds before you believe it."
-        )
-    if speedup.low <= 1.0:
-        return (
-            f"{best.name} may be the fastest, {speedup} times as fast as {baseline.name}, but the seeds differ too "
-            "much to be sure. Simulate more steps or seeds."
-        )
-    doubts = []
-    if best.settings.num_generations != baseline.settings.num_generations:
-        doubts.append(
-            f"it trains on {best.settings.num_generations} rows per prompt, and {baseline.name} on "
-            f"{baseline.settings.num_generations}"
-        )
-    ratio = best.estimate("kept_vs_pool_length_ratio")
-    if ratio.high < 0.8:
-        doubts.append(
-            f"its rows are {ratio} times as long as what the policy samples, so where the right answers are the long "
-            "ones it trains on the wrong ones"
-        )
-    if (cut := best.estimate("truncated_ratio")).mean > 0.05:
-        doubts.append(f"{100 * cut.mean:.0f} % of its rows are cut off at the limit")
-    words = f"{best.name} is the fastest: {speedup} times as fast as {baseline.name}."
-    return f"{words} Don't take it before you have looked at the reward: {'; '.join(doubts)}." if doubts else words

@@ -126,9 +126,9 @@ class SimulatedEngine:
         events = self.events
         while events:
             step, _, admissions, sequence = events[0]
-            if sequence.end != 0.0 and sequence.admissions == admissions:
-                if step == sequence.end or step == sequence.next_report:
-                    break
+            is_here = sequence.end != 0.0 and sequence.admissions == admissions
+            if is_here and (step == sequence.end or step == sequence.next_report):
+                break
             del events[0]  # overtaken: its sequence has left, was admitted anew, or reports at another time
         else:
             return math.inf

@@ -1,46 +1,44 @@
 """
-Which reports of a rollout's sequences can decide something. The others are left out: a sequence of a thousand tokens
-would make sixty, and a rollout has thousands of sequences.
+What the policies of a rollout hear of candidates that still run. A sequence of a thousand tokens reports sixty times,
+and almost none of it decides anything:
 
-A report decides nothing unless a policy reads it. [`DualEnd`] with a number for its patience reads those of a group
-with enough complete candidates, and acts on the first one beyond a bound. [`BubbleFilling`] reads all of them, when a
-candidate ends while there is room. So the scheduler hears of a sequence just before an end at which its length is
-read, as much as it would know by then, and of the first report beyond the bound at its time. A policy that is neither
-of the two hears everything.
+- [`DualEnd`] with a number for its patience reads the lengths of a group with enough complete candidates, and acts on
+  the first report beyond a bound. So a sequence reports just before its group has enough, as much as would be known by
+  then, and when it reaches the bound.
+- [`BubbleFilling`] asks for the lengths that it needs, and hears of a report by which it may find something new.
+
+What the scheduler decides is the same. With other policies, it hears of every report.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..scheduling import BubbleFilling, Candidate, DualEnd, FinishReason, Group, Scheduler
+from ..scheduling.refill import Look
 
 
 class Reports:
     """
-    What the policies of a rollout read.
+    Which reports are needed.
 
     Args:
         scheduler ([`Scheduler`]):
-            Of the rollout.
+            Of the rollout, before its start.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.groups = scheduler.ledger.groups
-        self.ledger = scheduler.ledger
-        stop, self.refill = scheduler.policies.group_stop, scheduler.policies.refill
-        self.patient: DualEnd | None = None  # the policy that acts on a report
-        self.needed = scheduler.needs_progress
-        if stop.needs_progress and isinstance(stop, DualEnd):
-            self.patient = stop
-        is_known = (not stop.needs_progress or type(stop).surplus is DualEnd.surplus) and (
-            self.refill is None or type(self.refill).extra is BubbleFilling.extra
-        )
-        self.everything = self.needed and not is_known
+        stop, refill = scheduler.policies.group_stop, scheduler.policies.refill
+        self.patient = stop if isinstance(stop, DualEnd) and type(stop).surplus is DualEnd.surplus else None
+        self.asking = isinstance(refill, BubbleFilling) and type(refill).extra is BubbleFilling.extra
+        needed = stop.needs_progress
+        self.everything = (needed and self.patient is None) or (refill is not None and not self.asking)
+        if not needed or self.everything:
+            self.patient = None
 
-    def begins_at(self, group: Group) -> float:
-        """Tokens from which on reports of the group's sequences are events; infinity for none."""
+    def begin_at(self, group: Group) -> float:
+        """Tokens from which on the scheduler hears of the group's sequences; infinity for never."""
         if self.everything:
             return 0.0
         stop = self.patient
@@ -49,14 +47,41 @@ class Reports:
         assert isinstance(stop.long_end_patience, float | int)
         return stop.long_end_patience * group.complete_lengths[stop.num_generations - 1]
 
-    def read_at_end(self, group: Group, reason: FinishReason) -> Iterable[Candidate]:
+    def read_at_end(self, group: Group, reason: FinishReason) -> Sequence[Candidate]:
         """The candidates whose lengths are read when one of the group ends for this reason."""
-        if self.everything:
-            return ()
-        refill = self.refill
-        if isinstance(refill, BubbleFilling) and refill.looks(self.groups.values(), self.ledger.num_running - 1):
-            return [c for own in self.groups.values() if not own.closed and own.num_unfinished for c in own.unfinished]
         stop = self.patient
-        if stop is not None and group.num_complete + (reason is FinishReason.STOP) >= stop.num_generations:
-            return group.unfinished
-        return ()
+        if stop is None or group.num_complete + (reason is FinishReason.STOP) < stop.num_generations:
+            return ()
+        return group.unfinished
+
+
+class AskingRefill:
+    """
+    [`BubbleFilling`] that asks engines for lengths.
+
+    Args:
+        policy ([`BubbleFilling`]):
+            The rollout's.
+        length_of (`Callable`):
+            Tokens of a candidate by its last report, had it made them all.
+        longest (`Callable`):
+            A bound for all of them.
+    """
+
+    def __init__(
+        self, policy: BubbleFilling, length_of: Callable[[Candidate], int], longest: Callable[[], float]
+    ) -> None:
+        self.policy = policy
+        self.length_of = length_of
+        self.longest = longest
+        self.last = Look()
+
+    def extra(self, groups: Iterable[Group], num_open: int) -> Sequence[int]:
+        """See [`BubbleFilling`]."""
+        room = num_open < self.policy.num_slots
+        self.last = self.policy.look(groups, num_open, self.length_of, self.longest()) if room else Look()
+        return self.last.extra
+
+    def is_news(self, length: int) -> bool:
+        """See [`BubbleFilling`]."""
+        return self.last.is_news(length)

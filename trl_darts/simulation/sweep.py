@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import product
 from typing import Any
 
 from ..errors import ConfigurationError
 from ..scheduling import SCHEDULES, ScheduleSettings
+from ..scheduling.schedules import SELECTIONS
+from ..scheduling.setting_checks import BELONGS_TO, SORTED_MODES, SORTED_ORDERS
 
 
-TYPES: dict[str, type] = {
+# The kind of a value: a type, or the words to choose from.
+TYPES: dict[str, type | tuple[str, ...]] = {
     "num_generations": int,
     "max_num_generations": int,
     "target_redundancy": float,
@@ -20,12 +22,25 @@ TYPES: dict[str, type] = {
     "num_longest": int,
     "tail_pruning": bool,
     "long_end_patience": float,
+    "selection": SELECTIONS,
+    "fill_bubbles": bool,
+    "prompt_oversampling": float,
+    "max_partial_age": int,
+    "sorted_group_batches": int,
+    "sorted_mode": SORTED_MODES,
+    "sorted_grouped": bool,
+    "sorted_order": SORTED_ORDERS,
+    "length_ranked": bool,
+    "num_long_servers": int,
+    "long_share": float,
 }
-OPTIONAL = frozenset({"redundancy_cost_weight", "long_end_patience"})
-SHARED = frozenset({"num_generations"})
-"""Settings that mean something to every schedule."""
+WORDS = {"redundancy_cost_weight": ("none",), "long_end_patience": ("auto", "none")}
+"""What a number may also be."""
 
-_WORDS = {"true": True, "false": False}
+# Settings that mean something only where more is sampled of a prompt than is kept.
+_REDUNDANCY = ("target_redundancy", "redundancy_cost_weight")
+_SELECTING = frozenset({*_REDUNDANCY, "max_num_generations", "num_longest", "tail_pruning", "long_end_patience"})
+_TRUTH = {"true": True, "false": False}
 
 
 def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
@@ -54,22 +69,27 @@ def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _value(name: str, word: str) -> Any:
-    kind = TYPES[name]
+    kind, others, word = TYPES[name], WORDS.get(name, ()), word.lower()
+    if isinstance(kind, tuple):
+        others, kind = kind, str
+    if word in others:
+        return None if word == "none" else word
     try:
-        if word.lower() == "none" and name in OPTIONAL:
-            return None
-        return _WORDS[word.lower()] if kind is bool else kind(word)
+        if kind is not str:
+            return _TRUTH[word] if kind is bool else kind(word)
     except (KeyError, ValueError):
-        expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        more = " or none" if name in OPTIONAL else ""
-        raise ConfigurationError(f"`--sweep {name}` ({word!r}) must be {expected}{more}.") from None
+        pass
+    expected = {bool: "true or false", int: "a whole number", float: "a number", str: ""}[kind]
+    choices = " or ".join(part for part in (expected, *others) if part)
+    raise ConfigurationError(f"`--sweep {name}` ({word!r}) must be {choices}.")
 
 
 def settings_of(
     schedules: Sequence[str], num_generations: int, sweep: Mapping[str, Sequence[Any]]
 ) -> dict[str, ScheduleSettings]:
     """
-    All settings of a comparison.
+    All settings of a comparison. Each schedule takes those settings of the sweep that mean something to it, and is not
+    repeated for the others: `"grpo"`, for one, takes `num_generations` alone.
 
     Args:
         schedules (`Sequence[str]`):
@@ -77,26 +97,62 @@ def settings_of(
         num_generations (`int`):
             M, where it is not swept.
         sweep (`Mapping[str, Sequence]`):
-            Values by name. `"grpo"` takes `num_generations` alone, so it is not repeated for the others.
+            Values by name.
 
     Returns:
         `dict[str, ScheduleSettings]`: By a name that says what is special about each.
 
     Raises:
-        [`ConfigurationError`]: If a schedule is unknown, none is given, or a combination can't work.
+        [`ConfigurationError`]: If a schedule is unknown, none is given, a combination can't work, or a value means
+            nothing to any of the schedules.
     """
     if not schedules or (unknown := [name for name in schedules if name not in SCHEDULES]):
         raise ConfigurationError(
             f"`--schedule` ({', '.join(map(repr, unknown)) if schedules else 'empty'}) must be one or several of "
             f"{', '.join(map(repr, SCHEDULES))}."
         )
-    known = {field.name for field in fields(ScheduleSettings)}
-    assert known >= set(TYPES)
     settings: dict[str, ScheduleSettings] = {}
+    idle = {(name, value) for name, values in sweep.items() for value in values}
     for schedule in schedules:
-        names = [name for name in sweep if schedule != "grpo" or name in SHARED]
-        for values in product(*(sweep[name] for name in names)):
-            chosen = {"num_generations": num_generations, **dict(zip(names, values, strict=True))}
-            label = ", ".join([schedule, *(f"{name}={value}" for name, value in zip(names, values, strict=True))])
-            settings[label] = ScheduleSettings(schedule, **chosen)
+        # "darts" always selects: of several selections, it takes the others.
+        choices = [
+            [value for value in values if (schedule, name, value) != ("darts", "selection", "all")] or values
+            for name, values in sweep.items()
+        ]
+        for values in product(*choices):
+            given = dict(zip(sweep, values, strict=True))
+            own = {name: value for name, value in given.items() if _means_something(name, schedule, given)}
+            idle -= own.items()
+            label = ", ".join([schedule, *(f"{name}={value}" for name, value in own.items())])
+            if label not in settings:
+                settings[label] = ScheduleSettings(schedule, **{"num_generations": num_generations, **own})
+    if idle:
+        name, value = min(idle, key=str)
+        remedy = "Leave it out"
+        if name in BELONGS_TO:
+            remedy += f", or add {' or '.join(map(repr, BELONGS_TO[name]))} to the schedules"
+        raise ConfigurationError(
+            f"`--sweep` ({name}={value}) has no effect with `--schedule` ({', '.join(schedules)}) and the other "
+            f"values. {remedy}."
+        )
     return settings
+
+
+def _means_something(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
+    """Whether a value that is given changes what a schedule does, beside the other values."""
+    if name == "num_generations":
+        return True
+    if schedule == "grpo":
+        return False
+    if name == "selection":
+        return not (schedule == "darts" and given[name] == "all")
+    if name in BELONGS_TO:
+        return schedule in BELONGS_TO[name]
+    selection = given.get("selection", SCHEDULES[schedule])
+    selects = schedule == "darts" or selection != "all"
+    fills = selects and schedule in ("darts", "tail_batching")
+    if name == "fill_bubbles":
+        return fills
+    if name in _REDUNDANCY and fills and given.get("fill_bubbles"):
+        return False  # all begin with `num_generations`
+    return selects if name in _SELECTING else True
