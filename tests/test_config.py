@@ -40,6 +40,14 @@ def test_target_redundancy_follows_a_small_upper_bound():
         ({"target_redundancy": float("nan")}, r"`target_redundancy` \(nan\)"),
         ({"target_redundancy": 1.5, "max_num_generations": 8}, r"between 1 and .* \(1\)"),
         ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'"),
+        (
+            {"schedule": "partial_rollout", "vllm_structured_outputs_regex": "a+"},
+            r"`vllm_structured_outputs_regex` \('a\+'\) does not run with `schedule` \('partial_rollout'\)",
+        ),
+        (
+            {"schedule": "sorted", "sorted_mode": "partial", "generation_kwargs": {"stop": ["x"]}},
+            r"`stop` \(\['x'\]\) does not run with `schedule` \('sorted'\)",
+        ),
         ({"num_long_servers": 1}, r"`num_long_servers` \(1\) must be less than the number of vLLM servers \(0\)"),
         ({"long_end_patience": 0.5}, r"`long_end_patience` \(0.5\) must be at least 1"),
         ({"redundancy_cost_weight": 0.0}, r"`redundancy_cost_weight` \(0.0\) must be positive"),

@@ -46,6 +46,8 @@ def test_resumed_in_the_middle(num_batches, repeats, stop_at, ahead):
         batch = first.pull()
         pulled += [] if batch is None else [batch]
     again = PromptFeed(repeats)
+    next(again.follow(iter(everything)))  # it may have been in use before
+    again.pull()
     again.restore(first.position, first.num_taken)
     source = iter(everything[stop_at:])
     rest = []

@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.builders import letter_of, letters_dataset, make_trainer, record_batches
+from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.test_trainer_server import rollout_logs, server_args
 from trl_darts.errors import ConfigurationError, StateMismatchError
+from trl_darts.policy import LatencyCurve
 
 
 pytestmark = pytest.mark.vllm
@@ -152,6 +153,44 @@ def test_interrupted_and_resumed(server, model_dir, tmp_path, name, stop_at):
         )
 
 
+@pytest.mark.parametrize("name", ["tail_batching", "partial_rollout", "sorted"])
+def test_resumed_within_a_batch(server, model_dir, tmp_path, name):
+    """Two optimizer steps share a batch. One that was interrupted between them is generated anew, as TRL has it."""
+    fields = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 5, "max_steps": 12}
+    prompts = []
+    for part in ("first", "second"):
+        args = epoch_args(tmp_path, server, name, **fields)
+        trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+        batches = record_batches(trainer)
+        if part == "first":
+            trainer.add_callback(_stop_after(5))
+            trainer.train()
+        else:
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        prompts += trained_prompts(batches)
+    assert len(prompts) == 3 + 4  # of six batches, the third was begun twice
+    counts = Counter(prompt for batch in prompts for prompt in batch)
+    assert set(counts) == set(letters_dataset(24)["prompt"])
+    again = set(prompts[2])
+    assert all(count == (8 if prompt in again else 4) for prompt, count in counts.items())
+
+
+def test_the_same_trainer_can_resume(server, model_dir, tmp_path):
+    args = epoch_args(tmp_path, server, "partial_rollout", max_steps=6, save_strategy="steps", save_steps=3)
+    trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+    batches = record_batches(trainer)
+    stop = _stop_after(3)
+    trainer.add_callback(stop)
+    trainer.train()
+    trainer.remove_callback(stop)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    counts = Counter(prompt for batch in trained_prompts(batches) for prompt in batch)
+    assert counts == dict.fromkeys(letters_dataset(24)["prompt"], 4)
+    trainer.train()  # from the beginning, with an empty buffer
+    counts = Counter(prompt for batch in trained_prompts(batches)[6:] for prompt in batch)
+    assert counts == dict.fromkeys(letters_dataset(24)["prompt"], 4)
+
+
 def _stop_after(steps: int):
     from transformers import TrainerCallback
 
@@ -190,7 +229,10 @@ def test_dropped_prompts_leave_the_buffer(server, model_dir, tmp_path):
 
 
 def test_engines_in_the_process_are_refused(model_dir, tmp_path):
-    from tests.builders import make_args
-
+    curve = tmp_path / "curve.json"
+    LatencyCurve([1, 64], [0.01, 0.02]).save(curve)
+    fields = {"fill_bubbles": True, "long_end_patience": "auto", "latency_curve": str(curve)}
+    with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) only runs on vLLM servers"):
+        make_trainer(model_dir, make_args(tmp_path, **fields))
     with pytest.raises(ConfigurationError, match=r"`schedule` \('tail_batching'\) .* Set `use_vllm=True`"):
         make_trainer(model_dir, make_args(tmp_path, schedule="tail_batching"))

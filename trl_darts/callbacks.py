@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .policy import LengthTracker
+from .prompt_checkpoint import save_rounds
 from .scheduling import ScheduleSettings
 
 
@@ -63,7 +64,7 @@ class VarianceTrackerCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.save(directory)
         if self.rounds is not None:
-            self.rounds.save(directory, mid_epoch=state.epoch != int(state.epoch))
+            save_rounds(self.rounds, directory, mid_epoch=state.epoch != int(state.epoch))
 
     def save(self, directory: Path) -> None:
         """

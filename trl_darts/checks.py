@@ -135,12 +135,19 @@ def _check_turns(trainer: Any) -> None:
 def _check_rounds(trainer: Any) -> None:
     """Schedules that choose their prompts need engines that take any, and rows that are nothing but text."""
     args = trainer.args
+    on_servers = args.use_vllm and args.vllm_mode == "server"
+    if args.fill_bubbles and (not on_servers or trainer.environment_factories is not None):
+        raise ConfigurationError(
+            "`fill_bubbles` (True) only runs on vLLM servers, which take candidates at any time, and without "
+            "`environment_factory`, where each row has its own one. Leave it out, or set `use_vllm=True` and "
+            "`vllm_mode='server'`."
+        )
     if args.schedule_settings.rounds(1) is None:
         return
     start = (
         f"`schedule` ({args.schedule!r}) trains on other prompts than the data loader's next ones, and does not run"
     )
-    if not (args.use_vllm and args.vllm_mode == "server"):
+    if not on_servers:
         raise ConfigurationError(
             f"{start} with an engine in the trainer's own process. Set `use_vllm=True` and `vllm_mode='server'`, or "
             "`schedule='darts'`."

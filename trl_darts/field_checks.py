@@ -21,6 +21,7 @@ DEADLINES = (
     "vllm_rollout_timeout_s",
 )
 GENERATION_ERRORS = ("raise", "drop_group")
+NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
 
 
 def check_fields(config: "DARTSGRPOConfig") -> None:
@@ -36,6 +37,7 @@ def check_fields(config: "DARTSGRPOConfig") -> None:
     """
     _check_servers(config)
     _check_engine(config)
+    _check_resumable(config)
 
 
 def _check_servers(config: "DARTSGRPOConfig") -> None:
@@ -80,6 +82,21 @@ def _check_servers(config: "DARTSGRPOConfig") -> None:
             f"`generation_kwargs['n']` ({config.generation_kwargs['n']}) must be left out. The number of "
             "completions per prompt is `num_generations`, and of candidates `max_num_generations`."
         )
+
+
+def _check_resumable(config: "DARTSGRPOConfig") -> None:
+    """A candidate that goes on is a new request: what a server keeps count of within one begins anew."""
+    if not config.schedule_settings.keeps_tokens:
+        return
+    counted = {name: (config.generation_kwargs or {}).get(name) for name in NOT_RESUMABLE}
+    counted["vllm_structured_outputs_regex"] = config.vllm_structured_outputs_regex
+    for name, value in counted.items():
+        if value:
+            raise ConfigurationError(
+                f"`{name}` ({value!r}) does not run with `schedule` ({config.schedule!r}), whose unfinished "
+                "completions go on in another request: the server would begin it anew there. Leave it out, or use a "
+                "schedule that keeps no tokens."
+            )
 
 
 def _check_engine(config: "DARTSGRPOConfig") -> None:

@@ -97,7 +97,8 @@ class InProcessRollout:
         if batch.multimodal or sum(counts) == len(batch.rows):
             engines, lengths = [[home // size for home in group] for group in homes], None
         else:
-            lengths = self.admission.expected_lengths or [1.0] * len(counts)
+            ranked = self.conductor.policies.ranking is not None
+            lengths = (self.admission.expected_lengths if ranked else None) or [1.0] * len(counts)
             engines = balance(counts, lengths, num_engines)
         placement = AssignedPlacement([[str(engine) for engine in group] for group in engines], lengths)
         policies = replace(self.conductor.policies_now(), placement=placement)

@@ -157,8 +157,10 @@ def harvest_metrics(harvested: HarvestedRows, mask_stale_after: int | None) -> d
     """
     runs = np.array([run for row in harvested.ages for run in row], dtype=float).reshape(-1, 2)
     ages, counts = runs[:, 0], runs[:, 1]
-    stale = ages > (np.inf if mask_stale_after is None else mask_stale_after)
     metrics = {f"darts/buffer/{state}": float(count) for state, count in harvested.states.items()}
+    if not len(runs):  # a batch without weight
+        return metrics
+    stale = ages > (np.inf if mask_stale_after is None else mask_stale_after)
     return metrics | {
         "darts/staleness/off_policy_share": float(counts[ages > 0].sum() / counts.sum()),
         "darts/staleness/age_mean": float(ages @ counts / counts.sum()),

@@ -50,6 +50,9 @@ class PromptFeed:
             num_taken (`int`):
                 Batches that had been pulled.
         """
+        self._source = self._wrapped = None
+        self._ahead.clear()
+        self._new.clear()
         self._position, self.num_taken, self._restored = position, num_taken, True
 
     def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
@@ -64,9 +67,9 @@ class PromptFeed:
             `Iterator`: The same items.
         """
         if source is not self._source:
-            if self._source is not None or not self._restored:
+            if not self._restored:
                 self._position = self.num_taken = 0
-            self._source = source
+            self._source, self._restored = source, False
             self._ahead.clear()
             self._new.clear()
             self._wrapped = self._items(source)

@@ -11,17 +11,13 @@ Only the main process knows what has been sampled; all know the rows of the data
 them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from datasets import Dataset
 
 from .distributed import PromptBatch
 from .errors import GenerationError
@@ -38,11 +34,7 @@ from .scheduling import (
     SampledCandidate,
     prompt_key,
 )
-from .scheduling.buffer_state import dump, load
 
-
-BUFFER_FILE = "darts_buffer.npz"
-PROMPTS_FILE = "darts_prompts.parquet"
 
 Tokenize = Callable[[list[Any]], list[list[int]]]
 
@@ -100,6 +92,8 @@ class PromptRounds:
             Computes on the main process, for all; see [`Agreement`].
         tokenize (`Callable`):
             The token IDs of prompts.
+        mid_batch (`Callable`):
+            Whether the last batch is still in use: several optimizer steps can share one.
     """
 
     def __init__(
@@ -111,6 +105,7 @@ class PromptRounds:
         accelerator: Accelerator,
         agree: Callable[[Callable[[], Any]], Any],
         tokenize: Tokenize,
+        mid_batch: Callable[[], bool],
     ) -> None:
         self.policy = policy
         self.admission = admission
@@ -119,10 +114,12 @@ class PromptRounds:
         self.accelerator = accelerator
         self.agree = agree
         self.tokenize = tokenize
+        self.mid_batch = mid_batch
         self.buffer = policy.buffer()
         self.rows: dict[int, dict[str, Any]] = {}  # of the data set, by entry ID, on every process
         self.prompt_ids: dict[int, list[int]] = {}
         self.harvested: HarvestedRows | None = None  # of the last round, on every process
+        self.trained: dict[int, tuple[dict[str, Any], list[int]]] = {}  # its rows of the data set and prompts, by ID
         self.round: Round | None = None  # the one in progress, on the main process
         self.step = 0  # of the optimizer: the version of the policy that samples now
 
@@ -192,27 +189,36 @@ class PromptRounds:
         harvest = self.buffer.absorb(self.round, result, self.step)
         groups, size = harvest.groups, self.round.num_groups
         if not groups:
-            words = harvest.dropped[0][1] if harvest.dropped else "no prompt came to its end"
-            raise GenerationError(f"There is nothing to train on: {words}")
-        stand_ins = [group for _, group in zip(range(size - len(groups)), cycle(groups), strict=False)]
-        rows = [row for group in groups for row in group.rows]
-        kept = KeptRows.of([(list(row.partial.tokens), _logprobs(row)) for row in rows])
-        _repeat(kept, stand_ins, groups, self.num_generations)
-        left = [group.entry.entry_id for group in groups] + [entry.entry_id for entry, _ in harvest.dropped]
+            return self._idle([entry.entry_id for entry, _ in harvest.dropped])
+        repeated = dict(zip(range(len(groups), size), cycle(range(len(groups))), strict=False))
+        rows = {place: [_row(row) for row in group.rows] for place, group in enumerate(groups)}
+        kept = KeptRows.of_groups(rows, repeated, self.num_generations)
+        own = [group.entry.entry_id for group in groups]
         places = {entry.entry_id: place for place, entry in enumerate(self.round.entries)}
         states = [entry.state.value for entry in self.buffer.entries.values()]
         return HarvestedRows(
             kept,
-            [group.entry.entry_id for group in [*groups, *stand_ins]],
-            left,
-            [[(self.step - version, count) for version, count in row.versions] for row in rows],
-            {state: states.count(state) for state in ("waiting", "partial", "complete")},
-            {
-                places[g.entry.entry_id]: row * self.num_generations
-                for row, g in enumerate(groups)
-                if g.entry.entry_id in places
-            },
+            entry_ids=own + [own[other] for other in repeated.values()],
+            left=own + [entry.entry_id for entry, _ in harvest.dropped],
+            ages=[
+                [(self.step - version, count) for version, count in row.versions]
+                for group in groups
+                for row in group.rows
+            ],
+            states={state: states.count(state) for state in ("waiting", "partial", "complete")},
+            first_rows={places[i]: row * self.num_generations for row, i in enumerate(own) if i in places},
         )
+
+    def _idle(self, dropped: list[int]) -> HarvestedRows:
+        """The last batch again, without weight: prompts were dropped, and the epoch has more steps than are needed."""
+        last = self.harvested
+        if last is None:
+            raise GenerationError("There is nothing to train on: no prompt came to its end.")
+        kept = last.kept
+        logprobs = None if kept.logprobs is None else [[UNKNOWN] * len(tokens) for tokens in kept.completion_ids]
+        repeats = {row: row for row in range(len(kept.completion_ids))}
+        again = KeptRows(kept.completion_ids, logprobs, repeats)
+        return HarvestedRows(again, last.entry_ids, dropped, [], last.states, {})
 
     # Rows go out
 
@@ -231,68 +237,20 @@ class PromptRounds:
         """
         self.harvested = harvested
         mine = slice(self.accelerator.process_index * num_rows, (self.accelerator.process_index + 1) * num_rows)
-        inputs = [dict(self.rows[i]) for i in harvested.entry_ids for _ in range(self.num_generations)][mine]
+        if harvested.entry_ids[0] in self.rows:  # else the last batch is repeated
+            self.trained = {i: (self.rows[i], self.prompt_ids[i]) for i in {*harvested.entry_ids}}
         for entry_id in harvested.left:
             del self.rows[entry_id], self.prompt_ids[entry_id]
             self.buffer.entries.pop(entry_id, None)  # of a process that only counts
+        inputs = [dict(self.trained[i][0]) for i in harvested.entry_ids for _ in range(self.num_generations)][mine]
         return inputs, harvested.kept[mine]
 
-    # Checkpoints
-
-    def save(self, directory: Path, mid_epoch: bool) -> None:
-        """
-        Writes the buffer and its prompts. Called on every process at once; the main process writes.
-
-        Args:
-            directory (`Path`):
-                The checkpoint.
-            mid_epoch (`bool`):
-                Whether a resumed training skips what the loop has got.
-        """
-        self.take_arrived()
-        if not self.accelerator.is_main_process:
-            return
-        directory.mkdir(parents=True, exist_ok=True)
-        feed = [self.feed.position, self.feed.num_taken] if mid_epoch else [0, 0]
-        np.savez_compressed(directory / BUFFER_FILE, **dump(self.buffer), feed=np.array(feed, np.int64))
-        table = Dataset.from_list([self.rows[entry_id] for entry_id in self.buffer.entries]).data.table
-        pq.write_table(table, directory / PROMPTS_FILE)
-
-    def load(self, directory: Path, skips: bool) -> None:
-        """
-        Restores what `save` wrote. Called on every process.
-
-        Args:
-            directory (`Path`):
-                The checkpoint.
-            skips (`bool`):
-                Whether the training skips what it had got of the epoch.
-
-        Raises:
-            [`StateMismatchError`]: If it is of another schedule.
-        """
-        with np.load(directory / BUFFER_FILE) as arrays:
-            load(self.buffer, arrays)
-            position, num_taken = arrays["feed"].tolist() if skips else (0, 0)
-        self.feed.restore(position, num_taken)
-        rows = Dataset(pq.read_table(directory / PROMPTS_FILE)).to_list()
-        self.rows = dict(zip(self.buffer.entries, rows, strict=True))
-        if rows:
-            tokens = self.tokenize([row["prompt"] for row in rows])
-            self.prompt_ids = dict(zip(self.buffer.entries, tokens, strict=True))
+    def forget(self) -> None:
+        """Begins a training with an empty buffer."""
+        self.buffer.entries.clear()
+        self.rows, self.prompt_ids, self.trained, self.harvested = {}, {}, {}, None
 
 
-def _logprobs(row: SampledCandidate) -> list[float] | None:
-    return None if row.partial.logprobs is None else list(row.partial.logprobs)
-
-
-def _repeat(kept: KeptRows, stand_ins: Sequence[Any], groups: Sequence[Any], size: int) -> None:
-    """Rows of other groups in the place of those that are missing, with log-probs that are not known."""
-    for number, group in enumerate(stand_ins):
-        source = next(place for place, other in enumerate(groups) if other is group)
-        for index in range(size):
-            row, other = (len(groups) + number) * size + index, source * size + index
-            kept.completion_ids.append(kept.completion_ids[other])
-            if kept.logprobs is not None:
-                kept.logprobs.append([UNKNOWN] * len(kept.completion_ids[other]))
-            kept.repeats[row] = other
+def _row(row: SampledCandidate) -> tuple[list[int], list[float] | None]:
+    partial = row.partial
+    return list(partial.tokens), None if partial.logprobs is None else list(partial.logprobs)

@@ -1,6 +1,6 @@
 """What a rollout hands to TRL, and what is done with rows that stand in for a group that could not be completed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -38,13 +38,33 @@ class KeptRows:
     def of_result(cls, result: RolloutResult, num_generations: int) -> "KeptRows":
         """From a rollout. Groups that were dropped repeat the others in turn, with log-probs that are not known."""
         groups = {group.plan.group_id: [(row.tokens, row.logprobs) for row in group.rows] for group in result.groups}
-        repeated = dict(zip(sorted(result.dropped), cycle(groups), strict=False))
-        for group_id, other in repeated.items():
-            groups[group_id] = [(tokens, [UNKNOWN] * len(tokens)) for tokens, _ in groups[other]]
-        kept = cls.of([row for group_id in sorted(groups) for row in groups[group_id]])
+        return cls.of_groups(groups, dict(zip(sorted(result.dropped), cycle(groups), strict=False)), num_generations)
+
+    @classmethod
+    def of_groups(
+        cls,
+        groups: Mapping[int, Sequence[tuple[Tokens, list[float] | None]]],
+        repeated: Mapping[int, int],
+        num_generations: int,
+    ) -> "KeptRows":
+        """
+        From tokens and log-probs of each row.
+
+        Args:
+            groups (`Mapping[int, Sequence[tuple[list[int], list[float]]]]`):
+                Rows by their group's place in the batch.
+            repeated (`Mapping[int, int]`):
+                By place, the group that stands in for one that is missing; with log-probs that are not known.
+            num_generations (`int`):
+                Rows per group.
+        """
+        rows = {place: list(own) for place, own in groups.items()}
+        for place, other in repeated.items():
+            rows[place] = [(tokens, [UNKNOWN] * len(tokens)) for tokens, _ in groups[other]]
+        kept = cls.of([row for place in sorted(rows) for row in rows[place]])
         kept.repeats = {
-            group_id * num_generations + index: other * num_generations + index
-            for group_id, other in repeated.items()
+            place * num_generations + index: other * num_generations + index
+            for place, other in repeated.items()
             for index in range(num_generations)
         }
         return kept
@@ -99,6 +119,27 @@ def take_weight(output: dict[str, Any], repeats: dict[int, int], accelerator: Ac
     _count_items(output, accelerator)
 
 
+def forget_stale(rows: KeptRows, ages: Sequence[Sequence[tuple[int, int]]], max_age: int) -> None:
+    """
+    Takes the log-probs from tokens that will have no weight, so that they don't weigh in TRL's correction either: by
+    default it is one ratio for the whole row.
+
+    Args:
+        rows ([`KeptRows`]):
+            Of this process. Changed in place.
+        ages (`Sequence[Sequence[tuple[int, int]]]` of shape `(≤ B,)`):
+            See [`mask_stale`].
+        max_age (`int`):
+            See [`mask_stale`].
+    """
+    for logprobs, runs in zip(rows.logprobs or (), ages, strict=False):
+        start = 0
+        for age, count in runs:
+            if age > max_age:
+                logprobs[start : start + count] = [UNKNOWN] * count
+            start += count
+
+
 def mask_stale(
     output: dict[str, Any], ages: Sequence[Sequence[tuple[int, int]]], max_age: int, accelerator: Accelerator
 ) -> None:
@@ -121,6 +162,8 @@ def mask_stale(
         for age, count in runs:
             if age > max_age:
                 mask[row, start : start + count] = 0
+                if "sampling_per_token_logps" in output:  # not a number times no weight is not a number
+                    output["sampling_per_token_logps"][row, start : start + count] = 0.0
             start += count
     output["tool_mask"] = mask
     _count_items(output, accelerator)

@@ -20,11 +20,12 @@ from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterio
 from .generation import rollout_generation
 from .metrics import RolloutRecord
 from .policy import LengthTracker
+from .prompt_checkpoint import load_rounds, warn_of_lost_prompts
 from .prompt_feed import PromptFeed, skip_epochs
 from .prompt_rounds import PromptRounds
 from .rollout import RolloutConductor, Turn
 from .rollout_log import RolloutLog
-from .rows import KeptRows, mask_stale, repeat_rewards, take_weight
+from .rows import KeptRows, forget_stale, mask_stale, repeat_rewards, take_weight
 from .servers import connect, server_settings
 from .worth import WorthCheck
 
@@ -176,6 +177,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 self.accelerator,
                 self._conductor.agree,
                 lambda prompts: super(DARTSGRPOTrainer, self)._tokenize_prompts(prompts)[0],
+                lambda: self._step % (args.steps_per_generation * args.num_iterations) != 0,
             )
         if args.use_vllm:
             self.vllm_generation.conductor = self._conductor
@@ -322,8 +324,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
             harvested = conductor.agree(lambda: rounds.end(None))
             conductor.repeats, conductor.record = harvested.repeats, None
         inputs, self._ready = rounds.finish(harvested, num_rows)
+        if self.args.mask_stale_after is not None:
+            forget_stale(self._ready, self._ages(num_rows), self.args.mask_stale_after)
         self._rollout_log.harvest(harvested)
         return inputs
+
+    def _ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
+        """How old the tokens of this process's rows are; see [`HarvestedRows`]."""
+        first = self.accelerator.process_index * num_rows
+        return self._rounds.harvested.ages[first : first + num_rows]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._generated_at: float | None = None
@@ -334,9 +343,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if self._conductor is not None:
             take_weight(output, self._conductor.repeats, self.accelerator)
         if rounds is not None and self.args.mask_stale_after is not None:
-            first = self.accelerator.process_index * len(inputs)
-            ages = rounds.harvested.ages[first : first + len(inputs)]
-            mask_stale(output, ages, self.args.mask_stale_after, self.accelerator)
+            mask_stale(output, self._ages(len(inputs)), self.args.mask_stale_after, self.accelerator)
         if self._generated_at is not None:
             self._metrics["train"]["darts/score/seconds"].append(time.perf_counter() - self._generated_at)
         return output
@@ -344,10 +351,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
+            if self._rounds is not None:
+                self._rounds.forget()
             return
-        if self.accelerator.is_main_process:
-            self._tracker_callback.load(Path(checkpoint))
-        if self._rounds is not None:
-            self._rounds.load(Path(checkpoint), skips=not self.args.ignore_data_skip)
+        self._conductor.agree(lambda: self._tracker_callback.load(Path(checkpoint)))
+        if self._rounds is None:
+            warn_of_lost_prompts(Path(checkpoint))
+        else:
+            load_rounds(self._rounds, Path(checkpoint), skips=not self.args.ignore_data_skip)
             epochs = int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)
             skip_epochs(self._sampler, epochs)

@@ -193,8 +193,21 @@ def test_the_oldest_must_finish():
     buffer.enter([PromptInfo(i, 1) for i in range(4)])
     buffer.begin(policy.next(buffer), M, ScheduleSettings("partial_rollout", num_generations=M).admission(None))
     for entry in buffer.select(Lifecycle.IN_FLIGHT):
-        entry.state = Lifecycle.PARTIAL
+        entry.state, entry.num_deferrals = Lifecycle.PARTIAL, 1
     assert policy.next(buffer).must_finish == {0, 1, 2}
+
+
+def test_one_that_never_got_a_token_must_finish_too():
+    """Where room is short, the ones that are expected to be short come last, and could wait for ever."""
+    policy = PartialRollout(1, 3.0, max_age=2)
+    buffer = policy.buffer()
+    buffer.enter([PromptInfo(0, 1), PromptInfo(1, 1)])
+    buffer.entries[1].num_deferrals = 2
+    assert policy.next(buffer).must_finish == {1}
+
+
+def test_oversampling_is_rounded_up_but_not_by_rounding_errors():
+    assert TailBatching(10, 1.1).lacking(TailBatching(10, 1.1).buffer()) == 11
 
 
 def test_dropped_prompts_leave():

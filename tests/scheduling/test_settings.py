@@ -65,6 +65,7 @@ def test_a_number_from_a_command_line():
         ({"schedule": "sorted", "sorted_group_batches": 1}, r"`sorted_group_batches` \(1\) must be at least 2"),
         ({"schedule": "sorted", "sorted_mode": "post_hoc", "sorted_grouped": False}, "does not go with `sorted_mode`"),
         ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
+        ({"schedule": "sorted", "sorted_mode": "post_hoc", "mask_stale_after": 2}, "does not go with `sorted_mode`"),
         ({"schedule": "partial_rollout", "mask_stale_after": -1}, r"`mask_stale_after` \(-1\) must be at least 0"),
         (
             {"fill_bubbles": True, "long_end_patience": "auto", "schedule": "sorted", "selection": "dual_end"},

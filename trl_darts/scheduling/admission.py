@@ -144,12 +144,23 @@ class LengthExpectations:
             for prompt, mean in zip(prompts, means, strict=True)
         ]
 
+    def load_prior(self, state: Mapping[str, Any]) -> None:
+        """Restores what is known of prompts by their lengths, where it was saved."""
+        if "prior" in state:
+            self.prior.load_state_dict(state["prior"])
+
     def learn(self, summaries: Sequence[GroupSummary]) -> None:
         """Takes note of a rollout's lengths."""
+        learned = []
         for summary in summaries:
-            self.tracker.update(summary.prompt_key, summary.lengths, summary.censored)
+            # A candidate that was called off before it was started says nothing.
+            seen = [(n, cut) for n, cut in zip(summary.lengths, summary.censored, strict=True) if n or not cut]
+            if seen:
+                lengths, censored = zip(*seen, strict=True)
+                self.tracker.update(summary.prompt_key, lengths, censored)
+                learned.append(summary)
         self.tracker.end_step()
-        for summary in summaries:
+        for summary in learned:
             mean = self.tracker.mean(summary.prompt_key)
             if np.isfinite(mean):
                 self.prior.update(summary.num_prompt_tokens, mean)
@@ -192,7 +203,7 @@ class UniformAdmission:
         """Restores it."""
         _check_state(self, state)
         if self.expectations is not None:
-            self.expectations.prior.load_state_dict(state["prior"])
+            self.expectations.load_prior(state)
 
 
 class VarianceAdmission:
@@ -259,13 +270,13 @@ class VarianceAdmission:
         """Restores both."""
         _check_state(self, state)
         self.budget.load_state_dict(state["budget"])
-        self.expectations.prior.load_state_dict(state["prior"])
+        self.expectations.load_prior(state)
 
 
 def _check_state(admission: AdmissionPolicy, state: Mapping[str, Any]) -> None:
-    own = sorted(admission.state_dict())
-    if sorted(state) != own:
+    own = set(admission.state_dict())
+    if set(state) - own or own - set(state) - {"prior"}:
         raise StateMismatchError(
-            f"`{type(admission).__name__}` saves {own}, but {sorted(state)} was saved, under another `schedule`. "
-            "Resume with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
+            f"`{type(admission).__name__}` saves {sorted(own)}, but {sorted(state)} was saved, under another "
+            "`schedule`. Resume with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
         )

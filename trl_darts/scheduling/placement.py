@@ -96,7 +96,7 @@ class LengthRanked(LongestFirst):
         super().__init__(expected_lengths)
         self.num_long = num_long
         ranking = sorted(range(len(self.expected_lengths)), key=lambda group: -self.expected_lengths[group])
-        self._long = frozenset(ranking[: round(long_share * len(ranking))])
+        self._long = frozenset(ranking[: max(1, round(long_share * len(ranking)))])
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         """The least loaded engine of its kind."""

@@ -42,12 +42,17 @@ class SubmissionQueue:
             return []
         commands: list[Command] = []
         engines = list(self.ledger.engines.values())
+        passed: list[Candidate] = []  # that wait for an engine of their own, while others have room
         while waiting:
             candidate = waiting[0]
             if candidate.state is WAITING:
                 engine_id = self.placement.choose(candidate, engines)
-                if engine_id is None:
+                if engine_id is not None:
+                    commands.append(self.ledger.submit(candidate, engine_id, now))
+                elif any(engine.has_room for engine in engines):
+                    passed.append(candidate)
+                else:
                     break
-                commands.append(self.ledger.submit(candidate, engine_id, now))
-            waiting.popleft()  # submitted just now, or called off before it could be
+            waiting.popleft()  # submitted just now, passed over, or called off before it could be submitted
+        waiting.extendleft(reversed(passed))
         return commands

@@ -75,7 +75,7 @@ class TailBatching:
 
     @property
     def _num_started(self) -> int:
-        return math.ceil(self.oversampling * self.num_groups)
+        return _num_started(self.oversampling, self.num_groups)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class PartialRollout:
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         """Up to N' in flight."""
-        return max(0, math.ceil(self.oversampling * self.num_groups) - len(buffer))
+        return max(0, _num_started(self.oversampling, self.num_groups) - len(buffer))
 
     def next(self, buffer: RolloutBuffer) -> Round:
         """Those in flight first, then new ones."""
@@ -112,9 +112,9 @@ class PartialRollout:
         if missing <= 0:
             return Round([], self.num_groups, 0)
         in_flight = buffer.select(Lifecycle.PARTIAL)
-        room = math.ceil(self.oversampling * self.num_groups) - num_complete - len(in_flight)
+        room = _num_started(self.oversampling, self.num_groups) - num_complete - len(in_flight)
         entries = in_flight + buffer.select(Lifecycle.WAITING)[: max(0, room)]
-        old = frozenset(place for place, entry in enumerate(entries) if entry.num_rounds >= self.max_age)
+        old = frozenset(place for place, entry in enumerate(entries) if entry.num_deferrals >= self.max_age)
         return Round(entries, self.num_groups, min(missing, len(entries)), must_finish=old)
 
 
@@ -174,6 +174,11 @@ class Sorted:
     def _in_use(self, buffer: RolloutBuffer) -> list[BufferEntry]:
         """Those that were in a rollout."""
         return [e for e in buffer.entries.values() if e.num_deferrals or e.state is not Lifecycle.WAITING]
+
+
+def _num_started(oversampling: float, num_groups: int) -> int:
+    """N'; the small number, so that 1.1 × 10 is 11."""
+    return math.ceil(oversampling * num_groups - 1e-9)
 
 
 def _by_age(buffer: RolloutBuffer) -> tuple[list[BufferEntry], list[BufferEntry]]:

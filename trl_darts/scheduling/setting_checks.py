@@ -156,6 +156,11 @@ def _check_rounds(settings: ScheduleSettings) -> None:
                 "`sorted_grouped` (False) does not go with `sorted_mode` ('post_hoc'), which brings all batches of a "
                 "group to their end at once. Leave one of them out."
             )
+    if settings.mask_stale_after is not None and settings.sorted_mode == "post_hoc":
+        raise ConfigurationError(
+            f"`mask_stale_after` ({settings.mask_stale_after}) does not go with `sorted_mode` ('post_hoc'): its later "
+            "batches are of an old policy as a whole. Leave it unset, or use `sorted_mode='partial'`."
+        )
     if settings.mask_stale_after is not None and not settings.keeps_tokens:
         raise ConfigurationError(
             f"`mask_stale_after` ({settings.mask_stale_after}) has no effect with `sorted_mode` "
