@@ -14,6 +14,7 @@ from tests.trl_parity.vlms import load_processor, make_vlm, picture
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.checks import check_path, has_images
 from trl_darts.errors import ConfigurationError
+from trl_darts.scheduling import ScheduleSettings
 
 
 def trainer(**changes: Any) -> SimpleNamespace:
@@ -26,6 +27,9 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "ds3_gather_for_generation": True,
         "vllm_tensor_parallel_size": 1,
         "vllm_enable_sleep_mode": False,
+        "schedule": "darts",
+        "schedule_settings": ScheduleSettings(changes.get("schedule", "darts")),
+        "fill_bubbles": False,
     }
     fields: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1),
@@ -136,3 +140,25 @@ def test_images_with_continuous_batching_are_refused_by_trl(tmp_path):
             train_dataset=dataset,
             processing_class=load_processor(model_dir),
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_vllm": False}, r"`schedule` \('sorted'\) .* with an engine in the trainer's own process"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "with an engine in the trainer's own process"),
+        ({"use_vllm": True, "environment_factories": {"game": dict}}, "does not run with `environment_factory`"),
+        ({"use_vllm": True, **IMAGES, "processing_class": SimpleNamespace(image_token_id=7)}, "with images yet"),
+    ],
+)
+def test_schedules_that_choose_their_prompts(changes, words):
+    check_path(trainer(schedule="sorted", use_vllm=True))
+    with pytest.raises(ConfigurationError, match=words):
+        check_path(trainer(schedule="sorted", **changes))
+
+
+def test_bubble_filling_needs_servers_and_one_prompt_per_group():
+    check_path(trainer(fill_bubbles=True, use_vllm=True))
+    for changes in ({}, {"use_vllm": True, "environment_factories": {"game": dict}}):
+        with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) only runs on vLLM servers"):
+            check_path(trainer(fill_bubbles=True, **changes))

@@ -63,8 +63,8 @@ class ScheduleArguments:
             Prompts that are started for each that is trained on, with `schedule="tail_batching"` (defaults to 1.25)
             and `"partial_rollout"` (defaults to 2).
         max_partial_age (`int`, *optional*):
-            Rollouts that may end without a prompt of `schedule="partial_rollout"` once it is in flight; the next one waits
-            for it. Defaults to 4.
+            Rollouts that may end without a prompt of `schedule="partial_rollout"` once it is in flight; the next one
+            waits for it. Defaults to 4.
         mask_stale_after (`int`, *optional*):
             Tokens that were sampled by a policy more than this many optimizer steps old have no weight in the loss.
             Only with schedules that keep tokens. `None` trains on all, with TRL's importance sampling correction.

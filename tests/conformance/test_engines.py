@@ -105,7 +105,7 @@ def test_dual_end(results, name):
 def test_saturated_groups_stop_early(results):
     groups = [group for group in results["darts"]["groups"] if len(group[0]) == M_UP]
     reasons = [reason for _, reasons, _ in groups for reason in reasons]
-    assert reasons.count("abort") >= 6  # of 16 that were not needed
+    assert reasons.count("abort") >= 3  # of 16 that were not needed; the shortest end before the abort arrives
     assert all(len(lengths) >= M for lengths, _, _ in groups)
     metrics = results["darts"]["metrics"]
     assert metrics["darts/rollout/aborted_candidates"] == reasons.count("abort")
