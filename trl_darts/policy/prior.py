@@ -40,7 +40,8 @@ class PromptLengthPrior:
             raise ConfigurationError(f"`shrinkage` ({shrinkage}) must be finite and not negative, in groups.")
         self.half_life = half_life
         self.shrinkage = shrinkage
-        self._sums = {"weights": np.zeros(NUM_BUCKETS), "totals": np.zeros(NUM_BUCKETS)}
+        self._weights, self._totals = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
+        self._unit = 1.0  # what the newest observation weighs: it grows, so that the others need not be touched
 
     def update(self, num_prompt_tokens: int, mean_length: float) -> None:
         """
@@ -58,23 +59,30 @@ class PromptLengthPrior:
         bucket = _bucket(num_prompt_tokens)
         if not 0 <= mean_length < math.inf:
             raise ValueError(f"`mean_length` ({mean_length}) must be finite and not negative, in tokens.")
-        for name, added in (("weights", 1.0), ("totals", mean_length)):
-            self._sums[name] *= 0.5 ** (1.0 / self.half_life)
-            self._sums[name][bucket] += added
+        self._unit /= max(0.5 ** (1.0 / self.half_life), 1e-100)
+        if self._unit > 1e100:
+            self._weights, self._totals = self._normalized()
+            self._unit = 1.0
+        self._weights[bucket] += self._unit
+        self._totals[bucket] += self._unit * mean_length
 
     def expected(self, num_prompt_tokens: int) -> float:
         """Expected mean length of the responses in tokens, NaN before the first update."""
         bucket = _bucket(num_prompt_tokens)
-        weights, totals = self._sums["weights"], self._sums["totals"]
-        if not weights.any():
+        total = sum(self._weights)
+        if not total:
             return math.nan
-        overall = float(totals.sum() / weights.sum())
-        weight = float(weights[bucket]) + self.shrinkage
-        return (float(totals[bucket]) + self.shrinkage * overall) / weight if weight > 0 else overall
+        overall, shrinkage = sum(self._totals) / total, self.shrinkage * self._unit
+        weight = self._weights[bucket] + shrinkage
+        return (self._totals[bucket] + shrinkage * overall) / weight if weight > 0 else overall
+
+    def _normalized(self) -> tuple[list[float], list[float]]:
+        """Weights and totals where the newest observation weighs 1."""
+        return [x / self._unit for x in self._weights], [x / self._unit for x in self._totals]
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Everything but the configuration: two lists of `NUM_BUCKETS` numbers."""
-        return {name: column.tolist() for name, column in self._sums.items()}
+        """Everything but the configuration: two lists of `NUM_BUCKETS` numbers, and one of one."""
+        return {"weights": list(self._weights), "totals": list(self._totals), "unit": [self._unit]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
@@ -83,13 +91,14 @@ class PromptLengthPrior:
         Raises:
             [`StateMismatchError`]: If the keys or the shapes are not those of a prior.
         """
-        wanted, found = ({name: np.shape(s[name]) for name in sorted(s)} for s in (self._sums, state))
+        wanted, found = ({name: np.shape(s[name]) for name in sorted(s)} for s in (self.state_dict(), state))
         if found != wanted:
             raise StateMismatchError(
                 f"The state of a `PromptLengthPrior` has the keys and shapes {wanted}, and this one has {found}. "
                 "Load the state that the prior saved, or start without one."
             )
-        self._sums = {name: np.array(state[name], np.float64) for name in wanted}
+        self._weights, self._totals = list(map(float, state["weights"])), list(map(float, state["totals"]))
+        self._unit = float(state["unit"][0])
 
 
 def _bucket(num_prompt_tokens: int) -> int:
