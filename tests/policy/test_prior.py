@@ -104,7 +104,7 @@ def test_a_restored_prior_goes_on_exactly(before: list[tuple[int, float]], after
         restored.update(*pair)
     assert restored.state_dict() == prior.state_dict()
     assert state == fed(before, 7.0).state_dict()  # neither shares memory with it
-    assert {len(column) for column in state.values()} == {NUM_BUCKETS}
+    assert [len(state[name]) for name in ("weights", "totals", "unit")] == [NUM_BUCKETS, NUM_BUCKETS, 1]
 
 
 def test_rejects_a_state_of_something_else() -> None:
