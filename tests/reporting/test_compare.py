@@ -16,6 +16,7 @@ from trl_darts.reporting.compare import Comparison, Window, common_window, compa
 from trl_darts.reporting.formats import faster, number, percent, plus_minus, time_unit, times
 from trl_darts.reporting.summary import quantities, reward_ends, weighted_mean
 from trl_darts.reporting.verdict import cards, cautions, verdict
+from trl_darts.scheduling import ScheduleSettings
 
 from .builders import ROLLOUT, SETTINGS, make_entry, make_trace, write_run
 
@@ -145,6 +146,18 @@ def test_other_work_is_said(tmp_path):
     (heading, _), (other_heading, _) = verdict(comparison, quantities(comparison), settings)
     assert heading == "b against a (not the same work: model and prompts per rollout)"
     assert other_heading == "c against a"
+
+
+def test_what_a_schedule_sets_is_not_other_work(tmp_path):
+    """All of the trainer's own settings, as its log has them: two schedules differ in many."""
+    runs = {}
+    for schedule in ("grpo", "sorted"):
+        own = vars(ScheduleSettings(schedule, num_generations=2))
+        runs[schedule] = {"traces": 1, "log": 1, "settings": {**SETTINGS, **own}}
+    settings = compare_settings(compare(tmp_path, **runs).runs)
+    assert {"selection", "sorted_mode", "length_ranked"} <= {setting.name for setting in settings}
+    assert "max_partial_age" not in {setting.name for setting in settings}  # of neither
+    assert not any(setting.matters for setting in settings)
 
 
 def test_unknown_settings_and_no_common_steps_are_said(tmp_path):

@@ -7,11 +7,12 @@ Invariant: no number of one run stands beside another's unless both are over the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pandas as pd
 
+from ..scheduling import ScheduleSettings
 from .panels import rollouts
 from .runs import Run
 from .timing import time_split
@@ -19,17 +20,7 @@ from .timing import time_split
 
 # What a schedule may change. A difference anywhere else means that runs did not do the same work.
 METHOD_SETTINGS = frozenset(
-    {
-        "schedule",
-        "max_num_generations",
-        "num_longest",
-        "target_redundancy",
-        "redundancy_cost_weight",
-        "length_ema",
-        "tail_pruning",
-        "long_end_patience",
-        "latency_curve",
-    }
+    {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve"}
 )
 
 
@@ -132,6 +123,8 @@ def compare_settings(runs: Sequence[Run]) -> list[Setting]:
     settings = []
     for name in names:
         values = [settings.get(name) for settings in work]
+        if all(value is None for value in values):  # of a schedule that none of them has
+            continue
         known = {repr(value) for value in values if value is not None}
         differs = len(known) > 1
         settings.append(Setting(name, values, differs, differs and name not in METHOD_SETTINGS))
