@@ -6,6 +6,7 @@ combinations are checked by the trainer.
 from typing import TYPE_CHECKING
 
 from .errors import ConfigurationError
+from .scheduling.schedules import check_choice
 from .weights import WEIGHT_SYNCS
 
 
@@ -44,11 +45,7 @@ def _check_servers(config: "DARTSGRPOConfig") -> None:
     for name in DEADLINES:
         if not getattr(config, name) > 0:
             raise ConfigurationError(f"`{name}` ({getattr(config, name)}) must be positive, in seconds.")
-    if config.on_generation_error not in GENERATION_ERRORS:
-        raise ConfigurationError(
-            f"`on_generation_error` ({config.on_generation_error!r}) must be one of "
-            f"{', '.join(map(repr, GENERATION_ERRORS))}."
-        )
+    check_choice("on_generation_error", config.on_generation_error, GENERATION_ERRORS)
     on_servers = config.use_vllm and config.vllm_mode == "server"
     if config.on_generation_error != "raise" and not on_servers:
         raise ConfigurationError(
@@ -56,10 +53,7 @@ def _check_servers(config: "DARTSGRPOConfig") -> None:
             "engine in the trainer's own process takes the training along. Leave it out, or set `use_vllm=True` and "
             "`vllm_mode='server'`."
         )
-    if config.weight_sync not in WEIGHT_SYNCS:
-        raise ConfigurationError(
-            f"`weight_sync` ({config.weight_sync!r}) must be one of {', '.join(map(repr, WEIGHT_SYNCS))}."
-        )
+    check_choice("weight_sync", config.weight_sync, WEIGHT_SYNCS)
     if config.weight_sync_dir is not None and config.weight_sync != "filesystem":
         raise ConfigurationError(
             f"`weight_sync_dir` ({config.weight_sync_dir!r}) is only used with `weight_sync='filesystem'`, not "

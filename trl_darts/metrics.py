@@ -46,13 +46,18 @@ class RolloutRecord:
     deferred: list[GroupSummary] = field(default_factory=list)
 
     @property
+    def groups(self) -> list[GroupSummary]:
+        """Those that were completed, and those that were deferred."""
+        return [*self.summaries, *self.deferred]
+
+    @property
     def seconds(self) -> float:
         """From the first submission to the last end, over all processes."""
         return self.occupancy.seconds
 
     def trace(self) -> list[dict[str, Any]]:
         """One row per candidate: what `save_rollout_trace` writes. Seconds count from the first submission."""
-        groups = sorted([*self.summaries, *self.deferred], key=lambda summary: summary.group_id)
+        groups = sorted(self.groups, key=lambda summary: summary.group_id)
         begin = min((start for summary in groups for start, _ in summary.times), default=0.0)
         return [
             {
@@ -86,9 +91,9 @@ def rollout_metrics(record: RolloutRecord) -> dict[str, float]:
         `dict[str, float]`: By name, `darts/<noun>/<stat>`. Those that are not known yet (λ while it is calibrated, ρ
         before the first rollout) are left out.
     """
-    summaries, everything = record.summaries, [*record.summaries, *record.deferred]
-    lengths = np.concatenate([s.lengths for s in everything])
-    reasons = [reason for s in everything for reason in s.finish_reasons]
+    summaries = record.summaries
+    lengths = np.concatenate([s.lengths for s in record.groups])
+    reasons = [reason for s in record.groups for reason in s.finish_reasons]
     kept = np.array([s.lengths[i] for s in summaries for i in s.selected])
     aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
     return {
@@ -130,7 +135,7 @@ def _budget(record: RolloutRecord) -> dict[str, float]:
 
 def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, aborted: np.ndarray) -> dict[str, float]:
     seconds = record.seconds
-    num_carried = sum(s.num_carried_tokens for s in [*record.summaries, *record.deferred])
+    num_carried = sum(s.num_carried_tokens for s in record.groups)
     return {
         "darts/rollout/seconds": seconds,
         "darts/rollout/generated_tokens": float(lengths.sum()) - num_carried,
@@ -182,7 +187,7 @@ def bias_metrics(record: RolloutRecord, first_rows: Mapping[int, int], rewards: 
         rewards (`Sequence[float]` of shape `(N·M,)`):
             Of the batch that is trained on, over all processes; NaN for none.
     """
-    groups = [*record.summaries, *record.deferred]
+    groups = record.groups
     lengths = [group.lengths for group in groups]
     finished = [[reason != FinishReason.ABORT.value for reason in group.finish_reasons] for group in groups]
     selected = [group.selected for group in groups]

@@ -1,6 +1,6 @@
 """What a rollout hands to TRL, and what is done with rows that stand in for a group that could not be completed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -132,12 +132,9 @@ def forget_stale(rows: KeptRows, ages: Sequence[Sequence[tuple[int, int]]], max_
         max_age (`int`):
             See [`mask_stale`].
     """
-    for logprobs, runs in zip(rows.logprobs or (), ages, strict=False):
-        start = 0
-        for age, count in runs:
-            if age > max_age:
-                logprobs[start : start + count] = [UNKNOWN] * count
-            start += count
+    if rows.logprobs is not None:
+        for row, start, end in _stale_runs(ages, max_age):
+            rows.logprobs[row][start:end] = [UNKNOWN] * (end - start)
 
 
 def mask_stale(
@@ -157,16 +154,22 @@ def mask_stale(
             The trainer's. Called on every process at once.
     """
     mask = output.get("tool_mask", torch.ones_like(output["completion_mask"]))
+    for row, start, end in _stale_runs(ages, max_age):
+        mask[row, start:end] = 0
+        if "sampling_per_token_logps" in output:  # not a number times no weight is not a number
+            output["sampling_per_token_logps"][row, start:end] = 0.0
+    output["tool_mask"] = mask
+    _count_items(output, accelerator)
+
+
+def _stale_runs(ages: Sequence[Sequence[tuple[int, int]]], max_age: int) -> Iterator[tuple[int, int, int]]:
+    """Row, start and end of each run of tokens that is older."""
     for row, runs in enumerate(ages):
         start = 0
         for age, count in runs:
             if age > max_age:
-                mask[row, start : start + count] = 0
-                if "sampling_per_token_logps" in output:  # not a number times no weight is not a number
-                    output["sampling_per_token_logps"][row, start : start + count] = 0.0
+                yield row, start, start + count
             start += count
-    output["tool_mask"] = mask
-    _count_items(output, accelerator)
 
 
 def _count_items(output: dict[str, Any], accelerator: Accelerator) -> None:

@@ -169,15 +169,16 @@ class DARTSGRPOTrainer(GRPOTrainer):
         )
         policy = settings.rounds(args.generation_batch_size // args.num_generations)
         if policy is not None:
+            feed = PromptFeed(args.steps_per_generation * args.num_iterations)
             self._rounds = self._conductor.rounds = callback.rounds = PromptRounds(
                 policy,
                 callback.admission,
                 args.num_generations,
-                PromptFeed(args.steps_per_generation * args.num_iterations),
+                feed,
                 self.accelerator,
                 self._conductor.agree,
                 lambda prompts: super(DARTSGRPOTrainer, self)._tokenize_prompts(prompts)[0],
-                lambda: self._step % (args.steps_per_generation * args.num_iterations) != 0,
+                lambda: self._step % feed.repeats != 0,
             )
         if args.use_vllm:
             self.vllm_generation.conductor = self._conductor

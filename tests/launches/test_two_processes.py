@@ -49,6 +49,12 @@ def _last_words(stderr: str) -> list[str]:
     return [*words, *lines[max(0, end - 30) : end + 10]]
 
 
+def rows_of(ranks: list[dict], step: int) -> list[tuple]:
+    """Prompt, letter, length and advantage of each row of a step, in the order of the processes."""
+    columns = ("prompts", "letters", "lengths", "advantages")
+    return [row for rank in ranks for row in zip(*(rank["rows"][step][name] for name in columns), strict=True)]
+
+
 def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:
     first, second = ranks
     assert first["records"] == second["records"]  # the same budgets and selections on both
@@ -58,8 +64,7 @@ def assert_agreement(ranks: list[dict], steps: int, num_prompts: int) -> None:
     for step in range(steps):
         budgets, groups = first["records"][step]
         assert len(budgets) == len(groups) == num_prompts
-        columns = ("prompts", "letters", "lengths", "advantages")
-        rows = [row for rank in ranks for row in zip(*(rank["rows"][step][name] for name in columns), strict=True)]
+        rows = rows_of(ranks, step)
         assert all(prompt[-1] == letter for prompt, letter, _, _ in rows)
         for index, (lengths, selected) in enumerate(groups):
             group = rows[4 * index : 4 * index + 4]
@@ -101,8 +106,7 @@ def test_batches_that_are_not_the_loaders(server, model_dir, tmp_path, schedule)
     )
     epochs = [Counter(), Counter()]
     for step in range(6):
-        columns = ("prompts", "letters", "lengths", "advantages")
-        rows = [row for rank in ranks for row in zip(*(rank["rows"][step][name] for name in columns), strict=True)]
+        rows = rows_of(ranks, step)
         assert len(rows) == 12
         for start in range(0, 12, 4):
             group = rows[start : start + 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class BubbleFilling:
         if not short or sum(group.num_complete for group in groups) < MIN_COMPLETE:
             return Look()
         tail = _Tail(float(np.median([length for group in groups for length in group.complete_lengths])))
-        expected = [_median(own) if len(own := group.complete_lengths) > 1 else tail.usual for group in short]
+        expected = [median(own) if len(own := group.complete_lengths) > 1 else tail.usual for group in short]
         shortest, needed = min(expected), max(expected)
         if shortest > tail.most(longest):
             return Look((), shortest, tail)
@@ -124,12 +125,6 @@ class _Tail:
     def most(self, longest: float) -> float:
         """The most that `residual` is for any candidate of up to `longest` tokens."""
         return max(self.usual, longest)
-
-
-def _median(lengths: Sequence[int]) -> float:
-    """Of sorted ones."""
-    middle = len(lengths) // 2
-    return lengths[middle] if len(lengths) % 2 else (lengths[middle - 1] + lengths[middle]) / 2
 
 
 def _spread(group: Group, tail: _Tail, length_of: Callable[[Candidate], int]) -> float:
