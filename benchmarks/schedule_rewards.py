@@ -249,7 +249,7 @@ def run_missing(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each training")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each training")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--results", type=Path, default=Path("outputs/rewards"), help="one JSON file per training")

@@ -1,12 +1,12 @@
 """A training whose real servers are killed, frozen and started again: it goes on, and its rows are right."""
 
-import os
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 
 import pandas as pd
+import psutil
 import pytest
 
 from tests.builders import make_trainer, record_batches
@@ -44,6 +44,12 @@ def assert_books(scheduler):
     assert ledger.num_submitted >= ended - ledger.num_aborted
     for candidate in ledger.candidates:
         assert candidate.logprobs is None or len(candidate.logprobs) == len(candidate.tokens)
+
+
+def send(processes, number):
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # a server starts some that end soon
+            process.send_signal(number)
 
 
 @pytest.mark.parametrize("weight_sync", ["auto", pytest.param("filesystem", marks=pytest.mark.slow)])
@@ -123,9 +129,8 @@ def test_frozen_server_is_left_and_taken_back(model_dir, tmp_path):
 
         def act(ledger, rollout):
             if rollout == 0 and not frozen and any(c.length > 32 for c in ledger.candidates):
-                frozen.extend(process.pid for process in first.session())
-                for pid in frozen:
-                    os.kill(pid, signal.SIGSTOP)
+                frozen.extend(first.session())
+                send(frozen, signal.SIGSTOP)
 
         schedulers = during_rollouts(trainer, act)
         sync, syncs = trainer.vllm_generation.sync_weights, []
@@ -133,8 +138,7 @@ def test_frozen_server_is_left_and_taken_back(model_dir, tmp_path):
         def thaw():
             syncs.append(time.monotonic())
             if len(syncs) == 3:  # the second sync is without it
-                for pid in frozen:
-                    os.kill(pid, signal.SIGCONT)
+                send(frozen, signal.SIGCONT)
                 deadline = time.monotonic() + 30
                 while State.DOWN in trainer.vllm_generation.engine.states().values():
                     assert time.monotonic() < deadline
