@@ -83,6 +83,25 @@ def make_trainer(model_dir: Path, args: DARTSGRPOConfig, cls: type | None = None
     return (cls or DARTSGRPOTrainer)(model=str(model_dir), args=args, processing_class=tokenizer, **arguments)
 
 
+def compare_with_trl(trainer: Any) -> list[tuple[str, float, int]]:
+    """
+    Has TRL compute all streamed log-probs as well: the name of each call, the largest difference, and how many rows
+    were not streamed.
+    """
+    stream = trainer._streams.log_probs
+    differences: list[tuple[str, float, int]] = []
+    served = stream.log_probs
+
+    def both(name: str, input_ids: Any, attention_mask: Any, num_logits: int, compute: Any) -> Any:
+        streamed = served(name, input_ids, attention_mask, num_logits, compute)
+        difference = (streamed - compute(input_ids, attention_mask)).abs().max().item()
+        differences.append((name, difference, stream._num_missed))
+        return streamed
+
+    stream.log_probs = both
+    return differences
+
+
 def record_batches(trainer: Any) -> list[dict[str, Any]]:
     """Collects what the trainer scores, batch by batch, before it is shuffled, with the rows that it belongs to."""
     batches: list[dict[str, Any]] = []

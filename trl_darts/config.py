@@ -11,18 +11,19 @@ from .field_checks import check_fields
 from .policy import LatencyCurve
 from .schedule_arguments import ScheduleArguments
 from .scheduling import ScheduleSettings
+from .stream_arguments import StreamArguments
 
 
 API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
 
 
 @dataclass
-class DARTSGRPOConfig(ScheduleArguments, GRPOConfig):
+class DARTSGRPOConfig(ScheduleArguments, StreamArguments, GRPOConfig):
     r"""
     Configuration class for the [`DARTSGRPOTrainer`].
 
-    This class includes only the parameters that it adds to [`~trl.GRPOConfig`] and [`ScheduleArguments`], which has
-    those that shape rollouts. For the others, see there.
+    This class includes only the parameters that it adds to [`~trl.GRPOConfig`], [`ScheduleArguments`], which has those
+    that shape rollouts, and [`StreamArguments`], which has those of what is done meanwhile. For the others, see there.
 
     Parameters:
         > Parameters that control generation with vLLM servers

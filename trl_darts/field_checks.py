@@ -22,6 +22,7 @@ DEADLINES = (
     "vllm_rollout_timeout_s",
 )
 GENERATION_ERRORS = ("raise", "drop_group")
+STREAM_BOUNDS = {"stream_chunk_tokens": 1, "stream_batch_tokens": 1, "stream_reward_processes": 0}
 NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
 
 
@@ -39,6 +40,7 @@ def check_fields(config: "DARTSGRPOConfig") -> None:
     _check_servers(config)
     _check_engine(config)
     _check_resumable(config)
+    _check_streams(config)
 
 
 def _check_servers(config: "DARTSGRPOConfig") -> None:
@@ -107,3 +109,17 @@ def _check_engine(config: "DARTSGRPOConfig") -> None:
                 "the transformers engines: a completion is complete at an end-of-sequence token of the model. "
                 f"{remedy}"
             )
+
+
+def _check_streams(config: "DARTSGRPOConfig") -> None:
+    for name, least in STREAM_BOUNDS.items():
+        if not getattr(config, name) >= least:
+            raise ConfigurationError(f"`{name}` ({getattr(config, name)}) must be at least {least}.")
+    for name in ("stream_cache_gib", "stream_reward_timeout_s"):
+        if not getattr(config, name) > 0:
+            raise ConfigurationError(f"`{name}` ({getattr(config, name)}) must be positive.")
+    if config.stream_batch_tokens < config.stream_chunk_tokens:
+        raise ConfigurationError(
+            f"`stream_batch_tokens` ({config.stream_batch_tokens}) must be at least `stream_chunk_tokens` "
+            f"({config.stream_chunk_tokens}): a forward pass takes whole chunks. Raise it, or lower that."
+        )

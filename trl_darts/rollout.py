@@ -37,6 +37,7 @@ from .scheduling import (
     Scheduler,
     UniformAdmission,
 )
+from .streaming.streams import Streams
 
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class RolloutConductor:
         self.drop_failed_groups = drop_failed_groups
         self.turn: Turn | None = None  # `None` where a user's own `rollout_func` asks for completions
         self.record: RolloutRecord | None = None  # of the last rollout of training, on every process
+        self.streams = Streams()  # set by the trainer where something is done while candidates decode
         self.rounds: PromptRounds | None = None  # set by the trainer where the schedule chooses the prompts
         self.repeats: dict[int, int] = {}  # of the last rollout, on every process
         self.overrides: Overrides | None = None  # further request fields per candidate: benchmarks replay lengths
@@ -151,8 +153,11 @@ class RolloutConductor:
             policies = replace(policies, batch_stop=rounds.round.batch_stop)
         drops = self.drop_failed_groups and self.turn is not Turn.LATER
         scheduler = Scheduler(policies, batch.num_generations, drops)
+        streams = self.streams if self.turn is Turn.TRAINING else Streams()
         with self.progress() as progress:
-            result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, progress)
+            watch = streams.watch(scheduler, [group[0].tokens for group in prompts], progress)
+            result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, watch)
+            streams.finish(result)
         for words in result.dropped.values():
             logger.warning(
                 "%s. The group is dropped, and another one is repeated in its place, without weight.", words
@@ -201,7 +206,10 @@ class RolloutConductor:
         Returns:
             [`KeptRows`] or [`HarvestedRows`]: The rows of the whole batch.
         """
-        rows, self.record = self.agree(compute)
+        streams = self.streams if self.turn is Turn.TRAINING else Streams()
+        rows, self.record = self.agree(compute, streams.follow if streams else None)
+        if streams and not self.accelerator.is_main_process:
+            streams.follow()
         self.repeats = rows.repeats
         return rows
 

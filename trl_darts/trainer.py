@@ -27,6 +27,8 @@ from .rollout import RolloutConductor, Turn
 from .rollout_log import RolloutLog
 from .rows import KeptRows, forget_stale, mask_stale, repeat_rewards, take_weight
 from .servers import connect, server_settings
+from .streaming.setup import called_model, make_streams
+from .streaming.streams import Streams
 from .worth import WorthCheck
 
 
@@ -41,8 +43,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     not over-provisioned.
 
     Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
-    `_generate_and_score_completions`, `get_batch_samples`, `_get_train_sampler` and `_load_optimizer_and_scheduler`,
-    each around TRL's own.
+    `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`
+    and `_load_optimizer_and_scheduler`, each around TRL's own.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -90,6 +92,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _sampler: Any = None
     _ready: KeptRows | None = None  # completions of a batch that is not the loader's, until TRL asks for them
     _in_tool_loop = False
+    _streams = Streams()
 
     def __init__(
         self,
@@ -185,6 +188,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             # In the later turns of a tool loop each process asks the servers by itself.
             self.vllm_generation.facts = self._conductor.agree(lambda: self.vllm_generation.facts)
             self.vllm_generation.is_sharded = lambda: self.is_sharded
+        self._streams = self._conductor.streams = make_streams(self)
 
     @property
     def length_tracker(self) -> LengthTracker:
@@ -291,7 +295,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._rollout_log.rollout(record)
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
-        rewards = super()._calculate_rewards(*args)
+        with self._streams.serving_rewards():
+            rewards = super()._calculate_rewards(*args)
         if self._conductor is None:
             return rewards
         rewards = repeat_rewards(rewards, self._conductor.repeats)
@@ -340,7 +345,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
         rounds = self._rounds if self.model.training else None
         if rounds is not None:
             inputs = self._harvest(len(inputs))
-        output = super()._generate_and_score_completions(inputs)
+        with self._streams.serving(inputs if self.model.training else None) as streamed:
+            output = super()._generate_and_score_completions(inputs)
+        for name, value in streamed.items():
+            self._metrics["train"][name].append(value)
         if self._conductor is not None:
             take_weight(output, self._conductor.repeats, self.accelerator)
         if rounds is not None and self.args.mask_stale_after is not None:
@@ -348,6 +356,25 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if self._generated_at is not None:
             self._metrics["train"]["darts/score/seconds"].append(time.perf_counter() - self._generated_at)
         return output
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        compute = super()._get_per_token_logps_and_entropies
+        stream = self._streams.log_probs
+        if stream is None or not stream.serves(name := called_model(self, model)):
+            return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+        def rest(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return compute(model, ids, mask, logits_to_keep, *args, **kwargs)[0]
+
+        return stream.log_probs(name, input_ids, attention_mask, logits_to_keep, rest), None, None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

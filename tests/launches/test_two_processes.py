@@ -227,6 +227,33 @@ def test_dropped_group_straddles_both(server, model_dir, tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", pytest.param("deepspeed_zero3", marks=pytest.mark.slow)])
+def test_streamed_log_probs(server, model_dir, tmp_path, name):
+    """Each process is served its own rows, also those of the group that straddles both."""
+    config = CONFIGS / f"{name}.yaml"
+    if name == "deepspeed_zero3":
+        config = _with_every_parameter_sharded(config, tmp_path)
+    ranks = launch(
+        model_dir,
+        tmp_path,
+        config,
+        engine="vllm_server",
+        url=server.base_url,
+        per_device_train_batch_size=6,
+        max_steps=3,
+        learning_rate=3e-3,
+        beta=0.1,
+        stream_logprobs=True,
+        stream_chunk_tokens=16,
+    )
+    for rank in ranks:
+        assert [name for name, _, _ in rank["streamed"]] == ["policy", "reference"] * 3
+        assert max(difference for _, difference, _ in rank["streamed"]) < 1e-5
+        assert not any(missed for _, _, missed in rank["streamed"])
+    assert sum("darts/stream/chunks" in line for line in ranks[0]["log"]) == 3
+
+
+@pytest.mark.vllm
 def test_error_on_the_main_process_ends_both(model_dir, tmp_path):
     """The server refuses a prompt that does not fit; the other process must hear of it, and not wait for ever."""
     with (

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
+from tests.builders import compare_with_trl, letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu
 from tests.launches.leaving import leave
@@ -44,6 +44,7 @@ def main() -> None:
     args = make_args(out / "run", **{**settings, **options["args"]})
     trainer = make_trainer(Path(options["model"]), args, reward_funcs=reward, train_dataset=letters_dataset(10))
     batches = record_batches(trainer)
+    differences = compare_with_trl(trainer) if args.stream_logprobs else []
     records, decoded = record_rollouts(trainer)
     refused = options["refused"]
     trainer._conductor.overrides = lambda command: {"top_p": 7.0} if command.group_id in refused else {}
@@ -65,6 +66,7 @@ def main() -> None:
         "tracked": len(trainer.length_tracker),
         "distributed_type": str(trainer.accelerator.distributed_type),
         "log": trainer.state.log_history,
+        "streamed": differences,
     }
     (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
     leave(trainer.accelerator)

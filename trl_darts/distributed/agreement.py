@@ -38,13 +38,15 @@ class Agreement:
             self._mailbox = Mailbox.open(self._accelerator.process_index, self._accelerator.num_processes)
         return self._mailbox
 
-    def __call__(self, compute: Callable[[], Any]) -> Any:
+    def __call__(self, compute: Callable[[], Any], meanwhile: Callable[[], None] | None = None) -> Any:
         """
         Computes on the main process. Called on every process at once. It may take as long as it likes.
 
         Args:
             compute (`Callable`):
                 What to compute.
+            meanwhile (`Callable`, *optional*):
+                What the other processes do again and again while they wait.
 
         Returns:
             `Any`: The main process's value, on every process. Its error is raised on every process too, so that none
@@ -61,7 +63,7 @@ class Agreement:
                 self.break_off(error)
                 raise
             mailbox.announce(DONE)
-        elif (word := mailbox.await_announcement()) != DONE:
+        elif (word := mailbox.await_announcement(meanwhile)) != DONE:
             mailbox.post(0, HEARD)
             raise pickle.loads(word)
         broadcast_object_list(box, from_process=0)

@@ -5,6 +5,8 @@ for a server.
 
 import os
 import pickle
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # A wait is renewed this often. The connection of a store whose process is gone breaks at once, whatever this is.
 WAIT_S = 60.0
+POLL_S = 0.005
 
 
 class Mailbox:
@@ -80,10 +83,13 @@ class Mailbox:
         self._store.set(f"announcement/{self._num_announced}", word)
         self._store.delete_key(f"announcement/{self._num_announced - 2}")  # everybody has read it
 
-    def await_announcement(self) -> bytes:
-        """Waits for the next announcement, however long it takes."""
+    def await_announcement(self, meanwhile: Callable[[], None] | None = None) -> bytes:
+        """Waits for the next announcement, however long it takes. What is done `meanwhile` is done every 5 ms."""
         self._num_announced += 1
         key = f"announcement/{self._num_announced}"
+        while meanwhile is not None and not self._store.check([key]):
+            meanwhile()
+            time.sleep(POLL_S)
         while True:
             try:
                 self._store.wait([key], timedelta(seconds=WAIT_S))

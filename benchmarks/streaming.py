@@ -1,0 +1,269 @@
+"""
+What streaming gains: the time of training steps with and without it, on the same lengths.
+
+    python benchmarks/streaming.py [--quick]
+
+A real vLLM server on one core, the trainer on the other, as a server and a trainer with a GPU each. A small Qwen2 with
+random weights is trained with a learning rate of zero; lengths are drawn once and replayed, so that a step without
+streaming and the one with it, which follow each other, decode, score and train on the same numbers of tokens.
+
+Columns, medians over pairs of steps:
+
+- step: seconds without streaming and with it, and the ratio of the two with its range.
+- forward: seconds of the log-probs that TRL computes after the rollout, and their share of the step without streaming.
+- hidden: share of those seconds that is gone from the end of the step, although the same log-probs are there: seconds
+  of scoring after the rollout's end, with what TRL computes itself because it was not scored, against `forward`.
+- work: seconds of scoring in all against `forward`. Chunks cost more than one pass: that is what streaming pays.
+- cache: most keys and values that were held.
+
+The row "rewards" has a reward function that sleeps 50 ms for each group, with and without `stream_rewards`; there,
+`forward` are the seconds that it takes after the rollout.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.models import EOS_ID, VOCAB_SIZE, make_tokenizer
+from tests.servers import free_port, start_vllm_server
+from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from trl_darts.streaming.streams import Streams
+
+
+SLEEP_S = 0.05
+LIMIT = 1024
+console = Console(width=160)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """
+    Lengths and sizes of a comparison. Lengths are log-normal around `median`, each prompt with a level of its own;
+    `spread` is the standard deviation of their logarithms. `beta` adds a reference model.
+    """
+
+    name: str
+    prompts: int = 4
+    num_generations: int = 8
+    median: float = 150.0
+    spread: float = 0.8
+    chunk_tokens: int = 64
+    beta: float = 0.0
+    rewards: bool = False
+    schedule: str = "grpo"
+
+
+REGIMES = (
+    Regime("long tail"),
+    Regime("long tail, with a reference", beta=0.04),
+    Regime("long tail, chunks of 16", chunk_tokens=16),
+    Regime("long tail, chunks of 256", chunk_tokens=256),
+    Regime("long tail, DARTS", schedule="darts"),
+    Regime("equal lengths", spread=0.0, median=300.0),
+    Regime("short answers", median=20.0, spread=0.3),
+    Regime("rewards", rewards=True, prompts=8, num_generations=4),
+)
+
+
+def make_model(directory: Path) -> Path:
+    """About 5 million parameters: its forward pass is a tenth of a step or more."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """Processes and threads that are started inside stay on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def slow_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """50 ms for each group of four."""
+    time.sleep(SLEEP_S * len(completion_ids) / 4)
+    return [float(ids[0] % 5) for ids in completion_ids]
+
+
+def quick_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that costs nothing."""
+    return [float(ids[0] % 5) for ids in completion_ids]
+
+
+class Bench:
+    """A training whose steps are with streaming and without it in turn."""
+
+    def __init__(self, regime: Regime, model_dir: Path, url: str, out: Path, pairs: int) -> None:
+        self.regime = regime
+        rows = regime.prompts * regime.num_generations
+        args = DARTSGRPOConfig(
+            output_dir=str(out),
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_steps=1,
+            learning_rate=0.0,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=rows // 8,
+            num_generations=regime.num_generations,
+            max_completion_length=LIMIT,
+            max_steps=2 * pairs + 2,
+            schedule=regime.schedule,
+            beta=regime.beta,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=url,
+            vllm_group_port=free_port(),
+            stream_logprobs=not regime.rewards,
+            stream_rewards=regime.rewards,
+            stream_chunk_tokens=regime.chunk_tokens,
+        )
+        prompts = Dataset.from_list([{"prompt": f"prompt {i}: "} for i in range(regime.prompts)])
+        self.trainer = DARTSGRPOTrainer(
+            model=str(model_dir),
+            args=args,
+            reward_funcs=slow_reward if regime.rewards else quick_reward,
+            train_dataset=prompts,
+            processing_class=make_tokenizer(),
+        )
+        self.streams = self.trainer._streams
+        self.steps: list[dict[str, float]] = []
+        self.lengths = np.zeros(0)
+        self._scored = 0.0
+        self._watch(self.trainer)
+
+    def _watch(self, trainer: Any) -> None:
+        rng = np.random.default_rng(0)
+        score, compute = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
+        calculate, step = trainer._calculate_rewards, trainer.training_step
+
+        def scored(inputs: Any) -> Any:
+            streamed = len(self.steps) % 2 == 1
+            trainer._streams = trainer._conductor.streams = self.streams if streamed else Streams()
+            if not streamed:
+                levels = rng.normal(0, self.regime.spread / 2**0.5, (self.regime.prompts, 1))
+                shape = (self.regime.prompts, 2 * self.regime.num_generations)  # as many as DARTS may start
+                logs = levels + rng.normal(0, self.regime.spread / 2**0.5, shape)
+                self.lengths = np.clip(self.regime.median * np.exp(logs), 2, LIMIT).astype(int)
+            self.steps.append({"seconds": 0.0, "forward": 0.0, "rewards": 0.0})
+            return score(inputs)
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            output = compute(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                self.steps[-1]["forward"] += time.perf_counter() - start
+            return output
+
+        def calculated(*args: Any) -> Any:
+            start = time.perf_counter()
+            output = calculate(*args)
+            self.steps[-1]["rewards"] += time.perf_counter() - start
+            return output
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            output = step(*args, **kwargs)
+            self.steps[-1]["seconds"] += time.perf_counter() - start
+            return output
+
+        trainer._generate_and_score_completions, trainer.training_step = scored, stepped
+        trainer._get_per_token_logps_and_entropies, trainer._calculate_rewards = computed, calculated
+        # Each ends by itself where it should; the server's mask until then costs it time, as often in both steps.
+        trainer._conductor.overrides = lambda command: {
+            "min_tokens": int(self.lengths[command.group_id, command.index]) - 1,
+            "logit_bias": {EOS_ID: 100},
+        }
+
+    def run(self) -> list[tuple[dict[str, float], dict[str, float]]]:
+        """Pairs of steps: without, with. The first pair warms up, and is left out."""
+        self.trainer.train()
+        logs = [entry for entry in self.trainer.state.log_history if "darts/rollout/seconds" in entry]
+        for step, entry in zip(self.steps, logs, strict=True):
+            step |= {name.split("/")[-1]: float(value) for name, value in entry.items() if "/stream/" in name}
+        return list(zip(self.steps[2::2], self.steps[3::2], strict=True))
+
+
+def row_of(regime: Regime, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> list[str]:
+    """The cells of a regime."""
+
+    def median(values: Any) -> float:
+        return statistics.median(list(values))
+
+    ratios = [off["seconds"] / on["seconds"] for off, on in pairs]
+    name = "rewards" if regime.rewards else "forward"
+    forward, step = median(off[name] for off, _ in pairs), median(off["seconds"] for off, _ in pairs)
+    left = median(on[name] + on.get("exposed_seconds", 0.0) for _, on in pairs)
+    cells = [regime.name, f"{step:.2f}", f"{median(on['seconds'] for _, on in pairs):.2f}"]
+    cells.append(f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    cells += [f"{forward:.2f} ({forward / step:.0%})", f"{1 - left / forward:.0%}"]
+    if regime.rewards:
+        return [*cells, "", ""]
+    work = median(on["hidden_seconds"] + on["exposed_seconds"] + on["forward"] for _, on in pairs)
+    return [*cells, f"{work / forward:.2f}", f"{median(on['cache_bytes'] for _, on in pairs) / 2**20:.0f} MiB"]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5, help="of steps, for each row")
+    parser.add_argument("--only", nargs="*", default=[regime.name for regime in REGIMES], help="names of rows")
+    parser.add_argument("--quick", action="store_true", help="one pair each: does it run?")
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    torch.set_num_threads(1)
+    table = Table(title=f"{args.pairs} pairs of steps; server and trainer on one core each")
+    for name in ("lengths", "step off", "step on", "ratio (range)", "forward (share)", "hidden", "work", "cache"):
+        table.add_column(name, justify="left" if name == "lengths" else "right")
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        model_dir = make_model(Path(directory) / "model")
+        with on_cores({cores[0]}):
+            options = {"max_model_len": 2048, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+            server = stack.enter_context(start_vllm_server(model_dir, **options))
+        stack.enter_context(on_cores({cores[-1]}))
+        for regime in REGIMES:
+            if regime.name in args.only:
+                out = Path(directory) / "run"
+                bench = Bench(regime, model_dir, server.base_url, out, 1 if args.quick else args.pairs)
+                table.add_row(*row_of(regime, bench.run()))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
