@@ -245,11 +245,15 @@ def test_streamed_log_probs(server, model_dir, tmp_path, name):
         beta=0.1,
         stream_logprobs=True,
         stream_chunk_tokens=16,
+        stream_rewards=True,
     )
     for rank in ranks:
         assert [name for name, _, _ in rank["streamed"]] == ["policy", "reference"] * 3
         assert max(difference for _, difference, _ in rank["streamed"]) < 1e-5
         assert not any(missed for _, _, missed in rank["streamed"])
+        for batch in rank["rows"]:  # the reward is the length, and its mean over a group is not in the advantage
+            differences = np.subtract(batch["advantages"], batch["lengths"])
+            assert np.ptp(differences[:2]) == np.ptp(differences[-2:]) == pytest.approx(0)
     assert sum("darts/stream/chunks" in line for line in ranks[0]["log"]) == 3
 
 

@@ -36,13 +36,14 @@ SIZES = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SINKS = {"sliding_window": 16, "num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
     "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
     "sliding": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=16)),
     "soft-capped": (Gemma2ForCausalLM, Gemma2Config(**SIZES, sliding_window=16)),
-    "sinks": (GptOssForCausalLM, GptOssConfig(**SIZES, sliding_window=16, num_local_experts=4)),
+    "sinks": (GptOssForCausalLM, GptOssConfig(**SIZES, **SINKS)),
 }
 
 
@@ -71,14 +72,14 @@ def full_log_probs(model, prompts, completions):
     return [output[row, width - 1 : width - 1 + len(completion)] for row, completion in enumerate(completions)]
 
 
-def streamed_log_probs(model, prompts, completions, rng):
+def streamed_log_probs(model, prompts, completions, rng, max_chunk=14):
     """In chunks of any length, in batches of any candidates."""
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     pasts, done, parts = [None] * len(texts), [0] * len(texts), [[] for _ in texts]
     while any(count < len(text) - 1 for count, text in zip(done, texts, strict=True)):
         left = [i for i, text in enumerate(texts) if done[i] < len(text) - 1]
         chosen = rng.sample(left, rng.randint(1, len(left)))
-        ends = [min(len(texts[i]) - 1, done[i] + rng.randint(1, 14)) for i in chosen]
+        ends = [min(len(texts[i]) - 1, done[i] + rng.randint(1, max_chunk)) for i in chosen]
         rows = [
             NewTokens(pasts[i], texts[i][done[i] : end], texts[i][done[i] + 1 : end + 1])
             for i, end in zip(chosen, ends, strict=True)
