@@ -157,12 +157,12 @@ class RolloutConductor:
         with self.progress() as progress:
             watch = streams.watch(scheduler, [group[0].tokens for group in prompts], progress)
             result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, watch)
-            streams.finish(result)
         for words in result.dropped.values():
             logger.warning(
                 "%s. The group is dropped, and another one is repeated in its place, without weight.", words
             )
         rows = KeptRows.of_result(result, batch.num_generations) if rounds is None else rounds.end(result)
+        streams.finish(result, (rows if rounds is None else rows.kept).completion_ids)
         return rows, self.conclude(admission, result, batch)
 
     def in_process(self, batch: PromptBatch, decode: Decode, engine_size: int = 1, group: Any = None) -> KeptRows:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         except BaseException:
             if engine is not None:
                 engine.close()
+            self._streams.close()
             raise
 
     def _init_conductor(self) -> None:
@@ -295,7 +297,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._rollout_log.rollout(record)
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
-        with self._streams.serving_rewards():
+        with self._streams.serving_rewards() if self.model.training else nullcontext():
             rewards = super()._calculate_rewards(*args)
         if self._conductor is None:
             return rewards
@@ -343,9 +345,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._generated_at: float | None = None
         rounds = self._rounds if self.model.training else None
-        if rounds is not None:
-            inputs = self._harvest(len(inputs))
         with self._streams.serving(inputs if self.model.training else None) as streamed:
+            if rounds is not None:
+                inputs = self._harvest(len(inputs))
             output = super()._generate_and_score_completions(inputs)
         for name, value in streamed.items():
             self._metrics["train"][name].append(value)
@@ -368,7 +370,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         compute = super()._get_per_token_logps_and_entropies
         stream = self._streams.log_probs
-        if stream is None or not stream.serves(name := called_model(self, model)):
+        if stream is None or not stream.active or not stream.serves(name := called_model(self, model)):
             return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
         def rest(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

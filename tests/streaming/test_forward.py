@@ -41,6 +41,7 @@ MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
     "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
+    "routed": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS, output_router_logits=True)),
     "sliding": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=16)),
     "soft-capped": (Gemma2ForCausalLM, Gemma2Config(**SIZES, sliding_window=16)),
     "sinks": (GptOssForCausalLM, GptOssConfig(**SIZES, **SINKS)),
@@ -85,7 +86,8 @@ def streamed_log_probs(model, prompts, completions, rng, max_chunk=14):
             for i, end in zip(chosen, ends, strict=True)
         ]
         with torch.no_grad():
-            log_probs, caches = forward_new(model, rows, torch.device("cpu"))
+            routes = hasattr(model.config, "output_router_logits")
+            log_probs, caches = forward_new(model, rows, torch.device("cpu"), routes)
         for i, end, values, cache in zip(chosen, ends, log_probs, caches, strict=True):
             pasts[i], done[i] = cache, end
             parts[i].append(values)

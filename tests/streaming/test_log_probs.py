@@ -64,6 +64,7 @@ def test_other_schedules(server, model_dir, tmp_path, schedule):
     """Rows that come from a buffer were sampled under other weights: TRL computes theirs, and ours are right."""
     _, differences, _ = train(server, model_dir, tmp_path, schedule=schedule)
     assert len(differences) == 3
+    assert differences[0][2] == 0  # nothing was older in the first batch
     assert max(difference for _, difference, _ in differences) < 1e-5
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.scheduling import Candidate, CandidateState, FinishReason, Group, GroupPlan
-from trl_darts.streaming.plan import Limits, Track, keep_chance, plan_batch, set_aside
+from trl_darts.streaming.plan import Limits, Track, hopeless, keep_chance, plan_batch
 
 
 @st.composite
@@ -16,7 +16,7 @@ def any_tracks(draw):
         if not available:
             continue
         track = Track(candidate_id, draw(st.integers(0, 3)), draw(st.integers(1, 50)), available, scored)
-        track.final, track.closed = draw(st.booleans()), draw(st.integers(0, 4)) == 0
+        track.final = draw(st.booleans())
         track.chance = draw(st.sampled_from([1.0, 0.5, 0.25]))
         tracks.append(track)
     return tracks
@@ -28,59 +28,82 @@ def any_limits(draw):
     return Limits(chunk, draw(st.integers(chunk, 1000)), draw(st.integers(2, 4000)))
 
 
-@given(any_tracks(), any_limits())
-def test_bounds_hold(tracks, limits):
-    for track in set_aside(tracks, limits):
-        track.closed = True
-    room = limits.cache_tokens // 2
-    assert sum(track.cached for track in tracks) <= room
-    batch = plan_batch(tracks, limits)
+def held_after(tracks, batch, prefixes):
+    """What a process keeps once the batch is done."""
+    numbers = {track.candidate_id: num for track, num in batch}
+    held = sum(prefixes.values())
+    for track in tracks:
+        num = numbers.get(track.candidate_id, 0)
+        ends = track.final and num == track.pending and track.candidate_id in numbers
+        held += 0 if ends or not track.scored + num else track.cached_after(num)
+    new = {track.group_id: track.num_prompt - 1 for track, num in batch if num and track.group_id not in prefixes}
+    return held + sum(new.values())
+
+
+@given(any_tracks(), any_limits(), st.dictionaries(st.integers(0, 3), st.integers(0, 49)))
+def test_bounds_hold(tracks, limits, prefixes):
+    too_long = hopeless(tracks, limits)
+    tracks = [track for track in tracks if track not in too_long]
+    before = held_after(tracks, [], prefixes)
+    batch = plan_batch(tracks, limits, prefixes)
     working = [(track, num) for track, num in batch if num]
     if working:
         width = max(num for _, num in working)
         context = max(track.cached_after(num) for track, num in working)
         assert len(working) * width <= limits.batch_tokens
-        assert len(working) * context <= room or len(working) == 1
-        assert context <= room
+        assert len(working) * context <= limits.room
+        assert held_after(tracks, batch, prefixes) <= max(limits.room, before)
     for track, num in batch:
-        assert not track.closed
         assert 0 <= num <= track.pending
-        assert track.final or track.pending >= limits.chunk_tokens
         assert num > 0 or not track.pending
+        assert track.final or num >= limits.chunk_tokens
     assert len({track.candidate_id for track, _ in batch}) == len(batch)
 
 
 @given(any_tracks(), any_limits())
 def test_everything_is_scored_in_the_end(tracks, limits):
-    """A plan is never empty as long as a candidate is due: the main process would wait for ever."""
+    """With room for all, a plan is never empty as long as a candidate is due: the main process would wait for ever."""
+    limits = Limits(limits.chunk_tokens, limits.batch_tokens, 10**6)
+    tracks = [track for track in tracks if track not in hopeless(tracks, limits)]
+    prefixes = {}
     for _ in range(sum(track.pending + 1 for track in tracks)):
-        for track in set_aside(tracks, limits):
-            track.closed = True
-        batch = plan_batch(tracks, limits)
+        batch = plan_batch(tracks, limits, prefixes)
         if not batch:
             break
         for track, num in batch:
             track.scored += num
+            prefixes[track.group_id] = track.num_prompt - 1
             track.closed = track.final and not track.pending
+        tracks = [track for track in tracks if not track.closed]
     assert not any(track.due(limits.chunk_tokens) for track in tracks)
 
 
 def test_likely_ones_come_first():
     tracks = [Track(0, 0, 5, 100, chance=0.25), Track(1, 0, 5, 100), Track(2, 0, 5, 100, chance=0.5)]
-    assert [track.candidate_id for track, _ in plan_batch(tracks, Limits(10, 200, 10**6))] == [1, 2]
+    assert [track.candidate_id for track, _ in plan_batch(tracks, Limits(10, 200, 10**6), {})] == [1, 2]
 
 
-def test_neighbours_are_of_similar_length():
-    tracks = [Track(i, 0, 5, pending) for i, pending in enumerate([10, 100, 11, 99])]
-    assert [(track.candidate_id, num) for track, num in plan_batch(tracks, Limits(10, 200, 10**6))] == [
-        (1, 100),
-        (3, 99),
-    ]
+def test_what_has_ended_comes_before_what_goes_on():
+    tracks = [Track(0, 0, 5, 100), Track(1, 0, 5, 100, final=True, chance=0.25)]
+    assert [track.candidate_id for track, _ in plan_batch(tracks, Limits(10, 100, 10**6), {})] == [1]
 
 
-def test_the_longest_is_set_aside():
-    tracks = [Track(0, 0, 1, 60, 50), Track(1, 0, 1, 90, 80), Track(2, 0, 1, 30, 20)]
-    assert [track.candidate_id for track in set_aside(tracks, Limits(1, 100, 200))] == [1]
+def test_a_short_rest_does_not_cut_the_chunks_of_others():
+    """One token is left of a candidate that has ended, 300 of five that go on."""
+    tracks = [Track(0, 0, 5, 300, 299, final=True), *(Track(i, 0, 5, 300) for i in range(1, 6))]
+    batch = {track.candidate_id: num for track, num in plan_batch(tracks, Limits(64, 8192, 10**6), {})}
+    assert batch == {0: 1, **dict.fromkeys(range(1, 6), 300)}
+
+
+def test_a_full_cache_lets_what_has_ended_go_on():
+    """Both hold 50 tokens of 100, and only the one that has ended needs no more of them."""
+    tracks = [Track(0, 0, 1, 70, 50), Track(1, 0, 1, 70, 50, final=True)]
+    assert [track.candidate_id for track, _ in plan_batch(tracks, Limits(1, 100, 300), {0: 0})] == [1]
+
+
+def test_a_candidate_that_is_too_long_is_hopeless():
+    tracks = [Track(0, 0, 1, 90, 50), Track(1, 0, 1, 120, 50)]
+    assert [track.candidate_id for track in hopeless(tracks, Limits(1, 100, 300))] == [1]
 
 
 def make_group(states):

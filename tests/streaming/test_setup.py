@@ -26,7 +26,7 @@ def test_models_that_can(name):
     ("model", "words"),
     [
         (GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)), "no rotary positions"),
-        (MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1)), "without a cache of keys and values"),
+        (MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1)), "can't be kept chunk by chunk"),
         (
             LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
             "depend on how long the text will be",

@@ -37,16 +37,24 @@ class NewTokens:
             Token IDs.
         labels (`list[int]` of shape `(n,)`, *optional*):
             For each input, the token after it. `None` where no log-probs are wanted.
+        ends (`bool`, *optional*, defaults to `False`):
+            Whether no tokens follow: the keys and values are not wanted.
     """
 
     past: KeyValues | None
     inputs: Sequence[int]
     labels: Sequence[int] | None = None
+    ends: bool = False
+
+
+def num_cached(past: KeyValues | None) -> int:
+    """D, the tokens of a cache."""
+    return 0 if past is None else len(past[0][0])
 
 
 def forward_new(
-    model: Callable[..., Any], rows: Sequence[NewTokens], device: torch.device
-) -> tuple[list[torch.Tensor], list[KeyValues]]:
+    model: Callable[..., Any], rows: Sequence[NewTokens], device: torch.device, routes: bool = False
+) -> tuple[list[torch.Tensor], list[KeyValues | None]]:
     """
     Computes log-probs, and keys and values, of new tokens alone.
 
@@ -57,15 +65,17 @@ def forward_new(
             At least one, each with at least one input.
         device (`torch.device`):
             Of the model.
+        routes (`bool`, *optional*, defaults to `False`):
+            Whether the model has experts and takes `output_router_logits`.
 
     Returns:
-        `tuple[list[torch.Tensor], list[KeyValues]]`: For each row, log-probs of shape `(n,)` of its labels, and the
-        keys and values of all its tokens so far.
+        `tuple[list[torch.Tensor], list[KeyValues | None]]`: For each row, log-probs of shape `(n,)` of its labels, and
+        the keys and values of all its tokens so far.
 
     Raises:
         [`ConfigurationError`]: If the model keeps no keys and values that could be cut.
     """
-    lengths = [0 if row.past is None else len(row.past[0][0]) for row in rows]
+    lengths = [num_cached(row.past) for row in rows]
     context, width = max(lengths), max(len(row.inputs) for row in rows)
     inputs = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), IGNORED)
@@ -78,6 +88,8 @@ def forward_new(
             labels[b, :count] = torch.tensor(row.labels)
     positions = torch.tensor(lengths)[:, None] + torch.arange(width)
     cache = _batched_cache([row.past for row in rows])
+    # Experts' auxiliary loss is of no use here, and can't be computed from new tokens alone.
+    extra = {"output_router_logits": False} if routes else {}
     output = model(
         input_ids=inputs.to(device),
         attention_mask=mask.to(device),
@@ -85,13 +97,16 @@ def forward_new(
         past_key_values=cache,
         shift_labels=labels.to(device),
         fused_lm_head=True,
+        **extra,
     )
     log_probs = [output.log_probs[b, : len(row.inputs)] for b, row in enumerate(rows)]
     _check_cache(cache, context + width)
     starts = [context - length for length in lengths]
     ends = [context + len(row.inputs) for row in rows]
     return log_probs, [
-        [(_own(layer.keys, b, start, end), _own(layer.values, b, start, end)) for layer in cache.layers]
+        None
+        if rows[b].ends
+        else [(_own(layer.keys, b, start, end), _own(layer.values, b, start, end)) for layer in cache.layers]
         for b, (start, end) in enumerate(zip(starts, ends, strict=True))
     ]
 

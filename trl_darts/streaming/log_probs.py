@@ -12,8 +12,8 @@ from accelerate.utils import gather_object
 from ..distributed import Mailbox
 from ..scheduling import RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
-from .director import DONE, StreamDirector
-from .rounds import Round, Tokens
+from .director import StreamDirector
+from .rounds import Round, RoundDone, Tokens
 from .worker import LogProbs, ScoredModel, StreamWorker, row_digest
 
 
@@ -108,20 +108,26 @@ class LogprobStream:
         )
         return self._director.step
 
-    def finish(self, result: RolloutResult) -> None:
-        """Scores what is left, once the rollout is over. On the main process."""
-        self._director.finish(result)
+    def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens]) -> None:
+        """Scores what is left of the rows that are trained on, once the rollout is over. On the main process."""
+        self.worker.exposed_seconds = self._director.finish(result, completion_ids)
         self._director = None
 
     def execute(self, work: Round) -> None:
         """What the other processes do: a round that the main one has planned."""
-        self.worker.execute(work)
-        self._open_mailbox().post(0, (DONE, work.rollout, self._process_index))
+        error = None
+        try:
+            self.worker.execute(work)
+        except Exception as failure:  # the main process waits for an answer
+            error = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            self._open_mailbox().post(0, RoundDone(work.rollout, self._process_index, error))
 
     # When TRL asks
 
     def open(self) -> None:
-        """From now on, TRL is served. Called on every process once the rollout is over."""
+        """From now on, TRL is served when it asks. Called on every process before a batch is generated."""
         self._active = True
         self._digests, self._borrowed, self._num_missed = None, {}, 0
 
@@ -130,14 +136,12 @@ class LogprobStream:
         Forgets the rollout: the weights will change.
 
         Returns:
-            `dict[str, float]`: Its metrics on this process, see `docs/metrics.md`. None where there was no rollout.
+            `dict[str, float]`: Its metrics on this process, see `docs/metrics.md`. Zeros where there was no rollout.
         """
-        if not self._active:
-            return {}
         worker = self.worker
         metrics = {
-            "darts/stream/hidden_seconds": worker.seconds[True],
-            "darts/stream/exposed_seconds": worker.seconds[False],
+            "darts/stream/hidden_seconds": worker.hidden_seconds,
+            "darts/stream/exposed_seconds": worker.exposed_seconds,
             "darts/stream/chunks": float(worker.num_chunks),
             "darts/stream/cache_bytes": float(worker.peak_bytes),
             "darts/stream/missed_rows": float(self._num_missed),
@@ -146,9 +150,14 @@ class LogprobStream:
         worker.forget()
         return metrics
 
+    @property
+    def active(self) -> bool:
+        """Whether TRL may be asking for what was streamed: before the loss, and not in it."""
+        return self._active and not torch.is_grad_enabled()
+
     def serves(self, name: str) -> bool:
         """Whether to ask for these log-probs here."""
-        return self._active and name in self._names and not torch.is_grad_enabled()
+        return self.active and name in self._names
 
     def log_probs(
         self, name: str, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_logits: int, compute: Compute

@@ -6,10 +6,15 @@ the first, up to the one before the last. Its keys and values stay in a cache, s
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..scheduling import Candidate, CandidateState, Group
+
+
+# Planning is done beside the thread that reads what servers send: it looks at no more candidates than a pass can take.
+MAX_TRIED = 512
+NUM_WIDTHS = 8
 
 
 @dataclass(slots=True)
@@ -33,7 +38,7 @@ class Track:
         final (`bool`, *optional*, defaults to `False`):
             Whether no token will be added.
         closed (`bool`, *optional*, defaults to `False`):
-            Whether it needs no more scoring: all is scored, or it was dropped or set aside.
+            Whether it needs no more scoring: all is scored, or it was dropped.
     """
 
     candidate_id: int
@@ -106,72 +111,82 @@ class Limits:
         batch_tokens (`int`):
             Most tokens of a forward pass, padding included.
         cache_tokens (`int`):
-            Tokens whose keys and values fit. Half of them are for what is kept, half for the batch in work.
+            Tokens whose keys and values fit. A third is for what is kept, the rest for a pass: the rows padded to one
+            batch, and what comes out of it before it replaces what was kept.
     """
 
     chunk_tokens: int
     batch_tokens: int
     cache_tokens: int
 
-
-def set_aside(tracks: Sequence[Track], limits: Limits) -> list[Track]:
-    """
-    The candidates that lose their cache, and wait for the end: the longest first, until the others fit.
-
-    Args:
-        tracks (`Sequence[Track]`):
-            All of one process.
-        limits ([`Limits`]):
-            Its bounds.
-
-    Returns:
-        `list[Track]`: Some of them; none where all fits.
-    """
-    room = limits.cache_tokens // 2
-    open_tracks = sorted((track for track in tracks if not track.closed), key=lambda track: track.cached)
-    chosen = []
-    held = sum(track.cached for track in open_tracks)
-    while open_tracks and held > room:
-        longest = open_tracks.pop()
-        held -= longest.cached
-        chosen.append(longest)
-    # One whose own batch of a single row does not fit any more.
-    return chosen + [track for track in open_tracks if track.due(limits.chunk_tokens) and track.cached_after(1) > room]
+    @property
+    def room(self) -> int:
+        """Tokens that can be kept, or padded to a batch."""
+        return self.cache_tokens // 3
 
 
-def plan_batch(tracks: Sequence[Track], limits: Limits) -> list[tuple[Track, int]]:
+def hopeless(tracks: Iterable[Track], limits: Limits) -> list[Track]:
+    """Candidates that are too long for a pass, even alone. TRL computes them as without streaming."""
+    return [track for track in tracks if track.cached_after(track.pending) > limits.room]
+
+
+def plan_batch(tracks: Iterable[Track], limits: Limits, prefixes: Mapping[int, int]) -> list[tuple[Track, int]]:
     """
     The next forward pass of one process.
 
-    Candidates that are likely to be kept come first, and among them those with most to do: neighbours in that order
-    have similar numbers of tokens, and little is padded.
+    First come candidates that have ended, whose caches are freed, then those that are likely to be kept, and among
+    them those with most to do. One whose cache has no room to grow waits with what it has; at its end it needs none.
 
     Args:
-        tracks (`Sequence[Track]`):
-            All of the process.
+        tracks (`Iterable[Track]`):
+            Those of the process that are open.
         limits ([`Limits`]):
             Its bounds.
+        prefixes (`Mapping[int, int]`):
+            Tokens that it keeps of prompts, by group.
 
     Returns:
         `list[tuple[Track, int]]`: Candidates with the number of tokens to score. Zero for one that has come to its end
         with nothing left to score.
     """
+    tracks = list(tracks)
+    held = sum(track.cached for track in tracks) + sum(prefixes.values())
     due = [track for track in tracks if track.due(limits.chunk_tokens)]
-    due.sort(key=lambda track: (-track.chance, -track.pending, track.candidate_id))
+    closing = [(track, 0) for track in due if not track.pending]
+    due = [track for track in due if track.pending]
+    due.sort(key=lambda track: (not track.final, -track.chance, -track.pending, track.candidate_id))
+    due = due[:MAX_TRIED]
+    # The width decides how many rows there can be: a few are tried, and the pass with most to do is taken.
+    widths = sorted({min(track.pending, limits.batch_tokens) for track in due}, reverse=True)
+    batches = [_fill(due, width, limits, held, prefixes) for width in widths[:: max(1, len(widths) // NUM_WIDTHS)]]
+    return closing + max(batches, key=lambda batch: sum(num for _, num in batch), default=[])
+
+
+def _fill(
+    due: Sequence[Track], width: int, limits: Limits, held: int, prefixes: Mapping[int, int]
+) -> list[tuple[Track, int]]:
+    """As many rows as fit a pass of this width, in order."""
     batch: list[tuple[Track, int]] = []
-    width = context = 0
-    room = limits.cache_tokens // 2
+    context, new, prompt_width = 0, set[int](), 0
     for track in due:
-        if not track.pending:
-            batch.append((track, 0))
+        if (len(batch) + 1) * width > limits.batch_tokens:
+            break
+        num_tokens = min(track.pending, width)
+        ends = track.final and num_tokens == track.pending
+        if not track.final and num_tokens < limits.chunk_tokens:
             continue
-        rows = 1 + sum(num > 0 for _, num in batch)
-        new_width = width or min(track.pending, limits.batch_tokens)
-        # What it has in its cache, and what it will have: neither may make the padded batch too large.
-        num_tokens = min(track.pending, new_width, max(1, room - track.cached_after(0)))
-        new_context = max(context, track.cached_after(num_tokens))
-        if rows > 1 and (rows * new_width > limits.batch_tokens or rows * new_context > room):
+        first = track.group_id not in prefixes and track.group_id not in new
+        growth = (0 if ends else track.cached_after(num_tokens)) - track.cached + first * (track.num_prompt - 1)
+        padded = (len(batch) + 1) * max(context, track.cached_after(num_tokens))
+        new_prompts = (len(new) + first) * max(prompt_width, first * track.num_prompt)
+        fits_prompts = new_prompts <= min(limits.batch_tokens, limits.room) or not first or not new
+        # One that ends frees its cache: it may not wait for the room that it takes itself.
+        if padded > limits.room or (growth > 0 and held + growth > limits.room) or not fits_prompts:
             continue
         batch.append((track, num_tokens))
-        width, context = max(width, num_tokens), new_context
+        held += growth
+        context = max(context, track.cached_after(num_tokens))
+        if first:
+            new.add(track.group_id)
+            prompt_width = max(prompt_width, track.num_prompt)
     return batch

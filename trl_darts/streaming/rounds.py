@@ -29,6 +29,15 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundDone:
+    """A process's answer to a round: done, or what went wrong."""
+
+    rollout: int
+    process: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """
     One round of scoring on one process.

@@ -1,5 +1,6 @@
 """The streams that a trainer's settings ask for, and the settings that can't work with them."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -58,7 +59,9 @@ def make_streams(trainer: Any) -> Streams:
         )
     if args.stream_rewards:
         _check_rewards(trainer)
-        rewards = RewardStream(trainer, args.stream_reward_timeout_s, args.stream_reward_processes)
+        # No cycle: what it has started ends with the trainer.
+        rewards = RewardStream(weakref.proxy(trainer), args.stream_reward_timeout_s, args.stream_reward_processes)
+        weakref.finalize(trainer, rewards.close)
     return Streams(log_probs, rewards, args.num_generations, **where)
 
 
@@ -75,10 +78,14 @@ def called_model(trainer: Any, model: Any) -> str:
 
 def _scored_models(trainer: Any) -> dict[str, ScoredModel]:
     models = {}
+    config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
+    routes = hasattr(config, "output_router_logits")
     if _asks_for_policy(trainer):
-        models[POLICY] = ScoredModel(lambda **inputs: trainer.model(**inputs), lambda: _as_trl_scores(trainer))
+        models[POLICY] = ScoredModel(lambda **inputs: trainer.model(**inputs), lambda: _as_trl_scores(trainer), routes)
     if trainer.beta != 0.0:
-        models[REFERENCE] = ScoredModel(lambda **inputs: _reference(trainer)(**inputs), lambda: _as_reference(trainer))
+        models[REFERENCE] = ScoredModel(
+            lambda **inputs: _reference(trainer)(**inputs), lambda: _as_reference(trainer), routes
+        )
     return models
 
 
@@ -155,7 +162,8 @@ def _check_model(trainer: Any) -> None:
     base = model.get_base_model() if is_peft_model(model) else model
     cause = None
     if getattr(base, "_is_stateful", False) or layers - CACHED_LAYERS:
-        cause = f"has layers without a cache of keys and values ({', '.join(sorted(layers - CACHED_LAYERS)) or 'all'})"
+        kinds_left = ", ".join(sorted(layers - CACHED_LAYERS)) or "all"
+        cause = f"has layers whose keys and values can't be kept chunk by chunk ({kinds_left})"
     elif not kinds:
         cause = "has no rotary positions: TRL counts padding in the positions of others, and log-probs would differ"
     elif kinds & LENGTH_DEPENDENT_ROPE:

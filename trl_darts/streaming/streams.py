@@ -95,6 +95,11 @@ class Streams:
         """Inside, TRL calls reward functions for the whole batch, and is given what they have said of its groups."""
         return nullcontext() if self.rewards is None else self.rewards.serving()
 
+    def close(self) -> None:
+        """Ends the threads and processes of reward functions."""
+        if self.rewards is not None:
+            self.rewards.close()
+
     # On the main process
 
     def watch(
@@ -128,14 +133,22 @@ class Streams:
 
         return watch if self else progress
 
-    def finish(self, result: RolloutResult) -> None:
-        """Ends the rollout: nothing of it is left to be scored, and all reward functions are called."""
+    def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens]) -> None:
+        """
+        Ends the rollout: all that is trained on is scored, and all reward functions are called.
+
+        Args:
+            result ([`RolloutResult`]):
+                The rollout.
+            completion_ids (`Sequence[list[int]]` of shape `(N·M,)`):
+                What is trained on.
+        """
         if self.rewards is not None:
             for group in result.groups:
                 if group.plan.group_id not in self._settled:
                     self._submit(group)
         if self.log_probs is not None:
-            self.log_probs.finish(result)
+            self.log_probs.finish(result, completion_ids)
 
     def _submit(self, group: GroupResult) -> None:
         """Sends a group's rows to the processes that they belong to."""

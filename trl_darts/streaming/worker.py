@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .forward import KeyValues, NewTokens, forward_new
+from .forward import KeyValues, NewTokens, forward_new, num_cached
 from .rounds import Chunk, Round, Tokens
 
 
@@ -28,10 +28,13 @@ class ScoredModel:
             The model, with TRL's fused LM head.
         within (`Callable[[], ContextManager]`):
             What must be entered around a forward pass, for example without an adapter.
+        routes (`bool`, *optional*, defaults to `False`):
+            Whether it has experts and takes `output_router_logits`.
     """
 
     call: Callable[..., Any]
     within: Callable[[], AbstractContextManager[Any]]
+    routes: bool = False
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class StreamWorker:
         self._prefixes: dict[int, dict[str, KeyValues | None]] = {}
         self._candidates: dict[int, _Candidate] = {}
         self.complete: dict[bytes, LogProbs] = {}
-        self.seconds = {True: 0.0, False: 0.0}  # while candidates decoded, and after
+        self.hidden_seconds = self.exposed_seconds = 0.0  # while candidates decoded, and after
         self.num_chunks = 0
         self.peak_bytes = 0
 
@@ -111,7 +114,8 @@ class StreamWorker:
             if chunk.final:
                 self._close(chunk)
         self.num_chunks += sum(bool(chunk.tokens) for chunk in work.chunks)
-        self.seconds[work.hidden] += time.perf_counter() - start
+        if work.hidden:
+            self.hidden_seconds += time.perf_counter() - start
 
     def _prefill(self, prompts: Mapping[int, Tokens]) -> None:
         """The tokens that all candidates of a group share; the prompt's last one has another label for each."""
@@ -136,21 +140,23 @@ class StreamWorker:
             last = candidate.tokens[-1] if candidate.tokens else self._prompts[chunk.group_id][-1]
             candidate.tokens.extend(chunk.tokens)
             candidates.append(candidate)
-            spans.append(([last, *chunk.tokens[:-1]], chunk.tokens))
+            spans.append(([last, *chunk.tokens[:-1]], chunk.tokens, chunk.final))
         for name in self._models:
             rows = [NewTokens(c.past[name], *span) for c, span in zip(candidates, spans, strict=True)]
             log_probs, caches = self._forward(name, rows)
             for candidate, own, cache in zip(candidates, log_probs, caches, strict=True):
-                candidate.log_probs[name].append(own)
+                candidate.log_probs[name].append(own.clone())  # no view, which would keep the whole pass
                 candidate.past[name] = cache
 
-    def _forward(self, name: str, rows: Sequence[NewTokens]) -> tuple[list[torch.Tensor], list[KeyValues]]:
+    def _forward(self, name: str, rows: Sequence[NewTokens]) -> tuple[list[torch.Tensor], list[KeyValues | None]]:
         measured = name in self._bytes
         if not rows and not self._sharded and measured:
             return [], []
         model = self._models[name]
         with torch.no_grad(), model.within():
-            log_probs, caches = forward_new(model.call, rows or [NewTokens(None, [0], [0])], self._device)
+            log_probs, caches = forward_new(
+                model.call, rows or [NewTokens(None, [0], [0])], self._device, model.routes
+            )
         if not measured:
             self._bytes[name] = sum(tensor.nbytes for pair in caches[0] for tensor in pair) // len(caches[0][0][0])
         return (log_probs, caches) if rows else ([], [])
@@ -160,11 +166,9 @@ class StreamWorker:
         candidate = self._candidates.pop(chunk.candidate_id, None)
         if candidate is not None:
             key = row_digest(self._prompts[chunk.group_id], candidate.tokens)
-            self.complete[key] = {name: torch.cat(parts) for name, parts in candidate.log_probs.items()}
+            self.complete[key] = {name: torch.cat(parts).cpu() for name, parts in candidate.log_probs.items()}
 
     def _note_peak(self) -> None:
-        held = [past for c in self._candidates.values() for past in c.past.values()]
-        held += [prefix for prefixes in self._prefixes.values() for prefix in prefixes.values()]
-        # A candidate without a chunk has the prefix itself, and not a copy.
-        tensors = {id(tensor): tensor for past in held if past is not None for pair in past for tensor in pair}
-        self.peak_bytes = max(self.peak_bytes, sum(tensor.nbytes for tensor in tensors.values()))
+        pasts = [c.past for c in self._candidates.values()] + list(self._prefixes.values())
+        tokens = sum(num_cached(past) for by_model in pasts for past in by_model.values()) // len(self._models)
+        self.peak_bytes = max(self.peak_bytes, tokens * self.bytes_per_token)
