@@ -5,15 +5,18 @@ What streaming gains: the time of training steps with and without it, on the sam
 
 A real vLLM server on one core, the trainer on the other, as a server and a trainer with a GPU each. A small Qwen2 with
 random weights is trained with a learning rate of zero; lengths are drawn once and replayed, so that a step without
-streaming and the one with it, which follow each other, decode, score and train on the same numbers of tokens.
+streaming and the one with it, which follow each other in turns, decode, score and train on the same numbers of
+tokens. Not so with DARTS, whose budgets and choices depend on what it has seen and on timing.
 
 Columns, medians over pairs of steps:
 
 - step: seconds without streaming and with it, and the ratio of the two with its range.
 - forward: seconds of the log-probs that TRL computes after the rollout, and their share of the step without streaming.
-- hidden: share of those seconds that is gone from the end of the step, although the same log-probs are there: seconds
-  of scoring after the rollout's end, with what TRL computes itself because it was not scored, against `forward`.
-- work: seconds of scoring in all against `forward`. Chunks cost more than one pass: that is what streaming pays.
+- hidden: share of those seconds that is gone from the end of the step, although the same log-probs are there. What is
+  left: from the rollout's last event until all kept rows are scored, and what TRL takes then, to be served or to
+  compute what was not scored.
+- work: seconds of passes before the end and all of what is left, against `forward`. Chunks cost more than one pass:
+  that is what streaming pays.
 - cache: most keys and values that were held.
 
 The row "rewards" has a reward function that sleeps 50 ms for each group, with and without `stream_rewards`; there,
@@ -49,7 +52,7 @@ from trl_darts.streaming.streams import Streams
 
 
 SLEEP_S = 0.05
-LIMIT = 1024
+LIMIT = 768
 console = Console(width=160)
 
 
@@ -63,7 +66,7 @@ class Regime:
     name: str
     prompts: int = 4
     num_generations: int = 8
-    median: float = 150.0
+    median: float = 110.0
     spread: float = 0.8
     chunk_tokens: int = 64
     beta: float = 0.0
@@ -77,20 +80,20 @@ REGIMES = (
     Regime("long tail, chunks of 16", chunk_tokens=16),
     Regime("long tail, chunks of 256", chunk_tokens=256),
     Regime("long tail, DARTS", schedule="darts"),
-    Regime("equal lengths", spread=0.0, median=300.0),
+    Regime("equal lengths", spread=0.0, median=200.0),
     Regime("short answers", median=20.0, spread=0.3),
-    Regime("rewards", rewards=True, prompts=8, num_generations=4),
+    Regime("rewards", rewards=True, prompts=8, num_generations=4, median=40.0),
 )
 
 
 def make_model(directory: Path) -> Path:
-    """About 5 million parameters: its forward pass is a tenth of a step or more."""
+    """About 4 million parameters: its forward pass is a tenth of a step or more."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=1024,
-        num_hidden_layers=5,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=4096,
@@ -165,7 +168,6 @@ class Bench:
         self.streams = self.trainer._streams
         self.steps: list[dict[str, float]] = []
         self.lengths = np.zeros(0)
-        self._scored = 0.0
         self._watch(self.trainer)
 
     def _watch(self, trainer: Any) -> None:
@@ -174,9 +176,10 @@ class Bench:
         calculate, step = trainer._calculate_rewards, trainer.training_step
 
         def scored(inputs: Any) -> Any:
-            streamed = len(self.steps) % 2 == 1
+            pair, second = divmod(len(self.steps), 2)
+            streamed = pair % 2 != second  # without, with; with, without; and so on
             trainer._streams = trainer._conductor.streams = self.streams if streamed else Streams()
-            if not streamed:
+            if not second:
                 levels = rng.normal(0, self.regime.spread / 2**0.5, (self.regime.prompts, 1))
                 shape = (self.regime.prompts, 2 * self.regime.num_generations)  # as many as DARTS may start
                 logs = levels + rng.normal(0, self.regime.spread / 2**0.5, shape)
@@ -208,7 +211,7 @@ class Bench:
         # Each ends by itself where it should; the server's mask until then costs it time, as often in both steps.
         trainer._conductor.overrides = lambda command: {
             "min_tokens": int(self.lengths[command.group_id, command.index]) - 1,
-            "logit_bias": {EOS_ID: 100},
+            "logit_bias": {str(EOS_ID): 100},
         }
 
     def run(self) -> list[tuple[dict[str, float], dict[str, float]]]:
@@ -217,7 +220,8 @@ class Bench:
         logs = [entry for entry in self.trainer.state.log_history if "darts/rollout/seconds" in entry]
         for step, entry in zip(self.steps, logs, strict=True):
             step |= {name.split("/")[-1]: float(value) for name, value in entry.items() if "/stream/" in name}
-        return list(zip(self.steps[2::2], self.steps[3::2], strict=True))
+        pairs = zip(self.steps[::2], self.steps[1::2], strict=True)
+        return [(other, one) if index % 2 else (one, other) for index, (one, other) in enumerate(pairs)][1:]
 
 
 def row_of(regime: Regime, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> list[str]:
@@ -242,13 +246,14 @@ def row_of(regime: Regime, pairs: list[tuple[dict[str, float], dict[str, float]]
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5, help="of steps, for each row")
+    parser.add_argument("--pairs", type=int, default=3, help="of steps, for each row")
     parser.add_argument("--only", nargs="*", default=[regime.name for regime in REGIMES], help="names of rows")
     parser.add_argument("--quick", action="store_true", help="one pair each: does it run?")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(1)
-    table = Table(title=f"{args.pairs} pairs of steps; server and trainer on one core each")
+    num_pairs = 1 if args.quick else args.pairs
+    table = Table(title=f"{num_pairs} pairs of steps; server and trainer on one core each")
     for name in ("lengths", "step off", "step on", "ratio (range)", "forward (share)", "hidden", "work", "cache"):
         table.add_column(name, justify="left" if name == "lengths" else "right")
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
@@ -260,7 +265,7 @@ def main() -> None:
         for regime in REGIMES:
             if regime.name in args.only:
                 out = Path(directory) / "run"
-                bench = Bench(regime, model_dir, server.base_url, out, 1 if args.quick else args.pairs)
+                bench = Bench(regime, model_dir, server.base_url, out, num_pairs)
                 table.add_row(*row_of(regime, bench.run()))
     console.print(table)
 

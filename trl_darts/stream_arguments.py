@@ -21,8 +21,9 @@ class StreamArguments:
         stream_batch_tokens (`int`, *optional*, defaults to `8192`):
             Most tokens of one such forward pass, padding included.
         stream_cache_gib (`float`, *optional*, defaults to `4.0`):
-            GiB for keys and values on each process: one half for what is kept, one half for the batch in work. Over
-            it, the longest candidate waits for the end, and is scored as without streaming.
+            GiB for keys and values on each process: a third for what is kept, the rest for the pass in work. Where
+            there is no more room, candidates wait until others have ended. A row that does not fit by itself is scored
+            as without streaming.
 
         > Parameters that control the streaming of rewards
 
@@ -51,7 +52,7 @@ class StreamArguments:
     stream_cache_gib: float = field(
         default=4.0,
         metadata={
-            "help": "GiB for keys and values on each process. Over it, the longest candidate waits for the end."
+            "help": "GiB for keys and values on each process. Over it, candidates wait until others have ended."
         },
     )
     stream_rewards: bool = field(

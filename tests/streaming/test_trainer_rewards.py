@@ -1,10 +1,11 @@
 """Reward functions that are called while a real server still decodes."""
 
+import threading
 import time
 
 import pytest
 
-from tests.builders import length_reward, letters_dataset, make_trainer, record_batches
+from tests.builders import compare_with_trl, length_reward, letters_dataset, make_trainer, record_batches
 from tests.test_trainer_server import rollout_logs, server_args
 from trl_darts.errors import ConfigurationError
 from trl_darts.streaming.setup import make_streams
@@ -93,6 +94,35 @@ def test_both_streams(server, model_dir, tmp_path):
         assert entry["darts/stream/chunks"] >= 16
         assert entry["darts/stream/missed_rows"] == 0
         assert entry["darts/stream/reward_exposed_seconds"] >= 0
+
+
+def test_evaluation_is_left_to_trl(server, model_dir, tmp_path):
+    """There is nothing to hide behind, and no deadline."""
+    threads = []
+
+    def reward(prompts, completion_ids, **kwargs):
+        threads.append(threading.current_thread())
+        return length_reward(prompts, completion_ids)
+
+    args = server_args(tmp_path, server, per_device_eval_batch_size=8, num_generations_eval=2, **REWARDS)
+    trainer = make_trainer(model_dir, args, reward_funcs=reward, eval_dataset=letters_dataset(4))
+    assert "eval_reward" in trainer.evaluate()
+    assert set(threads) == {threading.main_thread()}
+
+
+def test_dropped_group(server, model_dir, tmp_path):
+    """Its rows are another one's, with the prompt of the group that was dropped: TRL computes what it asks for."""
+    fields = {"stream_logprobs": True, "stream_chunk_tokens": 16, "on_generation_error": "drop_group", **REWARDS}
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=2, **fields))
+    trainer._conductor.overrides = lambda command: {"top_p": 7.0} if command.group_id == 1 else {}
+    differences = compare_with_trl(trainer)
+    batches = record_batches(trainer)
+    trainer.train()
+    assert [missed for _, _, missed in differences] == [4, 4]
+    assert max(difference for _, difference, _ in differences) < 1e-5
+    for batch in batches:
+        assert batch["advantages"][4:8].tolist() == [0.0] * 4
+        assert batch["advantages"].any()
 
 
 def test_what_cannot_work(server, model_dir, tmp_path):
