@@ -1,12 +1,13 @@
 """
 What streaming gains: the time of training steps with and without it, on the same lengths.
 
-    python benchmarks/streaming.py [--quick]
+    python benchmarks/streaming.py [--quick] [--share]
 
 A real vLLM server on one core, the trainer on the other, as a server and a trainer with a GPU each. A small Qwen2 with
 random weights is trained with a learning rate of zero; lengths are drawn once and replayed, so that a step without
 streaming and the one with it, which follow each other in turns, decode, score and train on the same numbers of
-tokens. Not so with DARTS, whose budgets and choices depend on what it has seen and on timing.
+tokens. For that, the row of DARTS has 12 candidates for each 8 rows and no early stop: its own budgets depend on what
+it has seen, and on timing.
 
 Columns, medians over pairs of steps:
 
@@ -148,6 +149,8 @@ class Bench:
             max_completion_length=LIMIT,
             max_steps=2 * pairs + 2,
             schedule=regime.schedule,
+            max_num_generations=regime.num_generations * 3 // 2 if regime.schedule == "darts" else None,
+            tail_pruning=regime.schedule != "darts",
             beta=regime.beta,
             use_vllm=True,
             vllm_mode="server",
@@ -248,12 +251,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3, help="of steps, for each row")
     parser.add_argument("--only", nargs="*", default=[regime.name for regime in REGIMES], help="names of rows")
+    parser.add_argument("--share", action="store_true", help="server and trainer on one and the same core")
     parser.add_argument("--quick", action="store_true", help="one pair each: does it run?")
     args = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))[: 1 if args.share else None]
     torch.set_num_threads(1)
     num_pairs = 1 if args.quick else args.pairs
-    table = Table(title=f"{num_pairs} pairs of steps; server and trainer on one core each")
+    table = Table(title=f"{num_pairs} pairs of steps; server and trainer on one core{'' if args.share else ' each'}")
     for name in ("lengths", "step off", "step on", "ratio (range)", "forward (share)", "hidden", "work", "cache"):
         table.add_column(name, justify="left" if name == "lengths" else "right")
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
