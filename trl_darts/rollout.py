@@ -162,7 +162,7 @@ class RolloutConductor:
                 "%s. The group is dropped, and another one is repeated in its place, without weight.", words
             )
         rows = KeptRows.of_result(result, batch.num_generations) if rounds is None else rounds.end(result)
-        streams.finish(result, (rows if rounds is None else rows.kept).completion_ids)
+        streams.finish(result, None if rounds is None else rows.kept.completion_ids)
         return rows, self.conclude(admission, result, batch)
 
     def in_process(self, batch: PromptBatch, decode: Decode, engine_size: int = 1, group: Any = None) -> KeptRows:

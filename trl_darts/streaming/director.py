@@ -109,22 +109,25 @@ class StreamDirector:
                 return
             time.sleep(POLL_S)
 
-    def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens]) -> float:
+    def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> float:
         """
         Scores what is left of the rows that are trained on, on all processes, and lets go of the rest.
 
         Args:
             result ([`RolloutResult`]):
                 The rollout.
-            completion_ids (`Sequence[list[int]]` of shape `(N·M,)`):
-                What is trained on.
+            completion_ids (`Sequence[list[int]]` of shape `(N·M,)`, *optional*):
+                What is trained on, where that is not all that the rollout yielded.
 
         Returns:
             `float`: Seconds for which the end of the rollout had to wait, from its last event on.
         """
         self._hidden = False
-        trained = set(map(tuple, completion_ids))
-        rows = [row for group in result.groups for row in group.rows if tuple(row.tokens) in trained]
+        end = result.timeline.times[-1] if result.timeline.times else time.perf_counter()
+        rows = [row for group in result.groups for row in group.rows]
+        if completion_ids is not None:
+            trained = set(map(tuple, completion_ids))
+            rows = [row for row in rows if tuple(row.tokens) in trained]
         kept = {row.candidate_id for row in rows}
         for tracks in self._tracks:
             for track in [track for track in tracks.values() if track.candidate_id not in kept]:
@@ -141,7 +144,7 @@ class StreamDirector:
             for track in list(tracks.values()):
                 self._close(track)
         self._advance(limits)
-        return time.perf_counter() - result.timeline.times[-1]
+        return time.perf_counter() - end
 
     def _track(self, candidate: Candidate) -> Track:
         tracks = self._tracks[self._process_of(candidate.group_id)]

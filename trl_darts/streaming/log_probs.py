@@ -108,7 +108,7 @@ class LogprobStream:
         )
         return self._director.step
 
-    def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens]) -> None:
+    def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> None:
         """Scores what is left of the rows that are trained on, once the rollout is over. On the main process."""
         self.worker.exposed_seconds = self._director.finish(result, completion_ids)
         self._director = None

@@ -133,15 +133,15 @@ class Streams:
 
         return watch if self else progress
 
-    def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens]) -> None:
+    def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> None:
         """
         Ends the rollout: all that is trained on is scored, and all reward functions are called.
 
         Args:
             result ([`RolloutResult`]):
                 The rollout.
-            completion_ids (`Sequence[list[int]]` of shape `(N·M,)`):
-                What is trained on.
+            completion_ids (`Sequence[list[int]]` of shape `(N·M,)`, *optional*):
+                What is trained on, where that is not all that the rollout yielded.
         """
         if self.rewards is not None:
             for group in result.groups:
