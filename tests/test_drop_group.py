@@ -39,9 +39,9 @@ def test_dropped_group_repeats_another_without_weight(server, model_dir, tmp_pat
         assert not batch["advantages"][8:12].any()
         kept = [*range(8), *range(12, 16)]
         assert mask[kept].any(dim=1).all()
-        assert batch["advantages"][kept].any()
         assert batch["num_items_in_batch"] == mask.sum()
         assert not torch.isnan(batch["sampling_per_token_logps"]).any()
+    assert batches[0]["advantages"][:8].any()  # later, all answers of a group may have the same length
     logs = rollout_logs(trainer)
     assert [entry["darts/rollout/dropped_groups"] for entry in logs] == [1.0, 1.0]
     for entry in logs:
@@ -105,18 +105,22 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path):
         tmp_path,
         server,
         max_steps=1,
-        max_completion_length=400,
-        vllm_rollout_timeout_s=1.0,
+        max_completion_length=480,
+        max_num_generations=64,  # so many that the server is busy for longer, also on a quiet machine
+        target_redundancy=16.0,
+        vllm_rollout_timeout_s=2.0,
         on_generation_error="drop_group",
     )
+    # A server's first answer takes seconds.
+    server.request("/v1/completions", {"model": server.model, "prompt": [5], "max_tokens": 2, "logprobs": 0})
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)
-    endless = {"min_tokens": 400, "max_tokens": 400, "ignore_eos": True}
+    endless = {"min_tokens": 480, "max_tokens": 480, "ignore_eos": True}
     trainer._conductor.overrides = lambda command: endless if command.group_id in (1, 3) else {"max_tokens": 2}
     trainer.train()
     (entry,) = rollout_logs(trainer)
     assert entry["darts/rollout/dropped_groups"] == 2.0
-    assert entry["darts/rollout/seconds"] < 3.0
+    assert 2.0 <= entry["darts/rollout/seconds"] < 4.0
     mask = batches[0]["completion_mask"]
     assert mask.any(dim=1).tolist() == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4
 

@@ -123,7 +123,8 @@ def test_bounded_wait(results):
             assert min(cut) >= 1.5 * complete[M - 1] - 1e-9
         if len(complete) < M or complete[-1] < 1.5 * complete[M - 1]:  # else one may have ended as it was called off
             assert selected == sorted(select_dual_end(lengths, [r == "stop" for r in reasons], M - 1, 1))
-    assert aborted > 0
+    # A server reports every 16 tokens: what it should stop may have ended. Its own tests have lengths that are given.
+    assert aborted > 0 or results["engine"] == "vllm_server"
 
 
 def test_grpo_samples_what_it_keeps(results):
