@@ -73,8 +73,7 @@ def test_everything_is_scored_in_the_end(tracks, limits):
         for track, num in batch:
             track.scored += num
             prefixes[track.group_id] = track.num_prompt - 1
-            track.closed = track.final and not track.pending
-        tracks = [track for track in tracks if not track.closed]
+        tracks = [track for track in tracks if track.pending or not track.final]
     assert not any(track.due(limits.chunk_tokens) for track in tracks)
 
 

@@ -9,13 +9,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from ..errors import GenerationError
-from .mailbox import Mailbox
+from .mailbox import POLL_S, Mailbox
 
 
 DONE = b"done"
 HEARD = (0, "heard")  # rollouts are counted from 1
 HEARING_S = 5.0
-POLL_S = 0.005
 
 
 class Agreement:

@@ -178,7 +178,6 @@ class StreamDirector:
     def _close(self, track: Track, scored: bool = False) -> None:
         """It needs no more scoring. Where it is not scored as a whole, its cache is of no use any more."""
         process = self._process_of(track.group_id)
-        track.closed = True
         self._closed.add(track.candidate_id)
         del self._tracks[process][track.candidate_id]
         if track.scored and not scored:

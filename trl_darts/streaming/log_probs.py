@@ -77,6 +77,7 @@ class LogprobStream:
         self._digests: list[bytes] | None = None
         self._borrowed: dict[bytes, LogProbs] = {}
         self._num_missed = 0
+        self._exposed_seconds = 0.0  # of the end of the rollout, on the main process
 
     # While candidates decode
 
@@ -110,7 +111,7 @@ class LogprobStream:
 
     def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> None:
         """Scores what is left of the rows that are trained on, once the rollout is over. On the main process."""
-        self.worker.exposed_seconds = self._director.finish(result, completion_ids)
+        self._exposed_seconds = self._director.finish(result, completion_ids)
         self._director = None
 
     def execute(self, work: Round) -> None:
@@ -129,7 +130,7 @@ class LogprobStream:
     def open(self) -> None:
         """From now on, TRL is served when it asks. Called on every process before a batch is generated."""
         self._active = True
-        self._digests, self._borrowed, self._num_missed = None, {}, 0
+        self._digests, self._borrowed, self._num_missed, self._exposed_seconds = None, {}, 0, 0.0
 
     def close(self) -> dict[str, float]:
         """
@@ -141,7 +142,7 @@ class LogprobStream:
         worker = self.worker
         metrics = {
             "darts/stream/hidden_seconds": worker.hidden_seconds,
-            "darts/stream/exposed_seconds": worker.exposed_seconds,
+            "darts/stream/exposed_seconds": self._exposed_seconds,
             "darts/stream/chunks": float(worker.num_chunks),
             "darts/stream/cache_bytes": float(worker.peak_bytes),
             "darts/stream/missed_rows": float(self._num_missed),

@@ -20,7 +20,7 @@ NUM_WIDTHS = 8
 @dataclass(slots=True)
 class Track:
     """
-    How far the scoring of one candidate is.
+    How far the scoring of one candidate is, as long as there is something to score.
 
     Args:
         candidate_id (`int`):
@@ -37,8 +37,6 @@ class Track:
             How likely it is to be kept, see [`keep_chance`].
         final (`bool`, *optional*, defaults to `False`):
             Whether no token will be added.
-        closed (`bool`, *optional*, defaults to `False`):
-            Whether it needs no more scoring: all is scored, or it was dropped.
     """
 
     candidate_id: int
@@ -48,7 +46,6 @@ class Track:
     scored: int = 0
     chance: float = 1.0
     final: bool = False
-    closed: bool = False
 
     @property
     def pending(self) -> int:
@@ -58,7 +55,7 @@ class Track:
     @property
     def cached(self) -> int:
         """Tokens in its cache; none before its first chunk, whose prompt belongs to the whole group."""
-        return 0 if self.closed or not self.scored else self.num_prompt - 1 + self.scored
+        return self.cached_after(0) if self.scored else 0
 
     def cached_after(self, num_tokens: int) -> int:
         """Tokens in its cache once that many more are scored."""
@@ -66,7 +63,7 @@ class Track:
 
     def due(self, chunk_tokens: int) -> bool:
         """Whether it is worth a place in a batch."""
-        return not self.closed and (self.final or self.pending >= chunk_tokens)
+        return self.final or self.pending >= chunk_tokens
 
 
 def keep_chance(group: Group, candidate: Candidate, num_generations: int) -> float:

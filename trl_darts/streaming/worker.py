@@ -77,7 +77,7 @@ class StreamWorker:
         self._prefixes: dict[int, dict[str, KeyValues | None]] = {}
         self._candidates: dict[int, _Candidate] = {}
         self.complete: dict[bytes, LogProbs] = {}
-        self.hidden_seconds = self.exposed_seconds = 0.0  # while candidates decoded, and after
+        self.hidden_seconds = 0.0  # while candidates decoded
         self.num_chunks = 0
         self.peak_bytes = 0
 
