@@ -118,6 +118,18 @@ def _check_streams(config: "DARTSGRPOConfig") -> None:
     for name in ("stream_cache_gib", "stream_reward_timeout_s"):
         if not getattr(config, name) > 0:
             raise ConfigurationError(f"`{name}` ({getattr(config, name)}) must be positive.")
+    on_servers = config.use_vllm and config.vllm_mode == "server"
+    for name in ("stream_logprobs", "stream_rewards"):
+        if getattr(config, name) and not on_servers:
+            raise ConfigurationError(
+                f"`{name}` (True) only has an effect on vLLM servers: an engine in the trainer's own process leaves "
+                "it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
+            )
+    if config.stream_rewards and config.schedule_settings.rounds(1) is not None:
+        raise ConfigurationError(
+            f"`stream_rewards` (True) does not run with `schedule` ({config.schedule!r}): which groups are trained on "
+            "is only known when the rollout is over. Set it to `False`, or use `schedule='darts'` or `'grpo'`."
+        )
     if config.stream_batch_tokens < config.stream_chunk_tokens:
         raise ConfigurationError(
             f"`stream_batch_tokens` ({config.stream_batch_tokens}) must be at least `stream_chunk_tokens` "

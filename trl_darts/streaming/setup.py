@@ -58,7 +58,6 @@ def make_streams(trainer: Any) -> Streams:
             **where,
         )
     if args.stream_rewards:
-        _check_rewards(trainer)
         # No cycle: what it has started ends with the trainer.
         rewards = RewardStream(weakref.proxy(trainer), args.stream_reward_timeout_s, args.stream_reward_processes)
         weakref.finalize(trainer, rewards.close)
@@ -126,7 +125,6 @@ def _without_adapter(trainer: Any) -> AbstractContextManager[Any]:
 
 
 def _check_rollouts(trainer: Any, name: str) -> None:
-    args = trainer.args
     if trainer.rollout_func is not None:
         raise ConfigurationError(
             f"`{name}` (True) does not run with `rollout_func`, which generates by itself. Set it to `False`."
@@ -140,11 +138,6 @@ def _check_rollouts(trainer: Any, name: str) -> None:
         raise ConfigurationError(
             f"`{name}` (True) does not run with a vision-language model yet "
             f"({type(trainer.processing_class).__name__}). Set it to `False`."
-        )
-    if not (args.use_vllm and args.vllm_mode == "server"):
-        raise ConfigurationError(
-            f"`{name}` (True) only has an effect on vLLM servers: an engine in the trainer's own process leaves it no "
-            "time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
         )
 
 
@@ -171,13 +164,4 @@ def _check_model(trainer: Any) -> None:
     if cause is not None:
         raise ConfigurationError(
             f"`stream_logprobs` (True) does not run with this model: {type(base).__name__} {cause}. Set it to `False`."
-        )
-
-
-def _check_rewards(trainer: Any) -> None:
-    args = trainer.args
-    if args.schedule_settings.rounds(1) is not None:
-        raise ConfigurationError(
-            f"`stream_rewards` (True) does not run with `schedule` ({args.schedule!r}): which groups are trained on "
-            "is only known when the rollout is over. Set it to `False`, or use `schedule='darts'` or `'grpo'`."
         )
