@@ -118,7 +118,8 @@ def test_stale_tokens_can_be_masked(server, model_dir, tmp_path):
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
     batches = record_batches(trainer)
     trainer.train()
-    logs = rollout_logs(trainer)
+    # Of all batches: one that was complete before its step comes without a rollout, and may be stale as a whole.
+    logs = [entry for entry in trainer.state.log_history if "darts/staleness/masked_share" in entry]
     assert sum(entry["darts/staleness/masked_share"] > 0 for entry in logs) >= 3
     for batch, entry in zip(batches, logs, strict=True):
         weights = batch["completion_mask"] * batch["tool_mask"]
