@@ -93,7 +93,7 @@ def trained(settings: ScheduleSettings, uniform: int | None = None) -> Trainer:
 
 
 GRPO = trained(ScheduleSettings("grpo", num_generations=M))
-DARTS = ScheduleSettings("darts", num_generations=M)
+DARTS = ScheduleSettings("darts", num_generations=M, long_end_patience=None)  # as in the paper
 TAIL_BATCHING = ScheduleSettings("tail_batching", num_generations=M, prompt_oversampling=1.25)
 
 

@@ -5,7 +5,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +40,24 @@ COLORS = {
 BASELINE, BASELINE_COLOR = "grpo", "0.35"
 
 
+Answers = Sequence[tuple[int, float]]  # lengths and rewards
+
+
 @dataclass(frozen=True)
 class Run:
     """One training. Arrays have one entry per step."""
 
     seed: int
     accuracy: float
-    reward: np.ndarray
+    reward: np.ndarray  # for right answers, without penalties
     seconds: np.ndarray  # of rollouts
-    p99: np.ndarray  # NaN in steps without a rollout
+    step_seconds: np.ndarray  # of whole steps
+    length: np.ndarray  # mean of all candidates; NaN in steps without a rollout, as the next one
+    p99: np.ndarray
     off_policy: np.ndarray
     decoded: np.ndarray
     critical: np.ndarray
+    held_out: Mapping[str, Mapping[str, Answers]]  # by difficulty and family
 
     @classmethod
     def load(cls, outcome: Mapping[str, Any]) -> "Run":
@@ -70,12 +75,15 @@ class Run:
         return cls(
             seed=outcome["seed"],
             accuracy=outcome["accuracy"],
-            reward=logged("reward", math.nan),
+            reward=logged("rewards/accuracy_reward/mean", math.nan),
             seconds=logged("darts/rollout/seconds", 0.0),
+            step_seconds=logged("step_time", math.nan),
+            length=logged("darts/pool/length_mean", math.nan),
             p99=logged("darts/pool/length_p99", math.nan),
             off_policy=logged("darts/staleness/off_policy_share", 0.0),
             decoded=counted("decoded"),
             critical=counted("critical"),
+            held_out=outcome.get("held_out", {}),
         )
 
     @property
@@ -93,9 +101,10 @@ class Run:
 Runs = Mapping[str, Sequence[Run]]  # by row, one for each seed
 
 
-def load_runs(results: Path, names: Sequence[str]) -> dict[str, list[Run]]:
+def load_runs(results: Path, names: Sequence[str], family: str | None = None) -> dict[str, list[Run]]:
     """
-    The trainings of a folder by row, in the order of `names`. Rows without one are left out.
+    The trainings of a folder on one family of prompts, or on both, by row in the order of `names`. Rows without one
+    are left out.
 
     Raises:
         [`ValueError`]: If their numbers of steps or learning rates differ.
@@ -104,8 +113,9 @@ def load_runs(results: Path, names: Sequence[str]) -> dict[str, list[Run]]:
     kinds = {(outcome["steps"], outcome["learning_rate"]) for outcome in outcomes}
     if len(kinds) != 1:
         raise ValueError(f"`results` ({results}) must hold trainings of one kind, and holds {len(kinds)}. Empty it.")
-    runs = {name: [Run.load(outcome) for outcome in outcomes if outcome["row"] == name] for name in names}
-    return {name: own for name, own in runs.items() if own}
+    own = [outcome for outcome in outcomes if outcome.get("family") == family]
+    runs = {name: [Run.load(outcome) for outcome in own if outcome["row"] == name] for name in names}
+    return {name: found for name, found in runs.items() if found}
 
 
 def table(runs: Runs) -> str:
@@ -137,14 +147,14 @@ def _line(name: str, own: Sequence[Run], baseline: Mapping[int, Run]) -> tuple[s
     there = [value for value in reached if not math.isnan(value)]
     return (
         name,
-        _mean([run.final_reward for run in own], "{:.3f}"),
-        _mean([run.accuracy for run in own], "{:.3f}"),
+        mean_and_error([run.final_reward for run in own], "{:.3f}"),
+        mean_and_error([run.accuracy for run in own], "{:.3f}"),
         f"{statistics.median(seconds):.1f}",
-        _ratio(pairs, lambda run: run.seconds.sum()),
+        median_ratio(pairs, lambda run: run.seconds.sum()),
         f"{statistics.median([run.decoded.sum() for run in own]) / 1e3:.0f}",
         f"{statistics.median(critical) / 1e3:.1f}",
-        _ratio(pairs, lambda run: run.critical.sum()),
-        _mean([np.nanmean(run.p99[-LAST:]) for run in own], "{:.0f}"),
+        median_ratio(pairs, lambda run: run.critical.sum()),
+        mean_and_error([np.nanmean(run.p99[-LAST:]) for run in own], "{:.0f}"),
         f"{statistics.fmean([_off_policy(run) for run in own]):.0%}",
         f"{statistics.median(there):.1f} ({len(there)} of {len(reached)})" if there else f"– (0 of {len(reached)})",
     )
@@ -155,15 +165,15 @@ def _off_policy(run: Run) -> float:
     return float(run.off_policy.mean())
 
 
-def _mean(values: Sequence[float], form: str) -> str:
+def mean_and_error(values: Sequence[float], form: str) -> str:
     """With its standard error, where there are several."""
     words = form.format(statistics.fmean(values))
     if len(values) > 1:
-        words += " ± " + form.format(statistics.stdev(values) / math.sqrt(len(values)))
+        words += " ± " + form.replace("+", "").format(statistics.stdev(values) / math.sqrt(len(values)))
     return words
 
 
-def _ratio(pairs: Sequence[tuple[Run, Run]], cost: Callable[[Run], float]) -> str:
+def median_ratio(pairs: Sequence[tuple[Run, Run]], cost: Callable[[Run], float]) -> str:
     ratios = [cost(run) / cost(other) for run, other in pairs]
     return f"{statistics.median(ratios):.2f}" if ratios else "–"
 
@@ -178,42 +188,77 @@ def draw(runs: Runs, path: Path) -> None:
     figure, panels = plt.subplots(2, 3, figsize=(14, 8), layout="constrained", sharex="col", sharey="col")
     for (family, names), axes in zip(FAMILIES.items(), panels, strict=True):
         colors = {BASELINE: BASELINE_COLOR, **dict(zip(names, COLORS[family], strict=True))}
-        for name, color in colors.items():
-            if name in runs:
-                _draw_row(runs[name], name, color, axes)
+        for name in filter(runs.__contains__, colors):
+            own = runs[name]
+            rewards = [smooth(run.reward.tolist(), WINDOW) for run in own]
+            seconds = np.mean([run.seconds.cumsum() for run in own], axis=0)
+            for panel, x, values in zip(
+                axes, (seconds, None, None), (rewards, rewards, [smooth_known(run.p99) for run in own]), strict=True
+            ):
+                draw_mean(panel, values, name, colors[name], x)
         axes[0].set_title(f"Schedules that choose {family}", loc="left", fontsize=11)
         axes[0].legend(frameon=False, fontsize=8, loc="lower right")
     for axes in panels:
         axes[0].set(ylabel=f"reward (mean of {WINDOW} steps)")
         axes[1].set(ylabel="reward")
-        axes[2].set(ylabel="p99 length of all candidates (tokens)", yscale="log")
-        for set_form in (axes[2].yaxis.set_major_formatter, axes[2].yaxis.set_minor_formatter):
-            set_form("{x:.0f}")
+        axes[2].set(ylabel="p99 length of all candidates (tokens)")
+        plain_log(axes[2].yaxis)
         for panel in axes:
-            panel.grid(alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelbottom=True)
+            style(panel)
     for panel, label in zip(panels[-1], ("seconds of rollouts", "step", "step"), strict=True):
         panel.set_xlabel(label)
-    seeds = max(len(own) for own in runs.values())
-    figure.suptitle(f"Means over {seeds} seeds; bands: standard error" if seeds > 1 else "One seed", fontsize=10)
+    figure.suptitle(caption(max(len(own) for own in runs.values())), fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _draw_row(own: Sequence[Run], name: str, color: str, axes: Sequence[Any]) -> None:
-    rewards = np.array([smooth(run.reward.tolist(), WINDOW) for run in own])
-    seconds = np.mean([list(accumulate(run.seconds)) for run in own], axis=0)
-    steps = np.arange(1, rewards.shape[1] + 1)
-    tails = np.array([_smooth_known(run.p99) for run in own])
-    for panel, x, values in zip(axes, (seconds, steps, steps), (rewards, rewards, tails), strict=True):
-        mean, error = values.mean(0), values.std(0, ddof=1) / math.sqrt(len(own)) if len(own) > 1 else 0.0
-        panel.plot(x, mean, color=color, label=name, linewidth=1.6, zorder=3 if name == BASELINE else 2)
-        if len(own) > 1:
-            panel.fill_between(x, mean - error, mean + error, color=color, alpha=0.13, linewidth=0)
+def caption(seeds: int) -> str:
+    """What the lines of [`draw_mean`] are."""
+    return f"Means over {seeds} seeds; bands: standard error" if seeds > 1 else "One seed"
 
 
-def _smooth_known(values: np.ndarray) -> list[float]:
+def draw_mean(
+    panel: Any, values: Sequence[Sequence[float]], name: str, color: str, x: np.ndarray | None = None
+) -> None:
+    """
+    A line with a band of one standard error.
+
+    Args:
+        panel (`matplotlib.axes.Axes`):
+            Where.
+        values (`Sequence[Sequence[float]]` of shape `(seeds, steps)`):
+            What the mean is taken of.
+        name (`str`):
+            In the legend.
+        color (`str`):
+            Of both.
+        x (`np.ndarray` of shape `(steps,)`, *optional*):
+            The numbers of the steps by default.
+    """
+    rows = np.array(values)
+    x = np.arange(1, rows.shape[1] + 1) if x is None else x
+    mean = rows.mean(0)
+    panel.plot(x, mean, color=color, label=name, linewidth=1.6, zorder=3 if name == BASELINE else 2)
+    if len(rows) > 1:
+        error = rows.std(0, ddof=1) / math.sqrt(len(rows))
+        panel.fill_between(x, mean - error, mean + error, color=color, alpha=0.13, linewidth=0)
+
+
+def style(panel: Any) -> None:
+    """A light grid, no frame, and the numbers of all axes."""
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(labelbottom=True)
+
+
+def plain_log(axis: Any) -> None:
+    """A logarithmic axis with whole numbers."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_formatter("{x:.0f}")
+    axis.set_minor_formatter("{x:.0f}")
+
+
+def smooth_known(values: np.ndarray) -> list[float]:
     """Trailing mean that leaves out what is not known; NaN where nothing is."""
     windows = (values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1))
     return [float(np.nanmean(part)) if not np.isnan(part).all() else math.nan for part in windows]

@@ -59,7 +59,7 @@ def _row(name: str, schedule: str, expected: str = "", **settings: object) -> Ro
 
 ROWS = [
     _row("grpo", "grpo", "bubble ≥ 70 %"),
-    _row("darts (paper)", "darts"),
+    _row("darts (paper)", "darts", long_end_patience=None),
     _row("darts, patience 2", "darts", "≥ 1.4", long_end_patience=2.0),
     _row("darts, patience auto", "darts", "≥ 1.4", **AUTO),
     _row("darts, auto, bubbles filled", "darts", "≥ 1.4", **AUTO, fill_bubbles=True),

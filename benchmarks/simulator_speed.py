@@ -25,7 +25,8 @@ CLUSTER = ClusterSpec(LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.0
 WORKLOAD = Workload(LogNormalLengths(10_000, endless_share=0.005), prompts_per_step=512, max_completion_length=16_384)
 ROWS = {
     "grpo, 512 × 16": ScheduleSettings("grpo", num_generations=16),
-    "darts, 512 × 8, up to 16": ScheduleSettings("darts", num_generations=8),
+    "darts (paper), 512 × 8, up to 16": ScheduleSettings("darts", num_generations=8, long_end_patience=None),
+    "darts (paper), 512 × 16, up to 32": ScheduleSettings("darts", num_generations=16, long_end_patience=None),
     "darts, 512 × 16, up to 32": ScheduleSettings("darts", num_generations=16),
 }
 

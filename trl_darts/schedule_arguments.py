@@ -42,11 +42,11 @@ class ScheduleArguments:
         tail_pruning (`bool`, *optional*, defaults to `True`):
             Whether a prompt that was given `max_num_generations` candidates stops at its `num_generations`-th complete
             one, keeps those and aborts the rest.
-        long_end_patience (`float` or `"auto"`, *optional*):
-            Bound on the wait for the long end: once a prompt has `num_generations` complete candidates, those that
-            reach this many times the `num_generations`-th shortest complete length are aborted. At least 1. With
-            `"auto"` they go on as long as another prompt is still short of `num_generations`, and no longer. `None`
-            waits for all, as the paper does.
+        long_end_patience (`float`, `"auto"` or `None`, *optional*, defaults to `"auto"`):
+            Bound on the wait for the long end. With `"auto"`, a prompt that has `num_generations` complete candidates
+            goes on as long as another prompt is still short of them, and no longer. A number, at least 1, aborts those
+            that reach this many times the `num_generations`-th shortest complete length. `None` (`none` on a command
+            line) waits for all, as the paper does.
         selection (`str`, *optional*):
             What is kept of a prompt's candidates: `"dual_end"`, the shortest and the longest complete ones;
             `"uniform"`, those that came to an end, whatever their length; `"all"`, where no more are sampled than are
@@ -54,8 +54,8 @@ class ScheduleArguments:
             rollouts and sorted batches can be combined with any.
         fill_bubbles (`bool`, *optional*, defaults to `False`):
             Whether candidates beyond `num_generations` are not sampled from the beginning, but added during a rollout
-            where engines have room, to the prompts whose lengths spread most. Needs `latency_curve` and
-            `long_end_patience`.
+            where engines have room, to the prompts whose lengths spread most. Needs `latency_curve`, and a
+            `long_end_patience` that is not `None`.
 
         > Parameters that decide which prompts go into a batch
 
@@ -143,11 +143,11 @@ class ScheduleArguments:
     )
     # In this order, `str` is what a command line's value is: `HfArgumentParser` takes the type in the middle.
     long_end_patience: float | str | None = field(
-        default=None,
+        default="auto",
         metadata={
-            "help": "Once a prompt has `num_generations` complete candidates, those that reach this many times the "
-            "`num_generations`-th shortest complete length are aborted; with 'auto', all once no prompt is short of "
-            "them. `None` waits for all, as the paper does."
+            "help": "How long a prompt with `num_generations` complete candidates goes on. 'auto': until no prompt is "
+            "short of them. A number: candidates that reach this many times the `num_generations`-th shortest complete "
+            "length are aborted. 'none': until all are complete, as in the paper."
         },
     )
     selection: str | None = field(
@@ -161,7 +161,7 @@ class ScheduleArguments:
         default=False,
         metadata={
             "help": "Whether further candidates are added during a rollout where engines have room, instead of at "
-            "its beginning. Needs `latency_curve` and `long_end_patience`."
+            "its beginning. Needs `latency_curve`, and a bounded `long_end_patience`."
         },
     )
     prompt_oversampling: float | None = field(

@@ -29,8 +29,8 @@ from trl_darts.plots import plot_comparison, series
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 RUNS: dict[str, dict[str, Any]] = {
     "GRPO": {"schedule": "grpo"},
+    "DARTS, as in the paper": {"schedule": "darts", "long_end_patience": None},
     "DARTS": {"schedule": "darts"},
-    "DARTS, patience 2": {"schedule": "darts", "long_end_patience": 2.0},
 }
 
 

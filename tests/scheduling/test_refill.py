@@ -48,8 +48,8 @@ def test_nothing_is_known_before_some_are_complete():
 
 def test_settings_need_a_curve_and_a_bounded_wait():
     with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) needs a bounded wait"):
-        ScheduleSettings(fill_bubbles=True)
-    settings = ScheduleSettings(fill_bubbles=True, long_end_patience="auto")
+        ScheduleSettings(fill_bubbles=True, long_end_patience=None)
+    settings = ScheduleSettings(fill_bubbles=True)
     with pytest.raises(ConfigurationError, match="needs `latency_curve`"):
         settings.refill(None)
     curve = LatencyCurve([1, 64, 256], [0.010, 0.0125, 0.04])

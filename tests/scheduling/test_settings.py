@@ -40,9 +40,19 @@ def test_selection_is_a_decision_of_its_own():
     assert type(ScheduleSettings(selection="uniform").policies.group_stop) is UniformPool
 
 
-def test_a_number_from_a_command_line():
-    assert ScheduleSettings(long_end_patience="2.5").long_end_patience == 2.5
-    assert ScheduleSettings(long_end_patience="auto").long_end_patience == "auto"
+@pytest.mark.parametrize(("word", "value"), [("2.5", 2.5), ("auto", "auto"), ("none", None)])
+def test_words_of_a_command_line(word, value):
+    assert ScheduleSettings(long_end_patience=word).long_end_patience == value
+
+
+@pytest.mark.parametrize("schedule", ["darts", "grpo", "tail_batching", "partial_rollout", "sorted"])
+def test_the_wait_is_bounded_unless_told_otherwise(schedule):
+    """Also where all is kept, and the bound has no effect: it is a default, and not refused."""
+    settings = ScheduleSettings(schedule)
+    assert settings.long_end_patience == "auto"
+    if schedule == "darts":
+        assert settings.policies.group_stop.follows_batch
+        assert not ScheduleSettings(long_end_patience=None).policies.group_stop.follows_batch
 
 
 @pytest.mark.parametrize(
@@ -54,7 +64,7 @@ def test_a_number_from_a_command_line():
         ),
         ({"selection": "all"}, r"`selection` \('all'\) does not go with .*`schedule='grpo'`"),
         ({"selection": "best"}, r"`selection` \('best'\) must be one of 'dual_end', 'uniform', 'all'"),
-        ({"long_end_patience": "soon"}, r"`long_end_patience` \('soon'\) must be a number, 'auto' or unset"),
+        ({"long_end_patience": "soon"}, r"`long_end_patience` \('soon'\) must be a number, 'auto' or None"),
         ({"long_end_patience": "0.5"}, r"`long_end_patience` \(0.5\) must be at least 1"),
         ({"prompt_oversampling": 1.5}, r"`prompt_oversampling` \(1.5\) has no effect with `schedule` \('darts'\)"),
         ({"schedule": "tail_batching", "prompt_oversampling": 1.0}, "must be greater than 1"),

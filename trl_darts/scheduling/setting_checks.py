@@ -92,13 +92,14 @@ def _check_selection(settings: ScheduleSettings) -> None:
 def _check_wait(settings: ScheduleSettings) -> None:
     patience = settings.long_end_patience
     if isinstance(patience, str) and patience != AUTO:
-        raise ConfigurationError(f"`long_end_patience` ({patience!r}) must be a number, 'auto' or unset.")
+        raise ConfigurationError(f"`long_end_patience` ({patience!r}) must be a number, 'auto' or None.")
     if patience is not None and patience != AUTO and not patience >= 1:
         raise ConfigurationError(
             f"`long_end_patience` ({patience}) must be at least 1, in multiples of the `num_generations`-th shortest "
-            "complete length. Leave it unset to wait for all candidates."
+            "complete length. Set it to None to wait for all candidates."
         )
-    if patience is not None and settings.selection == "all" and settings.schedule != "grpo":
+    # "auto", the default, and None mean the same there: what is wanted is waited for.
+    if patience not in (None, AUTO) and settings.selection == "all" and settings.schedule != "grpo":
         raise ConfigurationError(
             f"`long_end_patience` ({patience!r}) has no effect with `selection` ('all'): all candidates are wanted. "
             "Leave it unset, or set `selection='dual_end'`."
@@ -114,7 +115,7 @@ def _check_wait(settings: ScheduleSettings) -> None:
     if patience is None:
         raise ConfigurationError(
             "`fill_bubbles` (True) needs a bounded wait: without one, a step would wait for candidates that were only "
-            "added because engines were idle. Set `long_end_patience='auto'`."
+            "added because engines were idle. Leave `long_end_patience` at 'auto'."
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
-from .policies import Patience, Ranking, Refill, SchedulePolicies
+from .policies import AUTO, Patience, Ranking, Refill, SchedulePolicies
 from .refill import BubbleFilling
 from .rounds import PartialRollout, RoundPolicy, Sorted, TailBatching
 from .schedules import SCHEDULES, make_policies
@@ -48,7 +48,7 @@ class ScheduleSettings:
     length_ema: float = 0.5
     num_longest: int = 1
     tail_pruning: bool = True
-    long_end_patience: Patience = None
+    long_end_patience: Patience = AUTO
     selection: str = None  # type: ignore[assignment]
     fill_bubbles: bool = False
     prompt_oversampling: float | None = None
@@ -63,8 +63,11 @@ class ScheduleSettings:
     long_share: float = 0.1
 
     def __post_init__(self) -> None:
-        if isinstance(self.long_end_patience, str) and self.long_end_patience.replace(".", "", 1).isdigit():
-            self.long_end_patience = float(self.long_end_patience)  # from a command line
+        patience = self.long_end_patience  # words of a command line
+        if isinstance(patience, str) and patience.replace(".", "", 1).isdigit():
+            self.long_end_patience = float(patience)
+        elif patience == "none":
+            self.long_end_patience = None
         check_schedule(self)
         if self.max_num_generations is None:
             self.max_num_generations = 2 * self.num_generations
