@@ -6,11 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from trl import TrlParser
 
 from tests.servers import free_port, start_vllm_server
-from trl_darts import DARTSGRPOConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,17 +47,6 @@ def test_wrong_setting_is_one_clear_error(tmp_path):
     done = train_grpo(tmp_path, "--max_num_generations", "3")
     assert done.returncode != 0
     assert "`max_num_generations` (3) must be at least `num_generations` (8). Raise it" in done.stderr
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_configs_load(path, tmp_path):
-    fields = yaml.safe_load(path.read_text())
-    known = {name: value for name, value in fields.items() if name in DARTSGRPOConfig.__dataclass_fields__}
-    copy = tmp_path / path.name
-    copy.write_text(yaml.safe_dump(known))
-    (args,) = TrlParser((DARTSGRPOConfig,)).parse_args_and_config(["--config", str(copy)])
-    assert args.schedule == fields["schedule"]
-    assert isinstance(args.learning_rate, float)
 
 
 @pytest.mark.slow

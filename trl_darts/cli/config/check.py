@@ -1,0 +1,165 @@
+"""`trl-darts config check`: what a recipe comes to, before any GPU is paid for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...errors import ConfigurationError
+from ..exits import USAGE_ERROR, fail
+
+
+if TYPE_CHECKING:
+    from ...recipes import MemoryEstimate, Recipe, Sharding
+
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a recipe is to run, as far as it is known."""
+
+    num_processes: int
+    sharding: Sharding
+    num_prompts: int | None
+    max_prompt_length: int | None
+    max_model_len: int | None
+    num_parameters: float | None
+    gpu_memory: float | None
+
+
+def check(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Recipes: YAML files for `examples/train_grpo.py`.")
+    ],
+    num_processes: Annotated[
+        Optional[int],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
+        typer.Option(min=1, help="Processes that train. Default: the accelerate config's, or 1."),
+    ] = None,
+    accelerate_config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="What `accelerate launch --config_file` gets. Default: nothing is sharded."),
+    ] = None,
+    num_prompts: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Prompts in the data set, for the number of steps."),
+    ] = None,
+    max_prompt_length: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Tokens of the longest prompt in the data set."),
+    ] = None,
+    max_model_len: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="What `trl-darts serve --max-model-len` gets."),
+    ] = None,
+    num_parameters: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=1, help="Parameters, such as 7.6e9, where the model's config can't be read."),
+    ] = None,
+    gpu_memory: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0, help="GiB of one GPU: says whether the estimate fits."),
+    ] = None,
+) -> None:
+    """
+    Check recipes: fields, batch arithmetic, lengths, and an estimate of memory.
+
+    Nothing is loaded but the model's config, and no GPU is needed. Exit code 2 if a training would fail.
+
+    Example:
+
+        trl-darts config check configs/tiny_reasoner.yaml --num-processes 2 --num-prompts 512 --gpu-memory 80
+    """
+    # torch and TRL take seconds to load, for which `--help` should not wait.
+    from ...recipes import Sharding, read_sharding
+
+    try:
+        sharding = Sharding() if accelerate_config is None else read_sharding(accelerate_config)
+    except ConfigurationError as error:
+        fail(str(error))
+    processes = num_processes or sharding.num_processes or 1
+    place = _Place(processes, sharding, num_prompts, max_prompt_length, max_model_len, num_parameters, gpu_memory)
+    passed = [_check(path, place) for path in files]  # all of them, also after one that fails
+    if not all(passed):
+        raise typer.Exit(USAGE_ERROR)
+
+
+def _check(path: Path, place: _Place) -> bool:
+    """Prints what is to be said of one file; whether a training would run."""
+    from ...recipes import find, read_recipe
+
+    try:
+        recipe = read_recipe(path, place.num_processes)
+        rows = {**_batch_rows(recipe), **_step_rows(recipe, place), **_length_rows(recipe, place)}
+    except ConfigurationError as error:
+        typer.echo(f"Error: {path}: {error}", err=True)
+        return False
+    memory, memory_rows = _memory(recipe, place)
+    table = Table(title=str(path), title_justify="left", show_header=False, box=None, pad_edge=False)
+    for name, value in {**rows, **memory_rows}.items():
+        table.add_row(name, value)
+    console.print(table, "")
+    findings = find(recipe, memory, place.gpu_memory, place.max_prompt_length, place.max_model_len)
+    for finding in findings:
+        typer.echo(f"{'Error' if finding.fails else 'Warning'}: {path}: {finding.text}", err=True)
+    return not any(finding.fails for finding in findings)
+
+
+def _batch_rows(recipe: Recipe) -> dict[str, str]:
+    plan, config = recipe.plan, recipe.config
+    settings = config.schedule_settings
+    # Schedules that start more prompts than they train on do so with every generation.
+    more = (settings.prompt_oversampling or 1) * (settings.sorted_group_batches or 1)
+    least = round(plan.generation_batch_size * more)
+    target = settings.target_redundancy if settings.over_provisions else 1
+    most = round(least * config.pool_ratio)
+    return {
+        "processes": f"{plan.num_processes}",
+        "per-device batch": f"{plan.per_device_batch_size:,}",
+        "gradient accumulation": f"{plan.gradient_accumulation_steps:,}",
+        "generation batch": f"{plan.generation_batch_size:,} rows: {plan.prompts_per_generation:,} prompts × "
+        f"{plan.num_generations}",
+        "optimizer step": f"{plan.prompts_per_step:g} prompts; steps per generation: {plan.steps_of_generation:g}",
+        "candidates": f"{least:,} to {most:,} per generation, {round(least * target):,} on average",
+        "tokens at most": f"{most * recipe.max_completion_length:,} per generation",
+    }
+
+
+def _step_rows(recipe: Recipe, place: _Place) -> dict[str, str]:
+    plan, config, num_prompts = recipe.plan, recipe.config, place.num_prompts
+    per_epoch = None if num_prompts is None else plan.steps_per_epoch(num_prompts)
+    in_all = plan.num_steps(num_prompts, config.num_train_epochs, config.max_steps)
+    counts = ("unknown (--num-prompts)" if number is None else f"{number:,}" for number in (per_epoch, in_all))
+    return {"optimizer steps": "{} per epoch, {} in all".format(*counts)}
+
+
+def _length_rows(recipe: Recipe, place: _Place) -> dict[str, str]:
+    completion, prompt, limit = recipe.max_completion_length, place.max_prompt_length, place.max_model_len
+    words = f"{'unknown (--max-prompt-length)' if prompt is None else f'{prompt:,}'} + {completion:,} tokens"
+    if limit is not None:
+        words += f", and the server takes {limit:,}"
+    return {"prompt and completion": words}
+
+
+def _memory(recipe: Recipe, place: _Place) -> tuple[MemoryEstimate | None, dict[str, str]]:
+    """The estimate, and its rows of the table."""
+    from ...recipes import ModelSize, estimate_memory, read_model_size
+    from ...recipes.memory import GIB
+
+    try:
+        size = read_model_size(recipe.model) if place.num_parameters is None else ModelSize(place.num_parameters)
+    except (ConfigurationError, ImportError) as error:
+        return None, {"memory per GPU": f"unknown. {error}"}
+    memory = estimate_memory(
+        size, recipe.config, recipe.model, place.sharding, place.num_processes, place.max_prompt_length or 0
+    )
+    parts = {f"  {name}": f"{value / GIB:7.1f} GiB" for name, value in {**memory.states, **memory.rough}.items()}
+    total = f"{memory.total_bytes / GIB:7.1f} GiB, an estimate for {size.num_parameters:.4g} parameters"
+    notes = {"  not counted": "; ".join(memory.notes)} if memory.notes else {}
+    return memory, {"memory per GPU": f"{total} with {place.sharding.name}", **parts, **notes}

@@ -1,0 +1,32 @@
+"""
+Recipes: YAML files for `examples/train_grpo.py`, what the script makes of them, and what can be said of one before any
+GPU is paid for: its batches, its optimizer steps and an estimate of its memory.
+"""
+
+from .arguments import ScriptArguments
+from .batches import BatchPlan
+from .data import to_conversations
+from .findings import Finding, find
+from .memory import MemoryEstimate, ModelSize, estimate_memory
+from .models import read_model_size
+from .reading import Recipe, read_recipe
+from .rewards import load_rewards
+from .sharding import Sharding, read_sharding
+
+
+__all__ = [
+    "BatchPlan",
+    "Finding",
+    "MemoryEstimate",
+    "ModelSize",
+    "Recipe",
+    "ScriptArguments",
+    "Sharding",
+    "estimate_memory",
+    "find",
+    "load_rewards",
+    "read_model_size",
+    "read_recipe",
+    "read_sharding",
+    "to_conversations",
+]

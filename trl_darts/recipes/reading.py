@@ -1,0 +1,190 @@
+"""
+Reads a recipe as `examples/train_grpo.py` does, on a machine that need not have its GPUs.
+
+What `TrlParser` passes over is refused here: unknown names come with the closest known ones, and a value must be what
+it would be on a command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from argparse import Action, ArgumentTypeError
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_type_hints
+
+import yaml
+from trl import ModelConfig  # type: ignore[attr-defined]  # TRL exports it lazily
+from trl.scripts.utils import TrlParser
+
+from ..config import DARTSGRPOConfig
+from ..errors import ConfigurationError
+from .arguments import ScriptArguments
+from .batches import BatchPlan
+from .rewards import check_rewards
+
+
+# Set for the check alone: with `use_cpu`, transformers looks for no GPU that can do bfloat16. For TF32 it always does.
+WITHOUT_DEVICE = {"use_cpu": True, "tf32": None}
+# PEFT takes a name here as well.
+LISTS_OR_NAMES = ("lora_target_modules", "lora_target_parameters")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """
+    A recipe, parsed, with the fields' own checks passed.
+
+    Args:
+        path (`Path`):
+            The file.
+        script ([`ScriptArguments`]):
+            The script's arguments.
+        config ([`DARTSGRPOConfig`]):
+            The trainer's, as one of the planned processes sees them.
+        model ([`~trl.ModelConfig`]):
+            The model's.
+        plan ([`BatchPlan`]):
+            Its batches.
+    """
+
+    path: Path
+    script: ScriptArguments
+    config: DARTSGRPOConfig
+    model: ModelConfig
+    plan: BatchPlan
+
+    @property
+    def max_completion_length(self) -> int:
+        """Limit of completions in tokens."""
+        return self.config.max_completion_length or 0
+
+
+def read_recipe(path: str | Path, num_processes: int = 1) -> Recipe:
+    """
+    Reads a recipe and has all its fields checked.
+
+    Args:
+        path (`str` or `Path`):
+            A YAML file, in `TrlParser`'s form.
+        num_processes (`int`, *optional*, defaults to `1`):
+            Processes that it is meant for. They need not exist.
+
+    Returns:
+        [`Recipe`]: With defaults filled in.
+
+    Raises:
+        [`ConfigurationError`]: If the file can't be read, or a training with it would be refused.
+    """
+    if num_processes < 1:
+        raise ConfigurationError(f"`num_processes` ({num_processes}) must be at least 1.")
+    path = Path(path)
+    values = _read_values(path)
+    config_class = _planned(num_processes)
+    classes: list[Any] = [ScriptArguments, config_class, ModelConfig]
+    parser = _Parser(classes)
+    _check_names(values, parser)
+    _check_values(values, parser)
+    parser.set_defaults_with_config(**{**values, **WITHOUT_DEVICE})
+    parsed = vars(parser.parse_args([]))
+    plan = BatchPlan.of(parsed, num_processes)
+    try:
+        script, config, model = parser.parse_dict(parsed, allow_extra_keys=True)
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, ConfigurationError) else ConfigurationError(str(error)) from error
+    recipe = Recipe(path, script, config, model, plan)
+    if recipe.max_completion_length < 1:
+        raise ConfigurationError(
+            f"`max_completion_length` ({config.max_completion_length}) must be at least 1 token: expected "
+            "lengths are relative to it. Set it."
+        )
+    if not model.model_name_or_path:
+        raise ConfigurationError("`model_name_or_path` (empty) must be a model of the Hub, or a directory with one.")
+    check_rewards(script, recipe.max_completion_length)
+    return recipe
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    """The file's fields."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigurationError(f"`file` ({str(path)!r}) must be a recipe that can be read: {reason}.") from error
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise ConfigurationError(f"`file` ({str(path)!r}) must be YAML: {words}. Correct it there.") from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(
+            f"`file` ({str(path)!r}) must be a YAML mapping of fields to values, not a {type(values).__name__}."
+        )
+    environment = values.pop("env", {})  # `TrlParser` sets it; nothing here depends on it
+    if not isinstance(environment, dict):
+        raise ConfigurationError(f"`env` ({environment!r}) must be a mapping of environment variables to values.")
+    return values
+
+
+def _planned(num_processes: int) -> type[DARTSGRPOConfig]:
+    """A config whose batches are those of processes that are not there."""
+
+    class Planned(DARTSGRPOConfig):
+        @property
+        def world_size(self) -> int:
+            return num_processes
+
+    return Planned
+
+
+class _Parser(TrlParser):
+    def error(self, message: str) -> NoReturn:
+        """Instead of a usage text of 500 lines and the end of the process."""
+        raise ConfigurationError(f"{message[:1].upper()}{message[1:]}.")
+
+
+def _check_names(values: dict[str, Any], parser: TrlParser) -> None:
+    known = {action.dest for action in parser._actions} - {"help"}
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=3)
+            remedy = f"Did you mean {', '.join(f'`{other}`' for other in close)}?" if close else "Take it out."
+            raise ConfigurationError(
+                f"`{name}` must be a field of the script's, the trainer's or the model's arguments. {remedy}"
+            )
+
+
+def _check_values(values: dict[str, Any], parser: TrlParser) -> None:
+    """The parser converts strings. Anything else it would hand on as it is, whatever its type."""
+    hints = {name: hint for cls in parser.dataclass_types for name, hint in get_type_hints(cls).items()}
+    actions = {action.dest: action for action in reversed(parser._actions)}  # `--no_x` comes after `--x`
+    for name, value in values.items():
+        allowed = get_args(hints[name])
+        if value is None and NoneType not in allowed:
+            raise ConfigurationError(f"`{name}` (null) must have a value. Set one, or leave the field out.")
+        if value is None or (isinstance(value, dict) and _takes_dict(hints[name])):
+            continue
+        action = actions[name]
+        is_list = action.nargs == "+" and isinstance(value, list)
+        if action.nargs == "+" and not is_list and not (isinstance(value, str) and name in LISTS_OR_NAMES):
+            raise ConfigurationError(f"`{name}` ({value!r}) must be a list. Put it in brackets: [{value}].")
+        for item in value if is_list else [value]:
+            _check_item(name, item, action)
+
+
+def _check_item(name: str, value: Any, action: Action) -> None:
+    kind = getattr(action.type, "__name__", "value").removeprefix("string_to_")
+    try:
+        if isinstance(value, dict | list) or not callable(action.type):
+            raise ValueError
+        converted = action.type(str(value))
+    except (ValueError, TypeError, ArgumentTypeError) as error:
+        raise ConfigurationError(
+            f"`{name}` ({value!r}) must be of type {kind}. Correct it, or leave the field out for its default."
+        ) from error
+    if action.choices is not None and converted not in action.choices:
+        choices = ", ".join(repr(getattr(choice, "value", choice)) for choice in action.choices)
+        raise ConfigurationError(f"`{name}` ({value!r}) must be one of {choices}.")
+
+
+def _takes_dict(hint: Any) -> bool:
+    return any(getattr(kind, "__origin__", kind) is dict for kind in (hint, *get_args(hint)))
