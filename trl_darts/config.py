@@ -8,6 +8,7 @@ from trl import GRPOConfig
 
 from .engines.deadlines import Deadlines
 from .field_checks import check_fields
+from .hub.mixin import PublishedConfig
 from .policy import LatencyCurve
 from .schedule_arguments import ScheduleArguments
 from .scheduling import ScheduleSettings
@@ -18,12 +19,13 @@ API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
 
 
 @dataclass
-class DARTSGRPOConfig(ScheduleArguments, StreamArguments, GRPOConfig):
+class DARTSGRPOConfig(PublishedConfig, ScheduleArguments, StreamArguments, GRPOConfig):
     r"""
     Configuration class for the [`DARTSGRPOTrainer`].
 
     This class includes only the parameters that it adds to [`~trl.GRPOConfig`], [`ScheduleArguments`], which has those
     that shape rollouts, and [`StreamArguments`], which has those of what is done meanwhile. For the others, see there.
+    [`PublishedConfig`] takes one from the Hub, and publishes it.
 
     Parameters:
         > Parameters that control generation with vLLM servers

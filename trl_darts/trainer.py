@@ -19,6 +19,7 @@ from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
 from .generation import rollout_generation
+from .hub.model_card import PAPER, add_rollouts
 from .metrics import RolloutRecord
 from .policy import LengthTracker
 from .prompt_checkpoint import load_rounds, warn_of_lost_prompts
@@ -44,8 +45,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     not over-provisioned.
 
     Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
-    `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`
-    and `_load_optimizer_and_scheduler`, each around TRL's own.
+    `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`,
+    `_load_optimizer_and_scheduler` and `create_model_card`, each around TRL's own.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -61,8 +62,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     Raises:
         [`ConfigurationError`]: If settings can't work together, or a server can't serve this training. Raised before
-        the
-            model is loaded.
+            the model is loaded.
         [`ServerUnreachableError`]: If a server does not answer within `vllm_server_timeout`.
 
     Example:
@@ -82,11 +82,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "darts"]  # noqa: RUF012  (TRL's form)
     _name = "DARTS"
-    _paper = {  # noqa: RUF012  (TRL's form)
-        "title": "DARTS: Distribution-Aware Active Rollout Trajectory Shaping for Accelerating LLM Reinforcement "
-        "Learning",
-        "id": "2605.30859",
-    }
+    _paper = PAPER
     # Class-level: TRL's own tests build trainers without __init__.
     _conductor: RolloutConductor | None = None
     _rounds: PromptRounds | None = None
@@ -391,3 +387,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
             load_rounds(self._rounds, Path(checkpoint), skips=not self.args.ignore_data_skip)
             epochs = int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)
             skip_epochs(self._sampler, epochs)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it
+            self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.is_world_process_zero():
+            add_rollouts(Path(self.args.output_dir) / "README.md", self.args, self.state.log_history)

