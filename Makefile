@@ -1,10 +1,10 @@
 # A virtual environment is made on first use. `make test` and `make quickstart` need nothing but Python on the machine.
-.PHONY: quality style test test_fast test_slow quickstart bench clean env env-test
+.PHONY: quality style test test_fast test_slow quickstart docs docs-serve bench bench-evidence clean env env-test
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-CODE := trl_darts tests examples benchmarks
+CODE := trl_darts tests examples benchmarks docs/hooks
 # Without a CUDA device: the versions that are known to work together on a CPU, and vLLM's CPU build.
 CUDA := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter 0,$(CUDA)),-c constraints-cpu.txt,)
@@ -30,6 +30,10 @@ $(VENV)/.test: $(VENV)/.base
 	$(if $(UNWANTED),$(PIP) uninstall --quiet --yes $(UNWANTED))
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[docs]'
+	touch $@
+
 quality: $(VENV)/.test
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
@@ -53,11 +57,22 @@ test_slow: $(VENV)/.test
 quickstart: $(VENV)/.base
 	$(BIN)/python examples/tiny_reasoner/quickstart.py
 
+# The pages are in build/docs. The variable keeps the theme's announcement of its successor out of the output.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/server_overhead.py
 	$(BIN)/python benchmarks/process_overhead.py
 	$(BIN)/python benchmarks/first_step.py
+
+# Under three hours on two cores; goes on where it was interrupted. Rewrites tables and pictures of docs/evidence.md.
+bench-evidence: $(VENV)/.test
+	$(BIN)/python benchmarks/tiny_reasoner.py --results outputs/evidence
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

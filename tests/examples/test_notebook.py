@@ -1,11 +1,11 @@
 """
-The notebook of `examples/notebooks`.
+The notebooks of `examples/notebooks`.
 
 Invariants:
 
-- It runs as a user runs it, ends in a picture, and none of our code warns.
+- Each runs as a user runs it, and none of our code warns.
 - What is committed is one whole run, without noise or traces of a machine.
-- The cells with the settings differ in two names.
+- In `drop_in`, the cells with the settings differ in two names.
 """
 
 import base64
@@ -23,7 +23,8 @@ from tests.test_docs import EXTERNAL, LINK
 
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "examples" / "notebooks" / "drop_in.ipynb"
+FOLDER = ROOT / "examples" / "notebooks"
+DROP_IN, READ_RUN = FOLDER / "drop_in.ipynb", FOLDER / "read_my_own_run.ipynb"
 PACKAGE = Path(trl_darts.__file__).parent
 NAMES = {"GRPOConfig": "DARTSGRPOConfig", "GRPOTrainer": "DARTSGRPOTrainer"}
 
@@ -42,45 +43,56 @@ def pictures(cell: nbformat.NotebookNode) -> list[bytes]:
     return [base64.b64decode(text) for text in encoded]
 
 
-def execute(output_dir: Path, cwd: Path) -> list[nbformat.NotebookNode]:
-    """Runs the notebook for two steps per trainer; returns its code cells."""
-    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", os.path.relpath(NOTEBOOK, cwd)]
-    env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | {"MAX_STEPS": "2"}
+def execute(notebook: Path, output_dir: Path, cwd: Path, max_steps: int) -> dict[str, nbformat.NotebookNode]:
+    """Runs a notebook for a few steps; returns its code cells by their names."""
+    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", os.path.relpath(notebook, cwd)]
+    env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | {"MAX_STEPS": str(max_steps)}
     done = subprocess.run(
         [*command, "--output-dir", str(output_dir)], cwd=cwd, env=env, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return code_cells(output_dir / NOTEBOOK.name)
-
-
-@pytest.mark.parametrize(
-    "cwd", [ROOT, pytest.param(NOTEBOOK.parent, marks=pytest.mark.slow)], ids=["root", "own_folder"]
-)
-def test_it_runs(tmp_path, cwd):
-    cells = execute(tmp_path, cwd)
+    cells = code_cells(output_dir / notebook.name)
     assert str(PACKAGE) not in streams(cells)
-    assert len(pictures(cells[-1])) == 1
-    (table,) = (cell for cell in cells if cell.id == "table")
-    text = table.outputs[0].data["text/plain"]
+    return {cell.id: cell for cell in cells}
+
+
+@pytest.mark.parametrize("cwd", [ROOT, pytest.param(FOLDER, marks=pytest.mark.slow)], ids=["root", "own_folder"])
+def test_drop_in_runs(tmp_path, cwd):
+    cells = execute(DROP_IN, tmp_path, cwd, max_steps=2)
+    assert len(pictures(cells["plot"])) == 1
+    text = cells["table"].outputs[0].data["text/plain"]
     assert "DARTSGRPOTrainer" in text
     assert "tokens aborted" in text
 
 
-def test_the_committed_run_is_whole_and_clean():
-    cells = code_cells(NOTEBOOK)
+def test_read_my_own_run_runs(tmp_path):
+    cells = execute(READ_RUN, tmp_path, ROOT, max_steps=6)  # prompts come back after four
+    assert [len(pictures(cells[name])) for name in ("lengths", "occupancy")] == [1, 1]
+    shown = {name: cells[name].outputs[-1].data["text/plain"] for name in ("outcomes", "budget", "report", "what-if")}
+    assert "kept" in shown["outcomes"]
+    assert "new" in shown["budget"]
+    assert "report.html" in shown["report"]
+    assert "long_end_patience=2.0" in shown["what-if"]
+    assert "grpo" in cells["verdict"].outputs[0].data["text/plain"]
+
+
+@pytest.mark.parametrize("notebook", [DROP_IN, READ_RUN], ids=lambda notebook: notebook.stem)
+def test_the_committed_run_is_whole_and_clean(notebook):
+    cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
     assert streams(cells) == ""
     assert all(cell.metadata == {} for cell in cells)
-    assert not re.search(r"/(?:tmp|home|root|work|usr)/", NOTEBOOK.read_text())
-    metadata = nbformat.read(NOTEBOOK, as_version=4).metadata
+    assert not re.search(r"/(?:tmp|home|root|work|usr)/", notebook.read_text())
+    metadata = nbformat.read(notebook, as_version=4).metadata
     assert metadata.kernelspec.name == "python3"
     assert set(metadata) == {"kernelspec", "language_info"}
-    (picture,) = pictures(cells[-1])
-    assert 10_000 < len(picture) < 100_000
+    shown = [picture for cell in cells for picture in pictures(cell)]
+    assert shown
+    assert all(10_000 < len(picture) < 100_000 for picture in shown)
 
 
 def test_two_names_change():
-    source = {cell.id: cell.source for cell in code_cells(NOTEBOOK)}
+    source = {cell.id: cell.source for cell in code_cells(DROP_IN)}
     ours, theirs = source["train-darts"], source["train-grpo"]
     changed = [
         pair for pair in zip(re.split(r"(\W)", theirs), re.split(r"(\W)", ours), strict=True) if len({*pair}) > 1
@@ -88,11 +100,10 @@ def test_two_names_change():
     assert changed == list(NAMES.items())
 
 
-def test_links_lead_somewhere():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    targets = [
-        target for cell in notebook.cells if cell.cell_type == "markdown" for target in LINK.findall(cell.source)
-    ]
+@pytest.mark.parametrize("notebook", [DROP_IN, READ_RUN], ids=lambda notebook: notebook.stem)
+def test_links_lead_somewhere(notebook):
+    cells = nbformat.read(notebook, as_version=4).cells
+    targets = [target for cell in cells if cell.cell_type == "markdown" for target in LINK.findall(cell.source)]
     relative = [target.split("#")[0] for target in targets if not target.startswith(EXTERNAL)]
     assert len(relative) >= 3
-    assert [target for target in relative if not (NOTEBOOK.parent / target).exists()] == []
+    assert [target for target in relative if not (notebook.parent / target).exists()] == []
