@@ -68,6 +68,7 @@ def train(url: str, model_dir: Path, out: Path, schedule: str, steps: int) -> DA
     args = make_args(
         out,
         schedule=schedule,
+        long_end_patience=None,  # as in the paper
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=url,

@@ -151,6 +151,7 @@ class Bench:
             schedule=regime.schedule,
             max_num_generations=regime.num_generations * 3 // 2 if regime.schedule == "darts" else None,
             tail_pruning=regime.schedule != "darts",
+            long_end_patience=None,  # all candidates are waited for
             beta=regime.beta,
             use_vllm=True,
             vllm_mode="server",

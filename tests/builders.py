@@ -86,7 +86,7 @@ def make_trainer(model_dir: Path, args: DARTSGRPOConfig, cls: type | None = None
 def compare_with_trl(trainer: Any) -> list[tuple[str, float, int]]:
     """
     Has TRL compute all streamed log-probs as well: the name of each call, the largest difference, and how many rows
-    were not streamed. Of log-probs below -1 it is relative: logits have a few digits in float32, however large they are.
+    were not streamed. Of log-probs below -1 it is relative: float32 has few digits, however large a logit is.
     """
     stream = trainer._streams.log_probs
     differences: list[tuple[str, float, int]] = []

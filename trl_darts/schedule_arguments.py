@@ -146,8 +146,8 @@ class ScheduleArguments:
         default="auto",
         metadata={
             "help": "How long a prompt with `num_generations` complete candidates goes on. 'auto': until no prompt is "
-            "short of them. A number: candidates that reach this many times the `num_generations`-th shortest complete "
-            "length are aborted. 'none': until all are complete, as in the paper."
+            "short of them. A number: candidates that reach this many times the `num_generations`-th shortest "
+            "complete length are aborted. 'none': until all are complete, as in the paper."
         },
     )
     selection: str | None = field(

@@ -63,7 +63,7 @@ class ScheduleSettings:
     long_share: float = 0.1
 
     def __post_init__(self) -> None:
-        patience = self.long_end_patience  # words of a command line
+        patience: Any = self.long_end_patience  # words of a command line
         if isinstance(patience, str) and patience.replace(".", "", 1).isdigit():
             self.long_end_patience = float(patience)
         elif patience == "none":
