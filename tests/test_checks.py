@@ -43,7 +43,9 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "accelerator": SimpleNamespace(num_processes=2),
     }
     given = {name: changes.pop(name) for name in list(changes) if name in args}
-    return SimpleNamespace(**{**fields, **changes}, args=SimpleNamespace(**{**args, **given}))
+    args |= given
+    args["uses_servers"] = args["use_vllm"] and args["vllm_mode"] == "server"
+    return SimpleNamespace(**{**fields, **changes}, args=SimpleNamespace(**args))
 
 
 IMAGES = {"_is_vlm": True, "train_dataset": [{"prompt": "What is this?", "image": None}]}

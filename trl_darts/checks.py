@@ -79,9 +79,8 @@ def check_path(trainer: Any) -> None:
             "process, and the trainer's own model, which is one, can't run any more. Set `vllm_model_impl='vllm'`, or "
             "use `vllm_mode='server'`."
         )
-    server = args.use_vllm and args.vllm_mode == "server"
     takes_images = trainer._is_vlm and has_images(trainer.train_dataset)
-    if server and takes_images and getattr(trainer.processing_class, "image_token_id", None) is None:
+    if args.uses_servers and takes_images and getattr(trainer.processing_class, "image_token_id", None) is None:
         raise ConfigurationError(
             f"`processing_class` ({type(trainer.processing_class).__name__}) has no `image_token_id`, by which a "
             "server's images are put into the prompt. Set it on the processor, or use `vllm_mode='colocate'` or "
@@ -135,8 +134,7 @@ def _check_turns(trainer: Any) -> None:
 def _check_rounds(trainer: Any) -> None:
     """Schedules that choose their prompts need engines that take any, and rows that are nothing but text."""
     args = trainer.args
-    on_servers = args.use_vllm and args.vllm_mode == "server"
-    if args.fill_bubbles and (not on_servers or trainer.environment_factories is not None):
+    if args.fill_bubbles and (not args.uses_servers or trainer.environment_factories is not None):
         raise ConfigurationError(
             "`fill_bubbles` (True) only runs on vLLM servers, which take candidates at any time, and without "
             "`environment_factory`, where each row has its own one. Leave it out, or set `use_vllm=True` and "
@@ -147,7 +145,7 @@ def _check_rounds(trainer: Any) -> None:
     start = (
         f"`schedule` ({args.schedule!r}) trains on other prompts than the data loader's next ones, and does not run"
     )
-    if not on_servers:
+    if not args.uses_servers:
         raise ConfigurationError(
             f"{start} with an engine in the trainer's own process. Set `use_vllm=True` and `vllm_mode='server'`, or "
             "`schedule='darts'`."

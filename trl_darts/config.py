@@ -137,6 +137,11 @@ class DARTSGRPOConfig(PublishedConfig, ScheduleArguments, StreamArguments, GRPOC
         return ScheduleSettings.of(self)
 
     @property
+    def uses_servers(self) -> bool:
+        """Whether vLLM servers generate, and not an engine in the trainer's own process."""
+        return self.use_vllm and self.vllm_mode == "server"
+
+    @property
     def server_urls(self) -> list[str]:
         """Base URLs of the vLLM servers."""
         if self.vllm_server_base_url is None:

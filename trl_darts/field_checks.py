@@ -48,8 +48,7 @@ def _check_servers(config: "DARTSGRPOConfig") -> None:
         if not getattr(config, name) > 0:
             raise ConfigurationError(f"`{name}` ({getattr(config, name)}) must be positive, in seconds.")
     check_choice("on_generation_error", config.on_generation_error, GENERATION_ERRORS)
-    on_servers = config.use_vllm and config.vllm_mode == "server"
-    if config.on_generation_error != "raise" and not on_servers:
+    if config.on_generation_error != "raise" and not config.uses_servers:
         raise ConfigurationError(
             f"`on_generation_error` ({config.on_generation_error!r}) only has an effect with vLLM servers: an "
             "engine in the trainer's own process takes the training along. Leave it out, or set `use_vllm=True` and "
@@ -61,16 +60,16 @@ def _check_servers(config: "DARTSGRPOConfig") -> None:
             f"`weight_sync_dir` ({config.weight_sync_dir!r}) is only used with `weight_sync='filesystem'`, not "
             f"{config.weight_sync!r}. Set that, or leave it unset."
         )
-    if on_servers and not config.server_urls:
+    if config.uses_servers and not config.server_urls:
         raise ConfigurationError(f"`vllm_server_base_url` ({config.vllm_server_base_url!r}) names no server.")
-    if on_servers and len(set(config.server_urls)) < len(config.server_urls):
+    if config.uses_servers and len(set(config.server_urls)) < len(config.server_urls):
         raise ConfigurationError(
             f"`vllm_server_base_url` ({config.vllm_server_base_url!r}) names a server twice. Each address once."
         )
-    if config.num_long_servers and not (on_servers and config.num_long_servers < len(config.server_urls)):
+    if config.num_long_servers and not (config.uses_servers and config.num_long_servers < len(config.server_urls)):
         raise ConfigurationError(
             f"`num_long_servers` ({config.num_long_servers}) must be less than the number of vLLM servers "
-            f"({len(config.server_urls) if on_servers else 0}): the others take what is not long. Name more in "
+            f"({len(config.server_urls) if config.uses_servers else 0}): the others take what is not long. Name more in "
             "`vllm_server_base_url`, or leave it out."
         )
     if (config.generation_kwargs or {}).get("n", 1) != 1:
@@ -118,9 +117,8 @@ def _check_streams(config: "DARTSGRPOConfig") -> None:
     for name in ("stream_cache_gib", "stream_reward_timeout_s"):
         if not getattr(config, name) > 0:
             raise ConfigurationError(f"`{name}` ({getattr(config, name)}) must be positive.")
-    on_servers = config.use_vllm and config.vllm_mode == "server"
     for name in ("stream_logprobs", "stream_rewards"):
-        if getattr(config, name) and not on_servers:
+        if getattr(config, name) and not config.uses_servers:
             raise ConfigurationError(
                 f"`{name}` (True) only has an effect on vLLM servers: an engine in the trainer's own process leaves "
                 "it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."

@@ -113,7 +113,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
         check_arguments(args, rollout_func)
         settings = engine = facts = None
-        if args.use_vllm and args.vllm_mode == "server":
+        if args.uses_servers:
             settings = server_settings(args, model, train_dataset)
             if args.process_index == 0:
                 engine, facts = connect(settings)
