@@ -69,8 +69,8 @@ def _check_servers(config: "DARTSGRPOConfig") -> None:
     if config.num_long_servers and not (config.uses_servers and config.num_long_servers < len(config.server_urls)):
         raise ConfigurationError(
             f"`num_long_servers` ({config.num_long_servers}) must be less than the number of vLLM servers "
-            f"({len(config.server_urls) if config.uses_servers else 0}): the others take what is not long. Name more in "
-            "`vllm_server_base_url`, or leave it out."
+            f"({len(config.server_urls) if config.uses_servers else 0}): the others take what is not long. Name more "
+            "in `vllm_server_base_url`, or leave it out."
         )
     if (config.generation_kwargs or {}).get("n", 1) != 1:
         raise ConfigurationError(
