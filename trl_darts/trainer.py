@@ -156,7 +156,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             callback.tracker = settings.tracker(args.max_completion_length)
         curve = args.load_latency_curve()
         callback.admission = settings.admission(callback.tracker, curve, args.num_engines)
-        self._rollout_log = RolloutLog(self, WorthCheck(curve, args.num_engines))
+        self._rollout_log = RolloutLog(self, WorthCheck(curve, args.num_engines, args.max_completion_length))
         self._tracker_callback = callback
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())

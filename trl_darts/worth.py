@@ -5,13 +5,14 @@ import statistics
 
 from .metrics import RolloutRecord
 from .policy import LatencyCurve
+from .policy.censoring import expected_lengths
 from .policy.worth import best_case_speedup
-from .scheduling import FinishReason
+from .scheduling import FinishReason, GroupSummary
 
 
 logger = logging.getLogger(__name__)
 
-NUM_ROLLOUTS = 8  # those in which the budget is calibrated, and few prompts are stopped early
+NUM_ROLLOUTS = 8  # those in which the budget is calibrated
 
 
 class WorthCheck:
@@ -23,16 +24,19 @@ class WorthCheck:
             Of one engine. Nothing is said without it.
         num_engines (`int`):
             Engines that decode a batch together.
+        max_completion_length (`int`):
+            Longest that an answer can be, in tokens.
     """
 
-    def __init__(self, latency_curve: LatencyCurve | None, num_engines: int) -> None:
+    def __init__(self, latency_curve: LatencyCurve | None, num_engines: int, max_completion_length: int) -> None:
         self.latency_curve = latency_curve
         self.num_engines = num_engines
+        self.max_completion_length = max_completion_length
         self._speedups: list[float] = []
 
     def observe(self, record: RolloutRecord) -> None:
         """
-        Takes note of a rollout. Prompts of which candidates were aborted say nothing of what they would have cost.
+        Takes note of a rollout. Candidates that were aborted count with the length that could be expected of them.
 
         Args:
             record ([`RolloutRecord`]):
@@ -40,9 +44,9 @@ class WorthCheck:
         """
         if self.latency_curve is None or len(self._speedups) == NUM_ROLLOUTS:
             return
-        pools = [s.lengths for s in record.summaries if FinishReason.ABORT.value not in s.finish_reasons]
-        if 2 * len(pools) < len(record.summaries) or not any(len(own) > record.num_generations for own in pools):
+        if not any(len(summary.lengths) > record.num_generations for summary in record.summaries):
             return
+        pools = [self._whole(summary) for summary in record.summaries]
         self._speedups.append(best_case_speedup(pools, record.num_generations, self.latency_curve, self.num_engines))
         if len(self._speedups) == NUM_ROLLOUTS and (speedup := statistics.median(self._speedups)) < 1:
             logger.warning(
@@ -53,3 +57,8 @@ class WorthCheck:
                 speedup,
                 NUM_ROLLOUTS,
             )
+
+    def _whole(self, summary: GroupSummary) -> list[float]:
+        """Lengths of a prompt's candidates, had none been aborted."""
+        aborted = [reason == FinishReason.ABORT.value for reason in summary.finish_reasons]
+        return expected_lengths(summary.lengths, aborted, horizon=self.max_completion_length)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.policy import group_moments
-from trl_darts.policy.censoring import _FAR_TAIL, MAX_SIGMA, _beyond
+from trl_darts.policy.censoring import _FAR_TAIL, MAX_SIGMA, _beyond, expected_lengths
 
 
 Group = tuple[list[int], list[bool]]
@@ -63,6 +63,15 @@ def test_the_order_of_the_candidates_does_not_matter(group: list[tuple[int, bool
     random.shuffle(shuffled)
     one, other = (group_moments([x for x, _ in pairs], [flag for _, flag in pairs]) for pairs in (group, shuffled))
     assert other == pytest.approx(one, rel=1e-9, abs=1e-6)
+
+
+@given(groups, rhos, st.floats(1, 1e6))
+def test_expected_lengths_are_those_of_the_mean(group: list[tuple[int, bool]], rho: float, horizon: float) -> None:
+    lengths, censored = [length for length, _ in group], [bound for _, bound in group]
+    expected = expected_lengths(lengths, censored, rho, horizon)
+    assert sum(expected) / len(expected) == pytest.approx(group_moments(lengths, censored, rho, horizon).mean)
+    for length, bound, value in zip(lengths, censored, expected, strict=True):
+        assert value >= length * (1 - 1e-12) if bound else value == length
 
 
 @given(st.integers(1, 100_000), st.integers(1, 32), rhos)

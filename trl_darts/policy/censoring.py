@@ -166,6 +166,47 @@ def group_moments(
     Raises:
         [`ValueError`]: If there are no lengths, one is negative, or `censored` has another length.
     """
+    filled, extra = _fill_in(lengths, censored, prior_rho, horizon)
+    num = len(filled)
+    mean = sum(filled) / num
+    spread = sum([(length - mean) ** 2 for length in filled])
+    variance = spread / (num - 1) if num > 1 else 0.0
+    # E[sample variance] of independent lengths with these means and variances
+    return GroupMoments(mean, variance + extra / num, mean * mean + (spread + extra) / num)
+
+
+def expected_lengths(
+    lengths: Sequence[int],
+    censored: Sequence[bool],
+    prior_rho: float = math.nan,
+    horizon: float = math.inf,
+) -> list[float]:
+    """
+    One prompt's response lengths, with what can be expected of those that are lower bounds.
+
+    Args:
+        lengths (`Sequence[int]` of shape `(B,)`):
+            See [`group_moments`], as all other arguments.
+        censored (`Sequence[bool]` of shape `(B,)`):
+            Whether the length is a lower bound.
+        prior_rho (`float`, *optional*, defaults to NaN):
+            The data set's standard deviation over mean.
+        horizon (`float`, *optional*, defaults to infinity):
+            No censored length is taken to be longer than this.
+
+    Returns:
+        `list[float]` of shape `(B,)`: None of them below the one given.
+
+    Raises:
+        [`ValueError`]: As [`group_moments`].
+    """
+    return _fill_in(lengths, censored, prior_rho, horizon)[0]
+
+
+def _fill_in(
+    lengths: Sequence[int], censored: Sequence[bool] | None, prior_rho: float, horizon: float
+) -> tuple[list[float], float]:
+    """Lengths with expectations in the place of lower bounds, and the sum of their variances."""
     num = len(lengths)
     if num == 0 or min(lengths) < 0:
         raise ValueError(f"`lengths` ({list(lengths)}) must hold at least one length and no negative one.")
@@ -182,8 +223,4 @@ def group_moments(
                     beyond[bound] = _beyond(bound, mu, sigma, horizon)
                 filled[i], variance = beyond[bound]
                 extra += variance
-    mean = sum(filled) / num
-    spread = sum([(length - mean) ** 2 for length in filled])
-    variance = spread / (num - 1) if num > 1 else 0.0
-    # E[sample variance] of independent lengths with these means and variances
-    return GroupMoments(mean, variance + extra / num, mean * mean + (spread + extra) / num)
+    return filled, extra

@@ -12,7 +12,7 @@ from trl_darts.policy.latency import rollout_time
 
 
 def best_case_speedup(
-    lengths: Sequence[Sequence[int]],
+    lengths: Sequence[Sequence[float]],
     num_generations: int,
     latency: Callable[[NDArray[Any]], Any],
     num_engines: int = 1,
@@ -23,9 +23,9 @@ def best_case_speedup(
     `num_generations` complete candidates of these pools ends earlier.
 
     Args:
-        lengths (`Sequence[Sequence[int]]` of shape `(N, ≥ num_generations)`):
-            Response lengths of each prompt's pool, none of them cut off by us. The first `num_generations` of each
-            stand for what a rollout without over-provisioning would have sampled.
+        lengths (`Sequence[Sequence[float]]` of shape `(N, ≥ num_generations)`):
+            Response lengths of each prompt's pool, had none of them been cut off by us. The first `num_generations`
+            of each stand for what a rollout without over-provisioning would have sampled.
         num_generations (`int`):
             M.
         latency ([`LatencyCurve`] or callable):
@@ -46,13 +46,13 @@ def best_case_speedup(
             f"`lengths` has a prompt with {fewest} candidates, and needs `num_generations` ({num_generations})."
         )
     plain = [length for own in lengths for length in own[:num_generations]]
-    pruned: list[int] = []
+    pruned: list[float] = []
     for own in lengths:
         bound = sorted(own)[num_generations - 1]
         pruned += [min(length, bound) for length in own]
     return _seconds(plain, latency, num_engines) / _seconds(pruned, latency, num_engines)
 
 
-def _seconds(lengths: list[int], latency: Callable[[NDArray[Any]], Any], num_engines: int) -> float:
+def _seconds(lengths: list[float], latency: Callable[[NDArray[Any]], Any], num_engines: int) -> float:
     """Of the slowest engine, which has the longest of each handful."""
     return rollout_time(sorted(lengths, reverse=True)[::num_engines], latency)
