@@ -1,8 +1,11 @@
 """Settings that can't work are refused when the config is made: argument, value, rule, remedy."""
 
+import copy
+import io
 import json
 
 import pytest
+import torch
 
 from trl_darts import DARTSGRPOConfig
 from trl_darts.errors import ConfigurationError, TRLDARTSError
@@ -12,13 +15,15 @@ def config(**kwargs) -> DARTSGRPOConfig:
     return DARTSGRPOConfig(**{"output_dir": "unused", "use_cpu": True, "report_to": [], **kwargs})
 
 
-def test_defaults_are_the_papers():
+def test_defaults():
+    """The paper's, but for the wait, which is bounded."""
     args = config()
     assert args.schedule == "darts"
     assert args.max_num_generations == 2 * args.num_generations == 16
     assert (args.num_longest, args.target_redundancy, args.length_ema) == (1, 1.5, 0.5)
     assert args.tail_pruning is True
     assert args.redundancy_cost_weight is None
+    assert args.long_end_patience == "auto"
 
 
 def test_target_redundancy_follows_a_small_upper_bound():
@@ -97,3 +102,14 @@ def test_round_trip_through_a_dictionary():
     fields = {k: v for k, v in args.to_dict().items() if k in ("max_num_generations", "long_end_patience", "schedule")}
     again = config(**fields)
     assert (again.max_num_generations, again.long_end_patience) == (12, 2.0)
+
+
+def test_the_key_is_not_in_what_transformers_saves_beside_a_model():
+    args = config(vllm_api_key="sesame-street")
+    saved = io.BytesIO()
+    torch.save(args, saved)
+    assert b"sesame" not in saved.getvalue()
+    saved.seek(0)
+    again = torch.load(saved, weights_only=False)
+    assert (again.vllm_api_key, again.num_generations) == (None, 8)
+    assert args.vllm_api_key == copy.deepcopy(args).vllm_api_key == "sesame-street"

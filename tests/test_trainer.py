@@ -147,7 +147,7 @@ def test_evaluation_is_not_over_provisioned(model_dir, tmp_path):
     assert not [name for name in logged if "darts" in name]
 
 
-@pytest.mark.parametrize("patience", [None, 1.5])
+@pytest.mark.parametrize("patience", [None, 1.5, "auto"])
 def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curve, patience):
     fields = {
         "max_steps": 20,

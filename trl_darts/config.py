@@ -1,6 +1,7 @@
 """`DARTSGRPOConfig`: TRL's `GRPOConfig` and the fields that shape rollouts."""
 
 import os
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -183,6 +184,15 @@ class DARTSGRPOConfig(PublishedConfig, ScheduleArguments, StreamArguments, GRPOC
     def to_dict(self) -> dict[str, Any]:
         """As a dictionary, for logs and cards, without the key."""
         return super().to_dict() | ({"vllm_api_key": f"<{API_KEY_VARIABLE}>"} if self.vllm_api_key else {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the key too: transformers pickles its arguments beside each model, and uploads both."""
+        return self.__dict__ | {"vllm_api_key": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DARTSGRPOConfig":
+        twin = object.__new__(type(self))
+        twin.__dict__.update(deepcopy(self.__dict__, memo))  # stays in this process, so with the key
+        return twin
 
     def __str__(self) -> str:
         words = super().__str__()
