@@ -107,7 +107,7 @@ def allocate(batch: Batch) -> None:
 
 def schedule(batch: Batch) -> None:
     """What is submitted, waited for, aborted and kept: all events of the rollout, selection included."""
-    policies = make_policies("darts", NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST)
+    policies = make_policies("darts", NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST, long_end_patience=None)
     scheduler = Scheduler(policies, NUM_GENERATIONS)
     scheduler.start(batch.plans, [EngineLoad("engine")], 0.0)
     for event in batch.events:

@@ -79,11 +79,12 @@ def make_rows(trace: Trace, num_generations: int, redundancy: float) -> list[Row
     stds = [tracker.std(key) for key in range(num_prompts)]
     adaptive = allocate_redundancy(stds, total, num_generations, most)
     uniform = allocate_redundancy([float("nan")] * num_prompts, total, num_generations, most)
+    paper = {"long_end_patience": None}
     return [
         Row(f"TRL: {num_generations} per prompt", [num_generations] * num_prompts, {"schedule": "grpo"}),
-        Row("darts, no history", uniform, {}),
-        Row("darts, without tail pruning", adaptive, {"tail_pruning": False}),
-        Row("darts", adaptive, {}),
+        Row("darts (paper), no history", uniform, paper),
+        Row("darts (paper), without tail pruning", adaptive, {**paper, "tail_pruning": False}),
+        Row("darts (paper)", adaptive, paper),
         Row("darts, patience 2", adaptive, {"long_end_patience": 2.0}),
     ]
 

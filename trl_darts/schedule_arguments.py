@@ -46,7 +46,7 @@ class ScheduleArguments:
             Bound on the wait for the long end. With `"auto"`, a prompt that has `num_generations` complete candidates
             goes on as long as another prompt is still short of them, and no longer. A number, at least 1, aborts those
             that reach this many times the `num_generations`-th shortest complete length. `None` (`none` on a command
-            line) waits for all, as the paper does.
+            line), the paper's rule, waits for the whole pool of every prompt that `tail_pruning` does not stop.
         selection (`str`, *optional*):
             What is kept of a prompt's candidates: `"dual_end"`, the shortest and the longest complete ones;
             `"uniform"`, those that came to an end, whatever their length; `"all"`, where no more are sampled than are
@@ -147,7 +147,8 @@ class ScheduleArguments:
         metadata={
             "help": "How long a prompt with `num_generations` complete candidates goes on. 'auto': until no prompt is "
             "short of them. A number: candidates that reach this many times the `num_generations`-th shortest "
-            "complete length are aborted. 'none': until all are complete, as in the paper."
+            "complete length are aborted. 'none': until the whole pool is complete, but for prompts that "
+            "`tail_pruning` stops, as in the paper."
         },
     )
     selection: str | None = field(

@@ -62,7 +62,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     Raises:
         [`ConfigurationError`]: If settings can't work together, or a server can't serve this training. Raised before
-            the model is loaded.
+            the model is loaded; what depends on the model, on the prompts' lengths or on the connection for weights is
+            raised once it is loaded, before the first step.
         [`ServerUnreachableError`]: If a server does not answer within `vllm_server_timeout`.
 
     Example:

@@ -140,3 +140,17 @@ def test_less_work_is_never_slower_and_more_engines_are_never_slower():
 def test_clusters_that_can_not_be(fields, words):
     with pytest.raises(ConfigurationError, match=words):
         ClusterSpec(CURVE, **fields)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=M, max_size=M_UP), st.sampled_from([None, "auto", 3.0]))
+def test_shortest_only_waits_for_nothing_that_it_can_not_keep(lengths, patience):
+    """Whatever the patience: a candidate that is as long as the M-th shortest complete one is never kept."""
+    constant = ClusterSpec(LatencyCurve([1], [1.0]))
+    policies = make_policies("darts", M, M_UP, 0, tail_pruning=False, long_end_patience=patience)
+    scheduler = Scheduler(policies, M)
+    result = SimulatedCluster(constant).run(scheduler, [GroupPlan(0, len(lengths))], [lengths], 999)
+    (group,) = result.groups
+    shortest = sorted(lengths)[:M]
+    assert sorted(len(row.tokens) for row in group.rows) == shortest
+    assert end_of(result) <= shortest[-1] + 16  # engines report every 16 tokens

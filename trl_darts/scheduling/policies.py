@@ -102,8 +102,7 @@ class DualEnd:
 
     A group with fewer than `max_num_generations` candidates waits for all of them and keeps the shortest and the
     longest complete ones. A group at `max_num_generations` is one whose history is known to be heavy-tailed: it stops
-    at its
-    `num_generations`-th complete candidate and keeps those.
+    at its `num_generations`-th complete candidate and keeps those.
 
     Args:
         num_generations (`int`):
@@ -111,14 +110,16 @@ class DualEnd:
         max_num_generations (`int`):
             M_up, the number of candidates at which a group counts as saturated.
         num_longest (`int`):
-            L, how many of the rows are the longest complete ones. The other M − L are the shortest.
+            L, how many of the rows are the longest complete ones. The other M − L are the shortest. With 0, no candidate
+            is waited for that is already as long as the M-th shortest: it can't be kept.
         tail_pruning (`bool`, *optional*, defaults to `True`):
             Whether saturated groups stop early.
         long_end_patience (`float` or `"auto"`, *optional*):
             Bound on the wait for the long end. Once a group has M complete candidates, those that reach this many
             times the M-th shortest complete length are aborted. With `"auto"` they go on as long as the batch waits
-            for another group to have M, which costs no step any time, and no longer. `None` waits for the whole pool,
-            as the paper does.
+            for another group to have M, and no longer: no step waits for them, but where engines are full or each
+            candidate costs, they still slow the others. `None`, the paper's rule, waits for the whole pool of a group
+            that is not saturated. Defaults to `None`, unlike the config's `"auto"`.
     """
 
     num_generations: int
@@ -128,9 +129,21 @@ class DualEnd:
     long_end_patience: Patience = None
 
     @property
+    def has_long_end(self) -> bool:
+        """Whether candidates can be kept that are longer than the M-th shortest."""
+        return self.num_longest > 0
+
+    @property
+    def length_bound(self) -> float | None:
+        """In multiples of the M-th shortest complete length: from there on, a candidate is not waited for."""
+        if not self.has_long_end:
+            return 1.0
+        return None if isinstance(self.long_end_patience, str) else self.long_end_patience
+
+    @property
     def needs_progress(self) -> bool:
         """Only a wait that is bounded by a length must see lengths grow."""
-        return self.long_end_patience not in (None, AUTO)
+        return self.length_bound is not None
 
     @property
     def follows_batch(self) -> bool:
@@ -147,9 +160,9 @@ class DualEnd:
             return ()
         if self.saturated(group):
             return group.unfinished
-        if self.long_end_patience is None or self.long_end_patience == AUTO:
+        if self.length_bound is None:
             return ()
-        bound = self.long_end_patience * group.complete_lengths[self.num_generations - 1]
+        bound = self.length_bound * group.complete_lengths[self.num_generations - 1]
         return [c for c in group.unfinished if c.length >= bound]
 
     def select(self, group: Group) -> list[int]:
@@ -171,6 +184,8 @@ class UniformPool(DualEnd):
     the first ones by index. Where nothing is aborted, that is an unbiased sample of the policy. Otherwise those that
     are left are the shorter ones, and that bias remains.
     """
+
+    has_long_end = True  # whatever came to an end can be kept
 
     def select(self, group: Group) -> list[int]:
         """The first M that came to an end by themselves or at the limit."""

@@ -46,7 +46,7 @@ def make_policies(
         tail_pruning (`bool`, *optional*, defaults to `True`):
             Whether a group with M_up candidates stops at its M-th complete one.
         long_end_patience (`float` or `"auto"`, *optional*):
-            Bound on the wait for the long end, see [`DualEnd`].
+            Bound on the wait for the long end, see [`DualEnd`]. Defaults to `None`, unlike the config's `"auto"`.
         selection (`str`, *optional*):
             What is kept of a group's candidates: `"dual_end"`, `"uniform"` or `"all"`. Defaults to the schedule's own.
 

@@ -96,7 +96,7 @@ def _check_wait(settings: ScheduleSettings) -> None:
     if patience is not None and patience != AUTO and not patience >= 1:
         raise ConfigurationError(
             f"`long_end_patience` ({patience}) must be at least 1, in multiples of the `num_generations`-th shortest "
-            "complete length. Set it to None to wait for all candidates."
+            "complete length. Set it to None for the paper's rule, which has no bound."
         )
     # "auto", the default, and None mean the same there: what is wanted is waited for.
     if patience not in (None, AUTO) and settings.selection == "all" and settings.schedule != "grpo":

@@ -44,8 +44,8 @@ class Reports:
         stop = self.patient
         if stop is None or group.closed or group.num_complete < stop.num_generations or stop.saturated(group):
             return math.inf
-        assert isinstance(stop.long_end_patience, float | int)
-        return stop.long_end_patience * group.complete_lengths[stop.num_generations - 1]
+        assert stop.length_bound is not None
+        return stop.length_bound * group.complete_lengths[stop.num_generations - 1]
 
     def read_at_end(self, group: Group, reason: FinishReason) -> Sequence[Candidate]:
         """The candidates whose lengths are read when one of the group ends for this reason."""
