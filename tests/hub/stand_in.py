@@ -65,7 +65,7 @@ class StandIn:
 
 
 CONTENT = re.compile(r'"content": ?"([A-Za-z0-9+/=]+)"')
-API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/(?P<action>\w+)/(?P<revision>[^/]+)")
+API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/(?P<action>\w+)/(?P<revision>[^/]+))?")
 FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
 
 
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         if found is None or repository is None:
             return self.refuse(404, "RepoNotFound")
         if found["action"] == "branch":
-            return self.branch(repository, found["revision"])
+            return self.branch(repository, found["revision"], body)
         if repository.resolve(found["revision"]) is None:
             return self.refuse(404, "RevisionNotFound")
         if found["action"] == "preupload":
@@ -115,6 +115,9 @@ class Handler(BaseHTTPRequestHandler):
             modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
             return self.answer({"files": modes})
         lines = [json.loads(line) for line in body.splitlines()]
+        parent = next((line["value"].get("parentCommit") for line in lines if line["key"] == "header"), None)
+        if parent not in (None, repository.resolve(found["revision"])):
+            return self.refuse(412, message="A commit has happened since. Please refresh and try again.")
         changes = {
             line["value"]["path"]: base64.b64decode(line["value"]["content"])
             for line in lines
@@ -132,10 +135,11 @@ class Handler(BaseHTTPRequestHandler):
         self.state.repositories[repo_id] = repository
         return self.answer({"url": f"{self.state.url}/{repo_id}", "name": repo_id})
 
-    def branch(self, repository: Repository, name: str) -> None:
+    def branch(self, repository: Repository, name: str, body: bytes) -> None:
         if name in repository.branches:
             return self.refuse(409, message="Reference already exists")
-        repository.branches[name] = repository.branches["main"]
+        wanted = json.loads(body or b"{}").get("startingPoint", "main")
+        repository.branches[name] = repository.resolve(wanted) or repository.branches["main"]
         return self.answer({})
 
     def do_GET(self) -> None:
@@ -147,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse_token()
         if found is None or repository is None or (repository.private and not self.headers.get("Authorization")):
             return self.refuse(404 if self.headers.get("Authorization") else 401, "RepoNotFound")
-        commit = repository.resolve(found["revision"])
+        commit = repository.resolve(found["revision"] or "main")
         if commit is None:
             return self.refuse(404, "RevisionNotFound")
         files = repository.files(commit)
@@ -163,7 +167,8 @@ class Handler(BaseHTTPRequestHandler):
                 ]
             )
         siblings = [{"rfilename": name} for name in files]
-        return self.answer({"id": found["repo"], "modelId": found["repo"], "sha": commit, "siblings": siblings})
+        repo = {"id": found["repo"], "modelId": found["repo"], "private": repository.private}
+        return self.answer({**repo, "sha": commit, "siblings": siblings})
 
     do_HEAD = do_GET
 

@@ -57,6 +57,13 @@ def test_push_and_pull_in_processes_of_their_own(hub, tmp_path):
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text()) == public
 
 
+def test_private_is_no_promise_for_a_public_repository(hub):
+    assert config(*PUSH).exit_code == 0
+    result = config(*PUSH, "--private")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: `private` (True) must hold for {REPO!r}, which exists and is public.")
+
+
 def test_the_script_takes_a_config_of_the_hub(hub, tmp_path):
     content = b"num_generations: 7\nper_device_train_batch_size: 8\nuse_cpu: true\n"
     card = f"---\ndarts_config_sha256: {checksum(content)}\n---\n"
@@ -89,7 +96,7 @@ def test_options_reach_the_hub(hub):
     ("words", "message"),
     [
         (["push", str(RECIPE), REPO], r"`model_name_or_path` ('examples/tiny_reasoner/checkpoint') must be a name on"),
-        (["push", "none.yaml", REPO], "`none.yaml` must be a file that can be read: No such file"),
+        (["push", "none.yaml", REPO], "`file` ('none.yaml') must be a file that can be read: No such file"),
         ([*PUSH, "--without", "beta"], "`without` ('beta') must be a field of"),
         (["push", str(RECIPE), "a/b/c", *PUSH[3:]], "`repo_id` ('a/b/c') must be a name on the Hub"),
         (["pull", "me/nothing"], "`repo_id` ('me/nothing') must be a repository of the Hub"),
@@ -111,9 +118,9 @@ def test_errors_are_one_line_and_exit_code_2(hub, tmp_path, monkeypatch, words, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"num_generations: 8\nnum_generation: 4\n", "`num_generation` is no field"),
+        (b"num_generations: 8\nnum_generation: 4\n", "'num_generation' is no field"),
         (b"trust_remote_code: true\n", "`trust_remote_code` must not stand in a published config"),
-        (b"a: !!python/name:os.system\n", "must be YAML without tags of Python"),
+        (b"a: !!python/name:os.system\n", "must be plain YAML: it must have no tags"),
     ],
 )
 def test_a_hostile_config_is_not_written(hub, tmp_path, content, message):

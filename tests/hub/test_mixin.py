@@ -52,6 +52,13 @@ def test_left_out(tmp_path):
     assert "very-secret-key" not in (tmp_path / CONFIG_NAME).read_text() + (tmp_path / CARD_NAME).read_text()
 
 
+def test_the_card_names_no_path_of_this_machine(tmp_path):
+    DARTSGRPOConfig(**CPU).save_pretrained(tmp_path)
+    card = (tmp_path / CARD_NAME).read_text()
+    assert str(tmp_path) not in card
+    assert f"--config {CONFIG_NAME} " in card
+
+
 def test_overrides_are_the_callers_own(tmp_path):
     DARTSGRPOConfig(**CPU, num_generations=4).save_pretrained(tmp_path)
     config = DARTSGRPOConfig.from_pretrained(tmp_path, num_generations=8, output_dir=str(tmp_path), run_name="mine")
@@ -88,5 +95,5 @@ def test_a_path_has_no_revision(tmp_path):
 def test_an_unknown_field_is_refused(tmp_path):
     path = Path(tmp_path / "config.yaml")
     path.write_text("num_generation: 4\n")
-    with pytest.raises(ConfigurationError, match=r"`num_generation` is no field .* `num_generations`"):
+    with pytest.raises(ConfigurationError, match=r"'num_generation' is no field .* `num_generations`"):
         DARTSGRPOConfig.from_pretrained(path)

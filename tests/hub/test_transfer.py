@@ -7,8 +7,8 @@ from huggingface_hub import constants
 from tests.hub.stand_in import READ_TOKEN, TOKEN
 from trl_darts import DARTSGRPOConfig
 from trl_darts.errors import ConfigurationError
-from trl_darts.hub import HubError, pull_config, push_config, resolve_config_arguments
-from trl_darts.hub.files import CARD_NAME, CONFIG_NAME
+from trl_darts.hub import HubError, pull_config, push_config, transfer
+from trl_darts.hub.files import CARD_NAME, CONFIG_NAME, MAX_CARD_BYTES, checksum
 
 
 REPO = "me/recipe"
@@ -82,6 +82,45 @@ def test_a_secret_in_what_was_measured_is_refused(hub):
     assert hub.requests == []
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("commit_message", f"with {TOKEN}", "holds what looks like a secret"),
+        ("revision", TOKEN, "holds what looks like a secret"),
+        ("commit_message", "from /data/alice/x", "names a path"),
+    ],
+)
+def test_what_is_said_of_a_push_is_checked(hub, name, text, words):
+    with pytest.raises(ConfigurationError, match=rf"`{name}` .*{words}") as refused:
+        push_config(PUBLIC, REPO, **{name: text})
+    assert TOKEN not in one_line(refused.value)
+    assert hub.requests == []
+
+
+def test_private_is_no_promise_for_a_public_repository(hub):
+    commit = push_config(PUBLIC, REPO).commit
+    with pytest.raises(HubError, match=r"^`private` \(True\) must hold for 'me/recipe', which exists and is public"):
+        push_config(RECIPE, REPO, private=True, revision="mine")
+    assert hub.repositories[REPO].branches == {"main": commit}
+    push_config(PUBLIC, "me/hidden", private=True)
+    push_config(RECIPE, "me/hidden", private=True, revision="mine")
+    assert hub.repositories["me/hidden"].private
+
+
+def test_a_push_in_between_is_refused(hub, monkeypatch):
+    push_config(PUBLIC, REPO)
+    check = transfer._check_card
+
+    def overtaken(*args):
+        check(*args)
+        hub.add(REPO, {CARD_NAME: b"# A model"})
+
+    monkeypatch.setattr(transfer, "_check_card", overtaken)
+    with pytest.raises(HubError, match=r"the Hub answered 412: .*A commit has happened since"):
+        push_config(PUBLIC | {"num_generations": 16}, REPO)
+    assert hub.repositories[REPO].files("main")[CARD_NAME] == b"# A model"
+
+
 def test_a_branch_is_made_and_pulled(hub):
     main = push_config(PUBLIC, REPO)
     branch = push_config(PUBLIC | {"num_generations": 16}, REPO, revision="wide")
@@ -120,15 +159,14 @@ def test_a_token_that_may_only_read(hub, monkeypatch):
 
 
 def test_no_token(hub, monkeypatch, tmp_path):
+    push_config(PUBLIC, REPO)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    hub.add(REPO, {CARD_NAME: b"# A model"})
     with pytest.raises(HubError, match=r"`token` is refused for 'me/recipe' \(401"):
         push_config(PUBLIC, REPO)
     with pytest.raises(HubError, match=r"`token` \(True\) needs one that was saved"):
         pull_config(REPO, token=True)
-    with pytest.raises(ConfigurationError, match=r"`me/recipe` has no darts_config.yaml"):
-        pull_config(REPO)  # a public one needs none
+    assert pull_config(REPO).data == PUBLIC  # a public one needs none
 
 
 def test_missing_repository(hub):
@@ -173,6 +211,9 @@ def test_another_card_is_not_overwritten(hub):
     with pytest.raises(HubError, match=r"^`repo_id` \('me/model'\) must be a repository of its own"):
         push_config(PUBLIC, "me/model")
     assert CONFIG_NAME not in hub.repositories["me/model"].files("main")
+    with pytest.raises(HubError, match=r"must be a repository of its own"):
+        push_config(PUBLIC, "me/model", revision="config")
+    assert hub.repositories["me/model"].branches.keys() == {"main"}
 
 
 def test_tampered_file(hub):
@@ -191,25 +232,48 @@ def test_without_a_checksum(hub):
         pull_config(REPO)
 
 
-def test_resolve_config_arguments(hub):
-    commit = push_config(PUBLIC, REPO).commit
-    for words in (["--config", f"hf://{REPO}"], [f"--config=hf://{REPO}@main"], ["--config", f"hf://{REPO}@{commit}"]):
-        resolved = resolve_config_arguments(["--seed", "3", *words, "--use_cpu"])
-        assert resolved[:3] == ["--seed", "3", "--config"]
-        assert resolved[4:] == ["--use_cpu"]
-        with open(resolved[3]) as file:
-            assert yaml.safe_load(file) == PUBLIC
+ALIASES = b"a: &a [x]\n" + b"".join(
+    b"%c: &%c [%s]\n" % (name, name, b",".join([b"*%c" % (name - 1)] * 10)) for name in b"bcdefghijk"
+)
 
 
-@pytest.mark.parametrize("words", [["--config", "local.yaml"], ["--run_name", "hf://me/recipe"], ["--config"], []])
-def test_other_arguments_stay(words):
-    assert resolve_config_arguments(words) == words
+@pytest.mark.parametrize(
+    ("front", "words"),
+    [
+        (b"darts_config_sha256: {checksum}", None),
+        (b"%sdarts_config_sha256: *k" % ALIASES, r"was written for \(none\)"),
+        (b"darts_config_sha256: [{checksum}]", r"was written for \(none\)"),
+        (b"darts_config_sha256: {checksum}\nx: %s" % (b"y" * MAX_CARD_BYTES), r"was written for \(none\)"),
+        (b"darts_config_sha256: other", r"was written for \('other'…\)"),
+    ],
+    ids=["right", "aliases", "no string", "large", "other"],
+)
+def test_a_hostile_card(hub, front, words):
+    content = b"num_generations: 64\n"
+    card = b"---\n" + front.replace(b"{checksum}", checksum(content).encode()) + b"\n---\n# Mine\n"
+    hub.add(REPO, {CONFIG_NAME: content, CARD_NAME: card})
+    if words is None:
+        assert pull_config(REPO).data == {"num_generations": 64}
+        return
+    with pytest.raises(ConfigurationError, match=words) as refused:
+        pull_config(REPO)
+    assert len(one_line(refused.value)) < 500
 
 
-@pytest.mark.parametrize("name", ["hf://", "hf://me/recipe@"])
-def test_malformed_address(name):
-    with pytest.raises(ConfigurationError, match=r"must be of the form org/name or org/name@revision"):
-        resolve_config_arguments(["--config", name])
+def test_a_config_that_would_fill_the_memory(hub):
+    content = ALIASES + b"learning_rate: *k\n"
+    assert len(content) < 500
+    hub.add(REPO, {CONFIG_NAME: content, CARD_NAME: b"---\ndarts_config_sha256: x\n---\n"})
+    with pytest.raises(ConfigurationError, match=r"`me/recipe` is refused: .* must have no aliases") as refused:
+        pull_config(REPO)
+    assert len(one_line(refused.value)) < 500
+
+
+def test_a_prompt_does_not_end_the_cards_block(hub):
+    push_config(PUBLIC | {"system_prompt": "Use\n````python\n1\n````\nthen answer."}, REPO)
+    blocks = hub.repositories[REPO].files("main")[CARD_NAME].decode().split("\n`````")
+    assert len(blocks) == 3
+    assert yaml.safe_load(blocks[1].removeprefix("yaml")) == pull_config(REPO).data
 
 
 def test_from_pretrained_and_push_config_to_hub(hub):

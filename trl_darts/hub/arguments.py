@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+
 from ..errors import ConfigurationError
 from .transfer import pull_config
 
 
+logger = logging.getLogger(__name__)  # not accelerate's, whose state does not exist yet
 OPTION = "--config"
 SCHEME = "hf://"
 
 
 def resolve_config_arguments(args: list[str]) -> list[str]:
     """
-    Pulls the config that `--config hf://org/name[@revision]` names, and puts the local file in its place.
+    Pulls the config that `--config hf://org/name[@revision]` names, and puts the local file in its place. A warning
+    says which commit it is, and on several processes also if another push could give them different ones.
 
     Args:
         args (`list[str]`):
@@ -51,4 +57,11 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 def _pull(address: str) -> str:
     repo_id, revision = split_revision(address.removeprefix(SCHEME))
-    return str(pull_config(repo_id, revision=revision).path)
+    pulled = pull_config(repo_id, revision=revision)
+    words = f"`{OPTION} {address}` is {SCHEME}{repo_id}@{pulled.commit}."
+    is_loose = os.environ.get("WORLD_SIZE", "1") != "1" and not re.fullmatch(r"[0-9a-f]{40}", revision or "")
+    if is_loose:
+        words += " Each process asks for itself, and a push in between would divide them: name that commit instead."
+    if is_loose or os.environ.get("RANK", "0") == "0":
+        logger.warning(words)  # what a run trained with should be seen, and `info` is not by default
+    return str(pulled.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -22,8 +23,8 @@ A config of GRPO training with trl_darts, whose rollouts do not wait for their s
 
 ## What differs from the defaults
 
-```yaml
-{fields}```
+{fence}yaml
+{fields}{fence}
 {left_out}
 ## What it was measured on
 
@@ -85,12 +86,14 @@ def config_card(
     )
     metadata[CHECKSUM] = checksum
     absent = f"\nLeft out, to be set where the training is started: {_code(left_out)}.\n" if left_out else ""
+    config = dump(data) if data else f"# {CONFIG_NAME} is empty: all defaults\n"
     body = BODY.format(
         name=name,
         address=address,
         place=address.removeprefix("hf://"),
         paper=PAPER,
-        fields=dump(data) if data else f"# {CONFIG_NAME} is empty: all defaults\n",
+        fence=_fence(config),
+        fields=config,
         left_out=absent,
         measured=measured or "Nothing is known of that.",
         versions=", ".join(f"{package} {number}" for package, number in installed_versions().items()),
@@ -116,6 +119,11 @@ def _dataset(data: dict[str, Any]) -> str | None:
     """Of the Hub; a name without an owner is one that the script makes."""
     name = data.get("dataset_name")
     return name if name and "/" in name else None
+
+
+def _fence(text: str) -> str:
+    """Of a block of code that the text does not end."""
+    return "`" * max(3, *(len(run) + 1 for run in ["", *re.findall("`+", text)]))
 
 
 def _code(names: list[str]) -> str:

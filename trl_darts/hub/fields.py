@@ -143,15 +143,20 @@ KEYS = {
 }
 
 
-@cache
-def known_fields() -> dict[str, Field[Any]]:
-    """Fields of the trainer's, the model's and the script's arguments by name; loads TRL."""
+def argument_classes() -> list[Any]:
+    """The script's, the trainer's and the model's arguments; loads TRL."""
     from trl import ModelConfig  # type: ignore[attr-defined]
 
     from ..config import DARTSGRPOConfig
     from ..recipes.arguments import ScriptArguments
 
-    return {field.name: field for cls in (ScriptArguments, DARTSGRPOConfig, ModelConfig) for field in fields(cls)}
+    return [ScriptArguments, DARTSGRPOConfig, ModelConfig]
+
+
+@cache
+def known_fields() -> dict[str, Field[Any]]:
+    """Fields of the three by name."""
+    return {field.name: field for cls in argument_classes() for field in fields(cls)}
 
 
 def default_of(field: Field[Any]) -> Any:

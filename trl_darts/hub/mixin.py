@@ -95,8 +95,8 @@ class PublishedConfig:
 
         directory = Path(save_directory)
         card = directory / CARD_NAME
-        publication = Publication.of(directory.name, str(directory / CONFIG_NAME), published_fields(self), measured)
-        if card.exists() and recorded_checksum(card.read_text(errors="replace")) is None:
+        publication = Publication.of(directory.name, CONFIG_NAME, published_fields(self), measured)
+        if card.exists() and recorded_checksum(card) is None:
             raise HubError(
                 f"`save_directory` ({str(directory)!r}) has a {CARD_NAME} of something else. Choose another."
             )

@@ -76,9 +76,9 @@ class Publication:
     @classmethod
     def of(cls, name: str, address: str, data: dict[str, Any], measured: str | None) -> Publication:
         """Of something with that name, which `--config ADDRESS` takes. Refuses what must not leave."""
-        public, left_out = publishable(data)
         if measured is not None:
             check_text("measured", measured)
+        public, left_out = publishable(data)
         config = dump(public)
         card = config_card(name, address, public, checksum(config.encode()), left_out, measured)
         return cls(config, card, left_out)
@@ -103,7 +103,7 @@ def push_config(
         repo_id (`str`):
             Repository, such as `"org/name"`. It is made if there is none.
         private (`bool`, *optional*):
-            Whether a new repository is private. Defaults to the organization's rule.
+            Whether a new repository is private, and one that exists must be. Defaults to the organization's rule.
         revision (`str`, *optional*):
             Branch to commit to, made if there is none. Defaults to `"main"`.
         token (`str` or `bool`, *optional*):
@@ -118,15 +118,17 @@ def push_config(
 
     Raises:
         [`ConfigurationError`]: If a field is unknown or has a value that must not leave. Nothing was sent then.
-        [`HubError`]: If the Hub can't be reached or refuses, or if the repository's card is not a config's.
+        [`HubError`]: If the Hub can't be reached or refuses, if the repository's card is not a config's, or if it is
+            public and must not be. No branch is made then.
     """
+    for name, text in {"commit_message": commit_message, "revision": revision}.items():
+        if text is not None:
+            check_text(name, text)
     publication = Publication.of(repo_id, f"hf://{repo_id}", data, measured)
     api = HfApi(token=token)
     with hub_errors(repo_id, revision):
         api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        _check_card(api, repo_id, revision)
+        parent = _checked_parent(api, repo_id, private, revision)
         commit = api.create_commit(
             repo_id,
             [
@@ -135,6 +137,7 @@ def push_config(
             ],
             commit_message=commit_message or "Upload config",
             revision=revision,
+            parent_commit=parent,  # what was checked must still stand there
         )
     return Pushed(commit.oid, commit.commit_url, publication.left_out)
 
@@ -226,7 +229,26 @@ def _refusal(repo_id: str, error: HfHubHTTPError) -> str:
     return f"`repo_id` ({repo_id!r}): the Hub answered {status}: {words}. Try again, or see https://status.huggingface.co."
 
 
-def _check_card(api: HfApi, repo_id: str, revision: str | None) -> None:
+def _checked_parent(api: HfApi, repo_id: str, private: bool | None, branch: str | None) -> str:
+    """The commit to add to, at the head of a branch that is made if there is none."""
+    is_new = False
+    try:
+        state = api.repo_info(repo_id, revision=branch)
+    except RevisionNotFoundError:
+        state, is_new = api.repo_info(repo_id), True
+    if private and not state.private:
+        raise HubError(
+            f"`private` (True) must hold for {repo_id!r}, which exists and is public. Choose another name, or make it "
+            "private in its settings."
+        )
+    head = str(state.sha)
+    _check_card(api, repo_id, head)
+    if is_new:
+        api.create_branch(repo_id, branch=str(branch), revision=head, exist_ok=True)
+    return head
+
+
+def _check_card(api: HfApi, repo_id: str, revision: str) -> None:
     """A model's card must not be lost because someone puts a config beside the model."""
     try:
         card = hf_hub_download(repo_id, CARD_NAME, revision=revision, token=api.token)
@@ -234,7 +256,7 @@ def _check_card(api: HfApi, repo_id: str, revision: str | None) -> None:
         raise
     except EntryNotFoundError:
         return
-    if recorded_checksum(Path(card).read_text(errors="replace")) is None:
+    if recorded_checksum(Path(card)) is None:
         raise HubError(
             f"`repo_id` ({repo_id!r}) must be a repository of its own: it has a {CARD_NAME} that is not a config's, "
             "and that would be overwritten. Choose another name."

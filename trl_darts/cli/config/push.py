@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -11,23 +11,33 @@ from ...errors import ConfigurationError
 from ..exits import fail
 
 
+# typer reads these at run time, also on Python 3.10, which has no `str | None` there.
+_File = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file for `--config` of the training script.")]
+_RepoId = Annotated[str, typer.Argument(metavar="REPO_ID", help="Repository, org/name. Made if there is none.")]
+_Private = Annotated[bool, typer.Option("--private", help="Make a new repository private, and refuse a public one.")]
+_Branch = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Branch to commit to, made if there is none. By default main.", metavar="BRANCH"),
+]
+_Without = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(help="A field of the file to leave out. Repeat it for several.", metavar="FIELD"),
+]
+_Measured = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="What the card says of its effect: hardware, data, figures.", metavar="TEXT"),
+]
+_Message = Annotated[str, typer.Option(help="Of the commit.", metavar="TEXT")]
+
+
 def push(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file for `--config` of the training script.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Repository, org/name. Made if there is none.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    revision: Annotated[
-        Optional[str],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
-        typer.Option(help="Branch to commit to, made if there is none. By default main.", metavar="BRANCH"),
-    ] = None,
-    without: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="A field of the file to leave out. Repeat it for several.", metavar="FIELD"),
-    ] = None,
-    measured: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="What the card says of its effect: hardware, data, figures.", metavar="TEXT"),
-    ] = None,
-    message: Annotated[str, typer.Option(help="Of the commit.", metavar="TEXT")] = "Upload config",
+    file: _File,
+    repo_id: _RepoId,
+    private: _Private = False,
+    revision: _Branch = None,
+    without: _Without = None,
+    measured: _Measured = None,
+    message: _Message = "Upload config",
 ) -> None:
     """
     Publish a config on the Hub: its fields that differ from the defaults, and a card.
@@ -41,16 +51,10 @@ def push(
     """
     # They load torch, for which `--help` should not wait.
     from ...hub import HubError, push_config
-    from ...hub.files import read_yaml
 
     try:
-        data = read_yaml(file)
-        for name in without or ():
-            if name not in data:
-                raise ConfigurationError(f"`without` ({name!r}) must be a field of {str(file)!r}.")
-            del data[name]
         pushed = push_config(
-            data,
+            _fields(file, without or []),
             repo_id,
             private=private or None,  # `None` leaves it to the organization's rule
             revision=revision,
@@ -63,3 +67,14 @@ def push(
     if left_out:
         typer.echo(f"Left out, to be set where the training is started: {', '.join(left_out)}", err=True)
     typer.echo(f"{repo_id}@{pushed.commit}")
+
+
+def _fields(file: Path, without: list[str]) -> dict[str, Any]:
+    from ...hub.files import read_yaml
+
+    data = read_yaml(file)
+    for name in without:
+        if name not in data:
+            raise ConfigurationError(f"`without` ({name!r}) must be a field of {str(file)!r}.")
+        del data[name]
+    return data
