@@ -11,7 +11,7 @@ Other recipes are in `configs` (see docs/recipes.md), and `--config hf://org/nam
 
 `--dataset_name tiny_reasoner` makes the data set of examples/tiny_reasoner; any other name or path goes to
 `datasets.load_dataset`. `--reward_funcs` takes import paths such as `tiny_reasoner.task.accuracy_reward`, and the
-names of TRL's rewards, such as `accuracy_reward`.
+names of TRL's rewards, such as `accuracy_reward`; `--reward_model_name_or_path` adds a reward model before them.
 """
 
 import sys
@@ -23,12 +23,13 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.hub import resolve_config_arguments
-from trl_darts.recipes import ScriptArguments, load_rewards, to_conversations
+from trl_darts.recipes import MADE_DATASET, ScriptArguments, check_dataset, load_rewards, take_split
 
 
-def load_splits(script_args: ScriptArguments, seed: int) -> dict[str, Any]:
-    """The data set's splits by name."""
-    if script_args.dataset_name == "tiny_reasoner":
+def load_splits(script_args: ScriptArguments, seed: int, evaluates: bool) -> tuple[Any, Any]:
+    """The data sets of training and evaluation, the latter `None` without one."""
+    check_dataset(script_args)
+    if script_args.dataset_name == MADE_DATASET:
         splits = {
             script_args.dataset_train_split: make_dataset(script_args.num_prompts, seed),
             script_args.dataset_test_split: make_dataset(64, seed, split="test"),
@@ -37,7 +38,8 @@ def load_splits(script_args: ScriptArguments, seed: int) -> dict[str, Any]:
         splits = load_dataset(
             script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
         )
-    return {name: to_conversations(split, script_args) for name, split in splits.items()}
+    train = take_split(splits, "dataset_train_split", script_args)
+    return train, take_split(splits, "dataset_test_split", script_args) if evaluates else None
 
 
 def main() -> None:
@@ -51,14 +53,13 @@ def main() -> None:
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    splits = load_splits(script_args, training_args.seed)
-    evaluates = training_args.eval_strategy != "no"
+    train, evaluation = load_splits(script_args, training_args.seed, training_args.eval_strategy != "no")
     trainer = DARTSGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=training_args,
-        train_dataset=splits[script_args.dataset_train_split],
-        eval_dataset=splits[script_args.dataset_test_split] if evaluates else None,
+        train_dataset=train,
+        eval_dataset=evaluation,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

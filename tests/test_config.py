@@ -73,6 +73,32 @@ def test_target_redundancy_follows_a_small_upper_bound():
         ({"generation_kwargs": {"n": 4}}, r"`generation_kwargs\['n'\]` \(4\) must be left out"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": " , "}, "names no server"),
         ({"latency_curve": "/nowhere/curve.json"}, "/nowhere/curve.json"),
+        ({"loss_type": "gpro"}, r"`loss_type` \('gpro'\) must be one of 'grpo', 'dr_grpo'"),
+        ({"scale_rewards": "rows"}, r"`scale_rewards` \('rows'\) must be one of 'group', 'batch', 'none'"),
+        (
+            {"importance_sampling_level": "word"},
+            r"`importance_sampling_level` \('word'\) must be one of 'token', 'seq",
+        ),
+        ({"multi_objective_aggregation": "sum"}, r"`multi_objective_aggregation` \('sum'\) must be one of 'sum_then"),
+        ({"use_vllm": True, "vllm_mode": "local"}, r"`vllm_mode` \('local'\) must be one of 'server', 'colocate'"),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "mask"},
+            r"`vllm_importance_sampling_mode` \('mask'\) must be one of 'token_truncate', 'token_mask'",
+        ),
+        (
+            {"use_vllm": True, "loss_type": "vespo"},
+            r"`vllm_importance_sampling_mode` \('sequence_mask'\) must be one of 'token_truncate', 'token_mask' wi",
+        ),
+        ({"temperature": 0.0}, r"`temperature` \(0.0\) must be positive"),
+        ({"temperature": None}, r"`temperature` \(None\) must be positive"),
+        ({"temperature": float("nan")}, r"`temperature` \(nan\) must be positive"),
+        ({"learning_rate": -1.0}, r"`learning_rate` \(-1.0\) must be at least 0"),
+        ({"epsilon": -1.0}, r"`epsilon` \(-1.0\) must be at least 0"),
+        ({"epsilon_high": -0.1}, r"`epsilon_high` \(-0.1\) must be at least 0"),
+        (
+            {"sync_ref_model": True},
+            r"`sync_ref_model` \(True\) needs a reference model, and with `beta` \(0.0\) there",
+        ),
     ],
 )
 def test_refused(kwargs, words):

@@ -23,6 +23,19 @@ DEADLINES = (
 )
 GENERATION_ERRORS = ("raise", "drop_group")
 STREAM_BOUNDS = {"stream_chunk_tokens": 1, "stream_batch_tokens": 1, "stream_reward_processes": 0}
+# TRL compares these strings where it computes, without a list of them; other values end a training in its first step.
+TRL_CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "scale_rewards": ("group", "batch", "none"),
+}
+# The same, of what only vLLM reads.
+TRL_VLLM_CHOICES = {
+    "vllm_mode": ("server", "colocate"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+VESPO_SAMPLING_MODES = ("token_truncate", "token_mask")
 NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
 
 
@@ -37,10 +50,37 @@ def check_fields(config: "DARTSGRPOConfig") -> None:
     Raises:
         [`ConfigurationError`]: Names the field, its value, the rule and a remedy.
     """
+    _check_trl(config)
     _check_servers(config)
     _check_engine(config)
     _check_resumable(config)
     _check_streams(config)
+
+
+def _check_trl(config: "DARTSGRPOConfig") -> None:
+    """What TRL and PyTorch refuse too, but later: when the model is loaded, or the first rollout is paid for."""
+    for name, choices in (TRL_CHOICES | TRL_VLLM_CHOICES if config.use_vllm else TRL_CHOICES).items():
+        check_choice(name, getattr(config, name), choices)
+    if not (config.temperature or 0) > 0:
+        raise ConfigurationError(
+            f"`temperature` ({config.temperature}) must be positive: log-probs are of logits divided by it."
+        )
+    for name in ("learning_rate", "epsilon", "epsilon_high"):
+        value = getattr(config, name)
+        if value is not None and not value >= 0:
+            raise ConfigurationError(f"`{name}` ({value}) must be at least 0.")
+    if config.sync_ref_model and config.beta == 0:
+        raise ConfigurationError(
+            f"`sync_ref_model` (True) needs a reference model, and with `beta` ({config.beta}) there is none. Set "
+            "`beta` to a positive value, or leave it out."
+        )
+    mode = config.vllm_importance_sampling_mode
+    corrects = config.use_vllm and config.vllm_importance_sampling_correction
+    if config.loss_type == "vespo" and corrects and mode not in VESPO_SAMPLING_MODES:
+        raise ConfigurationError(
+            f"`vllm_importance_sampling_mode` ({mode!r}) must be one of {', '.join(map(repr, VESPO_SAMPLING_MODES))} "
+            "with `loss_type='vespo'`, which weights sequences itself."
+        )
 
 
 def _check_servers(config: "DARTSGRPOConfig") -> None:

@@ -17,6 +17,7 @@ from .commands import ROOT
 
 
 FIELDS = {
+    "dataset_name": "some/data",
     "reward_funcs": ["think_format_reward"],
     "num_generations": 4,
     "max_num_generations": 6,
@@ -85,6 +86,14 @@ def test_memory_that_does_not_fit(recipe):
     assert result.exit_code == 2
     assert "take 16.0 GiB per GPU, and must fit into 15.9 GiB. Use more processes" in result.stderr
     assert run(recipe(), "--num-parameters", 2**30, "--gpu-memory", 16.1).exit_code == 0
+
+
+def test_an_optimizer_in_8_bits_takes_less(recipe):
+    args = ("--num-parameters", 7.6e9, "--gpu-memory", 80)
+    assert run(recipe(), *args).exit_code == 2
+    result = run(recipe(optim="adamw_bnb_8bit"), *args)
+    assert result.exit_code == 0, result.output
+    assert "memory per GPU 70.8 GiB" in words(result)
 
 
 def test_a_rough_estimate_is_only_a_warning(recipe):
@@ -156,6 +165,82 @@ def test_bad_recipe(recipe, fields, message):
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dataset_name": None}, "`dataset_name` (empty) must be a data set of the Hub"),
+        ({"reward_weights": [1.0, 2.0]}, "`reward_weights` ([1.0, 2.0]) must be as many as the rewards (1)"),
+        (
+            {"reward_weights": [1.0], "reward_model_name_or_path": "some/reward"},
+            "`reward_weights` ([1.0]) must be as many as the rewards (2)",
+        ),
+        (
+            {"use_vllm": True, "vllm_tensor_parallel_size": 2},
+            "`vllm_tensor_parallel_size` (2) must divide the processes (1)",
+        ),
+        ({"load_in_4bit": True}, "`load_in_4bit` (True) needs `use_peft`"),
+        ({"load_in_8bit": True}, "`load_in_8bit` (True) needs `use_peft`"),
+        ({"sync_ref_model": True, "beta": 0.1, "use_peft": True}, "`sync_ref_model` (True) does not run with `use_pe"),
+        ({"sync_ref_model": True}, "`sync_ref_model` (True) needs a reference model"),
+        ({"loss_type": "gpro"}, "`loss_type` ('gpro') must be one of 'grpo'"),
+        ({"scale_rewards": "rows"}, "`scale_rewards` ('rows') must be one of 'group'"),
+        ({"importance_sampling_level": "word"}, "`importance_sampling_level` ('word') must be one of 'token'"),
+        ({"use_vllm": True, "vllm_mode": "local"}, "`vllm_mode` ('local') must be one of 'server'"),
+        ({"use_vllm": True, "loss_type": "vespo"}, "`vllm_importance_sampling_mode` ('sequence_mask') must be one of"),
+        ({"temperature": 0.0}, "`temperature` (0.0) must be positive"),
+        ({"learning_rate": -1.0}, "`learning_rate` (-1.0) must be at least 0"),
+        ({"epsilon": -1.0}, "`epsilon` (-1.0) must be at least 0"),
+        ({"ignore_bias_buffers": True}, "`ignore_bias_buffers` (True) has no effect"),
+    ],
+)
+def test_recipes_that_would_end_the_training(recipe, fields, message):
+    path = recipe(**fields)
+    result = run(path, "--num-parameters", 1000)
+    assert result.exit_code == 2
+    assert f"Error: {path}: {message}" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reward_weights": [1.0]},
+        {"reward_weights": [1.0, 2.0], "reward_model_name_or_path": "some/reward"},
+        {"reward_funcs": None, "reward_model_name_or_path": "some/reward", "reward_weights": [1.0]},
+        {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2},
+        {"vllm_tensor_parallel_size": 2},
+        {"load_in_4bit": True, "use_peft": True},
+        {"sync_ref_model": True, "beta": 0.1},
+        {"scale_rewards": False},
+    ],
+)
+def test_recipes_that_look_like_those_and_run(recipe, fields):
+    result = run(recipe(**fields), "--num-parameters", 1000)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+
+
+def test_tensor_parallel_engines_share_the_processes(recipe):
+    path = recipe(use_vllm=True, vllm_tensor_parallel_size=2)
+    assert run(path, "--num-processes", 4, "--num-parameters", 1000).exit_code == 0
+    result = run(path, "--num-processes", 3, "--num-parameters", 1000)
+    assert result.exit_code == 2
+    assert "`vllm_tensor_parallel_size` (2) must divide the processes (3)" in result.stderr
+
+
+def test_a_made_data_set_has_the_recipes_number_of_prompts(recipe):
+    path = recipe(dataset_name="tiny_reasoner", num_prompts=50)
+    assert "optimizer steps 12 per epoch, 24 in all" in words(run(path))
+    assert "optimizer steps 12 per epoch, 24 in all" in words(run(path, "--num-prompts", 50))
+    assert "optimizer steps 128 per epoch" in words(run(recipe("default.yaml", dataset_name="tiny_reasoner")))
+
+
+def test_another_number_of_prompts_than_is_made(recipe):
+    result = run(recipe(dataset_name="tiny_reasoner", num_prompts=50), "--num-prompts", 512)
+    assert result.exit_code == 2
+    assert "`--num-prompts` (512) must be the recipe's `num_prompts` (50)" in result.stderr
+
+
 def test_too_few_prompts(recipe):
     result = run(recipe(), "--num-prompts", 3)
     assert result.exit_code == 2
@@ -176,6 +261,14 @@ def test_bad_options(recipe, args):
     result = run(*files, *args)
     assert result.exit_code == 2
     assert result.stdout == ""
+
+
+def test_an_accelerate_config_that_can_not_work(recipe, tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("{distributed_type: DEEPSPEED, deepspeed_config: ds.json}")
+    result = run(recipe(), "--accelerate-config", path)
+    assert result.exit_code == 2
+    assert "`deepspeed_config` ('ds.json')" in result.stderr
 
 
 def test_example_of_the_help_works(monkeypatch):

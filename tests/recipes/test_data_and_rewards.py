@@ -4,9 +4,10 @@ import sys
 
 import pytest
 from datasets import Dataset, IterableDataset
+from trl.rewards import think_format_reward
 
 from trl_darts.errors import ConfigurationError
-from trl_darts.recipes import ScriptArguments, load_rewards, to_conversations
+from trl_darts.recipes import ScriptArguments, load_rewards, take_split, to_conversations
 
 
 MATH_ROW = {"problem": "1 + 1?", "level": "1", "solution": r"As $1 + 1 = 2$, it is $\boxed{2}$, and $3$ is not."}
@@ -36,6 +37,24 @@ def test_a_streamed_data_set():
 def test_without_columns_nothing_changes():
     rows = Dataset.from_list([{"prompt": "a"}])
     assert to_conversations(rows, ScriptArguments()) is rows
+
+
+def test_only_the_split_that_is_used_is_converted():
+    splits = {"train": Dataset.from_list([MATH_ROW]), "raw": Dataset.from_list([{"other": 1}])}
+    arguments = ScriptArguments(prompt_column="problem", dataset_test_split="raw")
+    (row,) = take_split(splits, "dataset_train_split", arguments)
+    assert row["prompt"] == [{"role": "user", "content": "1 + 1?"}]
+    with pytest.raises(ConfigurationError, match=r"`prompt_column` \('problem'\) must be a column"):
+        take_split(splits, "dataset_test_split", arguments)
+
+
+def test_a_split_that_is_not_there():
+    splits = {"train": Dataset.from_list([MATH_ROW]), "validation": Dataset.from_list([MATH_ROW])}
+    with pytest.raises(
+        ConfigurationError,
+        match=r"`dataset_test_split` \('test'\) must be a split of the data set, which has 'train', 'validation'",
+    ):
+        take_split(splits, "dataset_test_split", ScriptArguments())
 
 
 @pytest.mark.parametrize(
@@ -88,6 +107,12 @@ def test_any_import_path(tmp_path, monkeypatch):
     sys.modules.pop("my_rewards")
 
 
+def test_a_reward_model_comes_before_the_functions():
+    arguments = ScriptArguments(reward_model_name_or_path="some/model", reward_funcs=["think_format_reward"])
+    assert load_rewards(arguments, 100) == ["some/model", think_format_reward]
+    assert load_rewards(ScriptArguments(reward_model_name_or_path="some/model"), 100) == ["some/model"]
+
+
 def test_math_verify_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr("trl_darts.recipes.rewards.is_math_verify_available", lambda: False)
     with pytest.raises(ConfigurationError, match=r"needs math-verify. Install it: pip install 'trl-darts\[math\]'"):
@@ -106,6 +131,11 @@ def test_math_verify_is_asked_for_by_name(monkeypatch):
             r"\(101\) must be at most `max_completion_length` \(10",
         ),
         ({"reward_funcs": []}, r"`reward_funcs` \(empty\) must name at least one reward"),
+        ({"reward_funcs": [".foo"]}, r"`reward_funcs` \('.foo'\) must be one of accuracy_reward"),
+        (
+            {"reward_funcs": ["think_format_reward"], "ignore_bias_buffers": True},
+            r"`ignore_bias_buffers` \(True\) has",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_together(fields, message):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
+from transformers.training_args import OptimizerNames
 from trl import ModelConfig, get_peft_config
 
 from trl_darts.errors import ConfigurationError
@@ -63,6 +64,9 @@ def test_one_process_takes_16_bytes_per_parameter():
 @pytest.mark.parametrize(
     ("fields", "model", "total"),
     [
+        ({"optim": OptimizerNames.ADAMW_BNB}, ModelConfig(), 4 + 4 + 2),
+        ({"optim": OptimizerNames.PAGED_ADAMW_8BIT}, ModelConfig(), 4 + 4 + 2),
+        ({"optim": "adamw_torch_4bit"}, ModelConfig(), 4 + 4 + 1),
         ({}, ModelConfig(dtype="bfloat16"), 2 + 2 + 4),
         ({"optim": "adamw_bnb_8bit"}, ModelConfig(), 4 + 4 + 2),
         ({"beta": 0.04}, ModelConfig(), 16 + 4),
@@ -82,13 +86,46 @@ def test_lora_trains_the_adapter_alone(fields, frozen):
     assert sum(parts.values()) == frozen * P + 16 * 10_000_000
 
 
-def test_offloading(tmp_path):
-    path = tmp_path / "offload.yaml"
-    text = (ACCELERATE / "deepspeed_zero3.yaml").read_text()
-    path.write_text(text.replace("offload_optimizer_device: none", "offload_optimizer_device: cpu"))
-    parts = states(read_sharding(path))
-    assert parts["optimizer states"] == 0
-    assert parts["weights"] == 2 * P / N
+@pytest.mark.parametrize("half", [{"bf16": True}, {"bf16": False, "fp16": True}])
+def test_fsdp_trains_weights_in_full_precision(half):
+    """Accelerate makes float32 of what is trained in mixed precision, and leaves the rest as it is."""
+    fsdp = read_sharding(ACCELERATE / "fsdp2.yaml")
+    parts = states(fsdp, model=ModelConfig(dtype="bfloat16"), beta=0.04, **half)
+    assert parts["weights"] == parts["gradients"] == 4 * P / N
+    assert parts["optimizer states"] == 8 * P / N
+    assert parts["reference model"] == 2 * P / N
+    lora = states(fsdp, model=ModelConfig(dtype="bfloat16", use_peft=True), **half)
+    assert lora["weights"] == (2 * P + 4 * 10_000_000) / N
+    without = states(fsdp, model=ModelConfig(dtype="bfloat16"), bf16=False)
+    assert without["weights"] == 2 * P / N
+
+
+def offloaded(tmp_path, name, *fields):
+    path, text = tmp_path / "offload.yaml", (ACCELERATE / name).read_text()
+    for field in fields:
+        assert field in text
+        text = text.replace(f"{field}: none", f"{field}: cpu").replace(f"{field}: false", f"{field}: true")
+    path.write_text(text)
+    return states(read_sharding(path), beta=0.04)
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero2.yaml", "deepspeed_zero3.yaml"])
+def test_gradients_are_where_the_optimizer_is(tmp_path, name):
+    parts = offloaded(tmp_path, name, "offload_optimizer_device")
+    assert parts["optimizer states"] == parts["gradients"] == 0
+    share = 2 * P / N if "zero3" in name else 2 * P
+    assert parts["weights"] == parts["reference model"] == share
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("deepspeed_zero3.yaml", ["offload_param_device", "offload_optimizer_device"]),
+        ("fsdp2.yaml", ["fsdp_offload_params"]),
+    ],
+)
+def test_the_reference_model_is_where_weights_are(tmp_path, name, fields):
+    assert set(offloaded(tmp_path, name, *fields).values()) == {0}
 
 
 def test_activations_and_head():
@@ -112,7 +149,10 @@ def test_what_is_not_counted_is_named():
     assert "the adapter" in notes(ModelConfig(use_peft=True))
     assert "generation" in notes(use_vllm=False)
     assert "40% of the GPU" in notes(vllm_mode="colocate", vllm_gpu_memory_utilization=0.4)
-    assert "counted as Adam's" in notes(optim="sgd")
+    assert "`optim` (sgd) as it is: its states are counted as Adam's" in notes(optim=OptimizerNames.SGD)
+    assert "`optim` (lion_8bit)" in notes(optim=OptimizerNames.LION_8BIT)
+    for name in (OptimizerNames.PAGED_ADAMW_8BIT, OptimizerNames.ADAMW_BNB, "adamw_torch_fused"):
+        assert "optim" not in notes(optim=name)
 
 
 def test_size_of_a_model_is_that_of_its_weights(tiny_model_dir, tied_model_dir):
@@ -143,10 +183,36 @@ def test_a_model_that_is_not_there():
     ("content", "message"),
     [
         ("distributed_type: MEGATRON_LM", r"`distributed_type` \('MEGATRON_LM'\) .* must be one of 'NO'"),
-        ("[1, 2]", r"`distributed_type` \(None\)"),
+        ("[1, 2]", "must be a YAML mapping of names to values, not a list"),
+        ("{distributed_type: 'NO', num_processes: two}", r"`num_processes` \('two'\) .* must be a whole number of at"),
+        ("{distributed_type: 'NO', num_processes: -1}", r"`num_processes` \(-1\) of .* must be a whole number of at"),
+        ("{distributed_type: 'NO', num_processes: true}", r"`num_processes` \(True\) of .* must be a whole number"),
         ("{distributed_type: DEEPSPEED}", r"`zero_stage` \(None\) .* must be 0, 1, 2 or 3"),
+        ("{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: true}}", r"`zero_stage` \(True\) .* must be 0"),
+        (
+            "{distributed_type: DEEPSPEED, deepspeed_config: ds.json}",
+            r"`deepspeed_config` \('ds.json'\) of .* must be a mapping. What stands in a file of its own is not read",
+        ),
+        ("{distributed_type: FSDP, fsdp_config: fsdp.json}", r"`fsdp_config` \('fsdp.json'\) of .* must be a mapping"),
+        (
+            "{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 2, offload_param_device: cpu}}",
+            r"`offload_param_device` \('cpu'\) .* needs `zero_stage` 3 or more, and that is 2",
+        ),
+        (
+            "{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 0, offload_optimizer_device: nvme}}",
+            r"`offload_optimizer_device` \('nvme'\) .* needs `zero_stage` 1 or more, and that is 0",
+        ),
+        (
+            "{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 3, offload_param_device: disk}}",
+            r"`offload_param_device` \('disk'\) .* must be one of 'none', 'cpu', 'nvme'",
+        ),
+        (
+            "{distributed_type: FSDP, fsdp_config: {fsdp_version: 2, fsdp_offload_params: maybe}}",
+            r"`fsdp_offload_params` \('maybe'\) .* must be `true` or `false`",
+        ),
         ("{distributed_type: FSDP, fsdp_config: {fsdp_version: 1}}", r"`fsdp_version` \(1\) .* must be 2"),
-        ("a: [", "must be a YAML file that can be read"),
+        ("a: [", "must be plain YAML"),
+        ("{a: &b [1], c: *b}", "must have no aliases"),
     ],
 )
 def test_accelerate_configs_that_are_not_estimated(tmp_path, content, message):
@@ -157,5 +223,5 @@ def test_accelerate_configs_that_are_not_estimated(tmp_path, content, message):
 
 
 def test_missing_accelerate_config():
-    with pytest.raises(ConfigurationError, match="must be a YAML file that can be read: No such file"):
+    with pytest.raises(ConfigurationError, match="must be a file that can be read: No such file"):
         read_sharding("nowhere.yaml")

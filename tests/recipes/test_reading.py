@@ -11,6 +11,7 @@ from trl_darts.recipes import read_recipe
 
 SMALL = {
     "model_name_or_path": "some/model",
+    "dataset_name": "some/data",
     "reward_funcs": ["accuracy_reward"],
     "num_generations": 4,
     "per_device_train_batch_size": 8,
@@ -71,6 +72,10 @@ def test_environment_is_not_touched(tmp_path, monkeypatch):
         ({"reward_funcs": [["a"]]}, r"`reward_funcs` \(\['a'\]\) must be of type str"),
         ({"reward_funcs": []}, r"`reward_funcs` \(empty\) must name at least one reward"),
         ({"reward_funcs": ["acuracy_reward"]}, r"`reward_funcs` \('acuracy_reward'\) must be one of accuracy_reward"),
+        ({"reward_funcs": [".foo"]}, r"`reward_funcs` \('.foo'\) must be one of accuracy_reward"),
+        ({"reward_funcs": ["my_rewards."]}, r"`reward_funcs` \('my_rewards.'\) must be one of accuracy_reward"),
+        ({"dataset_name": None}, r"`dataset_name` \(empty\) must be a data set of the Hub"),
+        ({"ignore_bias_buffers": True}, r"`ignore_bias_buffers` \(True\) has no effect"),
         ({"reward_funcs": ["get_cosine_scaled_reward"]}, r"`reward_funcs` \('get_cosine_scaled_reward'\) must be one"),
         ({"reward_funcs": "accuracy_reward"}, r"`reward_funcs` \('accuracy_reward'\) must be a list"),
         ({"reward_weights": 2.0}, r"`reward_weights` \(2.0\) must be a list. Put it in brackets: \[2.0\]"),
@@ -95,10 +100,11 @@ def test_bad_fields(tmp_path, fields, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a: [1", r"must be YAML: while parsing"),
-        ("- a\n- b\n", "must be a YAML mapping of fields to values, not a list"),
-        ("", "must be a YAML mapping of fields to values, not a NoneType"),
-        (b"\xff\xfe\x00a", "must be a recipe that can be read: it is no text"),
+        ("a: [1", "must be plain YAML: "),
+        ("a: &b [1]\nc: *b\n", "must be plain YAML: it must have no aliases .* in line 2"),
+        ("- a\n- b\n", "must be a YAML mapping of names to values, not a list"),
+        ("", "must be a YAML mapping of names to values, not a NoneType"),
+        (b"\xff\xfe\x00a", "must be a file that can be read: it is no text"),
     ],
 )
 def test_no_recipe(tmp_path, content, message):
@@ -109,7 +115,7 @@ def test_no_recipe(tmp_path, content, message):
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"nowhere.yaml'\) must be a recipe that can be read: No such file"):
+    with pytest.raises(ConfigurationError, match=r"nowhere.yaml'\) must be a file that can be read: No such file"):
         read_recipe(tmp_path / "nowhere.yaml")
 
 

@@ -3,9 +3,9 @@ Recipes: YAML files for `examples/train_grpo.py`, what the script makes of them,
 GPU is paid for: its batches, its optimizer steps and an estimate of its memory.
 """
 
-from .arguments import ScriptArguments
+from .arguments import MADE_DATASET, ScriptArguments
 from .batches import BatchPlan
-from .data import to_conversations
+from .data import check_dataset, take_split, to_conversations
 from .findings import Finding, find
 from .memory import MemoryEstimate, ModelSize, estimate_memory
 from .models import read_model_size
@@ -15,6 +15,7 @@ from .sharding import Sharding, read_sharding
 
 
 __all__ = [
+    "MADE_DATASET",
     "BatchPlan",
     "Finding",
     "MemoryEstimate",
@@ -22,11 +23,13 @@ __all__ = [
     "Recipe",
     "ScriptArguments",
     "Sharding",
+    "check_dataset",
     "estimate_memory",
     "find",
     "load_rewards",
     "read_model_size",
     "read_recipe",
     "read_sharding",
+    "take_split",
     "to_conversations",
 ]

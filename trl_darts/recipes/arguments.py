@@ -8,6 +8,7 @@ from ..errors import ConfigurationError
 
 
 OVERLONG = "get_soft_overlong_punishment"
+MADE_DATASET = "tiny_reasoner"  # that of examples/tiny_reasoner, which is made and not loaded
 
 
 @dataclass
@@ -50,6 +51,10 @@ class ScriptArguments(GRPOScriptArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.ignore_bias_buffers:
+            raise ConfigurationError(
+                "`ignore_bias_buffers` (True) has no effect: neither TRL's GRPO script nor ours reads it. Drop it."
+            )
         if self.num_prompts < 1:
             raise ConfigurationError(f"`num_prompts` ({self.num_prompts}) must be at least 1.")
         if self.system_prompt is not None and self.prompt_column is None:

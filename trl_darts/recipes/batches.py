@@ -115,7 +115,8 @@ class BatchPlan:
                 f"({self.prompts_per_generation}): TRL leaves out what does not fill one, and would train on nothing. "
                 "Take a larger data set, or a smaller batch."
             )
-        return math.ceil(num_full * self.steps_of_generation)
+        passes = num_full * self.steps_per_generation * self.num_iterations
+        return -(-passes // self.gradient_accumulation_steps)
 
     def num_steps(self, num_prompts: int | None, num_train_epochs: float, max_steps: int) -> int | None:
         """

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigurationError
-from .arguments import ScriptArguments
+from .arguments import MADE_DATASET, ScriptArguments
 from .rewards import CHAT_REWARDS, MATH_REWARDS
+
+
+def check_dataset(arguments: ScriptArguments) -> None:
+    """[`ConfigurationError`] unless the arguments name a data set."""
+    if not arguments.dataset_name:
+        raise ConfigurationError(
+            f"`dataset_name` (empty) must be a data set of the Hub, a directory with one, or {MADE_DATASET!r}. Set it."
+        )
+
+
+def take_split(splits: Mapping[str, Any], argument: str, arguments: ScriptArguments) -> Any:
+    """
+    One split of a data set, in the form that the rewards want. The others need not be in it.
+
+    Args:
+        splits (`Mapping[str, Dataset]`):
+            All splits by name.
+        argument (`str`):
+            Which: `"dataset_train_split"` or `"dataset_test_split"`.
+        arguments ([`ScriptArguments`]):
+            With its name, and what [`to_conversations`] reads.
+
+    Returns:
+        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: The split.
+
+    Raises:
+        [`ConfigurationError`]: If there is no such split, or it can't be brought into this form.
+    """
+    name = getattr(arguments, argument)
+    if name not in splits:
+        raise ConfigurationError(
+            f"`{argument}` ({name!r}) must be a split of the data set, which has {', '.join(map(repr, splits))}. "
+            "Take one of them."
+        )
+    return to_conversations(splits[name], arguments)
 
 
 def to_conversations(dataset: Any, arguments: ScriptArguments) -> Any:

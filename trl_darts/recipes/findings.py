@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from trl.import_utils import is_math_verify_available
 
-from .memory import GIB, MemoryEstimate
+from .memory import GIB, QUANTIZED_BYTES, MemoryEstimate
 from .reading import Recipe
-from .rewards import MATH_REWARDS
+from .rewards import MATH_REWARDS, reward_models
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,45 @@ def find(
         `list[Finding]`: Those that end a training first.
     """
     found = [
+        *_refused(recipe),
         *_divisions(recipe),
         *_lengths(recipe, max_prompt_length or 0, max_model_len),
         *_memory(recipe, memory, gpu_memory),
         *_installed(recipe),
     ]
     return sorted(found, key=lambda finding: not finding.fails)
+
+
+def _refused(recipe: Recipe) -> Iterator[Finding]:
+    """What the trainer refuses when it is made, with the model at hand."""
+    script, config, model = recipe.script, recipe.config, recipe.model
+    num_rewards = len(reward_models(script)) + len(script.reward_funcs or [])
+    if config.reward_weights is not None and len(config.reward_weights) != num_rewards:
+        yield Finding(
+            True,
+            f"`reward_weights` ({config.reward_weights}) must be as many as the rewards ({num_rewards}): "
+            "`reward_model_name_or_path` if it is set, then `reward_funcs`. Correct it, or leave it out.",
+        )
+    processes, parallel = recipe.plan.num_processes, config.vllm_tensor_parallel_size
+    if config.use_vllm and config.vllm_mode == "colocate" and (parallel < 1 or processes % parallel):
+        yield Finding(
+            True,
+            f"`vllm_tensor_parallel_size` ({parallel}) must divide the processes ({processes}), whose GPUs vLLM "
+            "shares with `vllm_mode='colocate'`. Change one of them.",
+        )
+    for name in QUANTIZED_BYTES:
+        if getattr(model, name) and not model.use_peft:
+            yield Finding(
+                True,
+                f"`{name}` (True) needs `use_peft`: quantized weights can't be trained, only an adapter beside them. "
+                "Set that, or leave it out.",
+            )
+    if config.sync_ref_model and model.use_peft:
+        yield Finding(
+            True,
+            "`sync_ref_model` (True) does not run with `use_peft` (True): the reference is the model without its "
+            "adapter, which never changes. Leave one of them out.",
+        )
 
 
 def _divisions(recipe: Recipe) -> Iterator[Finding]:

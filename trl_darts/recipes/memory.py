@@ -9,7 +9,7 @@ for each that is trained with Adam in mixed precision. What scales with tokens i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .sharding import Sharding
 
@@ -17,6 +17,7 @@ from .sharding import Sharding
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "auto": 2.0}  # checkpoints are in half precision
 QUANTIZED_BYTES = {"load_in_4bit": 0.5, "load_in_8bit": 1.0}
+MOMENTS_BYTES = {"4bit": 1.0, "8bit": 2.0}  # Adam's two, by what `optim` has in its name
 # TRL 1.16 projects tiles of 4,096 tokens × 32,768 words (`trl.kernels.chunked_logprob`): logits are never whole.
 TILE_TOKENS, TILE_WORDS = 4096, 32_768
 LAYER_BYTES = 34  # per token and hidden unit, attention scores not kept
@@ -113,8 +114,8 @@ def estimate_memory(
         head = 0 if model.use_peft else size.vocab_size * size.hidden_size
         tile = min(tokens, TILE_TOKENS) * min(size.vocab_size, TILE_WORDS)
         rough["LM head"] = 4.0 * (head + tokens * size.hidden_size) + _compute_bytes(config) * tile
-    if not str(getattr(config.optim, "value", config.optim)).startswith("adam"):
-        notes.append(f"`optim` ({config.optim}) as it is: its states are counted as Adam's")
+    if not _optimizer(config).removeprefix("paged_").startswith("adamw"):
+        notes.append(f"`optim` ({_optimizer(config)}) as it is: its states are counted as Adam's")
     if config.use_vllm and config.vllm_mode == "colocate":
         notes.append(f"vLLM in the same process, which takes {config.vllm_gpu_memory_utilization:.0%} of the GPU")
     elif not config.use_vllm:
@@ -123,40 +124,55 @@ def estimate_memory(
 
 
 def _states(size: ModelSize, config: Any, model: Any, sharding: Sharding, num_processes: int) -> dict[str, float]:
-    weight, gradient, optimizer = _bytes_per_parameter(config, model, sharding)
-    adapter = float(size.num_adapter_parameters or 0) if model.use_peft else 0.0
-    trained = adapter if model.use_peft else size.num_parameters
-    weights = size.num_parameters * weight + adapter * 4.0
+    per_parameter = _bytes_per_parameter(config, model, sharding)
+    trained = float(size.num_adapter_parameters or 0) if model.use_peft else size.num_parameters
+    frozen = size.num_parameters if model.use_peft else 0.0
+    weights = frozen * per_parameter.frozen + trained * per_parameter.weight
     shares = {
         name: 1 / num_processes if getattr(sharding, name) else 1 for name in ("weights", "gradients", "optimizer")
     }
     states = {
         "weights": 0.0 if sharding.offloads_weights else weights * shares["weights"],
-        "gradients": trained * gradient * shares["gradients"],
-        "optimizer states": 0.0 if sharding.offloads_optimizer else trained * optimizer * shares["optimizer"],
+        "gradients": trained * per_parameter.gradient * shares["gradients"],
+        "optimizer states": trained * per_parameter.optimizer * shares["optimizer"],
     }
+    if sharding.offloads_optimizer:  # gradients go where the optimizer is, as they come
+        states["gradients"] = states["optimizer states"] = 0.0
     if num_processes > 1 and not (sharding.deepspeed or sharding.gradients):
         # PyTorch's DDP copies gradients into buckets; with `gradient_as_bucket_view`, which is not set, it would not.
         states["buckets of DDP"] = states["gradients"]
     if config.beta and not model.use_peft:  # with an adapter, the model without it is the reference
-        states["reference model"] = size.num_parameters * weight * shares["weights"]
+        reference = size.num_parameters * per_parameter.frozen * shares["weights"]
+        states["reference model"] = 0.0 if sharding.offloads_weights else reference
     return states
 
 
-def _bytes_per_parameter(config: Any, model: Any, sharding: Sharding) -> tuple[float, float, float]:
-    """Of weights; of gradients and optimizer states of what is trained."""
-    moments = 2.0 if "8bit" in str(config.optim) else None
-    if sharding.deepspeed and _compute_bytes(config) == 2:
-        weight = gradient = 2.0
-        optimizer = 4.0 + (moments or 8.0)  # it has the weights in full precision too
-    else:
-        weight = DTYPE_BYTES[model.dtype or "auto"]
-        gradient, optimizer = weight, moments or 2 * weight
+class _Bytes(NamedTuple):
+    """Per parameter: of a weight that is not trained, and of all that belongs to one that is."""
+
+    frozen: float
+    weight: float
+    gradient: float
+    optimizer: float
+
+
+def _bytes_per_parameter(config: Any, model: Any, sharding: Sharding) -> _Bytes:
+    is_half = _compute_bytes(config) == 2
+    moments = next((size for name, size in MOMENTS_BYTES.items() if name in _optimizer(config)), None)
+    frozen = 2.0 if sharding.deepspeed and is_half else DTYPE_BYTES[model.dtype or "auto"]
     if model.use_peft:
         # PEFT keeps adapters in full precision. With DeepSpeed it is other parts of the same 16 bytes.
-        gradient, optimizer = 4.0, moments or 8.0
-        weight = next((size for name, size in QUANTIZED_BYTES.items() if getattr(model, name)), weight)
-    return weight, gradient, optimizer
+        frozen = next((size for name, size in QUANTIZED_BYTES.items() if getattr(model, name)), frozen)
+        return _Bytes(frozen, 4.0, 4.0, moments or 8.0)
+    if sharding.deepspeed and is_half:
+        return _Bytes(frozen, 2.0, 2.0, 4.0 + (moments or 8.0))  # it has the weights in full precision too
+    weight = 4.0 if sharding.upcasts and is_half else frozen
+    return _Bytes(frozen, weight, weight, moments or 2 * weight)
+
+
+def _optimizer(config: Any) -> str:
+    """The optimizer's name, which transformers makes a member of an enumeration."""
+    return str(getattr(config.optim, "value", config.optim))
 
 
 def _compute_bytes(config: Any) -> float:

@@ -14,14 +14,15 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
-import yaml
 from trl import ModelConfig  # type: ignore[attr-defined]  # TRL exports it lazily
 from trl.scripts.utils import TrlParser
 
 from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
-from .arguments import ScriptArguments
+from ..yaml_files import read_mapping
+from .arguments import MADE_DATASET, ScriptArguments
 from .batches import BatchPlan
+from .data import check_dataset
 from .rewards import check_rewards
 
 
@@ -60,6 +61,11 @@ class Recipe:
         """Limit of completions in tokens."""
         return self.config.max_completion_length or 0
 
+    @property
+    def num_made_prompts(self) -> int | None:
+        """Prompts of a data set that is made on the spot; `None` for others, which are not looked at."""
+        return self.script.num_prompts if self.script.dataset_name == MADE_DATASET else None
+
 
 def read_recipe(path: str | Path, num_processes: int = 1) -> Recipe:
     """
@@ -94,31 +100,26 @@ def read_recipe(path: str | Path, num_processes: int = 1) -> Recipe:
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigurationError) else ConfigurationError(str(error)) from error
     recipe = Recipe(path, script, config, model, plan)
+    _check_recipe(recipe)
+    return recipe
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    """What no field's own check sees."""
     if recipe.max_completion_length < 1:
         raise ConfigurationError(
-            f"`max_completion_length` ({config.max_completion_length}) must be at least 1 token: expected "
+            f"`max_completion_length` ({recipe.config.max_completion_length}) must be at least 1 token: expected "
             "lengths are relative to it. Set it."
         )
-    if not model.model_name_or_path:
+    if not recipe.model.model_name_or_path:
         raise ConfigurationError("`model_name_or_path` (empty) must be a model of the Hub, or a directory with one.")
-    check_rewards(script, recipe.max_completion_length)
-    return recipe
+    check_dataset(recipe.script)
+    check_rewards(recipe.script, recipe.max_completion_length)
 
 
 def _read_values(path: Path) -> dict[str, Any]:
     """The file's fields."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise ConfigurationError(f"`file` ({str(path)!r}) must be a recipe that can be read: {reason}.") from error
-    except yaml.YAMLError as error:
-        words = " ".join(str(error).split())
-        raise ConfigurationError(f"`file` ({str(path)!r}) must be YAML: {words}. Correct it there.") from error
-    if not isinstance(values, dict):
-        raise ConfigurationError(
-            f"`file` ({str(path)!r}) must be a YAML mapping of fields to values, not a {type(values).__name__}."
-        )
+    values = read_mapping(path)
     environment = values.pop("env", {})  # `TrlParser` sets it; nothing here depends on it
     if not isinstance(environment, dict):
         raise ConfigurationError(f"`env` ({environment!r}) must be a mapping of environment variables to values.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional, TypeAlias
 
 import typer
 from rich.console import Console
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 
 console = Console()
+# typer reads annotations at run time, also on Python 3.10.
+MaybeInt: TypeAlias = Optional[int]  # noqa: UP045
+MaybeFloat: TypeAlias = Optional[float]  # noqa: UP045
+whole = partial(typer.Option, min=1)
 
 
 @dataclass(frozen=True)
@@ -39,33 +44,21 @@ def check(
         list[Path], typer.Argument(metavar="FILE...", help="Recipes: YAML files for `examples/train_grpo.py`.")
     ],
     num_processes: Annotated[
-        Optional[int],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
-        typer.Option(min=1, help="Processes that train. Default: the accelerate config's, or 1."),
+        MaybeInt, whole(help="Processes that train. Default: the accelerate config's, or 1.")
     ] = None,
     accelerate_config: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="FILE", help="What `accelerate launch --config_file` gets. Default: nothing is sharded."),
     ] = None,
     num_prompts: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Prompts in the data set, for the number of steps."),
+        MaybeInt, whole(help="Prompts in the data set, where the recipe has no `num_prompts`.")
     ] = None,
-    max_prompt_length: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Tokens of the longest prompt in the data set."),
-    ] = None,
-    max_model_len: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="What `trl-darts serve --max-model-len` gets."),
-    ] = None,
+    max_prompt_length: Annotated[MaybeInt, whole(help="Tokens of the longest prompt in the data set.")] = None,
+    max_model_len: Annotated[MaybeInt, whole(help="What `trl-darts serve --max-model-len` gets.")] = None,
     num_parameters: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(min=1, help="Parameters, such as 7.6e9, where the model's config can't be read."),
+        MaybeFloat, typer.Option(min=1, help="Parameters, such as 7.6e9, where the model's config can't be read.")
     ] = None,
-    gpu_memory: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(min=0, help="GiB of one GPU: says whether the estimate fits."),
-    ] = None,
+    gpu_memory: Annotated[MaybeFloat, typer.Option(min=0, help="GiB of one GPU: does the estimate fit?")] = None,
 ) -> None:
     """
     Check recipes: fields, batch arithmetic, lengths, and an estimate of memory.
@@ -74,20 +67,24 @@ def check(
 
     Example:
 
-        trl-darts config check configs/tiny_reasoner.yaml --num-processes 2 --num-prompts 512 --gpu-memory 80
+        trl-darts config check configs/tiny_reasoner.yaml --num-processes 2 --gpu-memory 80
     """
-    # torch and TRL take seconds to load, for which `--help` should not wait.
-    from ...recipes import Sharding, read_sharding
-
-    try:
-        sharding = Sharding() if accelerate_config is None else read_sharding(accelerate_config)
-    except ConfigurationError as error:
-        fail(str(error))
+    sharding = _sharding(accelerate_config)
     processes = num_processes or sharding.num_processes or 1
     place = _Place(processes, sharding, num_prompts, max_prompt_length, max_model_len, num_parameters, gpu_memory)
     passed = [_check(path, place) for path in files]  # all of them, also after one that fails
     if not all(passed):
         raise typer.Exit(USAGE_ERROR)
+
+
+def _sharding(accelerate_config: Path | None) -> Sharding:
+    # torch and TRL take seconds to load, for which `--help` should not wait.
+    from ...recipes import Sharding, read_sharding
+
+    try:
+        return Sharding() if accelerate_config is None else read_sharding(accelerate_config)
+    except ConfigurationError as error:
+        fail(str(error))
 
 
 def _check(path: Path, place: _Place) -> bool:
@@ -132,11 +129,22 @@ def _batch_rows(recipe: Recipe) -> dict[str, str]:
 
 
 def _step_rows(recipe: Recipe, place: _Place) -> dict[str, str]:
-    plan, config, num_prompts = recipe.plan, recipe.config, place.num_prompts
+    plan, config, num_prompts = recipe.plan, recipe.config, _num_prompts(recipe, place)
     per_epoch = None if num_prompts is None else plan.steps_per_epoch(num_prompts)
     in_all = plan.num_steps(num_prompts, config.num_train_epochs, config.max_steps)
     counts = ("unknown (--num-prompts)" if number is None else f"{number:,}" for number in (per_epoch, in_all))
     return {"optimizer steps": "{} per epoch, {} in all".format(*counts)}
+
+
+def _num_prompts(recipe: Recipe, place: _Place) -> int | None:
+    """Size of the data set, if it is known: that of one that is made stands in the recipe."""
+    made, given = recipe.num_made_prompts, place.num_prompts
+    if made is not None and given not in (None, made):
+        raise ConfigurationError(
+            f"`--num-prompts` ({given}) must be the recipe's `num_prompts` ({made}), of which its data set is made. "
+            "Leave it out, or change `num_prompts` there."
+        )
+    return given if made is None else made
 
 
 def _length_rows(recipe: Recipe, place: _Place) -> dict[str, str]:
