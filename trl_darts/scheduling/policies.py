@@ -110,8 +110,8 @@ class DualEnd:
         max_num_generations (`int`):
             M_up, the number of candidates at which a group counts as saturated.
         num_longest (`int`):
-            L, how many of the rows are the longest complete ones. The other M − L are the shortest. With 0, no candidate
-            is waited for that is already as long as the M-th shortest: it can't be kept.
+            L, how many of the rows are the longest complete ones. The other M − L are the shortest. With 0, no
+            candidate is waited for that is already as long as the M-th shortest: it can't be kept.
         tail_pruning (`bool`, *optional*, defaults to `True`):
             Whether saturated groups stop early.
         long_end_patience (`float` or `"auto"`, *optional*):
