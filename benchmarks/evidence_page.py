@@ -12,6 +12,7 @@ from benchmarks.reward_summary import BASELINE, LAST, Answers, Run, Runs, load_r
 
 
 EARLY = 40  # steps in which answers still have a tail
+WAITS = ("waited for ÷ grpo", f"… in the first {EARLY} steps", "… after them")
 PICTURES = {"training": "evidence_training.png", "waits": "evidence_waits.png", "answers": "evidence_answers.png"}
 
 
@@ -90,8 +91,7 @@ def training_table(runs: Runs) -> str:
     """What was learned, and what it took."""
     head = (
         *("method", "reward at the end", "held-out", "harder", "harder − grpo"),
-        *("seconds ÷ grpo", "tokens decoded ÷ grpo", "waited for ÷ grpo", f"… in the first {EARLY} steps"),
-        *("mean length at the end", "p99"),
+        *("seconds ÷ grpo", "tokens decoded ÷ grpo", *WAITS, "mean length at the end", "p99"),
     )
     lines = []
     for name, own in runs.items():
@@ -113,10 +113,7 @@ def training_table(runs: Runs) -> str:
 
 def family_table(families: Mapping[str, Runs]) -> str:
     """The same for trainings on one family, without what depends on the machine."""
-    head = (
-        *("prompts", "method", "reward at the end", "held-out", "harder", "waited for ÷ grpo"),
-        *(f"… in the first {EARLY} steps", "mean length at the end"),
-    )
+    head = (*("prompts", "method", "reward at the end", "held-out", "harder", *WAITS, "mean length at the end"),)
     lines = [
         (
             f"`{family}`",
@@ -171,9 +168,10 @@ def _learned(name: str, own: Sequence[Run], family: str | None = None) -> tuple[
     )
 
 
-def _waits(pairs: Sequence[tuple[Run, Run]]) -> tuple[str, str]:
-    """Tokens waited for, in the whole training and in the first steps, as ratios."""
-    return _ratio(pairs, lambda run: run.critical.sum()), _ratio(pairs, lambda run: run.critical[:EARLY].sum())
+def _waits(pairs: Sequence[tuple[Run, Run]]) -> list[str]:
+    """Tokens waited for, in the whole training, in the first steps and in the others, as ratios."""
+    parts = (slice(None), slice(EARLY), slice(EARLY, None))
+    return [_ratio(pairs, lambda run, part=part: run.critical[part].sum()) for part in parts]
 
 
 def _pairs(own: Sequence[Run], runs: Runs) -> list[tuple[Run, Run]]:
@@ -183,9 +181,11 @@ def _pairs(own: Sequence[Run], runs: Runs) -> list[tuple[Run, Run]]:
 
 
 def _ratio(pairs: Sequence[tuple[Run, Run]], cost: Callable[[Run], float]) -> str:
-    ratios = [cost(run) / cost(other) for run, other in pairs]
     if all(run is other for run, other in pairs):
         return "1"
+    if not all(cost(other) for _, other in pairs):  # a training that ended before
+        return "–"
+    ratios = [cost(run) / cost(other) for run, other in pairs]
     return mean_and_error(ratios, "{:.2f}")
 
 
