@@ -82,8 +82,10 @@ def test_seeded_run_repeats_its_decisions(server, model_dir, tmp_path):
             "save_rollout_trace": True,
             "generation_kwargs": {"seed": 3},
             "max_num_generations": 6,
+            "tail_pruning": False,
+            "long_end_patience": None,  # nothing is aborted, whose moment would differ
         }
-        args = server_args(tmp_path / name, server, tail_pruning=False, **fields)
+        args = server_args(tmp_path / name, server, **fields)
         make_trainer(model_dir, args).train()
         paths = sorted((tmp_path / name / "rollouts").glob("*.parquet"))
         traces.append(pd.concat(pd.read_parquet(path) for path in paths))

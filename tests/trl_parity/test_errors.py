@@ -1,4 +1,7 @@
-"""Wrong settings: TRL's own errors come through, from the config, the trainer, or the first step."""
+"""
+Wrong settings: TRL's own errors come through, from the config, the trainer, or the first step. Those that the config
+alone can refuse are refused when it is made, see tests/test_field_checks.py.
+"""
 
 import pytest
 from datasets import Dataset
@@ -68,7 +71,6 @@ TRAINER_ERRORS = {
         ValueError,
         "`lm_head` is not supported",
     ),
-    "nothing to sync": ({"sync_ref_model": True}, {}, ValueError, "beta=0.0"),
     "sync of an adapter": (
         {"sync_ref_model": True, "beta": 0.1},
         {"peft_config": LoraConfig()},
@@ -96,20 +98,6 @@ def test_two_reward_models_with_one_tokenizer(zoo, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(zoo.reward())
     with pytest.raises(ValueError, match="must match"):
         make_trainer(zoo.lm(), make_args(tmp_path), reward_funcs=models, reward_processing_classes=tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"loss_type": "ppo"}, "Unknown loss type: ppo"),
-        ({"importance_sampling_level": "word"}, "Unknown importance sampling level: word"),
-        ({"scale_rewards": "everything"}, "Invalid value for scale_rewards"),
-        ({"multi_objective_aggregation": "max"}, "Invalid multi_objective_aggregation"),
-    ],
-)
-def test_first_step(lm, tmp_path, fields, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(lm, make_args(tmp_path, **fields)).train()
 
 
 def test_data_without_prompts(lm, tmp_path):
