@@ -53,17 +53,20 @@ def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
         steps = range(1, len(reward) + 1)
         by_step.plot(steps, reward, color=color, label=name)
         by_time.plot(seconds[: len(reward)], reward, color=color, label=name)
-        lengths.plot(
-            steps, smooth(series(log_history, "completions/mean_length")), color=color, label=f"{name}, mean kept"
-        )
-        pool = smooth(series(log_history, "darts/pool/length_p99"))
-        lengths.plot(steps, pool, color=color, linestyle="--", label=f"{name}, p99 of the pool")
+        lengths.plot(steps, smooth(series(log_history, "completions/mean_length")), color=color)
+        lengths.plot(steps, smooth(series(log_history, "darts/pool/length_p99")), color=color, linestyle="--")
     by_step.set(xlabel="step", ylabel="reward (mean of 5 steps)", title="Reward against steps")
     by_time.set(xlabel="seconds of rollout", title="Reward against rollout time")
     lengths.set(xlabel="step", ylabel="tokens", title="Response lengths", yscale="log")
     for axes in (by_step, by_time, lengths):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+    by_step.legend(frameon=False, fontsize=8)  # whose colors hold for all
+    by_time.legend(frameon=False, fontsize=8)
+    lines = [lengths.plot([], [], color="C7", linestyle=style)[0] for style in ("-", "--")]
+    words = ["rows trained on, mean", "all candidates, p99"]
+    figure.legend(lines, words, loc="outside lower right", ncols=2, frameon=False, fontsize=8)
+    lengths.yaxis.set_major_formatter("{x:.0f}")
+    lengths.yaxis.set_minor_formatter("{x:.0f}")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
