@@ -45,6 +45,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
     given = {name: changes.pop(name) for name in list(changes) if name in args}
     args |= given
     args["uses_servers"] = args["use_vllm"] and args["vllm_mode"] == "server"
+    args["colocates"] = args["use_vllm"] and args["vllm_mode"] == "colocate"
     return SimpleNamespace(**{**fields, **changes}, args=SimpleNamespace(**args))
 
 

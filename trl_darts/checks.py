@@ -73,7 +73,7 @@ def check_path(trainer: Any) -> None:
                 "a collective. Set it to `False`, or use `ds3_gather_for_generation=True` with DeepSpeed, or DDP."
             )
     patched = next((type(m).__name__ for m in trainer.model.modules() if _call_is_vllms(type(m))), None)
-    if args.use_vllm and args.vllm_mode == "colocate" and patched is not None:
+    if args.colocates and patched is not None:
         raise ConfigurationError(
             f"`vllm_model_impl` ({args.vllm_model_impl!r}) has vLLM change {patched} of transformers for the whole "
             "process, and the trainer's own model, which is one, can't run any more. Set `vllm_model_impl='vllm'`, or "
@@ -116,13 +116,12 @@ def _check_turns(trainer: Any) -> None:
     args = trainer.args
     if trainer.accelerator.num_processes == 1 or not (trainer.tools or trainer.environment_factories):
         return
-    colocated = args.use_vllm and args.vllm_mode == "colocate"
     cause = None
-    if colocated and args.vllm_tensor_parallel_size > 1:
+    if args.colocates and args.vllm_tensor_parallel_size > 1:
         cause = f"`vllm_tensor_parallel_size` ({args.vllm_tensor_parallel_size})"
     elif trainer.is_sharded and not args.use_vllm:
         cause = "a sharded model (FSDP or ZeRO-3) that generates"
-    elif trainer.is_sharded and colocated and args.vllm_enable_sleep_mode:
+    elif trainer.is_sharded and args.colocates and args.vllm_enable_sleep_mode:
         cause = "`vllm_enable_sleep_mode` (True), which syncs a sharded model's weights in each turn,"
     if cause is not None:
         raise ConfigurationError(

@@ -143,6 +143,11 @@ class DARTSGRPOConfig(PublishedConfig, ScheduleArguments, StreamArguments, GRPOC
         return self.use_vllm and self.vllm_mode == "server"
 
     @property
+    def colocates(self) -> bool:
+        """Whether vLLM generates in the trainer's own processes, on their GPUs."""
+        return self.use_vllm and self.vllm_mode == "colocate"
+
+    @property
     def server_urls(self) -> list[str]:
         """Base URLs of the vLLM servers."""
         if self.vllm_server_base_url is None:

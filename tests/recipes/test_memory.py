@@ -29,7 +29,8 @@ def config(**fields):
         "use_vllm": True,
         "vllm_mode": "server",
     }
-    return SimpleNamespace(**{**defaults, **fields})
+    values = {**defaults, **fields}
+    return SimpleNamespace(**values, colocates=values["use_vllm"] and values["vllm_mode"] == "colocate")
 
 
 def states(sharding, num_processes=N, model=None, **fields):

@@ -142,6 +142,9 @@ KEYS = {
     "chat_template_kwargs": "enable_thinking thinking thinking_budget reasoning_effort date_string",
 }
 
+# PEFT takes a name here as well.
+LISTS_OR_NAMES = ("lora_target_modules", "lora_target_parameters")
+
 
 def argument_classes() -> list[Any]:
     """The script's, the trainer's and the model's arguments; loads TRL."""

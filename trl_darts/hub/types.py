@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from huggingface_hub.dataclasses import type_validator
 
 from ..errors import ConfigurationError
-from .fields import argument_classes
+from .fields import LISTS_OR_NAMES, argument_classes
 
 
 def typed(name: str, value: Any) -> Any:
@@ -71,8 +71,6 @@ def _is_of(hint: Any, name: str, value: Any) -> bool:
 
 
 def _converted(name: str, value: Any, action: Action) -> Any:
-    from ..recipes.reading import LISTS_OR_NAMES
-
     if isinstance(value, list) and action.nargs == "+":
         return [_item(item, action) for item in value]
     if action.nargs == "+" and not (isinstance(value, str) and name in LISTS_OR_NAMES):

@@ -74,7 +74,7 @@ def _refused(recipe: Recipe) -> Iterator[Finding]:
             "`reward_model_name_or_path` if it is set, then `reward_funcs`. Correct it, or leave it out.",
         )
     processes, parallel = recipe.plan.num_processes, config.vllm_tensor_parallel_size
-    if config.use_vllm and config.vllm_mode == "colocate" and (parallel < 1 or processes % parallel):
+    if config.colocates and (parallel < 1 or processes % parallel):
         yield Finding(
             True,
             f"`vllm_tensor_parallel_size` ({parallel}) must divide the processes ({processes}), whose GPUs vLLM "
@@ -115,7 +115,7 @@ def _divisions(recipe: Recipe) -> Iterator[Finding]:
 def _lengths(recipe: Recipe, max_prompt_length: int, max_model_len: int | None) -> Iterator[Finding]:
     config = recipe.config
     limits = {"`--max-model-len`": max_model_len}
-    if config.use_vllm and config.vllm_mode == "colocate":
+    if config.colocates:
         limits["`vllm_max_model_length`"] = config.vllm_max_model_length
     completion = recipe.max_completion_length
     for name, limit in limits.items():
@@ -132,7 +132,7 @@ def _memory(recipe: Recipe, memory: MemoryEstimate | None, gpu_memory: float | N
     if memory is None or gpu_memory is None:
         return
     config = recipe.config
-    shared = config.use_vllm and config.vllm_mode == "colocate" and not config.vllm_enable_sleep_mode
+    shared = config.colocates and not config.vllm_enable_sleep_mode
     free = gpu_memory * (1 - config.vllm_gpu_memory_utilization if shared else 1)
     remedy = "Use more processes with ZeRO-3 or FSDP2, LoRA, a smaller model or larger GPUs."
     beside = f" that vLLM leaves of {gpu_memory:g} GiB" if shared else ""

@@ -116,7 +116,7 @@ def estimate_memory(
         rough["LM head"] = 4.0 * (head + tokens * size.hidden_size) + _compute_bytes(config) * tile
     if not _optimizer(config).removeprefix("paged_").startswith("adamw"):
         notes.append(f"`optim` ({_optimizer(config)}) as it is: its states are counted as Adam's")
-    if config.use_vllm and config.vllm_mode == "colocate":
+    if config.colocates:
         notes.append(f"vLLM in the same process, which takes {config.vllm_gpu_memory_utilization:.0%} of the GPU")
     elif not config.use_vllm:
         notes.append("generation in the trainer's process")

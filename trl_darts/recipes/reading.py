@@ -19,6 +19,7 @@ from trl.scripts.utils import TrlParser
 
 from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
+from ..hub.fields import LISTS_OR_NAMES
 from ..yaml_files import read_mapping
 from .arguments import MADE_DATASET, ScriptArguments
 from .batches import BatchPlan
@@ -28,8 +29,6 @@ from .rewards import check_rewards
 
 # Set for the check alone: with `use_cpu`, transformers looks for no GPU that can do bfloat16. For TF32 it always does.
 WITHOUT_DEVICE = {"use_cpu": True, "tf32": None}
-# PEFT takes a name here as well.
-LISTS_OR_NAMES = ("lora_target_modules", "lora_target_parameters")
 
 
 @dataclass(frozen=True)
