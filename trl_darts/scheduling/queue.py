@@ -23,21 +23,21 @@ class SubmissionQueue:
     def __init__(self, ledger: Ledger, placement: Placement) -> None:
         self.ledger = ledger
         self.placement = placement
-        self._waiting: deque[Candidate] = deque()
+        self.waiting: deque[Candidate] = deque()
 
     def extend(self, candidates: Sequence[Candidate]) -> None:
         """Adds new candidates behind all others."""
-        self._waiting.extend(self.placement.order(list(candidates)))
+        self.waiting.extend(self.placement.order(list(candidates)))
 
     def put_back(self, candidates: Sequence[Candidate], now: float) -> None:
         """They go on elsewhere from the tokens that they have, before all that has not begun."""
         for candidate in reversed(candidates):
             self.ledger.requeue(candidate, now)
-            self._waiting.appendleft(candidate)
+            self.waiting.appendleft(candidate)
 
     def submit(self, now: float) -> list[Command]:
         """Submits as many as there is room for."""
-        waiting = self._waiting
+        waiting = self.waiting
         if not waiting:
             return []
         commands: list[Command] = []

@@ -183,7 +183,10 @@ class Scheduler:
         if problem:
             return self._fail(candidate, problem, event.now)
         self.ledger.finish(candidate, event.finish_reason, event.now)
-        return self._decide(self.ledger.groups[candidate.group_id], event.now) + self._dispatch(event.now)
+        commands = self._decide(self.ledger.groups[candidate.group_id], event.now)
+        if self._queue.waiting or self.policies.refill is not None:
+            commands += self._dispatch(event.now)
+        return commands
 
     def _on_failed(self, event: CandidateFailed) -> list[Command]:
         candidate = self.ledger.live(event.candidate_id, event.segment)
@@ -245,7 +248,7 @@ class Scheduler:
         if group.num_unfinished == 0:
             self._settle(group)
             commands += self._harvest(now)
-        elif self.policies.group_stop.follows_batch and group.num_complete >= self.num_generations:
+        elif group.num_complete >= self.num_generations and self.policies.group_stop.follows_batch:
             self._ready.add(group.group_id)
             commands += self._harvest(now)
         return commands

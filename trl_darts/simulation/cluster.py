@@ -130,7 +130,8 @@ class _Rollout:
         loads = [EngineLoad(str(index)) for index in range(len(self.engines))]
         engines, times = self.engines, self.times
         self._execute(self.scheduler.start(self.plans, loads, 0.0), 0.0)
-        while not self.scheduler.done:
+        ledger = self.scheduler.ledger
+        while ledger.num_open:  # the scheduler is not done
             now = min(times)  # for the tens of engines that there are, as fast as a heap that must be kept up to date
             index = times.index(now)  # the first, where several are due: every run goes the same way
             engine = engines[index]
@@ -139,7 +140,7 @@ class _Rollout:
             if sequence is not None:
                 self.event = now, index, sequence.command.candidate_id
             if sequence is not None and engine.steps >= sequence.end:
-                self._end(engine, sequence, sequence.reason, now)
+                self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
             elif sequence is not None and self._is_heard(sequence, length := engine.decoded(sequence)):
                 self._report(sequence, length, now)
             if engine.waiting:
@@ -153,15 +154,17 @@ class _Rollout:
         event = TokensArrived(command.candidate_id, command.segment, known, range(length - known), None, now)
         self._execute(self.scheduler.handle(event), now)
 
-    def _end(self, engine: SimulatedEngine, sequence: SimulatedSequence, reason: FinishReason, now: float) -> None:
-        command, known = sequence.command, sequence.reported
-        if self.reports.patient is not None:
+    def _end(
+        self, engine: SimulatedEngine, sequence: SimulatedSequence, length: int, reason: FinishReason, now: float
+    ) -> None:
+        command, known, patient = sequence.command, sequence.reported, self.reports.patient is not None
+        if patient:
             self._catch_up(command.candidate_id, self.groups[command.group_id], reason)
-        tokens = range(engine.leave(sequence) - known)
-        event = CandidateEnded(command.candidate_id, command.segment, known, tokens, None, reason, now)
+        engine.leave(sequence, length)
+        event = CandidateEnded(command.candidate_id, command.segment, known, range(length - known), None, reason, now)
         if commands := self.scheduler.handle(event):
             self._execute(commands, now)
-        if self.reports.patient is not None:
+        if patient:
             self._watch(self.groups[command.group_id])
 
     def _catch_up(self, ended: int, group: Group, reason: FinishReason) -> None:
@@ -224,8 +227,9 @@ class _Rollout:
                 engine.waiting.append(self._sequence(command))
             else:
                 sequence = self.sequences[command.candidate_id]
-                complete = sequence.end != 0.0 and engine.decoded(sequence) == sequence.length + sequence.remaining
-                self._end(engine, sequence, sequence.reason if complete else ABORT, now)
+                length = engine.decoded(sequence)
+                complete = sequence.end != 0.0 and length == sequence.length + sequence.remaining
+                self._end(engine, sequence, length, sequence.reason if complete else ABORT, now)
         for index in touched:
             engine = self.engines[index]
             engine.admit()
@@ -238,6 +242,9 @@ class _Rollout:
         remaining = max(1, length - prior) if prior else length
         tokens = self.prompt_tokens[command.group_id]
         sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior, streamed=prior)
-        sequence.report_from = 0.0 if self.refill is not None else self.reports.begin_at(self.groups[command.group_id])
+        if self.refill is not None:
+            sequence.report_from = 0.0
+        elif self.reports.needed:
+            sequence.report_from = self.reports.begin_at(self.groups[command.group_id])
         self.sequences[command.candidate_id] = sequence
         return sequence

@@ -193,17 +193,15 @@ class SimulatedEngine:
             if sequence.report_from != math.inf:
                 self._plan_report(sequence, self.steps)
 
-    def leave(self, sequence: SimulatedSequence) -> int:
-        """Take a sequence out, running or waiting; returns its length in tokens."""
+    def leave(self, sequence: SimulatedSequence, length: int) -> None:
+        """Take a sequence out, running or waiting, that has this many tokens."""
         sequence.alive = False
         if sequence.end == 0.0:
-            return sequence.length
-        length = self.decoded(sequence)
+            return
         sequence.end = 0.0
         self.num_running -= 1
         if self.spec.kv_tokens is not None:
             self.used = max(0.0, self.used - sequence.prompt_tokens - length) if self.num_running else 0.0
-        return length
 
     def decoded(self, sequence: SimulatedSequence) -> int:
         """Tokens that a sequence has now, prior ones included."""
@@ -239,7 +237,8 @@ class SimulatedEngine:
             self.admitted.pop()
         sequence = self.admitted.pop()
         sequence.streamed = self.streamed(sequence)
-        length = self.leave(sequence)
+        length = self.decoded(sequence)
+        self.leave(sequence, length)
         sequence.remaining -= length - sequence.length
         sequence.length, sequence.alive = length, True  # it comes back
         self.waiting.appendleft(sequence)

@@ -36,6 +36,7 @@ class Reports:
         self.everything = (needed and self.patient is None) or (refill is not None and not self.asking)
         if not needed or self.everything:
             self.patient = None
+        self.needed = self.everything or self.patient is not None
 
     def begin_at(self, group: Group) -> float:
         """Tokens from which on the scheduler hears of the group's sequences; infinity for never."""
