@@ -1,5 +1,5 @@
 # A virtual environment is made on first use. `make test` and `make quickstart` need nothing but Python on the machine.
-.PHONY: quality style test test_fast test_slow quickstart docs docs-serve bench bench-evidence clean env env-test
+.PHONY: quality style test test_fast test_servers test_slow quickstart docs docs-serve bench bench-evidence clean env env-test
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -45,11 +45,17 @@ style: $(VENV)/.test
 
 # vLLM is installed above: a test that needs it fails where it is missing, it does not skip. So does one that needs a
 # browser: install Debian's package `chromium`.
+test: export TRL_DARTS_REQUIRE_VLLM := 1
+test: export TRL_DARTS_REQUIRE_BROWSER := 1
 test: $(VENV)/.test
-	TRL_DARTS_REQUIRE_VLLM=1 TRL_DARTS_REQUIRE_BROWSER=1 $(PYTEST) -m "not gpu and not slow"
+	$(MAKE) --keep-going test_fast test_servers
 
+# Two at a time. Those with servers and several processes have the cores to themselves.
 test_fast: $(VENV)/.test
-	$(PYTEST) -m "not gpu and not slow and not vllm and not distributed"
+	$(PYTEST) --numprocesses 2 --dist loadfile -m "not gpu and not slow and not vllm and not distributed"
+
+test_servers: $(VENV)/.test
+	$(PYTEST) -m "not gpu and not slow and (vllm or distributed)"
 
 test_slow: $(VENV)/.test
 	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "slow and not gpu"

@@ -6,9 +6,9 @@ import pytest
 
 from tests.hub.stand_in import TOKEN
 from trl_darts.errors import ConfigurationError
-from trl_darts.hub.fields import KEYS, PUBLIC, WITHHELD, known_fields
+from trl_darts.field_types import hints, known_fields
+from trl_darts.hub.fields import KEYS, PUBLIC, WITHHELD
 from trl_darts.hub.files import MAX_BYTES, check_published, dump, publishable, read_yaml
-from trl_darts.hub.types import hints
 from trl_darts.hub.values import check_text
 
 
@@ -56,21 +56,25 @@ def test_withheld_fields(name, value):
     assert publishable({name: value, "seed": 1}) == ({"seed": 1}, [name])
 
 
+def test_a_boolean_where_trl_takes_one():
+    assert check_published({"scale_rewards": False}) == {"scale_rewards": False}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("num_generation", 4, r"'num_generation' is no field .* Did you mean `num_generations`"),
         ("zzz", 4, r"'zzz' is no field .* TRL\.$"),
         ("num_generations", "eight", r"`num_generations` \('eight'\) must be of type .*int.*, not str"),
-        ("use_vllm", 3, r"`use_vllm` \('3'\) must be of type bool, not int"),
-        ("num_generations", 8.5, r"`num_generations` \('8.5'\) must be of type int \| None, not float"),
-        ("num_generations", True, r"`num_generations` \('True'\) must be of type"),
+        ("use_vllm", 3, r"`use_vllm` \(3\) must be of type bool, not int"),
+        ("num_generations", 8.5, r"`num_generations` \(8.5\) must be of type int \| None, not float"),
+        ("num_generations", True, r"`num_generations` \(True\) must be of type"),
         ("reward_weights", ["x"], r"`reward_weights` .* must be of type list\[float\] \| None, not list"),
         ("reward_funcs", "accuracy_reward", r"`reward_funcs` .* must be of type list\[str\] \| None, not str"),
-        ("dataset_config", False, r"`dataset_config` \('False'\) must be of type str \| None, not bool"),
-        ("save_strategy", False, r"`save_strategy` \('False'\) must be of type"),
+        ("dataset_config", False, r"`dataset_config` \(False\) must be of type str \| None, not bool"),
+        ("save_strategy", False, r"`save_strategy` \(False\) must be of type"),
         ("optim", "nothing", r"`optim` \('nothing'\) must be one of 'adamw_torch', "),
-        ("learning_rate", [1], r"`learning_rate` \('\[1\]'\) must be of type float, not list"),
+        ("learning_rate", [1], r"`learning_rate` \(\[1\]\) must be of type float, not list"),
         ("model_name_or_path", "/data/model", r"`model_name_or_path` \('/data/model'\) names a path"),
         ("model_name_or_path", "~/model", r"`model_name_or_path` \('~/model'\) names a path"),
         ("model_name_or_path", "a/b/c", r"`model_name_or_path` \('a/b/c'\) must be a name on the Hub"),

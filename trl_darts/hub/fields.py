@@ -6,13 +6,6 @@ test fails where a new TRL adds one that is in neither. Until someone has looked
 one.
 """
 
-from __future__ import annotations
-
-from dataclasses import MISSING, Field, fields
-from functools import cache
-from typing import Any
-
-
 _OPTIMISATION = """
 per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps
 optim weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules gradient_accumulation_steps
@@ -141,27 +134,3 @@ KEYS = {
     "epsilon_cutoff eta_cutoff top_k top_p min_p temperature seed do_sample",
     "chat_template_kwargs": "enable_thinking thinking thinking_budget reasoning_effort date_string",
 }
-
-# PEFT takes a name here as well.
-LISTS_OR_NAMES = ("lora_target_modules", "lora_target_parameters")
-
-
-def argument_classes() -> list[Any]:
-    """The script's, the trainer's and the model's arguments; loads TRL."""
-    from trl import ModelConfig  # type: ignore[attr-defined]
-
-    from ..config import DARTSGRPOConfig
-    from ..recipes.arguments import ScriptArguments
-
-    return [ScriptArguments, DARTSGRPOConfig, ModelConfig]
-
-
-@cache
-def known_fields() -> dict[str, Field[Any]]:
-    """Fields of the three by name."""
-    return {field.name: field for cls in argument_classes() for field in fields(cls)}
-
-
-def default_of(field: Field[Any]) -> Any:
-    """The value of a field that is left out."""
-    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..errors import ConfigurationError
+from ..field_types import default_of, known_fields, suggestions, typed
 from ..yaml_files import parse_mapping, read_mapping, read_text
-from .fields import PUBLIC, WITHHELD, default_of, known_fields
-from .types import typed
+from .fields import PUBLIC, WITHHELD
 from .values import check_secrets, check_value, shortened
 
 
@@ -161,8 +160,8 @@ def _check_known(name: str) -> None:
     field = known_fields().get(name)
     if field is not None and name in PUBLIC:
         return
-    close = get_close_matches(name, known_fields(), n=3)
-    words = f" Did you mean {' or '.join(f'`{other}`' for other in close)}?" if close and field is None else ""
+    words = suggestions(name) if field is None else ""
     raise ConfigurationError(
-        f"{shortened(name)!r} is no field that a published config has with these versions of trl_darts and TRL.{words}"
+        f"{shortened(name)!r} is no field that a published config has with these versions of trl_darts and TRL. "
+        f"{words}".rstrip()
     )

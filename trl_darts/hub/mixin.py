@@ -11,9 +11,9 @@ from accelerate.logging import get_logger
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..errors import ConfigurationError
+from ..field_types import default_of
 from ..scheduling import ScheduleSettings
 from .errors import HubError
-from .fields import default_of
 
 
 logger = get_logger(__name__)

@@ -7,19 +7,16 @@ it would be on a command line.
 
 from __future__ import annotations
 
-import difflib
-from argparse import Action, ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn
 
 from trl import ModelConfig  # type: ignore[attr-defined]  # TRL exports it lazily
 from trl.scripts.utils import TrlParser
 
 from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
-from ..hub.fields import LISTS_OR_NAMES
+from ..field_types import known_fields, suggestions, typed
 from ..yaml_files import read_mapping
 from .arguments import MADE_DATASET, ScriptArguments
 from .batches import BatchPlan
@@ -89,8 +86,6 @@ def read_recipe(path: str | Path, num_processes: int = 1) -> Recipe:
     config_class = _planned(num_processes)
     classes: list[Any] = [ScriptArguments, config_class, ModelConfig]
     parser = _Parser(classes)
-    _check_names(values, parser)
-    _check_values(values, parser)
     parser.set_defaults_with_config(**{**values, **WITHOUT_DEVICE})
     parsed = vars(parser.parse_args([]))
     plan = BatchPlan.of(parsed, num_processes)
@@ -117,12 +112,14 @@ def _check_recipe(recipe: Recipe) -> None:
 
 
 def _read_values(path: Path) -> dict[str, Any]:
-    """The file's fields."""
+    """The file's fields, with their types."""
     values = read_mapping(path)
     environment = values.pop("env", {})  # `TrlParser` sets it; nothing here depends on it
     if not isinstance(environment, dict):
         raise ConfigurationError(f"`env` ({environment!r}) must be a mapping of environment variables to values.")
-    return values
+    for name in values:
+        _check_name(name)
+    return {name: typed(name, value) for name, value in values.items()}
 
 
 def _planned(num_processes: int) -> type[DARTSGRPOConfig]:
@@ -142,49 +139,9 @@ class _Parser(TrlParser):
         raise ConfigurationError(f"{message[:1].upper()}{message[1:]}.")
 
 
-def _check_names(values: dict[str, Any], parser: TrlParser) -> None:
-    known = {action.dest for action in parser._actions} - {"help"}
-    for name in values:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=3)
-            remedy = f"Did you mean {', '.join(f'`{other}`' for other in close)}?" if close else "Take it out."
-            raise ConfigurationError(
-                f"`{name}` must be a field of the script's, the trainer's or the model's arguments. {remedy}"
-            )
-
-
-def _check_values(values: dict[str, Any], parser: TrlParser) -> None:
-    """The parser converts strings. Anything else it would hand on as it is, whatever its type."""
-    hints = {name: hint for cls in parser.dataclass_types for name, hint in get_type_hints(cls).items()}
-    actions = {action.dest: action for action in reversed(parser._actions)}  # `--no_x` comes after `--x`
-    for name, value in values.items():
-        allowed = get_args(hints[name])
-        if value is None and NoneType not in allowed:
-            raise ConfigurationError(f"`{name}` (null) must have a value. Set one, or leave the field out.")
-        if value is None or (isinstance(value, dict) and _takes_dict(hints[name])):
-            continue
-        action = actions[name]
-        is_list = action.nargs == "+" and isinstance(value, list)
-        if action.nargs == "+" and not is_list and not (isinstance(value, str) and name in LISTS_OR_NAMES):
-            raise ConfigurationError(f"`{name}` ({value!r}) must be a list. Put it in brackets: [{value}].")
-        for item in value if is_list else [value]:
-            _check_item(name, item, action)
-
-
-def _check_item(name: str, value: Any, action: Action) -> None:
-    kind = getattr(action.type, "__name__", "value").removeprefix("string_to_")
-    try:
-        if isinstance(value, dict | list) or not callable(action.type):
-            raise ValueError
-        converted = action.type(str(value))
-    except (ValueError, TypeError, ArgumentTypeError) as error:
+def _check_name(name: str) -> None:
+    if name not in known_fields():
         raise ConfigurationError(
-            f"`{name}` ({value!r}) must be of type {kind}. Correct it, or leave the field out for its default."
-        ) from error
-    if action.choices is not None and converted not in action.choices:
-        choices = ", ".join(repr(getattr(choice, "value", choice)) for choice in action.choices)
-        raise ConfigurationError(f"`{name}` ({value!r}) must be one of {choices}.")
-
-
-def _takes_dict(hint: Any) -> bool:
-    return any(getattr(kind, "__origin__", kind) is dict for kind in (hint, *get_args(hint)))
+            f"`{name}` must be a field of the script's, the trainer's or the model's arguments. "
+            f"{suggestions(name) or 'Take it out.'}"
+        )

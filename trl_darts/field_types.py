@@ -1,16 +1,55 @@
-"""Types of published values: what `TrlParser` takes from a file is taken here, as what it stands for."""
+"""
+The fields of a training, from a file: what they are called, and which values they take.
+
+They are those of the script's, the trainer's and the model's arguments. `TrlParser` converts strings and hands on
+anything else as it is, whatever its type; here a value must be what it would be on a command line.
+"""
 
 from __future__ import annotations
 
 from argparse import Action, ArgumentTypeError
 from contextlib import suppress
+from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_type_hints
 
 from huggingface_hub.dataclasses import type_validator
 
-from ..errors import ConfigurationError
-from .fields import LISTS_OR_NAMES, argument_classes
+from .errors import ConfigurationError
+
+
+# PEFT takes a name here as well.
+LISTS_OR_NAMES = ("lora_target_modules", "lora_target_parameters")
+# Its annotation says `str`, and TRL takes `true` for "group" and `false` for "none".
+BOOLEANS_OR_NAMES = ("scale_rewards",)
+
+
+def argument_classes() -> list[Any]:
+    """The script's, the trainer's and the model's arguments; loads TRL."""
+    from trl import ModelConfig  # type: ignore[attr-defined]
+
+    from .config import DARTSGRPOConfig
+    from .recipes.arguments import ScriptArguments
+
+    return [ScriptArguments, DARTSGRPOConfig, ModelConfig]
+
+
+@cache
+def known_fields() -> dict[str, Field[Any]]:
+    """Fields of the three by name."""
+    return {field.name: field for cls in argument_classes() for field in fields(cls)}
+
+
+def default_of(field: Field[Any]) -> Any:
+    """The value of a field that is left out."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def suggestions(name: str) -> str:
+    """A question after the fields that an unknown name may stand for; empty where none is close."""
+    close = get_close_matches(name, known_fields(), n=3)
+    return f"Did you mean {' or '.join(f'`{other}`' for other in close)}?" if close else ""
 
 
 def typed(name: str, value: Any) -> Any:
@@ -30,6 +69,8 @@ def typed(name: str, value: Any) -> Any:
         [`ConfigurationError`]: If the field does not take it.
     """
     hint, action = hints()[name], _actions()[name]
+    if isinstance(value, bool) and name in BOOLEANS_OR_NAMES:
+        return value
     if "float" in str(hint) and isinstance(value, str | int) and not isinstance(value, bool):
         with suppress(ValueError):  # a word, such as "auto"
             value = float(value)
@@ -38,12 +79,14 @@ def typed(name: str, value: Any) -> Any:
             value = _converted(name, value, action)
     except (ValueError, TypeError, ArgumentTypeError) as error:
         expected = getattr(hint, "__name__", str(hint)) if not hasattr(hint, "__args__") else str(hint)
+        is_no_list = action.nargs == "+" and not isinstance(value, dict | list | None)
+        remedy = f"Put it in brackets: [{value!s:.60}]." if is_no_list else "Correct it, or leave the field out."
         raise ConfigurationError(
-            f"`{name}` ({str(value)[:60]!r}) must be of type {expected}, not {type(value).__name__}."
+            f"`{name}` ({value!r:.60}) must be of type {expected}, not {type(value).__name__}. {remedy}"
         ) from error
     if action.choices is not None and value is not None and value not in action.choices:
         choices = ", ".join(repr(getattr(choice, "value", choice)) for choice in action.choices)
-        raise ConfigurationError(f"`{name}` ({str(value)[:60]!r}) must be one of {choices}.")
+        raise ConfigurationError(f"`{name}` ({value!r:.60}) must be one of {choices}.")
     return value
 
 
