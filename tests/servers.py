@@ -178,6 +178,7 @@ def start_vllm_server(
     timeout_s: float = 240.0,
     log_path: str | Path | None = None,
     weight_transfer: str | None = "auto",
+    wait: bool = True,
     **options: object,
 ) -> Iterator[VLLMServer]:
     """
@@ -196,6 +197,8 @@ def start_vllm_server(
             A file in a fresh temporary directory by default.
         weight_transfer (`str`, *optional*, defaults to `"auto"`):
             Backend of `--weight-transfer-config`: `"nccl"` on CUDA, else `"gloo"`. `None` leaves it out.
+        wait (`bool`, *optional*, defaults to `True`):
+            Whether it is healthy when it is yielded. A trainer waits for its servers, so it can start beside them.
         options:
             Further command line options: `max_num_seqs=8` is `--max-num-seqs 8`, `True` a bare flag, `None` or `False`
             takes a default away, a `dict` becomes JSON.
@@ -224,7 +227,8 @@ def start_vllm_server(
     model = str(options.get("served_model_name", model_dir))
     server = VLLMServer(f"http://127.0.0.1:{port}", model, Path(model_dir), process, log_path)
     try:
-        server.wait_until_healthy(timeout_s)
+        if wait:
+            server.wait_until_healthy(timeout_s)
         yield server
     finally:
         server.stop()

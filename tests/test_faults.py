@@ -56,7 +56,8 @@ def send(processes, number):
 def test_killed_and_restarted_servers(model_dir, tmp_path, weight_sync):
     """Rollout 0: one of two dies, the other takes over. 1: it is back, and the other dies. 2: both."""
     with ExitStack() as stack:
-        servers = [stack.enter_context(start_vllm_server(model_dir, max_model_len=512)) for _ in range(2)]
+        options = {"max_model_len": 512, "wait": False}
+        servers = [stack.enter_context(start_vllm_server(model_dir, **options)) for _ in range(2)]
         urls = ",".join(server.base_url for server in servers)
         # Stale weights would show at once.
         fields = {**LONG, "max_steps": 3, "learning_rate": 3e-3, "weight_sync": weight_sync}
@@ -111,8 +112,8 @@ def test_killed_and_restarted_servers(model_dir, tmp_path, weight_sync):
 
 def test_frozen_server_is_left_and_taken_back(model_dir, tmp_path):
     with (
-        start_vllm_server(model_dir, max_model_len=512) as first,
-        start_vllm_server(model_dir, max_model_len=512) as second,
+        start_vllm_server(model_dir, max_model_len=512, wait=False) as first,
+        start_vllm_server(model_dir, max_model_len=512, wait=False) as second,
     ):
         urls = f"{first.base_url},{second.base_url}"
         args = server_args(

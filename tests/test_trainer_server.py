@@ -191,7 +191,7 @@ def test_refused_before_the_model_is_loaded(server, model_dir, tmp_path):
 
 
 def test_two_servers_share_the_work_and_the_weights(server, model_dir, tmp_path):
-    with start_vllm_server(model_dir, max_model_len=512) as second:
+    with start_vllm_server(model_dir, max_model_len=512, wait=False) as second:
         fields = {"max_steps": 4, "learning_rate": 3e-3, "save_rollout_trace": True}
         urls = f"{server.base_url},{second.base_url}"
         trainer = make_trainer(model_dir, server_args(tmp_path, server, vllm_server_base_url=urls, **fields))

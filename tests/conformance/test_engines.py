@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def results(request, model_dir, tmp_path_factory):
     """What came of the scenarios on one engine."""
     engine, out = request.param, tmp_path_factory.mktemp("results")
-    with start_vllm_server(model_dir, max_model_len=256) if engine == "vllm_server" else nullcontext() as server:
+    options = {"max_model_len": 256, "wait": False}
+    with start_vllm_server(model_dir, **options) if engine == "vllm_server" else nullcontext() as server:
         command = [sys.executable, "-m", "tests.conformance.run", engine, str(model_dir), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(

@@ -25,7 +25,7 @@ def results(request, tmp_path_factory):
     engine, out = request.param, tmp_path_factory.mktemp("results")
     model_dir = tmp_path_factory.mktemp("models") / "vlm"
     make_idefics3(model_dir) if engine == "vllm_colocated" else make_vlm(model_dir, kind="llava")
-    options = {"max_model_len": 256, "model_impl": "transformers", "enable_scale_out": True}
+    options = {"max_model_len": 256, "model_impl": "transformers", "enable_scale_out": True, "wait": False}
     with start_vllm_server(model_dir, **options) if engine == "vllm_server" else nullcontext() as server:
         command = [sys.executable, "-m", "tests.conformance.images", engine, str(model_dir), str(out)]
         done = subprocess.run(

@@ -36,7 +36,7 @@ def test_training_script_without_a_server(tmp_path):
 
 @pytest.mark.vllm
 def test_training_script_with_a_server(tmp_path):
-    with start_vllm_server(ROOT / "examples/tiny_reasoner/checkpoint", max_model_len=512) as server:
+    with start_vllm_server(ROOT / "examples/tiny_reasoner/checkpoint", max_model_len=512, wait=False) as server:
         arguments = ["--use_vllm", "--vllm_mode", "server", "--vllm_server_base_url", server.base_url]
         done = train_grpo(tmp_path, *arguments, "--vllm_group_port", str(free_port()))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -25,7 +25,7 @@ def turns_per_step(turns: list[str]) -> list[int]:
 
 def test_tool_loops_of_different_length(tmp_path):
     model_dir = caller_maker(lambda: tmp_path / "caller")(RIGHT, share=0.35)
-    with start_vllm_server(model_dir, max_model_len=1024) as server:
+    with start_vllm_server(model_dir, max_model_len=1024, wait=False) as server:
         run_launcher(CONFIGS / "ddp.yaml", "tests.launches.tools", [model_dir, tmp_path, server.base_url])
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     later = [turns_per_step(rank["turns"]) for rank in ranks]

@@ -265,7 +265,7 @@ def test_streamed_log_probs(server, model_dir, tmp_path, name):
 def test_error_on_the_main_process_ends_both(model_dir, tmp_path):
     """The server refuses a prompt that does not fit; the other process must hear of it, and not wait for ever."""
     with (
-        start_vllm_server(model_dir, max_model_len=50) as server,
+        start_vllm_server(model_dir, max_model_len=50, wait=False) as server,
         pytest.raises(AssertionError, match="max_model_len"),
     ):
         launch(

@@ -99,6 +99,10 @@ def test_environment_is_not_touched(tmp_path, monkeypatch):
         ),
         ({"load_in_8bit": True, "load_in_4bit": True}, "8 bit and 4 bit"),
         ({"num_prompts": 0}, r"`num_prompts` \(0\) must be at least 1"),
+        (
+            {"num_prompts": 8},
+            r"`num_prompts` \(8\) only has an effect with `dataset_name` 'tiny_reasoner', and that is",
+        ),
     ],
 )
 def test_bad_fields(tmp_path, fields, message):

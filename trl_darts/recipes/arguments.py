@@ -17,8 +17,8 @@ class ScriptArguments(GRPOScriptArguments):
     TRL's arguments of a GRPO script, and what brings a data set and a reward into the form that TRL wants.
 
     Args:
-        num_prompts (`int`, *optional*, defaults to `512`):
-            Prompts of a data set that is made on the spot (`tiny_reasoner`).
+        num_prompts (`int`, *optional*):
+            Prompts of a data set that is made on the spot (`tiny_reasoner`), and only of such a one: 512 by default.
         prompt_column (`str`, *optional*):
             Column with the question. It becomes the user's message of a conversation in the column `prompt`, which
             TRL's math rewards need. `None` leaves the data set as it is.
@@ -31,7 +31,9 @@ class ScriptArguments(GRPOScriptArguments):
             -1 ([DAPO](https://huggingface.co/papers/2503.14476), Eq. 13). Needed with that reward, and only with it.
     """
 
-    num_prompts: int = field(default=512, metadata={"help": "Prompts of a made data set (`tiny_reasoner`)."})
+    num_prompts: int | None = field(
+        default=None, metadata={"help": "Prompts of a made data set (`tiny_reasoner`), 512 by default."}
+    )
     prompt_column: str | None = field(
         default=None,
         metadata={"help": "Column with the question, which becomes the user's message of a conversation in `prompt`."},
@@ -55,8 +57,7 @@ class ScriptArguments(GRPOScriptArguments):
             raise ConfigurationError(
                 "`ignore_bias_buffers` (True) has no effect: neither TRL's GRPO script nor ours reads it. Drop it."
             )
-        if self.num_prompts < 1:
-            raise ConfigurationError(f"`num_prompts` ({self.num_prompts}) must be at least 1.")
+        self._check_num_prompts()
         if self.system_prompt is not None and self.prompt_column is None:
             raise ConfigurationError(
                 f"`system_prompt` ({self.system_prompt!r}) only has an effect with `prompt_column`, from which "
@@ -75,3 +76,16 @@ class ScriptArguments(GRPOScriptArguments):
             )
         if self.soft_punish_cache is not None and self.soft_punish_cache < 1:
             raise ConfigurationError(f"`soft_punish_cache` ({self.soft_punish_cache}) must be at least 1 token.")
+
+    def _check_num_prompts(self) -> None:
+        if self.dataset_name == MADE_DATASET and self.num_prompts is None:
+            self.num_prompts = 512
+        if self.num_prompts is None:
+            return
+        if self.num_prompts < 1:
+            raise ConfigurationError(f"`num_prompts` ({self.num_prompts}) must be at least 1.")
+        if self.dataset_name != MADE_DATASET:
+            raise ConfigurationError(
+                f"`num_prompts` ({self.num_prompts}) only has an effect with `dataset_name` {MADE_DATASET!r}, and "
+                f"that is {self.dataset_name!r}. Leave it out, and save or publish the part of the data that you want."
+            )

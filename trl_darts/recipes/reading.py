@@ -18,7 +18,7 @@ from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
 from ..field_types import known_fields, suggestions, typed
 from ..yaml_files import read_mapping
-from .arguments import MADE_DATASET, ScriptArguments
+from .arguments import ScriptArguments
 from .batches import BatchPlan
 from .data import check_dataset
 from .rewards import check_rewards
@@ -60,7 +60,7 @@ class Recipe:
     @property
     def num_made_prompts(self) -> int | None:
         """Prompts of a data set that is made on the spot; `None` for others, which are not looked at."""
-        return self.script.num_prompts if self.script.dataset_name == MADE_DATASET else None
+        return self.script.num_prompts
 
 
 def read_recipe(path: str | Path, num_processes: int = 1) -> Recipe:
