@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.evidence_pictures import draw_distributions, draw_training, draw_waits
-from benchmarks.reward_summary import BASELINE, LAST, Answers, Run, Runs, load_runs, mean_and_error
+from benchmarks.reward_summary import BASELINE, Answers, Run, Runs, load_runs, mean_and_error
 
 
 EARLY = 40  # steps in which answers still have a tail
+LENGTHS = ("held-out, mean length", "… p99")
 WAITS = ("waited for ÷ grpo", f"… in the first {EARLY} steps", "… after them")
 PICTURES = {"training": "evidence_training.png", "waits": "evidence_waits.png", "answers": "evidence_answers.png"}
 
@@ -23,7 +24,7 @@ class Evidence:
 
     Args:
         both (`Mapping[str, Sequence[Run]]`):
-            Trainings on both families, by row.
+            Trainings on both families, by row. May be empty, as those on one family may.
         families (`Mapping[str, Mapping[str, Sequence[Run]]]`):
             Trainings on one family, by family and row.
         before (`Mapping[str, Mapping[str, Answers]]`):
@@ -34,16 +35,25 @@ class Evidence:
     families: Mapping[str, Runs]
     before: Mapping[str, Mapping[str, Answers]]
 
-    @classmethod
-    def load(cls, results: Path, names: Sequence[str], families: Sequence[str], before: Mapping) -> "Evidence":
-        """From a folder of `tiny_reasoner.py`, and what it found before."""
-        own = {family: load_runs(results, names, family) for family in families}
-        return cls(load_runs(results, names), own, before["held_out"])
+    @property
+    def groups(self) -> dict[str, Runs]:
+        """Trainings by kind of prompts; kinds without one are left out."""
+        return {kind: runs for kind, runs in {"both": self.both, **self.families}.items() if runs}
+
+
+def load_groups(results: Path, names: Sequence[str], families: Sequence[str]) -> tuple[Runs, dict[str, Runs]]:
+    """
+    The trainings of a folder on both families, and on each.
+
+    Raises:
+        [`ConfigurationError`]: If there are none, or not of one kind.
+    """
+    return load_runs(results, names), {family: load_runs(results, names, family) for family in families}
 
 
 def write_page(evidence: Evidence, template: Path, page: Path) -> None:
     """
-    Writes the page, and its pictures beside it.
+    Writes the page, and its pictures beside it. Where trainings are missing, the page says so, and has no picture.
 
     Args:
         evidence ([`Evidence`]):
@@ -56,9 +66,10 @@ def write_page(evidence: Evidence, template: Path, page: Path) -> None:
     Raises:
         [`ValueError`]: If `template` lacks a mark.
     """
-    draw_training(evidence.both, page.parent / PICTURES["training"])
-    draw_waits({"both": evidence.both, **evidence.families}, page.parent / PICTURES["waits"])
-    draw_distributions(evidence.before, evidence.both, page.parent / PICTURES["answers"])
+    draw_waits(evidence.groups, page.parent / PICTURES["waits"])
+    if evidence.both:
+        draw_training(evidence.both, page.parent / PICTURES["training"])
+        draw_distributions(evidence.before, evidence.both, page.parent / PICTURES["answers"])
     text = template.read_text()
     for name, content in (
         ("extent", extent(evidence)),
@@ -81,17 +92,17 @@ def put(text: str, name: str, content: str) -> str:
 
 def extent(evidence: Evidence) -> str:
     """How much was run."""
-    groups = [evidence.both, *evidence.families.values()]
-    number = sum(len(own) for runs in groups for own in runs.values())
-    own = next(iter(evidence.both.values()))
-    return f"{number} trainings of {len(own[0].reward)} steps, {len(own)} {'seeds' if len(own) > 1 else 'seed'} each."
+    rows = [own for runs in evidence.groups.values() for own in runs.values()]
+    few, many = min(map(len, rows)), max(map(len, rows))
+    seeds = f"{few} to {many} seeds" if few < many else f"{many} {'seeds' if many > 1 else 'seed'}"
+    return f"{sum(map(len, rows))} trainings of {len(rows[0][0].reward)} steps, {seeds} each."
 
 
 def training_table(runs: Runs) -> str:
     """What was learned, and what it took."""
     head = (
         *("method", "reward at the end", "held-out", "harder", "harder − grpo"),
-        *("seconds ÷ grpo", "tokens decoded ÷ grpo", *WAITS, "mean length at the end", "p99"),
+        *("seconds ÷ grpo", "tokens decoded ÷ grpo", *WAITS, *LENGTHS),
     )
     lines = []
     for name, own in runs.items():
@@ -100,12 +111,11 @@ def training_table(runs: Runs) -> str:
         lines.append(
             (
                 *_learned(name, own),
-                "–" if name == BASELINE else mean_and_error(harder, "{:+.3f}"),
+                "–" if name == BASELINE or not harder else mean_and_error(harder, "{:+.3f}"),
                 _ratio(pairs, lambda run: run.step_seconds.sum()),
                 _ratio(pairs, lambda run: run.decoded.sum()),
                 *_waits(pairs),
-                mean_and_error([np.nanmean(run.length[-LAST:]) for run in own], "{:.1f}"),
-                mean_and_error([np.nanmean(run.p99[-LAST:]) for run in own], "{:.0f}"),
+                *_lengths(own),
             )
         )
     return _markdown(head, lines, words=1)
@@ -113,13 +123,13 @@ def training_table(runs: Runs) -> str:
 
 def family_table(families: Mapping[str, Runs]) -> str:
     """The same for trainings on one family, without what depends on the machine."""
-    head = (*("prompts", "method", "reward at the end", "held-out", "harder", *WAITS, "mean length at the end"),)
+    head = ("prompts", "method", "reward at the end", "held-out", "harder", *WAITS, *LENGTHS)
     lines = [
         (
             f"`{family}`",
             *_learned(name, own, family),
             *_waits(_pairs(own, runs)),
-            mean_and_error([np.nanmean(run.length[-LAST:]) for run in own], "{:.1f}"),
+            *_lengths(own, family),
         )
         for family, runs in families.items()
         for name, own in runs.items()
@@ -131,7 +141,7 @@ def answer_table(before: Mapping[str, Mapping[str, Answers]], runs: Runs) -> str
     """Lengths of right and wrong answers to held-out prompts, before and after."""
     head = ("prompts", "model", "right", "mean length if right", "if wrong", "p99 of all")
     lines = []
-    for family in before["easy"]:
+    for family in before["easy"] if runs else ():
         models = {"before": [before["easy"][family]]}
         models |= {name: [run.held_out["easy"][family] for run in own] for name, own in runs.items()}
         for name, answers in models.items():
@@ -144,9 +154,21 @@ def answer_table(before: Mapping[str, Mapping[str, Answers]], runs: Runs) -> str
 
 def accuracy(run: Run, difficulty: str, family: str | None = None) -> float:
     """Share of right answers to held-out prompts, of one family or of all."""
+    return float(np.mean([reward for _, reward in _held_out(run, difficulty, family)]))
+
+
+def _held_out(run: Run, difficulty: str, family: str | None) -> Answers:
     own = run.held_out[difficulty]
-    answers = own[family] if family else [answer for part in own.values() for answer in part]
-    return float(np.mean([reward for _, reward in answers]))
+    return own[family] if family else [answer for part in own.values() for answer in part]
+
+
+def _lengths(own: Sequence[Run], family: str | None = None) -> list[str]:
+    """Mean and p99 of complete answers: those of a training are cut short where candidates are aborted."""
+    lengths = [np.array([length for length, _ in _held_out(run, "easy", family)]) for run in own]
+    return [
+        mean_and_error([float(values.mean()) for values in lengths], "{:.1f}"),
+        mean_and_error([float(np.percentile(values, 99)) for values in lengths], "{:.0f}"),
+    ]
 
 
 def _stats(answers: Answers) -> tuple[float, float, float, float]:
@@ -181,15 +203,17 @@ def _pairs(own: Sequence[Run], runs: Runs) -> list[tuple[Run, Run]]:
 
 
 def _ratio(pairs: Sequence[tuple[Run, Run]], cost: Callable[[Run], float]) -> str:
+    if not pairs or not all(cost(other) for _, other in pairs):  # no baseline, or a training that ended before
+        return "–"
     if all(run is other for run, other in pairs):
         return "1"
-    if not all(cost(other) for _, other in pairs):  # a training that ended before
-        return "–"
     ratios = [cost(run) / cost(other) for run, other in pairs]
     return mean_and_error(ratios, "{:.2f}")
 
 
 def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
     """A table whose first columns are words, and the others numbers."""
+    if not lines:
+        return "Not among these trainings."
     rule = ["---"] * words + ["---:"] * (len(head) - words)
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))

@@ -4,15 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot as plt
 
 from benchmarks.reward_summary import (
+    ALL_CANDIDATES,
     BASELINE,
     BASELINE_COLOR,
     WINDOW,
@@ -24,20 +20,20 @@ from benchmarks.reward_summary import (
     smooth_known,
     style,
 )
-from trl_darts.plots import smooth
+from trl_darts.plots import save_light_and_dark, smooth
 
 
 COLORS = {
     BASELINE: BASELINE_COLOR,
-    "darts (paper)": "#0072b2",
-    "darts, patience 2": "#d55e00",
-    "darts, patience auto": "#009e73",
-    "uniform selection, auto": "#cc79a7",
-    "darts, L : K 2 : 6": "#17a2d4",
-    "darts, L : K 4 : 4": "#7b4fb5",
-    "shortest only": "#8b1a1a",
-    "uniform redundancy": "#7f7f00",
-    "grpo, length penalty": "#e69f00",
+    "darts (paper)": "C1",
+    "darts, patience 2": "C2",
+    "darts, patience auto": "C3",
+    "uniform selection, auto": "C4",
+    "darts, L : K 2 : 6": "C6",
+    "darts, L : K 4 : 4": "C8",
+    "shortest only": "C7",
+    "uniform redundancy": "C9",
+    "grpo, length penalty": "C5",
 }
 PANELS = {
     "How long is waited": (
@@ -58,11 +54,16 @@ PANELS = {
 }
 WAITS = PANELS["How long is waited"][:4]
 SHOWN = (BASELINE, "darts (paper)", "darts, patience auto")  # of distributions
-RIGHT, WRONG = "#0072b2", "#d55e00"
+DPI = 110
+RIGHT, WRONG = "C1", "C2"
 
 
 def draw_training(runs: Runs, path: Path) -> None:
     """Reward against steps and against time, mean and p99 of lengths; a row of panels for each question."""
+    save_light_and_dark(lambda: _training(runs), path, DPI)
+
+
+def _training(runs: Runs) -> Any:
     figure, panels = plt.subplots(2, 4, figsize=(17, 8), layout="constrained", sharex="col", sharey="col")
     for (title, names), axes in zip(PANELS.items(), panels, strict=True):
         for name in filter(runs.__contains__, names):
@@ -76,19 +77,24 @@ def draw_training(runs: Runs, path: Path) -> None:
         axes[0].legend(frameon=False, fontsize=8, loc="lower right")
         axes[0].set(ylabel=f"right answers (mean of {WINDOW} steps)")
         axes[1].set(ylabel="right answers")
-        axes[2].set(ylabel="mean length of all candidates")
-        axes[3].set(ylabel="p99 length of all candidates")
+        axes[2].set(ylabel=f"mean length of {ALL_CANDIDATES}")
+        axes[3].set(ylabel=f"p99 length of {ALL_CANDIDATES}")
         plain_log(axes[3].yaxis)
         for panel in axes:
             style(panel)
     for panel, label in zip(panels[-1], ("step", "seconds of whole steps", "step", "step"), strict=True):
         panel.set_xlabel(label)
-    _save(figure, runs, path)
+    return _titled(figure, _seeds(runs))
 
 
 def draw_waits(prompts: Mapping[str, Runs], path: Path) -> None:
     """Tokens that each step waited for, one panel for each kind of prompts."""
-    figure, panels = plt.subplots(1, len(prompts), figsize=(14, 4.2), layout="constrained", sharey=True)
+    save_light_and_dark(lambda: _waits(prompts), path, DPI)
+
+
+def _waits(prompts: Mapping[str, Runs]) -> Any:
+    shape = (1, len(prompts))
+    figure, (panels,) = plt.subplots(*shape, figsize=(14, 4.2), layout="constrained", sharey=True, squeeze=False)
     for panel, (kind, runs) in zip(panels, prompts.items(), strict=True):
         for name in filter(runs.__contains__, WAITS):
             waits = [smooth(run.critical.astype(float).tolist(), WINDOW) for run in runs[name]]
@@ -98,11 +104,15 @@ def draw_waits(prompts: Mapping[str, Runs], path: Path) -> None:
         style(panel)
     panels[0].set(ylabel=f"tokens waited for (mean of {WINDOW} steps)")
     panels[0].legend(frameon=False, fontsize=8)
-    _save(figure, prompts["both"], path)
+    return _titled(figure, _seeds(*prompts.values()))
 
 
 def draw_distributions(before: Mapping[str, Mapping[str, Answers]], runs: Runs, path: Path) -> None:
     """Lengths of right and wrong answers to held-out prompts; a row of panels for each family."""
+    save_light_and_dark(lambda: _distributions(before, runs), path, DPI)
+
+
+def _distributions(before: Mapping[str, Mapping[str, Answers]], runs: Runs) -> Any:
     easy = before["easy"]
     models: dict[str, dict[str, list[tuple[int, float]]]] = {"before": {f: list(own) for f, own in easy.items()}}
     for name in filter(runs.__contains__, SHOWN):
@@ -119,7 +129,7 @@ def draw_distributions(before: Mapping[str, Mapping[str, Answers]], runs: Runs, 
     for panel in panels[-1]:
         panel.set(xlabel="length (tokens)")
     panels[0][0].legend(frameon=False, fontsize=8)
-    _save(figure, runs, path, words="Answers to held-out prompts")
+    return _titled(figure, "Answers to held-out prompts. Dashed: mean length")
 
 
 def _draw_lengths(panel: Any, answers: Sequence[tuple[int, float]]) -> None:
@@ -128,7 +138,7 @@ def _draw_lengths(panel: Any, answers: Sequence[tuple[int, float]]) -> None:
     for label, color, chosen in (("right", RIGHT, rewards == 1.0), ("wrong", WRONG, rewards != 1.0)):
         own = lengths[chosen]
         weights = np.full(len(own), 1 / len(lengths))
-        panel.hist(own, edges, weights=weights, histtype="stepfilled", color=color, alpha=0.35, label=label)
+        panel.hist(own, edges, weights=weights, histtype="stepfilled", color=color, alpha=0.5, label=label)
         if len(own):
             panel.axvline(own.mean(), color=color, linestyle="--", linewidth=1.2)
     plain_log(panel.xaxis)
@@ -137,8 +147,10 @@ def _draw_lengths(panel: Any, answers: Sequence[tuple[int, float]]) -> None:
     style(panel)
 
 
-def _save(figure: Any, runs: Runs, path: Path, words: str = "") -> None:
-    seeds = caption(max(len(own) for own in runs.values()))
-    figure.suptitle(f"{words}. Dashed: mean length" if words else seeds, fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def _seeds(*groups: Runs) -> str:
+    return caption(max(len(own) for runs in groups for own in runs.values()))
+
+
+def _titled(figure: Any, words: str) -> Any:
+    figure.suptitle(words, fontsize=10)
+    return figure

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from trl_darts.plots import smooth
+from trl_darts.errors import ConfigurationError
+from trl_darts.plots import save_light_and_dark, smooth
 
 
 LAST = 20  # steps that count as the end of a training
@@ -34,10 +35,12 @@ FAMILIES = {
     ),
 }
 COLORS = {
-    "candidates": ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"),
-    "prompts": ("#17a2d4", "#8b1a1a", "#7b4fb5", "#7f7f00", "#2fb59a"),
+    "candidates": ("C1", "C2", "C3", "C4", "C5"),
+    "prompts": ("C6", "C7", "C8", "C9", "C10"),
 }
-BASELINE, BASELINE_COLOR = "grpo", "0.35"
+BASELINE, BASELINE_COLOR = "grpo", "C0"
+# Of axes: where candidates are called off, their lengths are lower bounds.
+ALL_CANDIDATES = "all candidates\n(aborted ones: what they had)"
 
 
 Answers = Sequence[tuple[int, float]]  # lengths and rewards
@@ -52,7 +55,8 @@ class Run:
     reward: np.ndarray  # for right answers, without penalties
     seconds: np.ndarray  # of rollouts
     step_seconds: np.ndarray  # of whole steps
-    length: np.ndarray  # mean of all candidates; NaN in steps without a rollout, as the next one
+    # Of all candidates, aborted ones with what they had; NaN in steps without a rollout.
+    length: np.ndarray  # mean
     p99: np.ndarray
     off_policy: np.ndarray
     decoded: np.ndarray
@@ -107,12 +111,15 @@ def load_runs(results: Path, names: Sequence[str], family: str | None = None) ->
     are left out.
 
     Raises:
-        [`ValueError`]: If their numbers of steps or learning rates differ.
+        [`ConfigurationError`]: If there are none, or their numbers of steps or learning rates differ.
     """
     outcomes = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
     kinds = {(outcome["steps"], outcome["learning_rate"]) for outcome in outcomes}
     if len(kinds) != 1:
-        raise ValueError(f"`results` ({results}) must hold trainings of one kind, and holds {len(kinds)}. Empty it.")
+        raise ConfigurationError(
+            f"`results` ({results}) must hold trainings of one kind, and holds {len(kinds) or 'none'}. "
+            + ("Name another folder, or move those that don't belong." if kinds else "Name another, or train first.")
+        )
     own = [outcome for outcome in outcomes if outcome.get("family") == family]
     runs = {name: [Run.load(outcome) for outcome in own if outcome["row"] == name] for name in names}
     return {name: found for name, found in runs.items() if found}
@@ -180,9 +187,10 @@ def median_ratio(pairs: Sequence[tuple[Run, Run]], cost: Callable[[Run], float])
 
 def draw(runs: Runs, path: Path) -> None:
     """Reward against rollout time and against steps, and p99 of lengths; one row of panels for each family."""
-    import matplotlib
+    save_light_and_dark(lambda: _panels(runs), path, dpi=130)
 
-    matplotlib.use("Agg")
+
+def _panels(runs: Runs) -> Any:
     from matplotlib import pyplot as plt
 
     figure, panels = plt.subplots(2, 3, figsize=(14, 8), layout="constrained", sharex="col", sharey="col")
@@ -201,15 +209,14 @@ def draw(runs: Runs, path: Path) -> None:
     for axes in panels:
         axes[0].set(ylabel=f"reward (mean of {WINDOW} steps)")
         axes[1].set(ylabel="reward")
-        axes[2].set(ylabel="p99 length of all candidates (tokens)")
+        axes[2].set(ylabel=f"p99 length of {ALL_CANDIDATES}")
         plain_log(axes[2].yaxis)
         for panel in axes:
             style(panel)
     for panel, label in zip(panels[-1], ("seconds of rollouts", "step", "step"), strict=True):
         panel.set_xlabel(label)
     figure.suptitle(caption(max(len(own) for own in runs.values())), fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return figure
 
 
 def caption(seeds: int) -> str:
@@ -245,8 +252,8 @@ def draw_mean(
 
 
 def style(panel: Any) -> None:
-    """A light grid, no frame, and the numbers of all axes."""
-    panel.grid(alpha=0.3)
+    """A grid, no frame, and the numbers of all axes."""
+    panel.grid()
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelbottom=True)
 

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from benchmarks.schedule_rows import Row
 from tests.servers import free_port, start_vllm_server
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from trl_darts.errors import ConfigurationError
 from trl_darts.profiling import ProfileOptions, profile_servers
 from trl_darts.scheduling import Command, RolloutResult, Scheduler, Submit
 
@@ -237,8 +238,45 @@ def servers(capped: bool) -> Iterator[dict[bool, str]]:
         }
 
 
+def check_results(trainings: Sequence[Training], results: Path) -> None:
+    """
+    Refuses a folder whose trainings would be taken for those asked for and are others.
+
+    Args:
+        trainings (`Sequence[Training]`):
+            What is asked for: at least one, all of the same steps and learning rate.
+        results (`Path`):
+            Their folder, which need not exist.
+
+    Raises:
+        [`ConfigurationError`]: If a file's steps or learning rate are others, or its settings those of another
+            training than its name says.
+    """
+    asked = {training.file_name: dict(training.row.settings) for training in trainings}
+    kind = {"steps": trainings[0].steps, "learning_rate": trainings[0].learning_rate}
+    for path in sorted(results.glob("*.json")):
+        found = json.loads(path.read_text())
+        expected = kind | ({"settings": asked[path.name]} if path.name in asked else {})
+        for name, value in expected.items():
+            if found.get(name) != value:
+                raise ConfigurationError(
+                    f"`--results` ({results}) holds {path.name} with {name} {found.get(name)}, and {value} is asked "
+                    "for. Ask for what is there, name another folder, or empty this one."
+                )
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A setting that can't work ends the command with exit code 2 and one line."""
+    try:
+        yield
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 def run_missing(trainings: Sequence[Training], results: Path) -> None:
-    """Runs those that have no file yet."""
+    """Runs those that have no file yet. What is there was seen by [`check_results`]."""
     results.mkdir(parents=True, exist_ok=True)
     todo = [training for training in trainings if not (results / training.file_name).exists()]
     if not todo:

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.reward_summary import draw, load_runs, table
-from benchmarks.reward_training import ROOT, Training, console, run_missing
+from benchmarks.reward_training import ROOT, Training, check_results, console, one_line_errors, run_missing
 from benchmarks.schedule_rows import ROWS as ALL_ROWS
 
 
@@ -57,6 +57,9 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "schedule_rewards.png")
     parser.add_argument("--only-table", action="store_true", help="train nothing: table and picture of what is there")
     options = parser.parse_args()
+    for name in ("steps", "seeds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} ({getattr(options, name)}) must be at least 1.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()
@@ -64,8 +67,11 @@ def main() -> None:
     if not options.only_table:
         seeds = range(options.seeds)
         trainings = [Training(row, seed, options.steps, options.learning_rate) for seed in seeds for row in ROWS]
+        with one_line_errors():
+            check_results(trainings, options.results)
         run_missing(trainings, options.results)
-    runs = load_runs(options.results, [row.name for row in ROWS])
+    with one_line_errors():
+        runs = load_runs(options.results, [row.name for row in ROWS])
     print(table(runs))
     draw(runs, options.picture)
     console.print(f"picture: {options.picture}")

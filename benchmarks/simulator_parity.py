@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,6 +38,11 @@ PROMPTS, M = 16, 8
 LIMIT = 768
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_NUM_SEQS = BATCHES[-1]  # DARTS submits more: some wait in the server's queue
+ROWS: dict[str, dict[str, Any]] = {
+    "grpo": {"schedule": "grpo"},
+    "darts (paper)": {"schedule": "darts", "long_end_patience": None},
+    "darts": {"schedule": "darts"},
+}
 
 
 def measured_curve(url: str) -> LatencyCurve:
@@ -60,15 +66,14 @@ def seconds_per_request(url: str, model: str) -> float:
     return min(times)
 
 
-def train(url: str, model_dir: Path, out: Path, schedule: str, steps: int) -> DARTSGRPOTrainer:
+def train(url: str, model_dir: Path, out: Path, fields: dict[str, Any], steps: int) -> DARTSGRPOTrainer:
     """The trainer's own rollouts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     args = make_args(
         out,
-        schedule=schedule,
-        long_end_patience=None,  # as in the paper
+        **fields,
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=url,
@@ -101,9 +106,9 @@ def main() -> None:
         tempfile.TemporaryDirectory() as out,
     ):
         curves = [measured_curve(url)]
-        for schedule in ("grpo", "darts"):
-            run_dir = Path(out) / schedule
-            trainer = train(url, model_dir, run_dir, schedule, args.steps)
+        for number, (name, fields) in enumerate(ROWS.items()):
+            run_dir = Path(out) / str(number)
+            trainer = train(url, model_dir, run_dir, fields, args.steps)
             curves.append(measured_curve(url))
             request = seconds_per_request(url, trainer.vllm_generation.facts.model)
             values = [sum(curve(size) for curve in curves[-2:]) / 2 for size in BATCHES]
@@ -120,7 +125,7 @@ def main() -> None:
                 groups += len(rollout.plans)
             worst = max(ratios, key=lambda ratio: abs(ratio - 1))
             row = [f"{real:.2f}", f"{predicted:.2f}", f"{statistics.median(ratios):.2f}", f"{worst:.2f}"]
-            table.add_row(schedule, *row, f"{same} of {groups}")
+            table.add_row(name, *row, f"{same} of {groups}")
     Console().print(table)
 
 

@@ -12,7 +12,8 @@ rows before the next one begins. Then the same on one family of prompts at a tim
 At the end, and with `--only-page`, the tables and pictures of docs/evidence.md are written anew from what is in
 `--results`; the words around them are not. A benchmark that was interrupted goes on where it stopped.
 
-`--quick` shows within minutes that all of it works. Its page and pictures are left in `--results`.
+`--quick` shows within minutes that all of it works, in a folder of its own. Its page and pictures are left there, as
+are those of every set of trainings that is not the full one.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import logging
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -29,8 +31,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers.utils.logging import disable_progress_bar
 from trl.rewards import get_soft_overlong_punishment
 
-from benchmarks.evidence_page import Evidence, write_page
-from benchmarks.reward_training import ROOT, Training, console, evaluate_checkpoint, run_missing, write
+from benchmarks.evidence_page import Evidence, load_groups, write_page
+from benchmarks.reward_training import (
+    ROOT,
+    Training,
+    check_results,
+    console,
+    evaluate_checkpoint,
+    one_line_errors,
+    run_missing,
+    write,
+)
 from benchmarks.schedule_rows import Row
 
 
@@ -80,8 +91,8 @@ def trainings(options: argparse.Namespace) -> list[Training]:
     ]
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, or another one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few and short trainings; docs/evidence.md is left alone")
     parser.add_argument("--steps", type=int, help="optimizer steps of each training (default: 100; 10 if quick)")
@@ -90,27 +101,48 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--prompts", nargs="+", choices=("both", *FAMILIES), default=("both", *FAMILIES), help="what to train on"
     )
-    parser.add_argument("--results", type=Path, default=Path("outputs/evidence"), help="one JSON file per training")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="one JSON file per training (default: outputs/evidence; outputs/evidence-quick if quick)",
+    )
     parser.add_argument("--only-page", action="store_true", help="train nothing: page and pictures of what is there")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.steps = options.steps or (10 if options.quick else 100)
     options.seeds = options.seeds or (1 if options.quick else 3)
+    for name in ("steps", "seeds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} ({getattr(options, name)}) must be at least 1.")
+    # Not the same one: a short training would be taken for one that is finished.
+    options.results = options.results or Path("outputs/evidence-quick" if options.quick else "outputs/evidence")
     return options
+
+
+def page_of(options: argparse.Namespace) -> Path:
+    """Where the page goes: to docs/ if all of the published trainings are there, or beside the results."""
+    full = parse([])
+    complete = all((options.results / training.file_name).exists() for training in trainings(full))
+    same = (options.steps, options.learning_rate) == (full.steps, full.learning_rate)
+    return PAGE if complete and same and not options.quick else options.results / PAGE.name
 
 
 def main() -> None:
     options = parse()
+    with one_line_errors():
+        check_results(trainings(options), options.results)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    before = options.results / "before.checkpoint"  # not one of the trainings
     if not options.only_page:
         run_missing(trainings(options), options.results)
-        if not before.exists():
-            write(before, evaluate_checkpoint())
-    evidence = Evidence.load(options.results, [row.name for row in ROWS], FAMILIES, json.loads(before.read_text()))
-    page = options.results / PAGE.name if options.quick else PAGE
+    with one_line_errors():
+        runs = load_groups(options.results, [row.name for row in ROWS], FAMILIES)
+    before = options.results / "before.checkpoint"  # not one of the trainings
+    if not before.exists():
+        write(before, evaluate_checkpoint())
+    evidence = Evidence(*runs, json.loads(before.read_text())["held_out"])
+    page = page_of(options)
     write_page(evidence, template=PAGE, page=page)
     console.print(f"page: {page}")
 

@@ -22,6 +22,7 @@ from tiny_reasoner.task import make_dataset
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from trl_darts.errors import TRLDARTSError
 from trl_darts.hub import resolve_config_arguments
 from trl_darts.recipes import MADE_DATASET, ScriptArguments, check_dataset, load_rewards, take_split
 
@@ -42,9 +43,10 @@ def load_splits(script_args: ScriptArguments, seed: int, evaluates: bool) -> tup
     return train, take_split(splits, "dataset_test_split", script_args) if evaluates else None
 
 
-def main() -> None:
+def make_trainer(words: list[str]) -> DARTSGRPOTrainer:
+    """The trainer that the words of a command line describe, with all that can be checked before its first step."""
     parser = TrlParser((ScriptArguments, DARTSGRPOConfig, ModelConfig))
-    arguments = resolve_config_arguments(sys.argv[1:])
+    arguments = resolve_config_arguments(words)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     reward_funcs = load_rewards(script_args, training_args.max_completion_length)
     training_args.model_init_kwargs = {
@@ -54,7 +56,7 @@ def main() -> None:
         **(training_args.model_init_kwargs or {}),
     }
     train, evaluation = load_splits(script_args, training_args.seed, training_args.eval_strategy != "no")
-    trainer = DARTSGRPOTrainer(
+    return DARTSGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=training_args,
@@ -63,8 +65,16 @@ def main() -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
+
+
+def main() -> None:
+    try:
+        trainer = make_trainer(sys.argv[1:])
+    except TRLDARTSError as error:  # nothing has run yet: the message has the remedy, and a traceback would hide it
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    trainer.save_model(trainer.args.output_dir)
     trainer.accelerator.end_training()
 
 

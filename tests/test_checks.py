@@ -12,7 +12,7 @@ from datasets import Dataset
 from tests.builders import make_args
 from tests.trl_parity.vlms import load_processor, make_vlm, picture
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.checks import check_path, has_images
+from trl_darts.checks import check_combinations, check_path, has_images
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling import ScheduleSettings
 
@@ -30,6 +30,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "schedule": "darts",
         "schedule_settings": ScheduleSettings(changes.get("schedule", "darts")),
         "fill_bubbles": False,
+        "stream_logprobs": False,
     }
     fields: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1),
@@ -145,11 +146,26 @@ def test_images_with_continuous_batching_are_refused_by_trl(tmp_path):
         )
 
 
+@pytest.mark.parametrize("changes", [{"use_vllm": False}, {"use_vllm": True, "vllm_mode": "colocate"}])
+def test_schedules_and_options_that_need_servers(changes):
+    words = r"`schedule` \('sorted'\) .* with an engine in the trainer's own process. Set `use_vllm=True` and"
+    with pytest.raises(ConfigurationError, match=words):
+        check_combinations(trainer(schedule="sorted", **changes).args)
+    with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) only runs on vLLM servers"):
+        check_combinations(trainer(fill_bubbles=True, **changes).args)
+    check_combinations(trainer(**changes).args)
+    check_combinations(trainer(schedule="sorted", use_vllm=True).args)
+    check_combinations(trainer(fill_bubbles=True, use_vllm=True).args)
+
+
+def test_fields_are_checked_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigurationError, match="with an engine in the trainer's own process"):
+        DARTSGRPOTrainer(str(tmp_path / "no-model"), max, make_args(tmp_path, schedule="sorted"))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"use_vllm": False}, r"`schedule` \('sorted'\) .* with an engine in the trainer's own process"),
-        ({"use_vllm": True, "vllm_mode": "colocate"}, "with an engine in the trainer's own process"),
         ({"use_vllm": True, "environment_factories": {"game": dict}}, "does not run with `environment_factory`"),
         ({"use_vllm": True, **IMAGES, "processing_class": SimpleNamespace(image_token_id=7)}, "with images yet"),
     ],
@@ -160,8 +176,7 @@ def test_schedules_that_choose_their_prompts(changes, words):
         check_path(trainer(schedule="sorted", **changes))
 
 
-def test_bubble_filling_needs_servers_and_one_prompt_per_group():
+def test_bubble_filling_needs_one_prompt_per_group():
     check_path(trainer(fill_bubbles=True, use_vllm=True))
-    for changes in ({}, {"use_vllm": True, "environment_factories": {"game": dict}}):
-        with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) only runs on vLLM servers"):
-            check_path(trainer(fill_bubbles=True, **changes))
+    with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) does not run with `environment_factory`"):
+        check_path(trainer(fill_bubbles=True, use_vllm=True, environment_factories={"game": dict}))

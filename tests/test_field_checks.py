@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 import textwrap
 
 import pytest
@@ -9,6 +10,7 @@ from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_darts import DARTSGRPOConfig
+from trl_darts.errors import ConfigurationError
 from trl_darts.field_checks import TRL_CHOICES, TRL_VLLM_CHOICES, VESPO_SAMPLING_MODES
 
 
@@ -48,8 +50,40 @@ def test_what_trl_takes_is_taken(name, value):
         {"loss_type": "vespo"},
         {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_correction": False},
         {"learning_rate": 0.0, "epsilon": 0.0, "epsilon_high": 5.0},
+        {"epsilon_high": math.inf},
+        {"top_p": 0.1, "min_p": 0.0, "top_k": 0, "repetition_penalty": 0.1},
+        {"top_p": 1.0, "min_p": 1.0, "top_k": 1, "repetition_penalty": 2.0},
+        {"min_p": None, "top_k": None},
+        {"top_k": -1, "use_vllm": True, "vllm_server_base_url": "http://a:1"},
+        {"num_train_epochs": 0.01},
+        {"num_train_epochs": 0, "max_steps": 1},
         {"sync_ref_model": True, "beta": 0.1},
     ],
 )
 def test_no_false_alarm(fields):
     DARTSGRPOConfig(output_dir="unused", use_cpu=True, report_to=[], **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": math.inf}, r"`temperature` \(inf\) must be positive and finite"),
+        ({"temperature": None}, r"`temperature` \(None\) must be positive"),
+        ({"learning_rate": math.inf}, r"`learning_rate` \(inf\) must be finite"),
+        ({"learning_rate": math.nan}, r"`learning_rate` \(nan\) must be finite"),
+        ({"top_p": 0.0}, r"`top_p` \(0.0\) must be greater than 0 and at most 1"),
+        ({"top_p": 1.1}, r"`top_p` \(1.1\) must be"),
+        ({"min_p": -0.1}, r"`min_p` \(-0.1\) must be between 0 and 1"),
+        ({"min_p": 1.1}, r"`min_p` \(1.1\) must be between 0 and 1"),
+        ({"repetition_penalty": 0.0}, r"`repetition_penalty` \(0.0\) must be positive"),
+        ({"repetition_penalty": math.inf}, r"`repetition_penalty` \(inf\) must be positive and finite"),
+        ({"top_k": -1}, r"`top_k` \(-1\) must be at least 1, or 0"),
+        ({"top_k": -2, "use_vllm": True, "vllm_server_base_url": "http://a:1"}, r"`top_k` \(-2\) must be at least 1"),
+        ({"num_train_epochs": 0}, r"`num_train_epochs` \(0\) must be positive and finite where `max_steps` \(-1\)"),
+        ({"num_train_epochs": math.nan}, r"`num_train_epochs` \(nan\) must be positive"),
+        ({"num_train_epochs": math.inf, "max_steps": 0}, r"`num_train_epochs` \(inf\) .* `max_steps` \(0\)"),
+    ],
+)
+def test_numbers_out_of_bounds(fields, message):
+    with pytest.raises(ConfigurationError, match=message):
+        DARTSGRPOConfig(output_dir="unused", use_cpu=True, report_to=[], **fields)

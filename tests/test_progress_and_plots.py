@@ -2,10 +2,14 @@
 
 import sys
 
+import numpy as np
 import pytest
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
+from PIL import Image
 
 from trl_darts.engines import StubEngine
-from trl_darts.plots import plot_comparison, series, smooth
+from trl_darts.plots import PALETTES, SURFACES, plot_comparison, save_light_and_dark, series, smooth
 from trl_darts.progress import RolloutProgress, describe
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 
@@ -43,4 +47,43 @@ def test_comparison_is_drawn(tmp_path):
     names = ("reward", "completions/mean_length", "darts/pool/length_p99", "darts/rollout/seconds")
     log = [{name: float(step + 1) for name in names} for step in range(8)]
     plot_comparison({"GRPO": log, "DARTS": log}, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    light, dark = (pixels(tmp_path / name).mean() for name in ("picture.png", "picture_dark.png"))
+    assert light > 230
+    assert dark < 60
+
+
+def pixels(path) -> np.ndarray:
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def test_a_figure_has_the_colors_of_each_scheme(tmp_path):
+    def draw():
+        figure, axes = plt.subplots(figsize=(2, 2))
+        axes.bar([0], [1], color="C3")
+        axes.set_axis_off()
+        return figure
+
+    before = plt.rcParams["axes.prop_cycle"]
+    save_light_and_dark(draw, str(tmp_path / "a.b.png"))
+    for scheme, name in (("light", "a.b.png"), ("dark", "a.b_dark.png")):
+        picture = pixels(tmp_path / name)
+        assert picture[0, 0].tolist() == [round(255 * part) for part in to_rgb(SURFACES[scheme])]
+        assert picture[150, 150].tolist() == [round(255 * part) for part in to_rgb(PALETTES[scheme][3])]
+    assert plt.rcParams["axes.prop_cycle"] == before
+    assert plt.get_fignums() == []
+
+
+def luminance(color: str) -> float:
+    """Relative, as WCAG defines it."""
+    parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(color)]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+@pytest.mark.parametrize(("scheme", "least"), [("light", 2.1), ("dark", 6.0)])
+def test_lines_stand_out(scheme, least):
+    surface = luminance(SURFACES[scheme])
+    for color in PALETTES[scheme]:
+        high, low = sorted((luminance(color), surface), reverse=True)
+        assert (high + 0.05) / (low + 0.05) > least, color
+    assert len(set(PALETTES[scheme])) == len(PALETTES["light"]) == 11

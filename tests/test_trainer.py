@@ -258,6 +258,16 @@ def test_wild_group_keeps_short_and_longest(model_dir, tmp_path):
                 assert list(kept) == [*complete[:3], complete[-1]]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_word_about_a_curve_of_another_model(model_dir, tmp_path, caplog, own):
+    path = tmp_path / "latency.json"
+    LatencyCurve([1], [1.0], {"model": str(model_dir) if own else "some/Other-7B"}).save(path)
+    with caplog.at_level(logging.WARNING, logger="trl_darts"):
+        make_trainer(model_dir, make_args(tmp_path, latency_curve=str(path)))
+    words = [record.getMessage() for record in caplog.records if "was measured with" in record.getMessage()]
+    assert ["'some/Other-7B'" in message for message in words] == [True] * (not own)
+
+
 @pytest.mark.parametrize(("slope", "warns"), [(1.0, True), (0.0, False)])
 def test_a_word_where_over_provisioning_can_not_pay(model_dir, tmp_path, caplog, slope, warns):
     """With latency proportional to the batch each candidate costs as much as the first, and answers are alike."""

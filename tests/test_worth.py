@@ -1,13 +1,15 @@
 """When the trainer says that over-provisioning can't pay."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 
 from trl_darts.metrics import RolloutRecord
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
-from trl_darts.worth import NUM_ROLLOUTS, WorthCheck
+from trl_darts.worth import NUM_ROLLOUTS, WorthCheck, warn_of_other_model
 
 
 FLAT, STEEP = LatencyCurve([1, 1000], [1.0, 1.0]), LatencyCurve([1, 1000], [1.0, 1000.0])
@@ -15,6 +17,12 @@ CALM = ([10, 10, 10, 10, 10, 10], "stop stop stop stop stop stop")
 # The default's way to end a rollout: what is still being written when all prompts have four is called off.
 ABORTED = ([8, 9, 10, 11, 11, 11], "stop stop stop stop abort abort")
 PLAIN = ([10, 10, 10, 10], "stop stop stop stop")
+
+
+@pytest.fixture(autouse=True)
+def state():
+    """Accelerate's loggers ask it whether this process is the first one."""
+    PartialState()
 
 
 def words(caplog, curve, lengths, reasons) -> list[str]:
@@ -48,3 +56,22 @@ def test_a_tail_that_was_cut_off_is_not_taken_for_short(caplog):
 
 def test_without_over_provisioning_there_is_nothing_to_say(caplog):
     assert not words(caplog, STEEP, *PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("measured", "trained", "warns"),
+    [
+        ("some/Other-7B", "some/Tiny-1B", True),
+        ("/models/tiny-1b/", "some/Tiny-1B", False),
+        (None, "some/Tiny-1B", False),
+        ("some/Tiny-1B", None, False),
+    ],
+)
+def test_a_curve_of_another_model(caplog, measured, trained, warns):
+    curve = LatencyCurve([1], [1.0], {"model": measured} if measured else {})
+    model = SimpleNamespace(config=SimpleNamespace(_name_or_path=trained))
+    with caplog.at_level(logging.WARNING, logger="trl_darts"):
+        warn_of_other_model(curve, "latency.json", model)
+        warn_of_other_model(None, None, model)
+    words = "`latency_curve` ('latency.json') was measured with 'some/Other-7B', and the model is 'some/Tiny-1B'"
+    assert [words in entry.getMessage() for entry in caplog.records] == [True] * warns

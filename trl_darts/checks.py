@@ -36,6 +36,44 @@ def check_arguments(args: Any, rollout_func: Callable | None) -> None:
             f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
             "`schedule='grpo'`, or leave `rollout_func` out."
         )
+    check_combinations(args)
+
+
+def check_combinations(config: DARTSGRPOConfig) -> None:
+    """
+    Refuses combinations of fields that no trainer can run, whatever its model and data. Not part of the config, which
+    is also published and taken over by others: servers are named where a training starts.
+
+    Args:
+        config ([`DARTSGRPOConfig`]):
+            The config alone.
+
+    Raises:
+        [`ConfigurationError`]: Names the field to change.
+    """
+    if config.fill_bubbles and not config.uses_servers:
+        raise ConfigurationError(
+            "`fill_bubbles` (True) only runs on vLLM servers, which take candidates at any time. Leave it out, or set "
+            "`use_vllm=True` and `vllm_mode='server'`."
+        )
+    if config.schedule_settings.rounds(1) is not None and not config.uses_servers:
+        raise ConfigurationError(
+            f"{_own_prompts(config)} with an engine in the trainer's own process. Set `use_vllm=True` and "
+            "`vllm_mode='server'`, or `schedule='darts'`."
+        )
+    if not config.stream_logprobs or config.vllm_importance_sampling_correction or config.beta != 0.0:
+        return
+    if config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0:
+        raise ConfigurationError(
+            "`stream_logprobs` (True) has nothing to compute: with `vllm_importance_sampling_correction=False` and "
+            "`beta=0.0` no log-probs are needed before the loss. Set it to `False`."
+        )
+
+
+def _own_prompts(config: DARTSGRPOConfig) -> str:
+    return (
+        f"`schedule` ({config.schedule!r}) trains on other prompts than the data loader's next ones, and does not run"
+    )
 
 
 def has_images(dataset: Any) -> bool:
@@ -131,24 +169,16 @@ def _check_turns(trainer: Any) -> None:
 
 
 def _check_rounds(trainer: Any) -> None:
-    """Schedules that choose their prompts need engines that take any, and rows that are nothing but text."""
+    """Schedules that choose their prompts need rows that are nothing but text."""
     args = trainer.args
-    if args.fill_bubbles and (not args.uses_servers or trainer.environment_factories is not None):
+    if args.fill_bubbles and trainer.environment_factories is not None:
         raise ConfigurationError(
-            "`fill_bubbles` (True) only runs on vLLM servers, which take candidates at any time, and without "
-            "`environment_factory`, where each row has its own one. Leave it out, or set `use_vllm=True` and "
-            "`vllm_mode='server'`."
+            "`fill_bubbles` (True) does not run with `environment_factory`, where each row has an environment of its "
+            "own. Leave it out."
         )
     if args.schedule_settings.rounds(1) is None:
         return
-    start = (
-        f"`schedule` ({args.schedule!r}) trains on other prompts than the data loader's next ones, and does not run"
-    )
-    if not args.uses_servers:
-        raise ConfigurationError(
-            f"{start} with an engine in the trainer's own process. Set `use_vllm=True` and `vllm_mode='server'`, or "
-            "`schedule='darts'`."
-        )
+    start = _own_prompts(args)
     if trainer.environment_factories is not None:
         raise ConfigurationError(
             f"{start} with `environment_factory`, whose prompts are made when their batch comes. Use "

@@ -3,6 +3,8 @@ Fields of the config that can't work, refused when it is made. Those of the sche
 combinations are checked by the trainer.
 """
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .errors import ConfigurationError
@@ -35,6 +37,13 @@ TRL_VLLM_CHOICES = {
     "vllm_mode": ("server", "colocate"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
+# TRL hands these on as they are, and the engines of vLLM and transformers refuse what is out of bounds.
+SAMPLING_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 < value < math.inf, "positive and finite: log-probs are of logits divided by it"),
+    "top_p": (lambda value: 0 < value <= 1, "greater than 0 and at most 1, which leaves all tokens in"),
+    "min_p": (lambda value: 0 <= value <= 1, "between 0 and 1"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "positive and finite, and 1 is none"),
+}
 VESPO_SAMPLING_MODES = ("token_truncate", "token_mask")
 NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
 
@@ -51,6 +60,7 @@ def check_fields(config: "DARTSGRPOConfig") -> None:
         [`ConfigurationError`]: Names the field, its value, the rule and a remedy.
     """
     _check_trl(config)
+    _check_sampling(config)
     _check_servers(config)
     _check_engine(config)
     _check_resumable(config)
@@ -61,10 +71,13 @@ def _check_trl(config: "DARTSGRPOConfig") -> None:
     """What TRL and PyTorch refuse too, but later: when the model is loaded, or the first rollout is paid for."""
     for name, choices in (TRL_CHOICES | TRL_VLLM_CHOICES if config.use_vllm else TRL_CHOICES).items():
         check_choice(name, getattr(config, name), choices)
-    if not (config.temperature or 0) > 0:
+    if config.max_steps <= 0 and not 0 < config.num_train_epochs < math.inf:
         raise ConfigurationError(
-            f"`temperature` ({config.temperature}) must be positive: log-probs are of logits divided by it."
+            f"`num_train_epochs` ({config.num_train_epochs}) must be positive and finite where `max_steps` "
+            f"({config.max_steps}) does not say when the training ends. Correct it, or set `max_steps`."
         )
+    if not config.learning_rate < math.inf:
+        raise ConfigurationError(f"`learning_rate` ({config.learning_rate}) must be finite. Lower it.")
     for name in ("learning_rate", "epsilon", "epsilon_high"):
         value = getattr(config, name)
         if value is not None and not value >= 0:
@@ -80,6 +93,21 @@ def _check_trl(config: "DARTSGRPOConfig") -> None:
         raise ConfigurationError(
             f"`vllm_importance_sampling_mode` ({mode!r}) must be one of {', '.join(map(repr, VESPO_SAMPLING_MODES))} "
             "with `loss_type='vespo'`, which weights sequences itself."
+        )
+
+
+def _check_sampling(config: "DARTSGRPOConfig") -> None:
+    for name, (is_taken, rule) in SAMPLING_RULES.items():
+        value = getattr(config, name)
+        if value is None and name != "temperature":
+            continue  # the engine's own default
+        if value is None or not is_taken(value):
+            raise ConfigurationError(f"`{name}` ({value}) must be {rule}. Correct it, or leave it out.")
+    least = -1 if config.use_vllm else 0  # vLLM takes -1 for 0, and transformers does not
+    if config.top_k is not None and config.top_k < least:
+        raise ConfigurationError(
+            f"`top_k` ({config.top_k}) must be at least 1, or 0, which leaves all tokens in. Correct it, or leave it "
+            "out."
         )
 
 

@@ -7,6 +7,7 @@ anything else as it is, whatever its type; here a value must be what it would be
 
 from __future__ import annotations
 
+import math
 from argparse import Action, ArgumentTypeError
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
@@ -23,6 +24,8 @@ from .errors import ConfigurationError
 LISTS_OR_NAMES = ("lora_target_modules", "lora_target_parameters")
 # Its annotation says `str`, and TRL takes `true` for "group" and `false` for "none".
 BOOLEANS_OR_NAMES = ("scale_rewards",)
+# Infinity means something here: the norm of gradients is measured and nothing clipped, and ratios have no upper bound.
+UNBOUNDED = ("max_grad_norm", "epsilon_high")
 
 
 def argument_classes() -> list[Any]:
@@ -87,6 +90,7 @@ def typed(name: str, value: Any) -> Any:
     if action.choices is not None and value is not None and value not in action.choices:
         choices = ", ".join(repr(getattr(choice, "value", choice)) for choice in action.choices)
         raise ConfigurationError(f"`{name}` ({value!r:.60}) must be one of {choices}.")
+    _check_finite(name, value)
     return value
 
 
@@ -103,6 +107,13 @@ def _actions() -> dict[str, Action]:
 
     # `--no_x` comes after `--x`.
     return {action.dest: action for action in reversed(TrlParser(argument_classes())._actions)}
+
+
+def _check_finite(name: str, value: Any) -> None:
+    """YAML has `.inf` and `.nan`, with which a training breaks once it runs, or learns nothing."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and not math.isfinite(number) and not (number > 0 and name in UNBOUNDED):
+            raise ConfigurationError(f"`{name}` ({value!r:.60}) must be finite. Correct it, or leave the field out.")
 
 
 def _is_of(hint: Any, name: str, value: Any) -> bool:

@@ -34,6 +34,8 @@ class RolloutRecord:
             Groups that could not be completed; `summaries` has the others.
         deferred (`list[GroupSummary]`, *optional*, defaults to `[]`):
             Groups that the rollout ended without.
+        carries_over (`bool`, *optional*, defaults to `False`):
+            Whether deferred groups go on in a later rollout with the tokens that they have.
     """
 
     admission: Admission
@@ -44,11 +46,17 @@ class RolloutRecord:
     num_resumed: int = 0
     num_dropped: int = 0
     deferred: list[GroupSummary] = field(default_factory=list)
+    carries_over: bool = False
 
     @property
     def groups(self) -> list[GroupSummary]:
         """Those that were completed, and those that were deferred."""
         return [*self.summaries, *self.deferred]
+
+    @property
+    def ended(self) -> list[GroupSummary]:
+        """Those whose candidates have the length that they will ever have: none that is carried over."""
+        return self.summaries if self.carries_over else self.groups
 
     @property
     def seconds(self) -> float:
@@ -58,6 +66,7 @@ class RolloutRecord:
     def trace(self) -> list[dict[str, Any]]:
         """One row per candidate: what `save_rollout_trace` writes. Seconds count from the first submission."""
         groups = sorted(self.groups, key=lambda summary: summary.group_id)
+        carried_over = {summary.group_id for summary in self.deferred} if self.carries_over else set()
         begin = min((start for summary in groups for start, _ in summary.times), default=0.0)
         return [
             {
@@ -71,10 +80,19 @@ class RolloutRecord:
                 "num_prompt_tokens": summary.num_prompt_tokens,
                 "start_seconds": start - begin,
                 "end_seconds": end - begin,
+                "num_carried_tokens": carried,
+                "carried_over": summary.group_id in carried_over,
+                "expected_length": math.nan if summary.expected_length is None else summary.expected_length,
             }
             for summary in groups
-            for index, (length, reason, (start, end)) in enumerate(
-                zip(summary.lengths, summary.finish_reasons, summary.times, strict=True)
+            for index, (length, reason, (start, end), carried) in enumerate(
+                zip(
+                    summary.lengths,
+                    summary.finish_reasons,
+                    summary.times,
+                    summary.carried or [0] * len(summary.lengths),
+                    strict=True,
+                )
             )
         ]
 
@@ -92,8 +110,8 @@ def rollout_metrics(record: RolloutRecord) -> dict[str, float]:
         before the first rollout) are left out.
     """
     summaries = record.summaries
-    lengths = np.concatenate([s.lengths for s in record.groups])
-    reasons = [reason for s in record.groups for reason in s.finish_reasons]
+    lengths = np.concatenate([s.lengths for s in record.ended])
+    reasons = [reason for s in record.ended for reason in s.finish_reasons]
     kept = np.array([s.lengths[i] for s in summaries for i in s.selected])
     aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
     return {
@@ -135,10 +153,10 @@ def _budget(record: RolloutRecord) -> dict[str, float]:
 
 def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, aborted: np.ndarray) -> dict[str, float]:
     seconds = record.seconds
-    num_carried = sum(s.num_carried_tokens for s in record.groups)
+    generated = float(sum(sum(s.lengths) - s.num_carried_tokens for s in record.groups))
     return {
         "darts/rollout/seconds": seconds,
-        "darts/rollout/generated_tokens": float(lengths.sum()) - num_carried,
+        "darts/rollout/generated_tokens": generated,
         "darts/rollout/kept_tokens": float(kept.sum()),
         "darts/rollout/aborted_candidates": float(aborted.sum()),
         "darts/rollout/aborted_tokens": float(lengths[aborted].sum()),
@@ -146,7 +164,7 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
         "darts/rollout/dropped_groups": float(record.num_dropped),
         "darts/rollout/deferred_groups": float(len(record.deferred)),
         "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
-        "darts/rollout/tokens_per_second": float((lengths.sum() - num_carried) / seconds) if seconds > 0 else 0.0,
+        "darts/rollout/tokens_per_second": generated / seconds if seconds > 0 else 0.0,
     }
 
 
@@ -187,7 +205,7 @@ def bias_metrics(record: RolloutRecord, first_rows: Mapping[int, int], rewards: 
         rewards (`Sequence[float]` of shape `(N·M,)`):
             Of the batch that is trained on, over all processes; NaN for none.
     """
-    groups = record.groups
+    groups = record.ended
     lengths = [group.lengths for group in groups]
     finished = [[reason != FinishReason.ABORT.value for reason in group.finish_reasons] for group in groups]
     selected = [group.selected for group in groups]

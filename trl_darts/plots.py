@@ -1,14 +1,75 @@
-"""Figures from the logs of training runs."""
+"""Figures from the logs of training runs, for light pages and for dark ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from .import_utils import require_matplotlib
+from .reporting.drawing import INK
 
 
 LogHistory = Sequence[Mapping[str, Any]]
+# "C0" to "C10" in what is drawn. The first is the baseline's. In the dark, the same hues, light enough to be read.
+_COLORS = (
+    ("#595959", "#c4c4c4"),  # grey
+    ("#0072b2", "#4aa8f0"),  # blue
+    ("#d55e00", "#ff8a4c"),  # vermilion
+    ("#009e73", "#3fcf9f"),  # green
+    ("#cc79a7", "#f29ac9"),  # pink
+    ("#e69f00", "#ffbf47"),  # amber
+    ("#17a2d4", "#5cc3ff"),  # cyan
+    ("#8b1a1a", "#ff7676"),  # red
+    ("#7b4fb5", "#b79bff"),  # purple
+    ("#7f7f00", "#cdcd58"),  # olive
+    ("#2fb59a", "#45d6a0"),  # teal
+)
+PALETTES = dict(zip(("light", "dark"), zip(*_COLORS, strict=True), strict=True))
+SURFACES = {"light": "#ffffff", "dark": "#1e2129"}  # dark: that of the site's pages, so that figures have no edge
+
+
+def save_light_and_dark(draw: Callable[[], Any], path: str | Path, dpi: int = 150) -> None:
+    """
+    Saves a figure as `path`, on white, and once more for dark pages, beside it and with `_dark` after its name.
+
+    Args:
+        draw (`Callable[[], matplotlib.figure.Figure]`):
+            Draws it. Is called for each scheme, and leaves colors to matplotlib or names them `"C0"` to `"C10"`: these
+            are others in the dark.
+        path (`str` or `Path`):
+            Where to write the light one. The ending decides about the format.
+        dpi (`int`, *optional*, defaults to `150`):
+            Pixels per inch.
+
+    Raises:
+        [`ImportError`]: If matplotlib is missing.
+    """
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    path = Path(path)
+    for scheme, place in (("light", path), ("dark", path.with_name(f"{path.stem}_dark{path.suffix}"))):
+        with plt.rc_context(_colors(scheme)):
+            figure = draw()
+            figure.savefig(place, dpi=dpi)  # inside: "C0" is looked up only now
+        plt.close(figure)
+
+
+def _colors(scheme: str) -> dict[str, Any]:
+    """Matplotlib's settings for a scheme."""
+    from cycler import cycler
+
+    parts = {
+        "ink": ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"),
+        "muted": ("axes.edgecolor", "xtick.color", "ytick.color"),
+        "grid": ("grid.color",),
+    }
+    settings: dict[str, Any] = {name: INK[scheme][part] for part, names in parts.items() for name in names}
+    settings |= dict.fromkeys(("figure.facecolor", "axes.facecolor"), SURFACES[scheme])
+    return settings | {"axes.prop_cycle": cycler(color=PALETTES[scheme]), "axes.axisbelow": True}
 
 
 def series(log_history: LogHistory, name: str) -> list[float]:
@@ -35,19 +96,19 @@ def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
         runs (`Mapping[str, LogHistory]`):
             Log history by the run's name. Each entry must stand for one step (`logging_steps=1`).
         path (`str` or `Path`):
-            Where to write the picture. The ending decides about the format.
+            Where to write the picture; that for dark pages goes beside it, see [`save_light_and_dark`].
 
     Raises:
         [`ImportError`]: If matplotlib is missing.
     """
-    require_matplotlib()
-    import matplotlib
+    save_light_and_dark(lambda: _comparison(runs), path)
 
-    matplotlib.use("Agg")
+
+def _comparison(runs: Mapping[str, LogHistory]) -> Any:
     from matplotlib import pyplot as plt
 
     figure, (by_step, by_time, lengths) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    for color, (name, log_history) in zip(("C7", "C0", "C1", "C2", "C3"), runs.items(), strict=False):
+    for color, (name, log_history) in zip((f"C{number}" for number in range(len(runs))), runs.items(), strict=False):
         reward = smooth(series(log_history, "reward"))
         seconds = list(accumulate(series(log_history, "darts/rollout/seconds")))
         steps = range(1, len(reward) + 1)
@@ -59,16 +120,15 @@ def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
     by_time.set(xlabel="seconds of rollout", title="Reward against rollout time")
     lengths.set(xlabel="step", ylabel="tokens", title="Response lengths", yscale="log")
     for axes in (by_step, by_time, lengths):
-        axes.grid(alpha=0.3)
+        axes.grid()
     by_step.legend(frameon=False, fontsize=8)  # whose colors hold for all
     by_time.legend(frameon=False, fontsize=8)
-    lines = [lengths.plot([], [], color="C7", linestyle=style)[0] for style in ("-", "--")]
-    words = ["rows trained on, mean", "all candidates, p99"]
+    lines = [lengths.plot([], [], color="C0", linestyle=style)[0] for style in ("-", "--")]
+    words = ["rows trained on, mean", "all candidates, p99 (aborted ones: what they had)"]
     figure.legend(lines, words, loc="outside lower right", ncols=2, frameon=False, fontsize=8)
     lengths.yaxis.set_major_formatter("{x:.0f}")
     lengths.yaxis.set_minor_formatter("{x:.0f}")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def smooth(values: Sequence[float], window: int = 5) -> list[float]:

@@ -230,7 +230,7 @@ class RolloutConductor:
         """The record of a rollout, and what is learned from it: nothing from groups of different prompts."""
         summaries = [GroupSummary.of(group) for group in result.groups]
         deferred = [GroupSummary.of(group) for group in result.deferred]
-        mixed = batch.mixed
+        mixed, carries_over = batch.mixed, self.rounds is not None and self.rounds.buffer.keeps_tokens
         record = RolloutRecord(
             admission,
             summaries,
@@ -240,10 +240,10 @@ class RolloutConductor:
             num_resumed=result.num_resumed,
             num_dropped=len(result.dropped),
             deferred=deferred,
+            carries_over=carries_over,
         )
         # What goes on is learned from once it has come to its end.
-        ended = summaries if self.rounds is not None and self.rounds.buffer.keeps_tokens else [*summaries, *deferred]
-        uniform = [summary for summary in ended if not mixed[summary.group_id]]
+        uniform = [summary for summary in record.ended if not mixed[summary.group_id]]
         if self.turn is Turn.TRAINING and uniform:
             self.admission.observe(uniform, record.seconds)
         return record

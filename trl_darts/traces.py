@@ -23,7 +23,13 @@ COLUMNS = (
     "num_prompt_tokens",
     "start_seconds",
     "end_seconds",
+    "num_carried_tokens",
+    "carried_over",
+    "expected_length",
 )
+COUNTS = ("step", "group", "candidate", "num_candidates", "length", "num_prompt_tokens", "num_carried_tokens")
+FLAGS = ("selected", "carried_over")
+TIMES = ("start_seconds", "end_seconds")
 
 
 def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
@@ -80,6 +86,14 @@ def _check(path: Path, frame: pd.DataFrame) -> None:
             "trace needs all that `save_rollout_trace=True` writes today. Train again, or remove this run's traces: "
             "the report then takes its log."
         )
+    kinds = ((COUNTS, "iu", "whole numbers from 0 on"), (FLAGS, "b", "booleans"), (TIMES, "f", "seconds from 0 on"))
+    for columns, dtype, words in kinds:
+        for column in columns:
+            if frame[column].dtype.kind not in dtype or not (frame[column] >= 0).all():
+                raise ConfigurationError(
+                    f"`run_dir`: {str(path)!r} must have {words} in the column {column}, and has "
+                    f"{frame[column].dtype} from {frame[column].min()!s}. Remove it; no training writes such files."
+                )
 
 
 def _line(error: Exception) -> str:

@@ -31,7 +31,7 @@ from .rows import KeptRows, forget_stale, mask_stale, repeat_rewards, take_weigh
 from .servers import connect, server_settings
 from .streaming.setup import called_model, make_streams
 from .streaming.streams import Streams
-from .worth import WorthCheck
+from .worth import WorthCheck, warn_of_other_model
 
 
 class DARTSGRPOTrainer(GRPOTrainer):
@@ -156,6 +156,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if callback.tracker is None:
             callback.tracker = settings.tracker(args.max_completion_length)
         curve = args.load_latency_curve()
+        warn_of_other_model(curve, args.latency_curve, self.model)
         callback.admission = settings.admission(callback.tracker, curve, args.num_engines)
         self._rollout_log = RolloutLog(self, WorthCheck(curve, args.num_engines, args.max_completion_length))
         self._tracker_callback = callback

@@ -1,7 +1,9 @@
-"""A word to the user where the latency curve says that over-provisioning can't pay."""
+"""A word to the user where the latency curve is of another model, or says that over-provisioning can't pay."""
 
-import logging
 import statistics
+from typing import Any
+
+from accelerate.logging import get_logger
 
 from .metrics import RolloutRecord
 from .policy import LatencyCurve
@@ -10,9 +12,32 @@ from .policy.worth import best_case_speedup
 from .scheduling import FinishReason, GroupSummary
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 NUM_ROLLOUTS = 8  # those in which the budget is calibrated
+
+
+def warn_of_other_model(curve: LatencyCurve | None, path: str | None, model: Any) -> None:
+    """
+    Warns of a curve that was measured with another model. That is no error: a checkpoint has another directory's name.
+
+    Args:
+        curve ([`LatencyCurve`], *optional*):
+            The curve.
+        path (`str`, *optional*):
+            Where it came from.
+        model (`PreTrainedModel`):
+            What is trained.
+    """
+    name = getattr(model.config, "_name_or_path", None)
+    if curve is not None and not curve.is_of(name):
+        logger.warning(
+            "`latency_curve` (%r) was measured with %r, and the model is %r. If one is not a checkpoint of the other, "
+            "budgets follow another model's costs: measure a curve with `trl-darts profile`.",
+            path,
+            curve.metadata.get("model"),
+            name,
+        )
 
 
 class WorthCheck:

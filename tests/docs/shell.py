@@ -120,7 +120,8 @@ def _serve(**values: Any) -> None:
 
 
 def _simulate(schedule: list[str], sweep: list[str] | None, num_generations: int | None, **values: Any) -> None:
-    settings_of(simulate._names(schedule), num_generations or 8, parse_sweep(sweep or []))
+    names = [*simulate._names(schedule), *simulate._further(values["more_schedules"] or [])]
+    settings_of(names, num_generations or 8, parse_sweep(sweep or []))
 
 
 def _profile(urls: list[str], **values: Any) -> None:

@@ -137,6 +137,7 @@ def test_the_callback_that_follows_a_cluster():
         ("for s in grpo darst; do trl-darts simulate --schedule $s; done", "`--schedule` ('darst') must be one"),
         ("trl-darts simulate --sweep nothing=1", "`--sweep` ('nothing=1') must be NAME=VALUE"),
         ("trl-darts simulate --schedule foo", "`--schedule` ('foo') must be one or several of"),
+        ("trl-darts simulate --schedule grpo darst", "`darst` is one argument too many"),
         ("trl-darts profile localhost", "`url` ('localhost') must be an address"),
         ("trl-darts config push configs/tiny_reasoner.yaml a/b --without nothing", "has no field nothing"),
         ("accelerate nothing", "nothing is no command that is known here"),

@@ -6,6 +6,7 @@ Invariants:
 - It builds strictly: no broken link, anchor or reference, and no page outside the navigation.
 - Every field of the config is described, and docstrings are shown as text, not as their source.
 - A page has content, in the light and in the dark, and loads nothing from elsewhere.
+- Every picture is there twice, drawn for light pages and for dark ones, and a reader sees the one that fits.
 """
 
 import os
@@ -20,11 +21,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 from trl import GRPOConfig
 
 from docs.hooks.docstrings import to_markdown
 from docs.hooks.links import on_page_markdown
+from docs.hooks.pictures import on_page_markdown as with_dark_pictures
+from tests.docs.blocks import PAGES
 from trl_darts import DARTSGRPOConfig
+from trl_darts.plots import SURFACES
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,9 +110,75 @@ def test_a_page_is_seen_and_loads_nothing_from_elsewhere(site, browser, dark):
     assert brightness.std() > 10
 
 
+def pictures_of(page: Path) -> list[Path]:
+    """The light ones, however they are written."""
+    text = page.read_text()
+    found = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text) + re.findall(r'<img [^>]*src="([^"]+)"', text)
+    return [page.parent / name for name in found]
+
+
+def dark(picture: Path) -> Path:
+    return picture.with_name(f"{picture.stem}_dark{picture.suffix}")
+
+
+PICTURES = [(page, picture) for page in PAGES for picture in pictures_of(page)]
+
+
+def test_pages_have_pictures():
+    assert len(PICTURES) >= 6
+    used = {name for _, picture in PICTURES for name in (picture, dark(picture))}
+    assert used == set((ROOT / "docs").glob("*.png"))
+
+
+@pytest.mark.parametrize(("page", "picture"), PICTURES, ids=lambda path: path.name)
+def test_every_picture_is_drawn_for_light_and_for_dark_pages(page, picture):
+    with Image.open(picture) as light, Image.open(dark(picture)) as other:
+        assert light.size == other.size
+        for image, scheme in ((light, "light"), (other, "dark")):
+            pixels = np.asarray(image.convert("RGB"))
+            assert "#" + pixels[0, 0].tobytes().hex() == SURFACES[scheme]
+            assert pixels.std() > 10  # something is drawn
+
+
+def test_the_readme_has_both_pictures():
+    (picture,) = pictures_of(ROOT / "README.md")
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="docs/{dark(picture).name}">'
+    assert source in (ROOT / "README.md").read_text()
+
+
+ON_THE_SITE = [(page, picture) for page, picture in PICTURES if page.parent != ROOT]
+
+
+@pytest.mark.parametrize(("page", "picture"), ON_THE_SITE, ids=lambda path: path.name)
+def test_the_site_has_both_pictures(site, page, picture):
+    html = (site / f"{page.stem}.html").read_text()
+    for name in (f"{picture.name}#only-light", f"{dark(picture).name}#only-dark"):
+        assert html.count(f'src="{name}"') == 1
+        assert (site / name.split("#")[0]).exists()
+
+
+SEEN = "[...document.querySelectorAll('article img')].filter(i => i.offsetWidth).map(i => i.src.split('/').pop())"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("in_the_dark", [False, True])
+def test_a_reader_sees_the_picture_that_fits(site, browser, in_the_dark):
+    shot = browser.show(site / "evidence.html", dark=in_the_dark, script=SEEN)
+    names = [dark(path).name if in_the_dark else path.name for path in pictures_of(ROOT / "docs" / "evidence.md")]
+    assert [name.split("#")[0] for name in shot.facts] == names
+
+
+def test_pictures_become_pairs():
+    pair = "![x y](a.png#only-light)![x y](a_dark.png#only-dark)"
+    assert with_dark_pictures("Text ![x y](a.png), more") == f"Text {pair}, more"
+    for other in ("[x](a.png)", "![x](https://example.org/a.png)", "![x](a.svg)"):
+        assert with_dark_pictures(other) == other
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
+        ("![x](assets/light.png)", "light_dark.png"),
         ("[x](nowhere.md)", "nowhere.md"),
         ("[x](other.md#nowhere)", "nowhere"),
         ("[x][trl_darts.Nothing]", "trl_darts.Nothing"),
@@ -118,6 +189,7 @@ def test_a_strict_build_finds_what_is_broken(tmp_path, broken, words):
     shutil.copytree(ROOT / "docs" / "hooks", tmp_path / "docs" / "hooks")
     shutil.copytree(ROOT / "docs" / "assets", tmp_path / "docs" / "assets")
     (tmp_path / "trl_darts").symlink_to(ROOT / "trl_darts")
+    shutil.copy(ROOT / "docs" / "quickstart.png", tmp_path / "docs" / "assets" / "light.png")  # and no dark one
     settings, _ = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
     (tmp_path / "mkdocs.yml").write_text(settings)
     (tmp_path / "docs" / "index.md").write_text(f"# Index\n\n{broken}\n")

@@ -23,6 +23,7 @@ class Repository:
     """Branches and commits of one repository."""
 
     private: bool
+    gated: bool = False  # everyone sees it, nobody has been granted its files
     commits: dict[str, Files] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
@@ -156,6 +157,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(404, "RevisionNotFound")
         files = repository.files(commit)
         if "path" in found.groupdict():
+            if repository.gated:
+                return self.refuse(403, "GatedRepo", "Access to this repository is restricted")
             if found["path"] not in files:
                 return self.refuse(404, "EntryNotFound", commit=commit)
             return self.answer(files[found["path"]], commit)

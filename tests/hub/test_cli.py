@@ -39,9 +39,10 @@ def command(hub: StandIn, home: Path, *words: str, token: str = TOKEN) -> subpro
 def expected() -> tuple[dict[str, Any], list[str]]:
     """What of the recipe leaves, and what stays."""
     recipe = yaml.safe_load(RECIPE.read_text())
-    public, left_out = publishable({name: value for name, value in recipe.items() if name not in PUSH})
+    public, left_out = publishable(recipe, [name for name in recipe if name in PUSH])
     assert public.keys() >= {"max_steps", "learning_rate"}
-    return public, [*left_out, "model_name_or_path", "reward_funcs"]
+    assert {*left_out} == {"output_dir", "model_name_or_path", "reward_funcs"}
+    return public, left_out
 
 
 def test_push_and_pull_in_processes_of_their_own(hub, tmp_path):
@@ -51,6 +52,8 @@ def test_push_and_pull_in_processes_of_their_own(hub, tmp_path):
     assert f"Left out, to be set where the training is started: {', '.join(left_out)}\n" in pushed.stderr
     address = pushed.stdout.strip()
     assert address == f"{REPO}@{hub.repositories[REPO].branches['main']}"
+    card = hub.repositories[REPO].files("main")[CARD_NAME].decode()
+    assert f"started: {', '.join(f'`{name}`' for name in left_out)}.\n" in card
 
     pulled = command(hub, tmp_path, "-m", "trl_darts.cli", "config", "pull", address, "--output", "mine.yaml")
     assert pulled.returncode == 0, pulled.stderr
@@ -88,6 +91,7 @@ def test_options_reach_the_hub(hub):
     repository = hub.repositories[REPO]
     assert repository.private
     assert "two cores: 1.3×" in repository.files("v1")[CARD_NAME].decode()
+    assert "--config hf://me/tiny@v1 " in repository.files("v1")[CARD_NAME].decode()
     assert CONFIG_NAME not in repository.files("main")
     assert '"summary": "First"' in hub.sent.replace('"summary":"', '"summary": "')
 

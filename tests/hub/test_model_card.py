@@ -3,9 +3,12 @@
 import re
 
 import pytest
-from trl import GRPOTrainer
+from trl import GRPOTrainer, TrlParser
 
 from tests.builders import make_args, make_trainer
+from tests.hub.test_transfer import REPO
+from trl_darts import DARTSGRPOConfig
+from trl_darts.hub import push_config, resolve_config_arguments
 from trl_darts.hub.model_card import EFFECTS, PAPER, add_rollouts
 from trl_darts.policy import LatencyCurve
 
@@ -71,6 +74,18 @@ def test_a_latency_curve_is_named_without_its_path(tmp_path):
     add_rollouts(path, make_args(tmp_path, latency_curve=str(curve)), [])
     assert "`num_generations=4`, and a latency curve of the engine; its other" in path.read_text()
     assert "curve.json" not in path.read_text()
+
+
+def test_it_names_the_published_config(hub, model_dir, tmp_path):
+    published = {"use_cpu": True, "bf16": False, "num_generations": 4, "per_device_train_batch_size": 16}
+    commit = push_config(published, REPO).commit
+    words = resolve_config_arguments(["--config", f"hf://{REPO}", "--output_dir", str(tmp_path), "--seed=3"])
+    (parsed,) = TrlParser((DARTSGRPOConfig,)).parse_args_and_config(words)
+    for args in (parsed, DARTSGRPOConfig.from_pretrained(REPO, output_dir=str(tmp_path))):
+        card = card_of(make_trainer(model_dir, args), tmp_path)
+        assert f"set up with the config `hf://{REPO}@{commit}`, but for what was given beside it" in card
+        assert str(tmp_path) not in card.replace(str(model_dir), "")  # which TRL names
+    assert "set up with the config" not in card_of(make_trainer(model_dir, make_args(tmp_path)), tmp_path)
 
 
 def test_another_template_loses_nothing(tmp_path):

@@ -177,6 +177,15 @@ def test_missing_repository(hub):
     one_line(e.value)
 
 
+def test_gated_repository(hub):
+    push_config(PUBLIC, REPO)
+    hub.repositories[REPO].gated = True
+    for ask in (lambda: pull_config(REPO), lambda: push_config(PUBLIC, REPO)):
+        with pytest.raises(HubError, match=rf"Ask for access on its page, {hub.url}/{REPO}, and log in") as e:
+            ask()
+        assert "there is none" not in one_line(e.value)
+
+
 def test_missing_revision(hub):
     push_config(PUBLIC, REPO)
     with pytest.raises(HubError, match=r"`revision` \('v9'\) must be a branch, a tag or a commit of 'me/recipe'") as e:

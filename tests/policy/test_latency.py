@@ -210,3 +210,16 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match="`path`"):
         LatencyCurve.load(path)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "fits"),
+    [
+        ("some/Tiny-1B", "/models/tiny-1b/", True),
+        ("some/Tiny-1B", "some/Other-7B", False),
+        (None, "some/Tiny-1B", True),
+        ("some/Tiny-1B", None, True),
+    ],
+)
+def test_models_are_compared_by_the_names_that_are_known(own, other, fits) -> None:
+    assert LatencyCurve([1], [1.0], {"model": own}).is_of(other) is fits

@@ -146,3 +146,20 @@ def test_a_profile_without_a_curve_is_no_curve(tmp_path: Path) -> None:
     path.write_text('{"kind": "latency_profile", "version": 1}')
     with pytest.raises(ConfigurationError, match="no latency curve"):
         LatencyCurve.load(path)
+
+
+def test_prefill_of_a_file(tmp_path: Path) -> None:
+    """A profile's line, and none of a curve alone or of a profile without prompts."""
+    points = [DecodePoint(1, 10, 10.0, 1.0, 0.0, (1.0,))]
+    LatencyProfile.fit(points, [PrefillPoint(1, 1.5, 0.0), PrefillPoint(2, 2.0, 0.0)]).save(tmp_path / "both.json")
+    line = PrefillLine.load(tmp_path / "both.json")
+    assert line is not None
+    assert (line.base_s, line.per_token_s) == (pytest.approx(1.0), pytest.approx(0.5))
+    LatencyProfile.fit(points).save(tmp_path / "decoding.json")
+    LatencyCurve([1], [1.0]).save(tmp_path / "curve.json")
+    assert PrefillLine.load(tmp_path / "decoding.json") is None
+    assert PrefillLine.load(tmp_path / "curve.json") is None
+    (tmp_path / "broken.json").write_text('{"kind": "latency_profile", "prefill": {"base_s": 1.0}}')
+    for name, words in (("broken.json", "`base_s` and `per_token_s`"), ("nothing.json", "must name a JSON file")):
+        with pytest.raises(ConfigurationError, match=words):
+            PrefillLine.load(tmp_path / name)

@@ -47,6 +47,8 @@ def measured(monkeypatch, tmp_path) -> list:
     [
         (["localhost:8000"], "`url` ('localhost:8000') must be an address such as 'http://localhost:8000'."),
         (["http://"], "`url` ('http://') must be an address"),
+        (["http://[::1"], "`url` ('http://[::1') must be an address"),
+        (["http://localhost:many"], "`url` ('http://localhost:many') must be an address"),
         ([URL, URL + "/"], f"`url` ('{URL}') must be named once"),
         ([URL, "--repeats", "0"], "`repeats` (0) must be at least 1"),
         ([URL, "--max-batch-size", "-1"], "`max_batch_size` (-1) must be at least 1"),

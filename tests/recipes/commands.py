@@ -1,9 +1,14 @@
-"""The commands in the first lines of a recipe."""
+"""The commands in the first lines of a recipe, and the one that checks it."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+
+import typer
+from typer.testing import CliRunner
+
+from trl_darts.cli.config.check import check
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,3 +40,10 @@ def command(path: Path, start: str) -> list[str] | None:
 def option(line: list[str], name: str) -> str | None:
     """The value of an option."""
     return line[line.index(name) + 1] if name in line else None
+
+
+def run(*args):
+    """`trl-darts config check` with these words."""
+    app = typer.Typer()
+    app.command()(check)
+    return CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "200"})

@@ -6,44 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import typer
-import yaml
-from typer.testing import CliRunner
 
 from tests.test_imports import loaded
-from trl_darts.cli.config.check import check
 
-from .commands import ROOT
-
-
-FIELDS = {
-    "dataset_name": "some/data",
-    "reward_funcs": ["think_format_reward"],
-    "num_generations": 4,
-    "max_num_generations": 6,
-    "target_redundancy": 1.25,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "max_completion_length": 100,
-    "num_train_epochs": 2,
-    "report_to": "none",
-}
-
-
-@pytest.fixture
-def recipe(tmp_path, tiny_model_dir):
-    def write(name="recipe.yaml", **fields):
-        path = tmp_path / name
-        path.write_text(yaml.safe_dump({"model_name_or_path": str(tiny_model_dir), **FIELDS, **fields}))
-        return path
-
-    return write
-
-
-def run(*args):
-    app = typer.Typer()
-    app.command()(check)
-    return CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "200"})
+from .commands import ROOT, run
 
 
 def words(result):
@@ -163,69 +129,6 @@ def test_bad_recipe(recipe, fields, message):
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Error: {path}: {message}")
     assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dataset_name": None}, "`dataset_name` (empty) must be a data set of the Hub"),
-        ({"reward_weights": [1.0, 2.0]}, "`reward_weights` ([1.0, 2.0]) must be as many as the rewards (1)"),
-        (
-            {"reward_weights": [1.0], "reward_model_name_or_path": "some/reward"},
-            "`reward_weights` ([1.0]) must be as many as the rewards (2)",
-        ),
-        (
-            {"use_vllm": True, "vllm_tensor_parallel_size": 2},
-            "`vllm_tensor_parallel_size` (2) must divide the processes (1)",
-        ),
-        ({"load_in_4bit": True}, "`load_in_4bit` (True) needs `use_peft`"),
-        ({"load_in_8bit": True}, "`load_in_8bit` (True) needs `use_peft`"),
-        ({"sync_ref_model": True, "beta": 0.1, "use_peft": True}, "`sync_ref_model` (True) does not run with `use_pe"),
-        ({"sync_ref_model": True}, "`sync_ref_model` (True) needs a reference model"),
-        ({"loss_type": "gpro"}, "`loss_type` ('gpro') must be one of 'grpo'"),
-        ({"scale_rewards": "rows"}, "`scale_rewards` ('rows') must be one of 'group'"),
-        ({"importance_sampling_level": "word"}, "`importance_sampling_level` ('word') must be one of 'token'"),
-        ({"use_vllm": True, "vllm_mode": "local"}, "`vllm_mode` ('local') must be one of 'server'"),
-        ({"use_vllm": True, "loss_type": "vespo"}, "`vllm_importance_sampling_mode` ('sequence_mask') must be one of"),
-        ({"temperature": 0.0}, "`temperature` (0.0) must be positive"),
-        ({"learning_rate": -1.0}, "`learning_rate` (-1.0) must be at least 0"),
-        ({"epsilon": -1.0}, "`epsilon` (-1.0) must be at least 0"),
-        ({"ignore_bias_buffers": True}, "`ignore_bias_buffers` (True) has no effect"),
-    ],
-)
-def test_recipes_that_would_end_the_training(recipe, fields, message):
-    path = recipe(**fields)
-    result = run(path, "--num-parameters", 1000)
-    assert result.exit_code == 2
-    assert f"Error: {path}: {message}" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"reward_weights": [1.0]},
-        {"reward_weights": [1.0, 2.0], "reward_model_name_or_path": "some/reward"},
-        {"reward_funcs": None, "reward_model_name_or_path": "some/reward", "reward_weights": [1.0]},
-        {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2},
-        {"vllm_tensor_parallel_size": 2},
-        {"load_in_4bit": True, "use_peft": True},
-        {"sync_ref_model": True, "beta": 0.1},
-        {"scale_rewards": False},
-    ],
-)
-def test_recipes_that_look_like_those_and_run(recipe, fields):
-    result = run(recipe(**fields), "--num-parameters", 1000)
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-
-
-def test_tensor_parallel_engines_share_the_processes(recipe):
-    path = recipe(use_vllm=True, vllm_tensor_parallel_size=2)
-    assert run(path, "--num-processes", 4, "--num-parameters", 1000).exit_code == 0
-    result = run(path, "--num-processes", 3, "--num-parameters", 1000)
-    assert result.exit_code == 2
-    assert "`vllm_tensor_parallel_size` (2) must divide the processes (3)" in result.stderr
 
 
 def test_a_made_data_set_has_the_recipes_number_of_prompts(recipe):

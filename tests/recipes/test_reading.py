@@ -50,6 +50,11 @@ def test_values_are_those_of_the_file(tmp_path):
     assert recipe.script.reward_funcs == ["accuracy_reward"]
 
 
+def test_what_has_no_bound_may_be_infinite(tmp_path):
+    recipe = read_recipe(write(tmp_path, max_grad_norm=float("inf"), epsilon_high=float("inf")))
+    assert recipe.config.max_grad_norm == recipe.config.epsilon_high == float("inf")
+
+
 def test_environment_is_not_touched(tmp_path, monkeypatch):
     monkeypatch.delenv("RECIPE_VARIABLE", raising=False)
     read_recipe(write(tmp_path, env={"RECIPE_VARIABLE": "1"}))
@@ -88,6 +93,12 @@ def test_environment_is_not_touched(tmp_path, monkeypatch):
             {"reward_weights": 2.0},
             r"`reward_weights` \(2.0\) must be .* Put it in brackets: \[2.0\]",
         ),
+        ({"temperature": float("inf")}, r"`temperature` \(inf\) must be finite"),
+        ({"learning_rate": ".inf"}, r"`learning_rate` \('.inf'\) must be of type float"),
+        ({"learning_rate": "inf"}, r"`learning_rate` \(inf\) must be finite"),
+        ({"long_end_patience": float("nan")}, r"`long_end_patience` \(nan\) must be finite"),
+        ({"max_grad_norm": float("nan")}, r"`max_grad_norm` \(nan\) must be finite"),
+        ({"epsilon_high": float("-inf")}, r"`epsilon_high` \(-inf\) must be finite"),
         ({"use_cpu": "perhaps"}, r"`use_cpu` \('perhaps'\) must be of type bool"),
         ({"env": 3}, r"`env` \(3\) must be a mapping"),
         ({"model_name_or_path": None}, r"`model_name_or_path` \(empty\) must be a model"),

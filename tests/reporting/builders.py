@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+from trl_darts.reporting.outcomes import outcomes
 
 
 # (length, finish reason, selected, start, end)
@@ -42,6 +45,9 @@ def make_trace(groups: Mapping[int, Sequence[Candidate]] = ROLLOUT, step: int = 
             "num_prompt_tokens": 2,
             "start_seconds": start,
             "end_seconds": end,
+            "num_carried_tokens": 0,
+            "carried_over": False,
+            "expected_length": math.nan,
         }
         for group, (key, candidates) in enumerate(groups.items())
         for index, (length, reason, selected, start, end) in enumerate(candidates)
@@ -52,7 +58,8 @@ def make_trace(groups: Mapping[int, Sequence[Candidate]] = ROLLOUT, step: int = 
 def as_read(*traces: pd.DataFrame) -> pd.DataFrame:
     """What a run has of trace files of one rollout each."""
     table = pd.concat([trace.assign(micro=0) for trace in traces], ignore_index=True)
-    return table.assign(step=table["step"] + 1)
+    table = table.assign(step=table["step"] + 1)
+    return table.assign(outcome=outcomes(table))
 
 
 def make_entry(step: int, **metrics: float) -> dict[str, Any]:

@@ -51,6 +51,12 @@ def test_example_of_the_help_works(tmp_path, monkeypatch):
         (["a", "--output", "."], "`output` ('.') must be the name of an HTML file."),
         (["a", "--output", "a.pdf"], "`output` ('a.pdf') must be the name of an HTML file."),
         (["a", "--output", "file/report.html"], "`output` ('file/report.html') must be in a directory"),
+        (["a", "--output", "x" * 300 + ".html"], f"`output` ('{'x' * 300}.html') must be a file that can be written"),
+        (["a", "--output", "/proc/report.html"], "`output` ('/proc/report.html') must be a file that can be written"),
+        (
+            ["a", "--output", "d/r.html"],
+            "`output` ('d/r-reward.png') must be a file that can be written: it is a directory. Choose another.",
+        ),
         (["a", "--latency-curve", "none.json"], "`path` ('none.json') must name a JSON file with a latency curve"),
     ],
 )
@@ -58,12 +64,13 @@ def test_bad_input(tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "a", traces=1, log=1)
     (tmp_path / "file").touch()
+    (tmp_path / "d" / "r-reward.png").mkdir(parents=True)
     result = run(*args)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Error: {message}")
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
-    assert not list(tmp_path.glob("*.html"))
+    assert not list(tmp_path.rglob("*.html"))
 
 
 def test_without_arguments():

@@ -116,7 +116,7 @@ def test_shares_sum_to_one_and_tokens_to_all(trace):
     shares = panels.length_shares(trace, panels.length_edges(int(trace["length"].max())))
     assert shares["pool"].sum() == pytest.approx(1)
     assert shares["kept"].sum() == pytest.approx(1 if trace["selected"].any() else 0)
-    assert set(panels.outcome(trace)) <= set(panels.OUTCOMES)
+    assert set(trace["outcome"]) <= set(panels.OUTCOMES)
 
 
 def test_rollouts_from_traces(tmp_path):

@@ -1,6 +1,8 @@
 """The command itself: what it prints, where, and with which exit code. Its servers are fake."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +13,9 @@ from typer.testing import CliRunner
 from tests.test_imports import loaded
 from trl_darts import cli
 from trl_darts.cli import app, display, hide_api_key, serve, without_api_key
+from trl_darts.serving import checks
 
-from .builders import CPU, fake_command
+from .builders import CPU, CUDA, fake_command
 
 
 @pytest.fixture
@@ -64,6 +67,27 @@ def test_options_arrive(model, monkeypatch):
     ((options, timeout_s, log_dir, restart),) = seen
     assert (options.num_servers, options.devices, options.vllm_flags) == (2, ("0", "1"), ("--seed", "1"))
     assert (timeout_s, log_dir, restart) == (9.0, None, True)
+
+
+def test_example_of_the_help_is_accepted(model, monkeypatch):
+    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
+    (example,) = re.findall(r"trl-darts serve (Qwen.*?-- --\S+ \S+)", text)
+    started = []
+    monkeypatch.setattr(serve, "find_build", lambda: CUDA)
+    monkeypatch.setattr(checks, "check_model", lambda name: None)  # of the Hub
+    monkeypatch.setattr(checks, "check_ports", lambda host, ports: None)  # which ports are free is this machine's
+    monkeypatch.setattr(serve, "Supervisor", lambda servers, *args: started.append(servers) or Idle())
+    result = run(*shlex.split(example))
+    assert result.exit_code == 0, result.stderr
+    ((first, second),) = started
+    assert [server.command.env["CUDA_VISIBLE_DEVICES"] for server in (first, second)] == ["2", "3"]
+
+
+class Idle:
+    """A supervisor whose servers are never started."""
+
+    def run(self, display, stop) -> None:
+        pass
 
 
 def test_key_from_the_environment(model, monkeypatch):

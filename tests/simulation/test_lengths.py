@@ -1,5 +1,7 @@
 """Length models: what they draw, and that two schedules see the same candidates."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -73,6 +75,9 @@ def test_a_cut_candidate_is_replaced_by_any_longer_one():
         (lambda: RecordedLengths([], []), "at least one prompt"),
         (lambda: RecordedLengths([[1], []], [[False], []]), "at least one length"),
         (lambda: RecordedLengths([[1]], [[False, True]]), "as many flags"),
+        (lambda: RecordedLengths([[5, -1]], [[False, False]]), r"`lengths` \(-1.0 is one of 1"),
+        (lambda: RecordedLengths([[5], [math.nan]], [[False]] * 2), r"`lengths` \(nan is .* finite and not negative"),
+        (lambda: RecordedLengths([[math.inf]], [[False]]), r"`lengths` \(inf"),
     ],
 )
 def test_what_can_not_be_a_model(make, words):

@@ -91,7 +91,7 @@ def test_the_same_events_are_the_same_decisions(server):
 
 
 def test_time_is_predicted_within_the_noise_of_a_shared_machine(server, run_dir):
-    """The figure that counts is that of `benchmarks/simulator_parity.py`; here, wrong by a factor would show."""
+    """The figure that counts is that of `benchmarks/simulator_parity.py`; here, an error of a factor would show."""
     directory, settings = run_dir
     options = ProfileOptions((server.base_url,), batch_sizes=(1, 8, 32, 64), context_lengths=(64,), repeats=2)
     curve = profile_servers(options).profile.curve
@@ -106,4 +106,4 @@ def test_time_is_predicted_within_the_noise_of_a_shared_machine(server, run_dir)
     predicted = sum(rollout.replay(settings, spec, LIMIT).timeline.times[-1] for rollout in rollouts)
     real = sum(rollout.seconds for rollout in rollouts)
     print(f"predicted {predicted:.2f} s, real {real:.2f} s")
-    assert 1 / 3 < predicted / real < 3
+    assert 1 / 2 < predicted / real < 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
+from ..output_files import check_writable, not_writable
 from ..serving.options import API_KEY_VARIABLE
 from .exits import fail
 
@@ -102,8 +102,7 @@ def _measure(settings: dict[str, Any]) -> ProfileResult:
 
 def _urls(urls: list[str]) -> tuple[str, ...]:
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(url):
             raise ConfigurationError(f"`url` ({url!r}) must be an address such as 'http://localhost:8000'.")
     distinct = [url.rstrip("/") for url in urls]
     if repeated := {url for url in distinct if distinct.count(url) > 1}:
@@ -111,6 +110,14 @@ def _urls(urls: list[str]) -> tuple[str, ...]:
             f"`url` ({', '.join(map(repr, sorted(repeated)))}) must be named once. Leave one out."
         )
     return tuple(distinct)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket that is not closed, or a port that is no number
+        return False
 
 
 def _numbers(name: str, words: str | None) -> tuple[int, ...] | None:
@@ -137,26 +144,14 @@ def _check_outputs(output: Path, plot: Path | None) -> Path | None:
         raise ConfigurationError(
             f"`plot` ({str(plot)!r}) needs matplotlib. `pip install 'trl-darts[plots]'`, or leave it out."
         )
-    _check_writable("output", output)
+    check_writable("output", output)
     picture = plot or output.with_suffix(".png")
-    _check_writable("plot", picture)
+    check_writable("plot", picture)
     if picture == output:
         raise ConfigurationError(f"`plot` and `output` ({str(output)!r}) must be two files. Name the output .json.")
     if picture.suffix not in PICTURE_FORMATS:
         raise ConfigurationError(f"`plot` ({str(picture)!r}) must end in {', '.join(PICTURE_FORMATS)}. Rename it.")
     return picture if is_matplotlib_available() else None
-
-
-def _check_writable(name: str, path: Path) -> None:
-    if path.is_dir():
-        words = "it is a directory"
-    elif not path.parent.is_dir():
-        words = f"the directory {str(path.parent)!r} does not exist"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        words = "permission denied"
-    else:
-        return
-    raise ConfigurationError(f"`{name}` ({str(path)!r}) must be a file that can be written: {words}. Choose another.")
 
 
 @contextmanager
@@ -171,9 +166,7 @@ def _write(result: ProfileResult, output: Path, picture: Path | None) -> None:
     try:
         result.profile.save(output)
     except OSError as error:
-        raise ConfigurationError(
-            f"`output` ({str(output)!r}) must be a file that can be written: {error.strerror}. Choose another."
-        ) from error
+        raise not_writable("output", output, error.strerror) from error
     from ..profiling.summary import summarize, warn
 
     lines = [*summarize(result.profile), "", f"Written: {output}"]
@@ -182,7 +175,10 @@ def _write(result: ProfileResult, output: Path, picture: Path | None) -> None:
     else:
         from ..profiling.picture import draw
 
-        draw(result.profile, picture)
+        try:
+            draw(result.profile, picture)
+        except OSError as error:
+            raise not_writable("plot", picture, error.strerror) from error
         lines.append(f"Picture: {picture}")
     lines += ["", f'The trainer\'s argument: DARTSGRPOConfig(latency_curve="{output}")']
     typer.echo("\n".join(lines))

@@ -52,7 +52,7 @@ def report(
     try:
         require_matplotlib()
         paths = write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve)
-    except (ConfigurationError, ImportError) as error:
+    except (ConfigurationError, ImportError, OSError) as error:
         fail(str(error))
     console = Console(stderr=True)
     pictures = f"{len(paths) - 1} pictures beside it, {paths[0].stem}-*.png"

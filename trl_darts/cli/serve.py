@@ -66,6 +66,10 @@ def serve(
     Start vLLM servers for a trainer, and print the trainer's arguments. Ctrl-C ends all of them.
 
     Progress goes to standard error, the arguments to standard output.
+
+    Example:
+
+        trl-darts serve Qwen/Qwen2.5-7B --num-servers 2 --devices 2,3 -- --gpu-memory-utilization 0.85
     """
     options = ServeOptions(
         model=model,

@@ -10,22 +10,23 @@ from typing import Annotated, Any, Optional, TypeAlias
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from ..errors import ConfigurationError
-from ..policy import LatencyCurve
+from ..import_utils import require_matplotlib
+from ..output_files import check_directory, check_writable
+from ..policy import LatencyCurve, PrefillLine
 from ..scheduling import SCHEDULES, ScheduleSettings
 from ..simulation import ClusterSpec, LogNormalLengths, Workload
 from ..simulation.comparison import Outcome, compare
 from ..simulation.recorded import recorded_workload
 from ..simulation.sweep import parse_sweep, settings_of
-from ..simulation.verdict import verdict
 from .exits import fail
+from .simulation_table import show
 
 
 # An assumption for a model of about 7 B parameters on one 80 GB GPU: flat while weights are read, then compute counts.
 ASSUMED_CURVE = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062], {"assumed": True})
-COLUMNS = {"bubble": "bubble_ratio", "satu-\nrated": "saturated_ratio", "kept/\npool": "kept_vs_pool_length_ratio"}
+FILES = ("simulation.csv", "simulation.png")
 
 
 console, errors = Console(), Console(stderr=True)
@@ -33,6 +34,7 @@ console, errors = Console(), Console(stderr=True)
 
 # Typer reads annotations at run time, also on Python 3.10, where `int | None` would do as well.
 MaybeInt: TypeAlias = Optional[int]  # noqa: UP045
+MaybeFloat: TypeAlias = Optional[float]  # noqa: UP045
 MaybePath: TypeAlias = Optional[Path]  # noqa: UP045
 MaybeList: TypeAlias = Optional[list[str]]  # noqa: UP045
 workload_option = partial(typer.Option, rich_help_panel="Workload")
@@ -41,6 +43,11 @@ engine_option = partial(typer.Option, rich_help_panel="Engines")
 
 
 def simulate(
+    more_schedules: Annotated[
+        MaybeList,
+        # The shell has `--schedule grpo darts` in two words, of which an option takes one.
+        typer.Argument(hidden=True, metavar="SCHEDULE"),
+    ] = None,
     trace: Annotated[
         MaybePath,
         workload_option(
@@ -73,11 +80,18 @@ def simulate(
     num_engines: Annotated[int, engine_option(help="Data parallel engines.")] = 1,
     max_num_seqs: Annotated[MaybeInt, engine_option(help="Sequences that an engine decodes at once.")] = None,
     kv_tokens: Annotated[MaybeInt, engine_option(help="Tokens that fit in an engine's KV cache.")] = None,
+    prefill_seconds_per_token: Annotated[
+        MaybeFloat,
+        engine_option(help="Per token that is prefilled. Default: what `--latency-curve` measured, or 0."),
+    ] = None,
+    seconds_per_request: Annotated[
+        float, engine_option(help="What each candidate costs its engine, whatever its length.")
+    ] = 0.0,
     schedule: Annotated[
         list[str],
         typer.Option(
-            help=f"Schedules to compare, the first is the baseline: {', '.join(SCHEDULES)}. Repeat it, or separate by "
-            "commas."
+            help=f"Schedules to compare, the first is the baseline: {', '.join(SCHEDULES)}. Separate them by spaces "
+            "or commas, or repeat it."
         ),
     ] = ["grpo", "darts"],  # noqa: B006  typer copies it
     num_generations: Annotated[MaybeInt, typer.Option(help="Rows per prompt. Default: the trace's, or 8.")] = None,
@@ -91,17 +105,20 @@ def simulate(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of each training.")] = 50,
     seeds: Annotated[int, typer.Option(help="Trainings of each setting.")] = 3,
-    output: Annotated[MaybePath, typer.Option(help="Directory for `simulation.csv` and `simulation.png`.")] = None,
+    output: Annotated[MaybePath, typer.Option(help=f"Directory for `{FILES[0]}` and `{FILES[1]}`.")] = None,
 ) -> None:
     """
     Compares schedules and settings on a workload, in virtual time.
 
-    Example: trl-darts simulate --trace out --latency-curve latency.json --schedule grpo,darts --sweep
-    max_num_generations=10,12,16 --sweep long_end_patience=none,2
+    Example:
+
+        trl-darts simulate --trace out --latency-curve latency.json --schedule grpo darts --sweep
+        max_num_generations=10,12,16 --sweep long_end_patience=none,2
     """
     try:
-        curve = ASSUMED_CURVE if latency_curve is None else LatencyCurve.load(latency_curve)
-        cluster = ClusterSpec(curve, num_engines, max_num_seqs, kv_tokens)
+        names = [*_names(schedule), *_further(more_schedules or [])]
+        curve, prefill = _latency(latency_curve, prefill_seconds_per_token)
+        cluster = ClusterSpec(curve, num_engines, max_num_seqs, kv_tokens, prefill, seconds_per_request)
         lengths = (num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
         more = {
             "train_seconds_per_token": train_seconds_per_token,
@@ -110,12 +127,14 @@ def simulate(
             "redraws": True,
         }
         workload, rows = _workload(trace, lengths, prompts_per_step, max_completion_length, num_generations, more)
-        settings = settings_of(_names(schedule), rows, parse_sweep(sweep or []))
+        if trace is not None and latency_curve is not None:
+            _check_model(trace, curve, latency_curve)
+        settings = settings_of(names, rows, parse_sweep(sweep or []))
         _check_counts(steps, seeds)
         if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
+            _check_output(output)
         outcomes = _run(workload, settings, cluster, steps, seeds)
-        _show(outcomes, workload, cluster, steps, seeds)
+        show(console, outcomes, workload, cluster, steps, seeds)
         if output is not None:
             _write(outcomes, output)
     except (ConfigurationError, OSError, ImportError) as error:
@@ -133,12 +152,57 @@ def _workload(
     """That of a trace, or else one that is made up; and its rows per prompt."""
     if trace is not None:
         return recorded_workload(trace, prompts_per_step, max_completion_length, num_generations, more)
-    model = LogNormalLengths(*lengths)
-    return Workload(model, prompts_per_step or 128, max_completion_length or 16_384, **more), num_generations or 8
+    batch = 128 if prompts_per_step is None else prompts_per_step
+    limit = 16_384 if max_completion_length is None else max_completion_length
+    workload = Workload(LogNormalLengths(*lengths), batch, limit, **more)
+    return workload, 8 if num_generations is None else num_generations
+
+
+def _latency(path: Path | None, prefill_seconds_per_token: float | None) -> tuple[LatencyCurve, float]:
+    """The curve, and what a token costs that is prefilled."""
+    if path is None:
+        return ASSUMED_CURVE, prefill_seconds_per_token or 0.0
+    curve = LatencyCurve.load(path)
+    if prefill_seconds_per_token is None:
+        line = PrefillLine.load(path)
+        return curve, line.per_token_s if line is not None else 0.0
+    return curve, prefill_seconds_per_token
+
+
+def _check_model(trace: Path, curve: LatencyCurve, path: Path) -> None:
+    """Refuses a curve of another model than the trace's, as far as both tell theirs."""
+    from ..logs import read_log  # loads pandas, for which a wrong option or `--help` should not wait
+
+    model = read_log(trace)[0].get("model")
+    if not curve.is_of(model):
+        raise ConfigurationError(
+            f"`--latency-curve` ({str(path)!r}) must be of the trace's model, and is of "
+            f"{curve.metadata.get('model')!r}, while {str(trace)!r} trained {model!r}. Measure one with `trl-darts "
+            "profile`, or leave the option out."
+        )
+
+
+def _check_output(directory: Path) -> None:
+    """Before anything is computed."""
+    require_matplotlib()
+    check_directory("--output", directory)
+    for name in FILES:
+        check_writable("--output", directory / name)
 
 
 def _names(schedules: list[str]) -> list[str]:
     return [name.strip() for given in schedules for name in given.split(",") if name.strip()]
+
+
+def _further(words: list[str]) -> list[str]:
+    """Schedules that stand behind the first one without an option's name."""
+    names = _names(words)
+    if unknown := [name for name in names if name not in SCHEDULES]:
+        raise ConfigurationError(
+            f"`{unknown[0]}` is one argument too many: only schedules ({', '.join(SCHEDULES)}) may follow the first "
+            "one after `--schedule`. Name a run with `--trace`, and repeat `--sweep` for each setting."
+        )
+    return names
 
 
 def _check_counts(steps: int, seeds: int) -> None:
@@ -155,54 +219,14 @@ def _run(
         return compare(workload, settings, cluster, steps, seeds, on_run=lambda: progress.advance(task))
 
 
-def _show(outcomes: list[Outcome], workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> None:
-    source = ", with an assumed latency curve" if cluster.latency.metadata.get("assumed") else ""
-    title = (
-        f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
-        f"{'s' if cluster.num_engines > 1 else ''}{source}"
-    )
-    caption = "± is half of a 95 % confidence interval over seeds"
-    table = Table(title=title, caption=caption, box=None, pad_edge=False, header_style="underline")
-    table.add_column("setting", no_wrap=True)
-    some = _columns_of_rounds(outcomes)
-    for name in ("speed-up", "seconds\nper step", "wasted\ntokens", *COLUMNS, *some):
-        table.add_column(name, justify="right", no_wrap=True)
-    for index, outcome in enumerate(outcomes):
-        values = [f"{outcome.estimate(quantity).mean:.2f}" for quantity in COLUMNS.values()]
-        values += [column[index] for column in some.values()]
-        seconds, wasted = str(outcome.estimate("step_seconds")), f"{max(0.0, outcome.wasted_share.mean):.0%}"
-        table.add_row(outcome.name.replace(", ", "\n"), str(outcome.speedup), seconds, wasted, *values)
-    console.print(table)
-    console.print(verdict(outcomes), markup=False, highlight=False)
-    if steps * workload.prompts_per_step < 2 * workload.lengths.num_prompts:
-        console.print(
-            f"Each prompt came up less than twice: what a schedule learns of prompts hardly shows. {steps} steps of "
-            f"{workload.prompts_per_step} are {steps * workload.prompts_per_step / workload.lengths.num_prompts:.1f} "
-            "epochs; simulate more `--steps`.",
-            markup=False,
-            highlight=False,
-        )
-
-
-def _columns_of_rounds(outcomes: list[Outcome]) -> dict[str, list[str]]:
-    """What there is only with schedules whose batches are not the loader's."""
-    columns = {}
-    if any(outcome.off_policy_share.mean for outcome in outcomes):
-        columns["off-\npolicy"] = [f"{outcome.off_policy_share.mean:.0%}" for outcome in outcomes]
-    deferred = [outcome.estimate("deferred_groups").mean for outcome in outcomes]
-    if any(deferred):
-        columns["deferred\ngroups"] = [f"{groups:.0f}" for groups in deferred]
-        columns["batch\nlengths"] = [f"±{outcome.batch_length_spread.mean:.0%}" for outcome in outcomes]
-    return columns
-
-
 def _write(outcomes: list[Outcome], directory: Path) -> None:
+    table, picture = (directory / name for name in FILES)
     rows = [outcome.row() for outcome in outcomes]
-    with (directory / "simulation.csv").open("w", newline="") as file:
+    with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     from ..plots import plot_simulation
 
-    plot_simulation(outcomes, directory / "simulation.png")
-    console.print(f"Written: {directory / 'simulation.csv'}, {directory / 'simulation.png'}", highlight=False)
+    plot_simulation(outcomes, picture)
+    console.print(f"Written: {table}, {picture}", highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +72,36 @@ def check_published(data: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def publishable(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def publishable(data: dict[str, Any], without: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
     """
     What of a training's fields a published config says.
 
     Args:
         data (`dict[str, Any]`):
             Values by field name, such as a recipe's.
+        without (`Sequence[str]`, *optional*):
+            Names of those of them that stay here, beside those that always do.
 
     Returns:
         `tuple[dict[str, Any], list[str]]`: Fields that are not as by default, and the names of those of them that stay
-        here.
+        here. A name that no field has is not among these, so that it does not stand on a card.
 
     Raises:
-        [`ConfigurationError`]: If a field is unknown, or has a value of a wrong type, or one that must not leave.
+        [`ConfigurationError`]: If a field is unknown, or has a value of a wrong type, or one that must not leave; or
+            if `data` lacks one of `without`.
     """
-    withheld = {name: known_fields().get(name) for name in data if name in WITHHELD}
-    left_out = [name for name, field in withheld.items() if field is None or data[name] != default_of(field)]
-    public = check_published({name: value for name, value in data.items() if name not in WITHHELD})
+    for name in without:
+        if name not in data:
+            raise ConfigurationError(
+                f"`without` ({shortened(name)!r}) must be a field of the config, which does not set it. Leave it out."
+            )
+    kept = {name: known_fields().get(name) for name in data if name in WITHHELD or name in without}
+    left_out = [
+        name
+        for name, field in kept.items()
+        if (name in WITHHELD if field is None else data[name] != default_of(field))
+    ]
+    public = check_published({name: value for name, value in data.items() if name not in kept})
     return {name: value for name, value in public.items() if value != default_of(known_fields()[name])}, left_out
 
 

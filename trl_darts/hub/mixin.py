@@ -14,6 +14,7 @@ from ..errors import ConfigurationError
 from ..field_types import default_of
 from ..scheduling import ScheduleSettings
 from .errors import HubError
+from .origin import claimed
 
 
 logger = get_logger(__name__)
@@ -28,6 +29,17 @@ class PublishedConfig:
     The method that publishes is `push_config_to_hub`: `push_to_hub` is a field of
     [`~transformers.TrainingArguments`], which trainers read to decide whether to upload the model.
     """
+
+    _origin: str | None = None  # no field: it is not of the settings, and is neither logged nor published with them
+
+    def __post_init__(self) -> None:
+        self._origin = claimed(vars(self))
+        super().__post_init__()  # type: ignore[misc]  # of the dataclasses that this one is mixed into
+
+    @property
+    def origin(self) -> str | None:
+        """`hf://org/name@commit` of the published config that this one was made of, if it was."""
+        return self._origin
 
     @classmethod
     def from_pretrained(
@@ -44,10 +56,11 @@ class PublishedConfig:
 
         Args:
             pretrained_name_or_path (`str` or `Path`):
-                Name on the Hub, such as `"org/name"`, a directory of [`save_pretrained`], or a file of
-                `trl-darts config pull`.
+                Name on the Hub, such as `"org/name"` or `"org/name@revision"`, a directory of [`save_pretrained`],
+                or a file of `trl-darts config pull`.
             revision (`str`, *optional*):
-                Branch, tag or commit on the Hub. Only a whole commit hash names the same config for good.
+                Branch, tag or commit on the Hub, if the name has none. Only a whole commit hash names the same
+                config for good.
             token (`str` or `bool`, *optional*):
                 Of the Hub. Defaults to the one of `hf auth login` or `HF_TOKEN`.
             cache_dir (`str` or `Path`, *optional*):
@@ -64,9 +77,10 @@ class PublishedConfig:
             [`ConfigurationError`]: If it is missing, or refused; see `docs/hub.md`.
             [`HubError`]: If the Hub can't be reached, or knows no such config.
         """
-        data = _read(pretrained_name_or_path, revision, token, cache_dir)
+        data, origin = _read(pretrained_name_or_path, revision, token, cache_dir)
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # its subclasses are dataclasses
         config = cls(**{**{name: value for name, value in data.items() if name in own}, **overrides})
+        config._origin = origin
         if others := {name: value for name, value in data.items() if name not in own}:
             logger.warning(
                 f"`{pretrained_name_or_path}` also says {others}, which is for the script or the trainer to set."
@@ -199,7 +213,8 @@ def _filled_in(config: Any) -> dict[str, Any]:
 
 def _read(
     name: str | Path, revision: str | None, token: str | bool | None, cache_dir: str | Path | None
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], str | None]:
+    """What a config says, and its name on the Hub, for good; a path of this machine is nobody's business."""
     from .files import check_published, read_published, read_yaml
     from .transfer import pull_config
 
@@ -210,10 +225,11 @@ def _read(
             "out, or rename the path."
         )
     if path.is_dir():
-        return read_published(path, str(name))
+        return read_published(path, str(name)), None
     if path.is_file():
-        return check_published(read_yaml(path))
-    return pull_config(str(name), revision=revision, token=token, cache_dir=cache_dir).data
+        return check_published(read_yaml(path)), None
+    pulled = pull_config(str(name), revision=revision, token=token, cache_dir=cache_dir)
+    return pulled.data, pulled.address
 
 
 def _plain(value: Any) -> Any:

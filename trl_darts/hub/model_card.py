@@ -71,9 +71,13 @@ def _settings(config: Any) -> str:
     words = ", ".join(f"`{name}={value!r}`" for name, value in {**first, **given}.items())
     if config.latency_curve is not None:  # its path is nobody's business
         words += ", and a latency curve of the engine"
+    origin = config.origin and (
+        f"\nThe training was set up with the config `{config.origin}`, but for what was given beside it where it was "
+        "started.\n"
+    )
     return (
         "### Rollouts\n\nThey were shaped by [trl_darts](https://huggingface.co/papers/2605.30859) "
-        f"{__version__} with {words}; its other settings were the defaults.\n"
+        f"{__version__} with {words}; its other settings were the defaults.\n{origin or ''}"
     )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import CommitOperationAdd, HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     EntryNotFoundError,
+    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,  # its client's own: httpx's from 1.0 on, that of requests before
@@ -24,6 +25,7 @@ from ..errors import ConfigurationError
 from .card import config_card
 from .errors import HubError
 from .files import CARD_NAME, CONFIG_NAME, checksum, dump, publishable, read_published, recorded_checksum
+from .names import SCHEME, split_revision
 from .values import check_text
 
 
@@ -35,15 +37,23 @@ class Pulled:
     Args:
         path (`Path`):
             Of the file in the cache.
+        repo_id (`str`):
+            Repository that it is from.
         commit (`str`):
-            The state of the repository that it is from.
+            The state of that.
         data (`dict[str, Any]`):
             Values by field name.
     """
 
     path: Path
+    repo_id: str
     commit: str
     data: dict[str, Any] = field(repr=False)
+
+    @property
+    def address(self) -> str:
+        """`hf://org/name@commit`, which names it for good."""
+        return f"{SCHEME}{self.repo_id}@{self.commit}"
 
 
 @dataclass(frozen=True)
@@ -74,11 +84,13 @@ class Publication:
     left_out: list[str]
 
     @classmethod
-    def of(cls, name: str, address: str, data: dict[str, Any], measured: str | None) -> Publication:
+    def of(
+        cls, name: str, address: str, data: dict[str, Any], measured: str | None, without: Sequence[str] = ()
+    ) -> Publication:
         """Of something with that name, which `--config ADDRESS` takes. Refuses what must not leave."""
         if measured is not None:
             check_text("measured", measured)
-        public, left_out = publishable(data)
+        public, left_out = publishable(data, without)
         config = dump(public)
         card = config_card(name, address, public, checksum(config.encode()), left_out, measured)
         return cls(config, card, left_out)
@@ -88,6 +100,7 @@ def push_config(
     data: dict[str, Any],
     repo_id: str,
     *,
+    without: Sequence[str] = (),
     private: bool | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -102,6 +115,8 @@ def push_config(
             Values by field name, of the trainer's, the model's and the script's arguments.
         repo_id (`str`):
             Repository, such as `"org/name"`. It is made if there is none.
+        without (`Sequence[str]`, *optional*):
+            Fields of `data` to leave out. The card says that they are to be set.
         private (`bool`, *optional*):
             Whether a new repository is private, and one that exists must be. Defaults to the organization's rule.
         revision (`str`, *optional*):
@@ -124,7 +139,8 @@ def push_config(
     for name, text in {"commit_message": commit_message, "revision": revision}.items():
         if text is not None:
             check_text(name, text)
-    publication = Publication.of(repo_id, f"hf://{repo_id}", data, measured)
+    address = f"{SCHEME}{repo_id}" if revision is None else f"{SCHEME}{repo_id}@{revision}"
+    publication = Publication.of(repo_id, address, data, measured, without)
     api = HfApi(token=token)
     with hub_errors(repo_id, revision):
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -154,9 +170,9 @@ def pull_config(
 
     Args:
         repo_id (`str`):
-            Repository, such as `"org/name"`.
+            Repository, such as `"org/name"`, or with its revision, `"org/name@revision"`.
         revision (`str`, *optional*):
-            Branch, tag or commit. Only a whole commit hash names the same file for good.
+            Branch, tag or commit, if it does not stand there. Only a whole commit hash names the same file for good.
         token (`str` or `bool`, *optional*):
             Of the Hub. Defaults to the one of `hf auth login` or `HF_TOKEN`.
         cache_dir (`str` or `Path`, *optional*):
@@ -167,9 +183,10 @@ def pull_config(
 
     Raises:
         [`ConfigurationError`]: If there is no config, if it is not the one its card was written for, or if it has a
-            field that is unknown or must not stand in a published config.
+            field that is unknown or must not stand in a published config; or if there are two revisions.
         [`HubError`]: If the Hub can't be reached, or knows no such repository or revision.
     """
+    repo_id, revision = split_revision(repo_id, revision)
     with hub_errors(repo_id, revision):
         directory = Path(
             snapshot_download(
@@ -181,7 +198,7 @@ def pull_config(
             )
         )
     source = repo_id if revision is None else f"{repo_id}@{revision}"
-    return Pulled(directory / CONFIG_NAME, directory.name, read_published(directory, source))
+    return Pulled(directory / CONFIG_NAME, repo_id, directory.name, read_published(directory, source))
 
 
 @contextmanager
@@ -202,6 +219,12 @@ def hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
         raise HubError(
             f"`revision` ({revision!r}) must be a branch, a tag or a commit of {repo_id!r}, which has none of that "
             "name. Leave it out for the newest state."
+        ) from error
+    except GatedRepoError as error:  # to its client a kind of the next
+        raise HubError(
+            f"`repo_id` ({repo_id!r}) must be a repository that you may read, and its owner grants that one by one. "
+            f"Ask for access on its page, {constants.ENDPOINT}/{repo_id}, and log in with `hf auth login` or set "
+            "`HF_TOKEN`."
         ) from error
     except RepositoryNotFoundError as error:
         raise HubError(

@@ -193,6 +193,20 @@ class LatencyCurve:
             low, high = (middle, high) if float(self(middle)) <= bound else (low, middle)
         return low
 
+    def is_of(self, model: Any) -> bool:
+        """
+        Whether it was measured with a model, as far as both tell their names.
+
+        Args:
+            model (`str`, *optional*):
+                Name or directory of a model. Directories before the name don't count.
+
+        Returns:
+            `bool`: `False` if both have names, and these differ.
+        """
+        own = self.metadata.get("model")
+        return not own or not model or _base_name(own) == _base_name(model)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the curve to a JSON file."""
         latency_file.write(path, self.to_dict())
@@ -213,6 +227,10 @@ class LatencyCurve:
             [`ConfigurationError`]: If the file is missing or does not hold a latency curve.
         """
         return latency_file.read(path, _NOUN, "curve", cls.from_dict)
+
+
+def _base_name(model: Any) -> str:
+    return str(model).rstrip("/").rpartition("/")[2].lower()
 
 
 def _rises(numbers: Sequence[float], strictly: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, overload
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trl_darts.errors import ConfigurationError
+from trl_darts.policy import latency_file
 from trl_darts.policy.curve_fitting import non_negative_least_squares
 
 
@@ -89,5 +91,44 @@ class PrefillLine:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrefillLine:
-        """The line that [`~PrefillLine.to_dict`] described."""
-        return cls(float(data["base_s"]), float(data["per_token_s"]))
+        """
+        The line that [`~PrefillLine.to_dict`] described.
+
+        Args:
+            data (`Mapping[str, Any]`):
+                Dictionary with the keys `base_s` and `per_token_s`.
+
+        Returns:
+            [`PrefillLine`]: The line.
+
+        Raises:
+            [`ConfigurationError`]: If it does not describe a line.
+        """
+        try:
+            return cls(float(data["base_s"]), float(data["per_token_s"]))
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"A prefill line needs numbers `base_s` and `per_token_s`: {type(error).__name__} {error}."
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PrefillLine | None:
+        """
+        Read the line from a JSON file with a latency model.
+
+        Args:
+            path (`str` or `os.PathLike`):
+                A file that [`LatencyProfile.save`] or `trl-darts profile` wrote, or one with a curve or surface alone.
+
+        Returns:
+            [`PrefillLine`]: The line. `None` if the file has none.
+
+        Raises:
+            [`ConfigurationError`]: If the file is missing, or holds a line that is none.
+        """
+        return latency_file.read(path, "latency model", None, cls._of_file)
+
+    @classmethod
+    def _of_file(cls, data: Any) -> PrefillLine | None:
+        is_profile = isinstance(data, Mapping) and data.get("kind") == latency_file.PROFILE_KIND
+        return cls.from_dict(data["prefill"]) if is_profile and data.get("prefill") else None

@@ -8,7 +8,7 @@ from .batches import BatchPlan
 from .data import check_dataset, take_split, to_conversations
 from .findings import Finding, find
 from .memory import MemoryEstimate, ModelSize, estimate_memory
-from .models import read_model_size
+from .models import UnreadableModelError, read_model_size
 from .reading import Recipe, read_recipe
 from .rewards import load_rewards
 from .sharding import Sharding, read_sharding
@@ -23,6 +23,7 @@ __all__ = [
     "Recipe",
     "ScriptArguments",
     "Sharding",
+    "UnreadableModelError",
     "check_dataset",
     "estimate_memory",
     "find",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from trl.import_utils import is_math_verify_available
 
+from ..checks import check_combinations
+from ..errors import ConfigurationError
 from .memory import GIB, QUANTIZED_BYTES, MemoryEstimate
 from .reading import Recipe
 from .rewards import MATH_REWARDS, reward_models
@@ -54,6 +56,7 @@ def find(
         `list[Finding]`: Those that end a training first.
     """
     found = [
+        *_combinations(recipe),
         *_refused(recipe),
         *_divisions(recipe),
         *_lengths(recipe, max_prompt_length or 0, max_model_len),
@@ -61,6 +64,14 @@ def find(
         *_installed(recipe),
     ]
     return sorted(found, key=lambda finding: not finding.fails)
+
+
+def _combinations(recipe: Recipe) -> Iterator[Finding]:
+    """What the trainer refuses of the config alone, in its words."""
+    try:
+        check_combinations(recipe.config)
+    except ConfigurationError as error:
+        yield Finding(True, str(error))
 
 
 def _refused(recipe: Recipe) -> Iterator[Finding]:

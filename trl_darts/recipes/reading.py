@@ -107,8 +107,19 @@ def _check_recipe(recipe: Recipe) -> None:
         )
     if not recipe.model.model_name_or_path:
         raise ConfigurationError("`model_name_or_path` (empty) must be a model of the Hub, or a directory with one.")
+    _check_adapter(recipe.model)
     check_dataset(recipe.script)
     check_rewards(recipe.script, recipe.max_completion_length)
+
+
+def _check_adapter(model: ModelConfig) -> None:
+    """What PEFT refuses of any model, but only once that is loaded."""
+    if not model.use_peft:
+        return
+    if model.lora_r < 1:
+        raise ConfigurationError(f"`lora_r` ({model.lora_r}) must be at least 1, the rank of the adapter. Raise it.")
+    if not 0 <= model.lora_dropout <= 1:
+        raise ConfigurationError(f"`lora_dropout` ({model.lora_dropout}) must be between 0 and 1. Correct it.")
 
 
 def _read_values(path: Path) -> dict[str, Any]:

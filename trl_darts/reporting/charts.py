@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from .drawing import LOOKS, RUN_DASHES, Chart, Theme
-from .panels import OUTCOMES
+from .outcomes import OUTCOMES
 from .timing import PHASES
 
 

@@ -132,9 +132,10 @@ def compare_settings(runs: Sequence[Run]) -> list[Setting]:
 
 
 def _work(run: Run) -> dict[str, Any]:
-    if run.traces.empty:
+    trained_on = run.traces[run.traces["selected"].astype(bool)]  # a schedule may start more prompts than that
+    if trained_on.empty:
         return {}
-    rolls = run.traces.drop_duplicates(["step", "micro", "group"]).groupby(["step", "micro"]).size()
+    rolls = trained_on.drop_duplicates(["step", "micro", "group"]).groupby(["step", "micro"]).size()
     return {
         "prompts per rollout": int(rolls.median()),
         "rollouts per step": int(rolls.groupby("step").size().median()),

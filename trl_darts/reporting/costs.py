@@ -8,6 +8,7 @@ from ..errors import ConfigurationError
 from . import charts, panels, timing
 from .compare import Comparison, typical_step
 from .formats import number, percent
+from .outcomes import OUTCOMES
 from .runs import Run
 from .sections import Panel, Table
 from .summary import weighted_mean
@@ -50,7 +51,7 @@ def timeline(comparison: Comparison, step: int | None) -> Panel:
     found, rows = [], []
     for i, table in running.items():
         name, idle = comparison.names[i], panels.bubble(rolls[i])
-        counts = panels.outcome(rolls[i]).value_counts().reindex(panels.OUTCOMES, fill_value=0)
+        counts = rolls[i]["outcome"].value_counts().reindex(OUTCOMES, fill_value=0)
         alt = (
             f"Candidates that ran over time in step {step}, {name}: {table['running'].max()} at most, over after "
             f"{number(table.index[-1])} seconds, {percent(idle)} of the slots idle."
@@ -134,7 +135,7 @@ def _no_time(run: Run, num_entries: int, num_known: int) -> str:
 def tokens(comparison: Comparison) -> Panel:
     """Generated, kept and aborted tokens."""
     tables = {i: table for i, table in enumerate(comparison.in_rollout_window(comparison.rollouts)) if len(table)}
-    names, parts = comparison.names, list(panels.OUTCOMES)
+    names, parts = comparison.names, list(OUTCOMES)
     per_rollout = pd.DataFrame(
         [table[parts].sum() / table["num_rollouts"].sum() for table in tables.values()],
         index=list(tables),
@@ -164,7 +165,7 @@ def tokens(comparison: Comparison) -> Panel:
     notes = [
         f"{run.name}: nothing is known of its rollouts." for i, run in enumerate(comparison.runs) if i not in tables
     ]
-    return Panel("tokens", "Tokens generated and kept", lead, found, table, panels.OUTCOMES, notes)
+    return Panel("tokens", "Tokens generated and kept", lead, found, table, OUTCOMES, notes)
 
 
 def _parts(row: pd.Series) -> str:

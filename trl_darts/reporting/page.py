@@ -6,6 +6,7 @@ Invariant: the page has everything in it. It loads nothing, runs no script, and 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
+from ..output_files import check_writable, not_writable
 from ..policy import LatencyCurve
 from . import costs, sections
 from .compare import Comparison, compare_settings
@@ -54,7 +56,8 @@ def write_report(
         `list[Path]`: The page, then the pictures.
 
     Raises:
-        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, or an argument does not fit.
+        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, an argument does not fit, or a file
+            can't be written.
         [`ImportError`]: If matplotlib or Jinja is missing.
 
     Example:
@@ -69,11 +72,17 @@ def write_report(
     output = _check_output(Path(output))
     comparison = Comparison.of(read_runs(directories, names))
     panels = _panels(comparison, step, latency_curve)
+    for panel in panels:
+        check_writable("output", _picture(output, panel))
     drawings = {
         panel.key: [chart_svg(chart, f"{panel.key}-{i}") for i, chart in enumerate(panel.charts)] for panel in panels
     }
-    output.write_text(render(comparison, panels, drawings), encoding="utf-8")
-    return [output, *_write_pictures(comparison, panels, output)]
+    page = render(comparison, panels, drawings)
+    try:
+        output.write_text(page, encoding="utf-8")
+        return [output, *_write_pictures(comparison, panels, output)]
+    except OSError as error:  # a disk that is full
+        raise not_writable("output", Path(error.filename or output), error.strerror) from error
 
 
 def _panels(comparison: Comparison, step: int | None, latency_curve: str | Path | None) -> list[Panel]:
@@ -171,7 +180,7 @@ def _fill(name: str) -> str:
 def _write_pictures(comparison: Comparison, panels: Sequence[Panel], output: Path) -> list[Path]:
     paths = []
     for panel in panels:
-        path = output.with_name(f"{output.stem}-{panel.key}.png")
+        path = _picture(output, panel)
         path.unlink(missing_ok=True)  # one of an earlier report would be taken for this one's
         if panel.charts:
             panel_png(panel.charts, panel.title, comparison.names, path, panel.looks)
@@ -179,14 +188,19 @@ def _write_pictures(comparison: Comparison, panels: Sequence[Panel], output: Pat
     return paths
 
 
+def _picture(output: Path, panel: Panel) -> Path:
+    return output.with_name(f"{output.stem}-{panel.key}.png")
+
+
 def _check_output(output: Path) -> Path:
     where = f"`output` ({str(output)!r})"
-    if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
+    if os.path.isdir(output) or output.suffix.lower() not in (".html", ".htm"):
         raise ConfigurationError(f"{where} must be the name of an HTML file. Choose one such as 'report.html'.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"{where} must be in a directory that can be made: {error.strerror}.") from error
+    check_writable("output", output)
     return output
 
 

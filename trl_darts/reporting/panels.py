@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from .outcomes import OUTCOMES, decoded, ended
 from .runs import Run
 
 
 POOL = {"mean": "length_mean", "p50": "length_p50", "p99": "length_p99", "max": "length_max"}
 KEPT = {"mean": "completions/mean_length", "max": "completions/max_length"}
-OUTCOMES = ("kept", "unused", "aborted")
 FIRST_SEEN = "new"
 
 
@@ -33,7 +33,7 @@ def length_stats(run: Run, kept: bool = False) -> pd.DataFrame:
     Returns:
         `pd.DataFrame`: `mean`, `p50`, `p99` and `max` by step. From the log, those that it has.
     """
-    traces = run.traces[run.traces["selected"].astype(bool)] if kept else run.traces
+    traces = run.traces[run.traces["selected"].astype(bool)] if kept else ended(run.traces)
     if not traces.empty:
         lengths = traces.groupby("step")["length"]
         stats = {"mean": lengths.mean(), "p50": lengths.median(), "p99": lengths.quantile(0.99), "max": lengths.max()}
@@ -59,7 +59,8 @@ def length_shares(traces: pd.DataFrame, edges: np.ndarray) -> pd.DataFrame:
     """
     selected = traces["selected"].astype(bool)
     counts = {
-        name: np.histogram(part["length"], edges)[0] for name, part in (("pool", traces), ("kept", traces[selected]))
+        name: np.histogram(part["length"], edges)[0]
+        for name, part in (("pool", ended(traces)), ("kept", traces[selected]))
     }
     return pd.DataFrame({name: count / max(1, count.sum()) for name, count in counts.items()})
 
@@ -121,13 +122,6 @@ def budget_by_spread(traces: pd.DataFrame, num_bins: int = 5) -> pd.DataFrame:
     return stats.reindex([name for name in order if name in stats.index])
 
 
-def outcome(traces: pd.DataFrame) -> pd.Series:
-    """What became of each candidate: `"kept"`, `"aborted"`, or `"unused"` (ran to its end, but was not kept)."""
-    selected = traces["selected"].astype(bool).to_numpy()
-    aborted = traces["finish_reason"].eq("abort").to_numpy()
-    return pd.Series(np.select([selected, aborted], ["kept", "aborted"], "unused"), index=traces.index)
-
-
 def occupancy(rollout: pd.DataFrame) -> pd.DataFrame:
     """
     How many candidates ran over time, by what became of them.
@@ -142,7 +136,7 @@ def occupancy(rollout: pd.DataFrame) -> pd.DataFrame:
     """
     begin = rollout["start_seconds"].min()
     changes = [
-        pd.DataFrame({"seconds": rollout[column] - begin, "outcome": outcome(rollout), "change": change})
+        pd.DataFrame({"seconds": rollout[column] - begin, "outcome": rollout["outcome"], "change": change})
         for column, change in (("start_seconds", 1), ("end_seconds", -1))
     ]
     table = pd.concat(changes).pivot_table("change", "seconds", "outcome", "sum", fill_value=0)
@@ -180,20 +174,20 @@ def rollouts(run: Run) -> pd.DataFrame:
 
     Returns:
         `pd.DataFrame`: By step; from the log, one row per entry that has a rollout. `num_steps` (the steps a row
-        stands for) and `num_rollouts`; summed over these `seconds`, `kept`, `unused` and `aborted` (tokens),
-        `candidates` and `rows` (that are trained on); and the means `longest` (tokens of the longest candidate) and
-        `bubble`.
+        stands for) and `num_rollouts`; summed over these `seconds`, `kept`, `unused` and `aborted` (tokens that these
+        rollouts decoded), `candidates` (that ended) and `rows` (that are trained on); and the means `longest` (tokens
+        of the longest candidate) and `bubble`.
     """
     if run.traces.empty:
         return _rollouts_of_log(run)
-    traces = run.traces.assign(outcome=outcome(run.traces))
+    traces = run.traces.assign(decoded=decoded(run.traces), ended=~run.traces["carried_over"])
     keys = ["step", "micro"]
     each = traces.groupby(keys)
-    tokens = traces.pivot_table("length", keys, "outcome", "sum", fill_value=0)
+    tokens = traces.pivot_table("decoded", keys, "outcome", "sum", fill_value=0)
     table = tokens.reindex(columns=list(OUTCOMES), fill_value=0).assign(
         num_rollouts=1,
         seconds=each["end_seconds"].max() - each["start_seconds"].min(),
-        candidates=each.size(),
+        candidates=each["ended"].sum(),
         rows=each["selected"].sum(),
     )
     means = pd.DataFrame(
@@ -225,7 +219,7 @@ def _rollouts_of_log(run: Run) -> pd.DataFrame:
 
 def _groups(traces: pd.DataFrame) -> pd.DataFrame:
     """One row per group, in the order of the rollouts: prompt, budget, and the spread of its lengths (Bessel's)."""
-    grouped = traces.groupby(["step", "micro", "group"], sort=True)
+    grouped = ended(traces).groupby(["step", "micro", "group"], sort=True)
     return grouped.agg(
         prompt_key=("prompt_key", "first"), num_candidates=("num_candidates", "first"), spread=("length", "std")
     )

@@ -78,15 +78,11 @@ def check_curve(comparison: Comparison, curve: LatencyCurve, path: Any) -> None:
     own = curve.metadata.get("model")
     for run in comparison.runs:
         model = run.settings.get("model")
-        if own and model and _base(own) != _base(model):
+        if not curve.is_of(model):
             raise ConfigurationError(
                 f"`latency_curve` ({str(path)!r}) must be of the runs' model, and is of {own!r}, while {run.name!r} "
                 f"trained {model!r}. Measure one with `trl-darts profile`, or leave the option out."
             )
-
-
-def _base(model: Any) -> str:
-    return str(model).rstrip("/").rpartition("/")[2].lower()
 
 
 def _about(curve: LatencyCurve) -> str:

@@ -17,6 +17,7 @@ import pandas as pd
 from ..errors import ConfigurationError
 from ..logs import LOG_FILE, read_log
 from ..traces import TRACE_PATTERN, read_traces
+from .outcomes import outcomes
 
 
 MAX_RUNS = 6  # as many colours can be told apart, also by the colour-blind
@@ -39,8 +40,8 @@ class Run:
             entry is a mean of, `num_rollouts` the number of rollouts in them; the others are the metrics. Empty where
             there is no log.
         traces (`pd.DataFrame`):
-            One row per candidate, with the columns of a trace and `micro`, which tells rollouts of one step apart.
-            Empty where there are none.
+            One row per candidate, with the columns of a trace, `micro`, which tells rollouts of one step apart, and
+            `outcome`, see [`outcomes`]. Empty where there are none.
         notes (`tuple[str, ...]`):
             What is missing, and what was left out.
     """
@@ -123,6 +124,7 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
             "started again, and has not logged these steps since.",
         ]
         traces = traces[~stale]
+    traces = traces.assign(outcome=outcomes(traces))
     notes = (*_missing(log, traces), *log_notes, *trace_notes)
     return Run(name or directory.resolve().name, directory, settings, _count_rollouts(log, traces), traces, notes)
 

@@ -11,6 +11,7 @@ from . import charts, panels, timing
 from .compare import Comparison, Window
 from .drawing import Chart
 from .formats import listing, number, time_unit
+from .outcomes import OUTCOMES, ended
 from .summary import reward_ends
 
 
@@ -109,7 +110,7 @@ def selection(comparison: Comparison) -> Panel:
     found, rows = [], []
     for i, table in shown.items():
         name, kept = comparison.names[i], table["selected"].astype(bool)
-        pool, rest = table["length"], table["length"][kept]
+        pool, rest = ended(table)["length"], table["length"][kept]
         alt = (
             f"Histogram of lengths, {name}. All candidates: mean {number(pool.mean())}, p99 "
             f"{number(pool.quantile(0.99))} tokens. Kept rows: mean {number(rest.mean())}, p99 "
@@ -214,7 +215,7 @@ def rewards(comparison: Comparison) -> Panel:
 
 
 def _length_ratio(table: pd.DataFrame) -> pd.Series:
-    pool = table[list(panels.OUTCOMES)].sum(axis=1) / table["candidates"]
+    pool = table[list(OUTCOMES)].sum(axis=1) / table["candidates"]
     return (table["kept"] / table["rows"] / pool).dropna()
 
 

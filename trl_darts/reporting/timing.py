@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ..policy import rollout_time
+from .outcomes import decoded
 from .runs import Run
 
 
@@ -99,14 +100,14 @@ def predicted_times(traces: pd.DataFrame, latency: Callable[[np.ndarray], np.nda
 
     Args:
         traces (`pd.DataFrame`):
-            Candidates.
+            Candidates. Those that were carried over count with what the rollout decoded of them.
         latency ([`LatencyCurve`]):
             Per-token latency in seconds as a function of the number of running sequences.
 
     Returns:
         `pd.DataFrame`: `predicted` and `real` seconds per rollout, by `step` and `micro`.
     """
-    rolls = traces.groupby(["step", "micro"])
-    predicted = rolls["length"].agg(lambda lengths: rollout_time(lengths, latency))
+    rolls = traces.assign(decoded=decoded(traces)).groupby(["step", "micro"])
+    predicted = rolls["decoded"].agg(lambda lengths: rollout_time(lengths, latency))
     real = rolls["end_seconds"].max() - rolls["start_seconds"].min()
     return pd.DataFrame({"predicted": predicted.astype(float), "real": real.astype(float)})

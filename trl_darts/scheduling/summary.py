@@ -36,8 +36,10 @@ class GroupSummary:
         times (`list[tuple[float, float]]` of shape `(M'_i, 2)`, *optional*):
             When each candidate was submitted first and when it ended, in seconds on the engine's clock. Equal for one
             that was called off before it was submitted.
-        num_carried_tokens (`int`, *optional*, defaults to `0`):
-            How many of its tokens are of an earlier rollout.
+        carried (`list[int]` of shape `(M'_i,)`, *optional*):
+            How many of each candidate's tokens are of an earlier rollout. Empty for none.
+        expected_length (`float`, *optional*):
+            Tokens that a candidate was expected to have, where something was known.
     """
 
     group_id: int
@@ -47,7 +49,8 @@ class GroupSummary:
     selected: list[int]
     num_prompt_tokens: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
-    num_carried_tokens: int = 0
+    carried: list[int] = field(default_factory=list)
+    expected_length: float | None = None
 
     @classmethod
     def of(cls, group: GroupResult) -> "GroupSummary":
@@ -60,13 +63,24 @@ class GroupSummary:
             selected=group.selected,
             num_prompt_tokens=group.plan.num_prompt_tokens,
             times=[((c.ended if c.started is None else c.started) or 0.0, c.ended or 0.0) for c in group.candidates],
-            num_carried_tokens=sum(len(partial.tokens) for partial in group.plan.resumed),
+            carried=_carried(group) if group.plan.resumed else [],
+            expected_length=group.plan.expected_length,
         )
+
+    @property
+    def num_carried_tokens(self) -> int:
+        """How many of its tokens are of an earlier rollout."""
+        return sum(self.carried)
 
     @property
     def censored(self) -> list[bool]:
         """For each candidate, whether its length is only a lower bound."""
         return [reason != _STOP for reason in self.finish_reasons]
+
+
+def _carried(group: GroupResult) -> list[int]:
+    resumed = [len(partial.tokens) for partial in group.plan.resumed]  # they have the first indices
+    return resumed + [0] * (len(group.candidates) - len(resumed))
 
 
 @dataclass(frozen=True, slots=True)

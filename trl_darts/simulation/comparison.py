@@ -113,15 +113,21 @@ class Outcome:
         return max(max(run.longest_wait) for run in self.runs)
 
     def row(self) -> dict[str, float | str]:
-        """All that is known of it, as a row of a table."""
-        quantities = {f.name: self.estimate(f.name) for f in fields(SimulatedRun)}
-        row: dict[str, float | str] = {"setting": self.name}
+        """
+        All that is known of it, as a row of a table.
+
+        A quantity that has a property of its own here is that, and not the mean over the steps. `longest_wait`, a
+        maximum, has no interval.
+        """
+        row: dict[str, float | str] = {"setting": self.name, "longest_wait": self.longest_wait}
         derived = {
             "speedup": self.speedup,
             "wasted_share": self.wasted_share,
             "batch_length_spread": self.batch_length_spread,
+            "off_policy_share": self.off_policy_share,
         }
-        for name, estimate in {**derived, **quantities}.items():
+        means = (field.name for field in fields(SimulatedRun) if field.name not in {*row, *derived})
+        for name, estimate in (derived | {name: self.estimate(name) for name in means}).items():
             row[name], row[f"{name}_ci95"] = estimate.mean, estimate.half_width
         return row
 

@@ -120,7 +120,8 @@ class RecordedLengths:
             Whether a length is only a lower bound.
 
     Raises:
-        [`ConfigurationError`]: If there is no prompt, or a prompt without a length.
+        [`ConfigurationError`]: If there is no prompt, a prompt without a length, or a length that is negative or not
+            finite.
     """
 
     lengths: Sequence[Sequence[int]]
@@ -133,7 +134,13 @@ class RecordedLengths:
                 f"`lengths` ({len(self.lengths)} prompts) and `censored` ({len(self.censored)} prompts) must have at "
                 "least one prompt, at least one length for each, and as many flags as lengths."
             )
-        flat = np.concatenate([np.asarray(own, np.int64) for own in self.lengths])
+        given = np.concatenate([np.asarray(own, np.float64) for own in self.lengths])
+        if wrong := given[~(np.isfinite(given) & (given >= 0))].tolist():
+            raise ConfigurationError(
+                f"`lengths` ({wrong[0]} is one of {len(wrong)} such) must be finite and not negative: they are "
+                "numbers of tokens. Leave these candidates out."
+            )
+        flat = given.astype(np.int64)
         bounds = np.concatenate([np.asarray(own, bool) for own in self.censored])
         for name, value in (
             ("_sizes", sizes),

@@ -30,7 +30,7 @@ def recorded_workload(
         run_dir (`Path`):
             The run's `output_dir`.
         prompts_per_step (`int`, *optional*):
-            Defaults to the prompts of a rollout of the run.
+            Defaults to the prompts that the run trained on per rollout.
         max_completion_length (`int`, *optional*):
             Defaults to the run's, as its log says, or else to its longest candidate.
         num_generations (`int`, *optional*):
@@ -45,22 +45,28 @@ def recorded_workload(
         [`ConfigurationError`]: If there are no traces, they lack columns, or the log can't be read.
     """
     traces = recorded_traces(run_dir)
+    traces = traces[~traces["carried_over"]]  # they come again, with all their tokens
+    trained_on = traces[traces["selected"]].groupby(["step", "micro"])
+    if not len(trained_on):
+        raise ConfigurationError(
+            f"`--trace` ({str(run_dir)!r}) must be a run with rows that were trained on, and has none. Let it train "
+            "for a step."
+        )
     by_prompt = traces.groupby("prompt_key", sort=False)
     lengths = RecordedLengths(
         [own.tolist() for _, own in by_prompt["length"]],
         [(own != FinishReason.STOP.value).tolist() for _, own in by_prompt["finish_reason"]],
     )
-    rollouts = traces.groupby(["step", "micro"])
-    batch = int(rollouts["group"].nunique().median())
-    rows = int(traces[traces["selected"]].groupby(["step", "micro", "group"]).size().iloc[0])
+    batch = int(trained_on["group"].nunique().median())
+    rows = int(trained_on["group"].value_counts().iloc[0])
     workload = Workload(
         lengths,
         min(batch, lengths.num_prompts) if prompts_per_step is None else prompts_per_step,
-        max_completion_length or _limit(run_dir) or int(traces["length"].max()),
+        _limit(run_dir, traces) if max_completion_length is None else max_completion_length,
         prompt_tokens=int(traces["num_prompt_tokens"].mean()),
         **(more or {}),
     )
-    return workload, num_generations or rows
+    return workload, rows if num_generations is None else num_generations
 
 
 def recorded_traces(run_dir: Path) -> pd.DataFrame:
@@ -85,10 +91,10 @@ def recorded_traces(run_dir: Path) -> pd.DataFrame:
     return traces
 
 
-def _limit(run_dir: Path) -> int | None:
-    """`max_completion_length` of the run, as its log says."""
+def _limit(run_dir: Path, traces: pd.DataFrame) -> int:
+    """`max_completion_length` of the run, as its log says, or else its longest candidate."""
     from ..logs import read_log  # as above
 
     settings, _, _, _ = read_log(run_dir)
     limit = settings.get("max_completion_length")
-    return limit if isinstance(limit, int) else None
+    return limit if isinstance(limit, int) else int(traces["length"].max())

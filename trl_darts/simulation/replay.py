@@ -8,11 +8,13 @@ soon as those that are known to be complete are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
+from ..errors import ConfigurationError
+from ..scheduling import Admission, FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
 from .cluster import SimulatedCluster
 from .engine import ClusterSpec
 from .lengths import ENDLESS
@@ -54,8 +56,21 @@ class RecordedRollout:
 
         Returns:
             [`RolloutResult`]: What came of it. `timeline` has its seconds.
+
+        Raises:
+            [`ConfigurationError`]: If the schedule decides more than a trace tells: which prompts go into a rollout,
+                or how many candidates it starts while it runs.
         """
-        scheduler = Scheduler(settings.policies, settings.num_generations)
+        if settings.rounds(len(self.plans)) is not None or settings.fill_bubbles:
+            raise ConfigurationError(
+                f"`schedule` ({settings.schedule!r}, `fill_bubbles={settings.fill_bubbles}`) can't be replayed: a "
+                "rollout's trace does not tell when its prompts and candidates were added. Replay one of 'grpo' or "
+                "'darts' without `fill_bubbles`, or simulate the run's workload."
+            )
+        known = [plan.expected_length for plan in self.plans]
+        expected = None if None in known else [float(length or 0) for length in known]
+        admission = Admission([plan.num_candidates for plan in self.plans], expected_lengths=expected)
+        scheduler = Scheduler(admission.ordered(settings.policies), settings.num_generations)
         return SimulatedCluster(cluster).run(scheduler, self.plans, self.lengths, max_length)
 
 
@@ -76,7 +91,12 @@ def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
         groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
         yield RecordedRollout(
             plans=[
-                GroupPlan(index, len(group), num_prompt_tokens=int(group["num_prompt_tokens"].iloc[0]))
+                GroupPlan(
+                    index,
+                    len(group),
+                    num_prompt_tokens=int(group["num_prompt_tokens"].iloc[0]),
+                    expected_length=None if math.isnan(length := group["expected_length"].iloc[0]) else float(length),
+                )
                 for index, group in enumerate(groups)
             ],
             lengths=[

@@ -83,6 +83,7 @@ class SimulatedRun:
         """
         summaries, seconds = [*step.settled, *step.deferred], step.occupancy.seconds
         pool = np.array([length for summary in summaries for length in summary.lengths])
+        ended = np.array([length for summary in step.observed for length in summary.lengths])
         kept = np.array([length for length, _ in step.kept])
         cut = [reason is not FinishReason.STOP for _, reason in step.kept]
         trained = float(kept.sum()) + len(kept) * workload.prompt_tokens
@@ -90,12 +91,12 @@ class SimulatedRun:
         self.step_seconds.append(seconds + workload.fixed_seconds + trained * workload.train_seconds_per_token)
         self.bubble_ratio.append(bubble_ratio(step.occupancy))
         self.candidates.append(float(len(pool)))
-        self.aborted_candidates.append(float(sum(summary.finish_reasons.count(ABORT) for summary in summaries)))
+        self.aborted_candidates.append(float(sum(own.finish_reasons.count(ABORT) for own in step.observed)))
         self.saturated_ratio.append(step.num_saturated / max(1, len(summaries)))
         self.truncated_ratio.append(sum(cut) / len(cut))
         self.pool_tokens.append(float(pool.sum()) - sum(summary.num_carried_tokens for summary in summaries))
         self.kept_tokens.append(float(kept.sum()))
-        self.kept_vs_pool_length_ratio.append(float(kept.mean() / pool.mean()) if len(pool) else math.nan)
+        self.kept_vs_pool_length_ratio.append(float(kept.mean() / ended.mean()) if len(ended) else math.nan)
         self.mean_kept.append(float(kept.mean()))
         self.longest_kept.append(float(kept.max()))
         self.off_policy_share.append(step.num_stale_tokens / float(kept.sum()))

@@ -142,11 +142,6 @@ def _check_rollouts(trainer: Any, name: str) -> None:
 
 
 def _check_model(trainer: Any) -> None:
-    if not _asks_for_policy(trainer) and trainer.beta == 0.0:
-        raise ConfigurationError(
-            "`stream_logprobs` (True) has nothing to compute: with `vllm_importance_sampling_correction=False` and "
-            "`beta=0.0` no log-probs are needed before the loss. Set it to `False`."
-        )
     model = trainer.accelerator.unwrap_model(trainer.model)
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional, TypeAlias
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ...errors import ConfigurationError
@@ -94,13 +95,13 @@ def _check(path: Path, place: _Place) -> bool:
     try:
         recipe = read_recipe(path, place.num_processes)
         rows = {**_batch_rows(recipe), **_step_rows(recipe, place), **_length_rows(recipe, place)}
+        memory, memory_rows = _memory(recipe, place)
     except ConfigurationError as error:
         typer.echo(f"Error: {path}: {error}", err=True)
         return False
-    memory, memory_rows = _memory(recipe, place)
-    table = Table(title=str(path), title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(title=escape(str(path)), title_justify="left", show_header=False, box=None, pad_edge=False)
     for name, value in {**rows, **memory_rows}.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))  # an error may have brackets: pip install 'trl-darts[peft]'
     console.print(table, "")
     findings = find(recipe, memory, place.gpu_memory, place.max_prompt_length, place.max_model_len)
     for finding in findings:
@@ -157,12 +158,12 @@ def _length_rows(recipe: Recipe, place: _Place) -> dict[str, str]:
 
 def _memory(recipe: Recipe, place: _Place) -> tuple[MemoryEstimate | None, dict[str, str]]:
     """The estimate, and its rows of the table."""
-    from ...recipes import ModelSize, estimate_memory, read_model_size
+    from ...recipes import ModelSize, UnreadableModelError, estimate_memory, read_model_size
     from ...recipes.memory import GIB
 
     try:
         size = read_model_size(recipe.model) if place.num_parameters is None else ModelSize(place.num_parameters)
-    except (ConfigurationError, ImportError) as error:
+    except (UnreadableModelError, ImportError) as error:
         return None, {"memory per GPU": f"unknown. {error}"}
     memory = estimate_memory(
         size, recipe.config, recipe.model, place.sharding, place.num_processes, place.max_prompt_length or 0

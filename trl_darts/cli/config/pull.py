@@ -31,16 +31,14 @@ def pull(
     """
     # They load torch, for which `--help` should not wait.
     from ...hub import pull_config
-    from ...hub.arguments import split_revision
 
     try:
-        name, revision = split_revision(repo_id)
         if output.exists() or not output.parent.is_dir():
             words = "exists" if output.exists() else "is in a directory that does not exist"
             raise ConfigurationError(f"`output` ({str(output)!r}) must be a new file, and {words}. Choose another.")
-        pulled = pull_config(name, revision=revision)
+        pulled = pull_config(repo_id)
         output.write_bytes(pulled.path.read_bytes())
     except (ConfigurationError, OSError) as error:  # with the Hub's, which is an `OSError`
         fail(str(error))
-    typer.echo(f"From {name}@{pulled.commit}", err=True)
+    typer.echo(f"From {pulled.repo_id}@{pulled.commit}", err=True)
     typer.echo(output)

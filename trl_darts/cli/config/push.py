@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
@@ -51,11 +51,13 @@ def push(
     """
     # They load torch, for which `--help` should not wait.
     from ...hub import HubError, push_config
+    from ...hub.files import read_yaml
 
     try:
         pushed = push_config(
-            _fields(file, without or []),
+            read_yaml(file),
             repo_id,
+            without=without or (),
             private=private or None,  # `None` leaves it to the organization's rule
             revision=revision,
             commit_message=message,
@@ -63,18 +65,6 @@ def push(
         )
     except (ConfigurationError, HubError) as error:
         fail(str(error))
-    left_out = [*pushed.left_out, *(without or ())]
-    if left_out:
-        typer.echo(f"Left out, to be set where the training is started: {', '.join(left_out)}", err=True)
+    if pushed.left_out:
+        typer.echo(f"Left out, to be set where the training is started: {', '.join(pushed.left_out)}", err=True)
     typer.echo(f"{repo_id}@{pushed.commit}")
-
-
-def _fields(file: Path, without: list[str]) -> dict[str, Any]:
-    from ...hub.files import read_yaml
-
-    data = read_yaml(file)
-    for name in without:
-        if name not in data:
-            raise ConfigurationError(f"`without` ({name!r}) must be a field of {str(file)!r}.")
-        del data[name]
-    return data
