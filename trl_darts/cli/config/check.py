@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ...recipes import MemoryEstimate, Recipe, Sharding
 
 
-console = Console()
 # typer reads annotations at run time, also on Python 3.10.
 MaybeInt: TypeAlias = Optional[int]  # noqa: UP045
 MaybeFloat: TypeAlias = Optional[float]  # noqa: UP045
@@ -99,7 +98,9 @@ def _check(path: Path, place: _Place) -> bool:
     except ConfigurationError as error:
         typer.echo(f"Error: {path}: {error}", err=True)
         return False
-    table = Table(title=escape(str(path)), title_justify="left", show_header=False, box=None, pad_edge=False)
+    console = Console()
+    console.print(escape(str(path)), style="italic", highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in {**rows, **memory_rows}.items():
         table.add_row(name, escape(value))  # an error may have brackets: pip install 'trl-darts[peft]'
     console.print(table, "")
