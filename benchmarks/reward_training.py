@@ -76,6 +76,18 @@ class Training:
         words = [self.row.name, self.family] if self.family else [self.row.name]
         return "_".join(re.sub("[^a-z0-9]+", "_", word).strip("_") for word in words) + f".seed{self.seed}.json"
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its results say of it."""
+        return {
+            "row": self.row.name,
+            "family": self.family,
+            "seed": self.seed,
+            "steps": self.steps,
+            "learning_rate": self.learning_rate,
+            "settings": dict(self.row.settings),
+        }
+
 
 class Counts:
     """
@@ -189,12 +201,7 @@ def train(training: Training, url: str, curve: Path) -> dict[str, Any]:
     held_out = evaluate(trainer.model.eval(), trainer.processing_class)
     rewards = [reward for answers in held_out["easy"].values() for _, reward in answers]
     return {
-        "row": training.row.name,
-        "family": training.family,
-        "seed": training.seed,
-        "steps": training.steps,
-        "learning_rate": training.learning_rate,
-        "settings": dict(training.row.settings),
+        **training.facts,
         "seconds": seconds,
         "accuracy": sum(rewards) / len(rewards),
         "held_out": held_out,

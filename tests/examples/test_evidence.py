@@ -44,12 +44,7 @@ def leave_file(training: Training, results: Path, **changes: object) -> Path:
     logged = dict.fromkeys(("reward", "rewards/accuracy_reward/mean", "step_time", "darts/rollout/seconds"), 1.0)
     logged |= {"darts/pool/length_mean": 16.0, "darts/pool/length_p99": 24.0}
     outcome = {
-        "row": training.row.name,
-        "family": training.family,
-        "seed": training.seed,
-        "steps": training.steps,
-        "learning_rate": training.learning_rate,
-        "settings": dict(training.row.settings),
+        **training.facts,
         "accuracy": 0.5,
         "held_out": {kind: dict.fromkeys(FAMILIES, answers) for kind in DIFFICULTIES},
         "rollouts": [{"step": number, "decoded": 10, "critical": 5} for number in numbers],

@@ -67,9 +67,11 @@ class RecordedRollout:
                 "rollout's trace does not tell when its prompts and candidates were added. Replay one of 'grpo' or "
                 "'darts' without `fill_bubbles`, or simulate the run's workload."
             )
-        known = [plan.expected_length for plan in self.plans]
-        expected = None if None in known else [float(length or 0) for length in known]
-        admission = Admission([plan.num_candidates for plan in self.plans], expected_lengths=expected)
+        known = [plan.expected_length for plan in self.plans if plan.expected_length is not None]
+        admission = Admission(
+            [plan.num_candidates for plan in self.plans],
+            expected_lengths=known if len(known) == len(self.plans) else None,
+        )
         scheduler = Scheduler(admission.ordered(settings.policies), settings.num_generations)
         return SimulatedCluster(cluster).run(scheduler, self.plans, self.lengths, max_length)
 
