@@ -68,7 +68,8 @@ def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
         )
     notes = [f"{path.name} is left out. {reason}" for path, reason in broken]
     if not frames:
-        return pd.DataFrame(columns=[*COLUMNS, "micro"]).astype({"step": "int64", "micro": "int64"}), notes
+        dtypes = {"step": "int64", "micro": "int64", **dict.fromkeys(FLAGS, "bool")}
+        return pd.DataFrame(columns=[*COLUMNS, "micro"]).astype(dtypes), notes
     traces = pd.concat(frames, ignore_index=True)
     return traces.assign(step=traces["step"] + 1, finish_reason=traces["finish_reason"].astype(str)), notes
 

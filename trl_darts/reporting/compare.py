@@ -132,7 +132,7 @@ def compare_settings(runs: Sequence[Run]) -> list[Setting]:
 
 
 def _work(run: Run) -> dict[str, Any]:
-    trained_on = run.traces[run.traces["selected"].astype(bool)]  # a schedule may start more prompts than that
+    trained_on = run.traces[run.traces["selected"]]  # a schedule may start more prompts than that
     if trained_on.empty:
         return {}
     rolls = trained_on.drop_duplicates(["step", "micro", "group"]).groupby(["step", "micro"]).size()

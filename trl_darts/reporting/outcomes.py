@@ -23,10 +23,10 @@ def outcomes(traces: pd.DataFrame) -> pd.Series:
     Returns:
         `pd.Series`: `"kept"`, `"aborted"`, or `"unused"` (ran to its end, but was not kept).
     """
-    selected = traces["selected"].astype(bool).to_numpy()
+    selected = traces["selected"].to_numpy()
     aborted = traces["finish_reason"].eq("abort").to_numpy()
     own = pd.Series(np.select([selected, aborted], ["kept", "aborted"], "unused"), traces.index, dtype=object)
-    known = own.mask(traces["carried_over"].astype(bool))
+    known = own.mask(traces["carried_over"])
     return known.groupby([traces["prompt_key"], traces["candidate"]]).bfill().fillna("unused")
 
 
@@ -37,4 +37,4 @@ def decoded(traces: pd.DataFrame) -> pd.Series:
 
 def ended(traces: pd.DataFrame) -> pd.DataFrame:
     """Those candidates whose lengths will not change any more."""
-    return traces[~traces["carried_over"].astype(bool)]
+    return traces[~traces["carried_over"]]

@@ -33,7 +33,7 @@ def length_stats(run: Run, kept: bool = False) -> pd.DataFrame:
     Returns:
         `pd.DataFrame`: `mean`, `p50`, `p99` and `max` by step. From the log, those that it has.
     """
-    traces = run.traces[run.traces["selected"].astype(bool)] if kept else ended(run.traces)
+    traces = run.traces[run.traces["selected"]] if kept else ended(run.traces)
     if not traces.empty:
         lengths = traces.groupby("step")["length"]
         stats = {"mean": lengths.mean(), "p50": lengths.median(), "p99": lengths.quantile(0.99), "max": lengths.max()}
@@ -57,7 +57,7 @@ def length_shares(traces: pd.DataFrame, edges: np.ndarray) -> pd.DataFrame:
     Returns:
         `pd.DataFrame` of shape `(bins, 2)`: Shares of the candidates in `pool`, and of the kept ones in `kept`.
     """
-    selected = traces["selected"].astype(bool)
+    selected = traces["selected"]
     counts = {
         name: np.histogram(part["length"], edges)[0]
         for name, part in (("pool", ended(traces)), ("kept", traces[selected]))

@@ -109,7 +109,7 @@ def selection(comparison: Comparison) -> Panel:
     top = max((float(table.max().max()) for table in shares.values()), default=1.0)
     found, rows = [], []
     for i, table in shown.items():
-        name, kept = comparison.names[i], table["selected"].astype(bool)
+        name, kept = comparison.names[i], table["selected"]
         pool, rest = ended(table)["length"], table["length"][kept]
         alt = (
             f"Histogram of lengths, {name}. All candidates: mean {number(pool.mean())}, p99 "
