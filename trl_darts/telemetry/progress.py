@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from .scheduling.ledger import Ledger
+from ..scheduling.ledger import Ledger
 
 
 REFRESH_S = 0.1

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from .policy.bias import length_bias, reward_bias
-from .prompt_rounds import HarvestedRows
-from .scheduling import Admission, FinishReason, GroupSummary, Occupancy, bubble_ratio
+from ..policy.bias import length_bias, reward_bias
+from ..buffer.batches import BufferedRows
+from ..engines.batch import PromptBatch
+from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,23 @@ class RolloutRecord:
     num_dropped: int = 0
     deferred: list[GroupSummary] = field(default_factory=list)
     carries_over: bool = False
+
+    @classmethod
+    def of(
+        cls, admission: Admission, result: RolloutResult, batch: PromptBatch, carries_over: bool = False
+    ) -> "RolloutRecord":
+        """The record of a rollout; `carries_over` as below."""
+        return cls(
+            admission,
+            [GroupSummary.of(group) for group in result.groups],
+            Occupancy.of(result),
+            batch.num_generations,
+            num_mixed=sum(batch.mixed),
+            num_resumed=result.num_resumed,
+            num_dropped=len(result.dropped),
+            deferred=[GroupSummary.of(group) for group in result.deferred],
+            carries_over=carries_over,
+        )
 
     @property
     def groups(self) -> list[GroupSummary]:
@@ -168,19 +187,19 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
     }
 
 
-def harvest_metrics(harvested: HarvestedRows, mask_stale_after: int | None) -> dict[str, float]:
+def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str, float]:
     """
     The metrics of a batch that is not the loader's.
 
     Args:
-        harvested ([`HarvestedRows`]):
+        rows ([`BufferedRows`]):
             The batch.
         mask_stale_after (`int`, *optional*):
             Optimizer steps after which a token has no weight.
     """
-    runs = np.array([run for row in harvested.ages for run in row], dtype=float).reshape(-1, 2)
+    runs = np.array([run for row in rows.ages for run in row], dtype=float).reshape(-1, 2)
     ages, counts = runs[:, 0], runs[:, 1]
-    metrics = {f"darts/buffer/{state}": float(count) for state, count in harvested.states.items()}
+    metrics = {f"darts/buffer/{state}": float(count) for state, count in rows.states.items()}
     if not len(runs):  # a batch without weight
         return metrics
     stale = ages > (np.inf if mask_stale_after is None else mask_stale_after)
@@ -192,19 +211,32 @@ def harvest_metrics(harvested: HarvestedRows, mask_stale_after: int | None) -> d
     }
 
 
-def bias_metrics(record: RolloutRecord, first_rows: Mapping[int, int], rewards: Sequence[float]) -> dict[str, float]:
+def bias_metrics(
+    record: RolloutRecord,
+    rewards_per_func: torch.Tensor,
+    reward_weights: torch.Tensor,
+    first_rows: Mapping[int, int] | None = None,
+) -> dict[str, float]:
     """
     What the selection does to the lengths and rewards that are trained on.
 
     Args:
         record ([`RolloutRecord`]):
             The rollout.
-        first_rows (`Mapping[int, int]`):
-            By `group_id`, the first row of each of its groups in the batch that is trained on. The rewards of the
-            others are not known: they are of a later batch.
-        rewards (`Sequence[float]` of shape `(N·M,)`):
+        rewards_per_func (`torch.Tensor` of shape `(N·M, F)`):
             Of the batch that is trained on, over all processes; NaN for none.
+        reward_weights (`torch.Tensor` of shape `(F,)`):
+            TRL's.
+        first_rows (`Mapping[int, int]`, *optional*):
+            By `group_id`, the first row of each of the rollout's groups in that batch, where it is not the group's
+            place. The rewards of the others are not known: they are of a later batch.
     """
+    size = record.num_generations
+    if first_rows is None:
+        first_rows = {summary.group_id: summary.group_id * size for summary in record.summaries}
+    totals = (rewards_per_func * reward_weights.to(rewards_per_func.device)).nansum(dim=1)
+    totals[rewards_per_func.isnan().all(dim=1)] = torch.nan
+    rewards = totals.tolist()
     groups = record.ended
     lengths = [group.lengths for group in groups]
     finished = [[reason != FinishReason.ABORT.value for reason in group.finish_reasons] for group in groups]
@@ -214,7 +246,6 @@ def bias_metrics(record: RolloutRecord, first_rows: Mapping[int, int], rewards: 
         [math.nan] * len(rows) if start is None else list(rewards[start : start + len(rows)])
         for rows, start in zip(selected, starts, strict=True)
     ]
-    size = record.num_generations
     report = length_bias(lengths, finished, selected, size)._asdict()
     report |= reward_bias(lengths, finished, selected, known, size)._asdict()
     return {f"darts/bias/{name}": value for name, value in report.items() if not math.isnan(value)}

@@ -1,5 +1,5 @@
 """
-Messages between processes without a collective: nobody stands still because another process is busy decoding, or waits
+Messages between processes without a collective: no process stands still because another one is busy decoding, or waits
 for a server.
 """
 
@@ -29,28 +29,20 @@ class Mailbox:
             Shared by all processes.
         process_index (`int`):
             Whose mailbox this is.
+        num_processes (`int`):
+            How many there are.
     """
 
-    def __init__(self, store: Any, process_index: int) -> None:
+    def __init__(self, store: Any, process_index: int, num_processes: int) -> None:
         self._store = store
+        self._num_processes = num_processes
         self.process_index = process_index
         self._num_read = 0
         self._num_announced = 0
 
     @classmethod
     def open(cls, process_index: int, num_processes: int) -> "Mailbox":
-        """
-        Opens the mailboxes. Called on every process at once.
-
-        Args:
-            process_index (`int`):
-                This process.
-            num_processes (`int`):
-                How many there are.
-
-        Returns:
-            [`Mailbox`]: This process's.
-        """
+        """Opens this process's mailbox. Called on every process at once."""
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         box: list[Any] = [None]
         store = None
@@ -60,7 +52,7 @@ class Mailbox:
         broadcast_object_list(box, from_process=0)
         if store is None:
             store = TCPStore(host, box[0], num_processes, is_master=False, wait_for_workers=False)
-        return cls(store, process_index)
+        return cls(store, process_index, num_processes)
 
     def post(self, receiver: int, message: Any) -> None:
         """Sends a message; returns at once."""
@@ -77,24 +69,31 @@ class Mailbox:
         self._num_read += len(messages)
         return messages
 
-    def announce(self, word: bytes) -> None:
-        """Lets go those that wait for the next announcement."""
+    def announce(self, message: bytes) -> None:
+        """Sends a message to all other processes, which wait for it, or will; returns at once."""
         self._num_announced += 1
-        self._store.set(f"announcement/{self._num_announced}", word)
-        self._store.delete_key(f"announcement/{self._num_announced - 2}")  # everybody has read it
+        self._store.set(f"announcement/{self._num_announced}", message)
 
     def await_announcement(self, meanwhile: Callable[[], None] | None = None) -> bytes:
-        """Waits for the next announcement, however long it takes. What is done `meanwhile` is done every 5 ms."""
+        """Waits for the next announcement, however long it takes. `meanwhile` is called every 5 ms until then."""
         self._num_announced += 1
         key = f"announcement/{self._num_announced}"
         while meanwhile is not None and not self._store.check([key]):
             meanwhile()
             time.sleep(POLL_S)
+        self._wait(key)
+        message = self._store.get(key)
+        # The last reader deletes it. The main process can't tell: it does not wait for the others, not even in a
+        # broadcast over NCCL.
+        if self._store.add(f"{key}/read", 1) == self._num_processes - 1:
+            self._store.delete_key(key)
+            self._store.delete_key(f"{key}/read")
+        return message
+
+    def _wait(self, key: str) -> None:
         while True:
             try:
-                self._store.wait([key], timedelta(seconds=WAIT_S))
+                return self._store.wait([key], timedelta(seconds=WAIT_S))
             except torch.distributed.DistStoreError as error:
                 if "timeout" not in str(error).lower():
                     raise
-            else:
-                return self._store.get(key)

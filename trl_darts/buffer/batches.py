@@ -1,6 +1,6 @@
 """
-Batches that are not the loader's: prompts enter a buffer, rounds decide which of them are sampled, and those that are
-done become the rows of TRL's next batch.
+Batches that are not the loader's: prompts enter the rollout buffer, rounds decide which of them are sampled, and those
+that are done become the rows of TRL's next batch.
 
 ```
 loader ──▶ PromptFeed ──▶ rows, on every process                          ┌──▶ `inputs` of this process
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from .distributed import PromptBatch
-from .errors import GenerationError
-from .prompt_feed import PromptFeed, Rows
-from .rows import UNKNOWN, KeptRows
-from .scheduling import (
+from ..engines.batch import PromptBatch
+from ..engines.main_process import MainProcess
+from ..errors import GenerationError
+from ..rows import UNKNOWN, KeptRows
+from ..scheduling import (
     Admission,
     AdmissionPolicy,
+    BatchStop,
     GroupPlan,
     PromptInfo,
     RolloutResult,
@@ -34,13 +34,11 @@ from .scheduling import (
     SampledCandidate,
     prompt_key,
 )
-
-
-Tokenize = Callable[[list[Any]], list[list[int]]]
+from .feed import PromptFeed, Rows
 
 
 @dataclass
-class HarvestedRows:
+class BufferedRows:
     """
     What a round yielded for the optimizer, on every process.
 
@@ -52,8 +50,8 @@ class HarvestedRows:
         left (`list[int]`):
             Prompts that have left the buffer, also those that were dropped.
         ages (`list[list[tuple[int, int]]]` of shape `(≤ N·M,)`):
-            For each row that is not a repeated one, how many optimizer steps old the policy was that sampled how many
-            tokens in a row.
+            For each row but the filler rows, how many optimizer steps old the policy was that sampled how many tokens
+            in a row.
         states (`dict[str, int]`):
             How many prompts the buffer has now, by what has become of them.
         first_rows (`dict[int, int]`):
@@ -68,12 +66,12 @@ class HarvestedRows:
     first_rows: dict[int, int]
 
     @property
-    def repeats(self) -> dict[int, int]:
+    def fillers(self) -> dict[int, int]:
         """See [`KeptRows`]."""
-        return self.kept.repeats
+        return self.kept.fillers
 
 
-class PromptRounds:
+class BufferedBatches:
     """
     Decides what is sampled and what is trained on, for schedules with a [`RoundPolicy`].
 
@@ -86,13 +84,11 @@ class PromptRounds:
             M.
         feed ([`PromptFeed`]):
             The loader.
-        accelerator (`Accelerator`):
-            The trainer's.
-        agree (`Callable`):
-            Computes on the main process, for all; see [`Agreement`].
-        tokenize (`Callable`):
+        main ([`MainProcess`]):
+            Of the trainer.
+        tokenize (`Callable[[list], list[list[int]]]`):
             The token IDs of prompts.
-        mid_batch (`Callable`):
+        mid_batch (`Callable[[], bool]`):
             Whether the last batch is still in use: several optimizer steps can share one.
     """
 
@@ -102,106 +98,101 @@ class PromptRounds:
         admission: AdmissionPolicy,
         num_generations: int,
         feed: PromptFeed,
-        accelerator: Accelerator,
-        agree: Callable[[Callable[[], Any]], Any],
-        tokenize: Tokenize,
+        main: MainProcess,
+        tokenize: Callable[[list[Any]], list[list[int]]],
         mid_batch: Callable[[], bool],
     ) -> None:
         self.policy = policy
         self.admission = admission
         self.num_generations = num_generations
         self.feed = feed
-        self.accelerator = accelerator
-        self.agree = agree
+        self.main = main
         self.tokenize = tokenize
         self.mid_batch = mid_batch
         self.buffer = policy.buffer()
         self.rows: dict[int, dict[str, Any]] = {}  # of the data set, by entry ID, on every process
         self.prompt_ids: dict[int, list[int]] = {}
-        self.harvested: HarvestedRows | None = None  # of the last round, on every process
+        self.last: BufferedRows | None = None  # of the last round, on every process
         self.trained: dict[int, tuple[dict[str, Any], list[int]]] = {}  # its rows of the data set and prompts, by ID
-        self.round: Round | None = None  # the one in progress, on the main process
-        self.step = 0  # of the optimizer: the version of the policy that samples now
+        self._round: Round | None = None  # the one in progress, on the main process
+        self._step = 0  # of the optimizer: the version of the policy that samples now
 
     # Prompts come in
 
-    def prepare(self, step: int) -> bool:
+    def next_round(self, step: int) -> PromptBatch | None:
         """
-        Takes in the prompts that the next round needs, and decides it. Called on every process at once.
+        Adds the prompts that the next round needs, and decides it. Called on every process at once.
 
         Args:
             step (`int`):
                 Optimizer steps so far.
 
         Returns:
-            `bool`: Whether anything has to be sampled; otherwise call `finish`.
+            [`PromptBatch`]: What has to be sampled, each prompt in as many rows as it yields; `None` for nothing.
         """
-        self.step = step
-        self.take_arrived()
-        while self.agree(lambda: self.policy.lacking(self.buffer)):
+        self._step = step
+        self.add_arrived()
+        while self.main.broadcast(lambda: self.policy.lacking(self.buffer)):
             batch = self.feed.pull()
             if batch is None:
                 break
-            self._enter(batch)
-        return self.agree(self._decide)
+            self._add(batch)
+        entry_ids = self.main.broadcast(self._decide)
+        rows = [self.prompt_ids[entry_id] for entry_id in entry_ids for _ in range(self.num_generations)]
+        return PromptBatch.alone(rows, self.num_generations) if rows else None
 
-    def take_arrived(self) -> None:
-        """Takes in batches whose turn in the training loop has come. Called on every process at once."""
+    def add_arrived(self) -> None:
+        """Adds batches whose turn in the training loop has come. Called on every process at once."""
         for batch in self.feed.arrived():
-            self._enter(batch)
+            self._add(batch)
 
-    def _enter(self, batch: Rows) -> None:
+    def _add(self, batch: Rows) -> None:
         """The groups of a batch straddle processes; the first row of each stands for it."""
-        first = self.accelerator.process_index * len(batch)
+        first = self.main.index * len(batch)
         own = [row for place, row in enumerate(batch) if (first + place) % self.num_generations == 0]
         rows = gather_object(own)
-        tokens = self.agree(lambda: self.tokenize([row["prompt"] for row in rows]))
+        tokens = self.main.broadcast(lambda: self.tokenize([row["prompt"] for row in rows]))
         ids = self.buffer.enter([PromptInfo(prompt_key(ids), len(ids)) for ids in tokens])
         self.rows.update(zip(ids, rows, strict=True))
         self.prompt_ids.update(zip(ids, tokens, strict=True))
 
+    def _decide(self) -> list[int]:
+        self._round = self.policy.next(self.buffer)
+        return [entry.entry_id for entry in self._round.entries]
+
     # A round, on the main process
 
-    def _decide(self) -> bool:
-        self.round = self.policy.next(self.buffer)
-        return bool(self.round.entries)
-
-    def batch(self) -> PromptBatch:
-        """The round's prompts, each in as many rows as it yields."""
-        rows = [self.prompt_ids[entry.entry_id] for entry in self.round.entries for _ in range(self.num_generations)]
-        return PromptBatch.alone(rows, None, self.num_generations)
-
-    def begin(self) -> tuple[Admission, list[GroupPlan]]:
+    def plan(self) -> tuple[Admission, list[GroupPlan]]:
         """How many candidates each prompt gets, and which go on."""
-        return self.buffer.begin(self.round, self.num_generations, self.admission)
+        return self.buffer.begin(self._round, self.num_generations, self.admission)
 
-    def end(self, result: RolloutResult | None) -> HarvestedRows:
+    @property
+    def batch_stop(self) -> BatchStop:
+        """When the rollout ends."""
+        return self._round.batch_stop
+
+    def collect(self, result: RolloutResult | None = None) -> BufferedRows:
         """
-        What is trained on now.
-
-        Args:
-            result ([`RolloutResult`], *optional*):
-                Of the rollout. `None` where nothing had to be sampled.
+        What is trained on now, after a rollout, or where nothing had to be sampled.
 
         Raises:
             [`GenerationError`]: If there is nothing to train on.
         """
-        harvest = self.buffer.absorb(self.round, result, self.step)
-        groups, size = harvest.groups, self.round.num_groups
+        collected = self.buffer.absorb(self._round, result, self._step)
+        groups, size = collected.groups, self._round.num_groups
         if not groups:
-            return self._idle([entry.entry_id for entry, _ in harvest.dropped])
+            return self._repeat_last([entry.entry_id for entry, _ in collected.dropped])
         repeated = dict(zip(range(len(groups), size), cycle(range(len(groups))), strict=False))
         rows = {place: [_row(row) for row in group.rows] for place, group in enumerate(groups)}
-        kept = KeptRows.of_groups(rows, repeated, self.num_generations)
         own = [group.entry.entry_id for group in groups]
-        places = {entry.entry_id: place for place, entry in enumerate(self.round.entries)}
+        places = {entry.entry_id: place for place, entry in enumerate(self._round.entries)}
         states = [entry.state.value for entry in self.buffer.entries.values()]
-        return HarvestedRows(
-            kept,
+        return BufferedRows(
+            kept=KeptRows.of_groups(rows, repeated, self.num_generations),
             entry_ids=own + [own[other] for other in repeated.values()],
-            left=own + [entry.entry_id for entry, _ in harvest.dropped],
+            left=own + [entry.entry_id for entry, _ in collected.dropped],
             ages=[
-                [(self.step - version, count) for version, count in row.versions]
+                [(self._step - version, count) for version, count in row.versions]
                 for group in groups
                 for row in group.rows
             ],
@@ -209,46 +200,51 @@ class PromptRounds:
             first_rows={places[i]: row * self.num_generations for row, i in enumerate(own) if i in places},
         )
 
-    def _idle(self, dropped: list[int]) -> HarvestedRows:
+    def _repeat_last(self, dropped: list[int]) -> BufferedRows:
         """The last batch again, without weight: prompts were dropped, and the epoch has more steps than are needed."""
-        last = self.harvested
+        last = self.last
         if last is None:
             raise GenerationError("There is nothing to train on: no prompt came to its end.")
         kept = last.kept
         logprobs = None if kept.logprobs is None else [[UNKNOWN] * len(tokens) for tokens in kept.completion_ids]
-        repeats = {row: row for row in range(len(kept.completion_ids))}
-        again = KeptRows(kept.completion_ids, logprobs, repeats)
-        return HarvestedRows(again, last.entry_ids, dropped, [], last.states, {})
+        fillers = {row: row for row in range(len(kept.completion_ids))}
+        return BufferedRows(
+            KeptRows(kept.completion_ids, logprobs, fillers), last.entry_ids, dropped, [], last.states, {}
+        )
 
     # Rows go out
 
-    def finish(self, harvested: HarvestedRows, num_rows: int) -> tuple[Rows, KeptRows]:
+    def finish(self, rows: BufferedRows, num_rows: int) -> tuple[Rows, KeptRows]:
         """
-        The part of a round's yield that this process trains on. Called on every process at once.
+        The part of a round's rows that this process trains on. Called on every process at once.
 
         Args:
-            harvested ([`HarvestedRows`]):
-                The yield.
+            rows ([`BufferedRows`]):
+                Of all processes.
             num_rows (`int`):
                 Rows of each process.
 
         Returns:
             `tuple[list[dict], KeptRows]`: TRL's `inputs`, and their completions.
         """
-        self.harvested = harvested
-        mine = slice(self.accelerator.process_index * num_rows, (self.accelerator.process_index + 1) * num_rows)
-        if harvested.entry_ids[0] in self.rows:  # else the last batch is repeated
-            self.trained = {i: (self.rows[i], self.prompt_ids[i]) for i in {*harvested.entry_ids}}
-        for entry_id in harvested.left:
+        self.last = rows
+        mine = slice(self.main.index * num_rows, (self.main.index + 1) * num_rows)
+        if rows.entry_ids[0] in self.rows:  # else the last batch is repeated
+            self.trained = {i: (self.rows[i], self.prompt_ids[i]) for i in {*rows.entry_ids}}
+        for entry_id in rows.left:
             del self.rows[entry_id], self.prompt_ids[entry_id]
             self.buffer.entries.pop(entry_id, None)  # of a process that only counts
-        inputs = [dict(self.trained[i][0]) for i in harvested.entry_ids for _ in range(self.num_generations)][mine]
-        return inputs, harvested.kept[mine]
+        inputs = [dict(self.trained[i][0]) for i in rows.entry_ids for _ in range(self.num_generations)][mine]
+        return inputs, rows.kept[mine]
 
-    def forget(self) -> None:
+    def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
+        """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""
+        return self.last.ages[self.main.index * num_rows : (self.main.index + 1) * num_rows]
+
+    def clear(self) -> None:
         """Begins a training with an empty buffer."""
         self.buffer.entries.clear()
-        self.rows, self.prompt_ids, self.trained, self.harvested = {}, {}, {}, None
+        self.rows, self.prompt_ids, self.trained, self.last = {}, {}, {}, None
 
 
 def _row(row: SampledCandidate) -> tuple[list[int], list[float] | None]:

@@ -1,13 +1,43 @@
-"""What one process decodes of a rollout: it keeps the tokens, tells lengths, and hears what is to be aborted."""
+"""What one process decodes of a rollout: it keeps the tokens, reports lengths, and hears what is to be aborted."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from ..scheduling import FinishReason
-from .director import Report, Slot
-from .links import Link
 
 
 Row = tuple[list[int], list[float] | None]  # tokens and log-probs
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A candidate as the process that decodes it knows it."""
+
+    candidate_id: int
+    group_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """
+    What a process tells of a candidate: how many tokens it has and, once it has ended, why. `error` is set if it can't
+    be decoded.
+    """
+
+    candidate_id: int
+    length: int
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class Link(Protocol):
+    """A share's way to the decisions."""
+
+    def exchange(self, reports: Sequence[Report]) -> Sequence[int]:
+        """Sends reports; returns the IDs of candidates to abort that are known by now."""
+        ...
 
 
 class Share:
@@ -15,7 +45,7 @@ class Share:
     One process's part of a rollout, as the engine that decodes it sees it.
 
     The engine reports progress and ends, calls `exchange` after each step, and aborts what that returns, until
-    `running` is empty.
+    `running` is empty. Each aborted candidate must be ended with `FinishReason.ABORT`.
 
     Args:
         slots (`Sequence[Slot]`):
@@ -46,19 +76,7 @@ class Share:
     def end(
         self, candidate_id: int, tokens: list[int], logprobs: list[float] | None, finish_reason: FinishReason
     ) -> None:
-        """
-        Notes the end of a running candidate.
-
-        Args:
-            candidate_id (`int`):
-                Which.
-            tokens (`list[int]`):
-                All its tokens.
-            logprobs (`list[float]`, *optional*):
-                As many, or `None` from an engine that gives none.
-            finish_reason ([`FinishReason`]):
-                Why it ended.
-        """
+        """Notes the end of a running candidate with all its tokens; log-probs are `None` where there are none."""
         self.running.remove(candidate_id)
         self.rows[candidate_id] = (tokens, logprobs)
         self._reports.append(Report(candidate_id, len(tokens), finish_reason))
@@ -70,11 +88,7 @@ class Share:
 
     def exchange(self) -> list[int]:
         """
-        Sends what was noted, and fetches decisions.
-
-        Returns:
-            `list[int]`: IDs of running candidates that are to be aborted. Each must then be ended with
-            `FinishReason.ABORT`.
+        Sends what was noted, and returns the IDs of running candidates that are to be aborted.
 
         Raises:
             [`GenerationError`]: If the rollout failed on another process.

@@ -5,34 +5,18 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from .checks import has_images
-from .config import DARTSGRPOConfig
-from .engines.deadlines import Deadlines
-from .engines.preflight import Requirements, ServerFacts, check_server
-from .engines.vllm_server import VLLMServerEngine
-from .errors import ConfigurationError
-from .weights import resolve_weight_sync
+from ..checks import has_images
+from ..config import DARTSGRPOConfig
+from ..errors import ConfigurationError
+from ..weights import resolve_weight_sync
+from .deadlines import Deadlines
+from .preflight import Requirements, ServerFacts, check_server
+from .vllm_server import VLLMServerEngine
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """
-    What our server-mode generation needs beyond TRL's own arguments.
-
-    Args:
-        base_urls (`list[str]`):
-            The servers.
-        weight_sync (`str`):
-            See `DARTSGRPOConfig.weight_sync`.
-        weight_sync_dir (`str`, *optional*):
-            See `DARTSGRPOConfig.weight_sync_dir`.
-        deadlines ([`Deadlines`]):
-            Of requests.
-        api_key (`str`, *optional*):
-            Of the servers.
-        requirements ([`Requirements`]):
-            What each server must be.
-    """
+    """What is needed of servers beyond TRL's own arguments. Most are fields of the config."""
 
     base_urls: list[str]
     weight_sync: str
@@ -43,20 +27,7 @@ class ServerSettings:
 
 
 def server_settings(args: DARTSGRPOConfig, model: Any, train_dataset: Any = None) -> ServerSettings:
-    """
-    Collects the settings.
-
-    Args:
-        args ([`DARTSGRPOConfig`]):
-            The trainer's.
-        model (`str` or [`~transformers.PreTrainedModel`]):
-            The model to be trained, or its name.
-        train_dataset (`Dataset`, *optional*):
-            Whether it has images decides what a server must be able to do.
-
-    Returns:
-        [`ServerSettings`]: The settings.
-    """
+    """The settings of a training. Images in the data set decide what a server must be able to do."""
     weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
     return ServerSettings(
         base_urls=args.server_urls,
