@@ -28,6 +28,7 @@ from .engines.in_process import InProcessEngine
 from .engines.main_process import MainProcess
 from .engines.servers import ServerEngine
 from .engines.share import Share, Slot
+from .engines.vllm_generation import synced_generation
 from .hub.model_card import PAPER, add_rollouts
 from .policy import LengthTracker
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
@@ -37,7 +38,6 @@ from .streaming.streams import Streams
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
 from .telemetry.progress import RolloutProgress
 from .telemetry.traces import write_trace
-from .weights.generation import synced_generation
 
 
 logger = get_logger(__name__)
@@ -220,8 +220,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         training = self.model.training
-        ours = self.args.uses_servers or (training and not self._in_tool_loop)
-        if self._engine is None or not ours:
+        ours = self._engine is not None and (self.args.uses_servers or (training and not self._in_tool_loop))
+        if not ours:
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
@@ -354,15 +354,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._generated_at, self._fillers = None, {}
         batches = self._batches if self.model.training else None
-        max_age = self.args.mask_stale_after
         with self._streams.serving(inputs if self.model.training else None) as streamed:
             if batches is not None:
                 inputs = self._buffered_inputs(len(inputs))
             output = super()._generate_and_score_completions(inputs)
         self._log_all(streamed)
         mask_fillers(output, self._fillers, self.accelerator)
-        if batches is not None and max_age is not None:
-            mask_stale(output, batches.ages(len(inputs)), max_age, self.accelerator)
+        if batches is not None and self.args.mask_stale_after is not None:
+            mask_stale(output, batches.ages(len(inputs)), self.args.mask_stale_after, self.accelerator)
         if self._generated_at is not None:
             self._log_all({"darts/score/seconds": time.perf_counter() - self._generated_at})
         return output

@@ -1,7 +1,7 @@
 """vLLM servers as a trainer's engine: prompts become requests, from the main process."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import gather_object
 
@@ -13,12 +13,9 @@ from .batch import PromptBatch
 from .engine import OnProgress, RolloutPlan
 from .pool import State
 from .vllm_api import ServerPrompt
+from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
 from .vllm_server import VLLMServerEngine
-
-
-if TYPE_CHECKING:
-    from ..weights.generation import SyncedGeneration
 
 
 class ServerEngine:
@@ -34,7 +31,7 @@ class ServerEngine:
             Gives more fields for the request of one candidate. Benchmarks replay lengths with it.
     """
 
-    def __init__(self, generation: "SyncedGeneration") -> None:
+    def __init__(self, generation: SyncedGeneration) -> None:
         self.overrides: Overrides | None = None
         self._generation = generation
         self._main = generation.main

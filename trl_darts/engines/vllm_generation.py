@@ -12,17 +12,17 @@ from typing import Any
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from ..engines.connection import ServerSettings
-from ..engines.hf_generate import replaced
-from ..engines.main_process import MainProcess
-from ..engines.pool import State
-from ..engines.preflight import ServerFacts, check_server
-from ..engines.vllm_server import VLLMServerEngine
 from ..errors import ConfigurationError, WeightSyncError
-from .client import SyncedVLLMClient
-from .factory import make_client
-from .fleet import FleetVLLMClient
-from .rounds import get
+from ..weights.client import SyncedVLLMClient
+from ..weights.factory import make_client
+from ..weights.fleet import FleetVLLMClient
+from ..weights.rounds import get
+from .connection import ServerSettings
+from .hf_generate import replaced
+from .main_process import MainProcess
+from .pool import State
+from .preflight import ServerFacts, check_server
+from .vllm_server import VLLMServerEngine
 
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class SyncedGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.mode != "server":
             super()._init_vllm()
-            from ..engines.vllm_colocated import keep_expanded_images  # imports vLLM
+            from .vllm_colocated import keep_expanded_images  # imports vLLM
 
             keep_expanded_images(self.llm)
             return
@@ -270,7 +270,7 @@ def synced_generation(
 @contextmanager
 def reloaded_layers(llm: Any) -> Iterator[None]:
     """Inside, weights that are loaded into a colocated engine take effect layer by layer; see `weights/reload.py`."""
-    from .reload import finish_reload, initialize_layerwise_reload  # imports vLLM
+    from ..weights.reload import finish_reload, initialize_layerwise_reload  # imports vLLM
 
     worker = llm.llm_engine.model_executor.driver_worker.model_runner
     initialize_layerwise_reload(worker.model)
