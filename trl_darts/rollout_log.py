@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 from .metrics import RolloutRecord, bias_metrics, harvest_metrics, rollout_metrics
 from .prompt_rounds import HarvestedRows
+from .telemetry.traces import write_trace
 from .worth import WorthCheck
 
 
@@ -37,7 +37,9 @@ class RolloutLog:
             metrics["darts/sync/seconds"] = seconds
         self.metrics(metrics)
         if trainer.args.save_rollout_trace and trainer.accelerator.is_main_process:
-            self._write_trace(record)
+            # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
+            micro_step = trainer._step % trainer.args.gradient_accumulation_steps
+            write_trace(Path(trainer.args.output_dir), trainer.state.global_step, micro_step, record)
 
     def harvest(self, harvested: HarvestedRows) -> None:
         """A batch that is not the loader's."""
@@ -63,12 +65,3 @@ class RolloutLog:
         """Logged with TRL's own, averaged over a logging step."""
         for name, value in metrics.items():
             self.trainer._metrics["train"][name].append(value)
-
-    def _write_trace(self, record: RolloutRecord) -> None:
-        args, step = self.trainer.args, self.trainer.state.global_step
-        directory = Path(args.output_dir) / "rollouts"
-        directory.mkdir(parents=True, exist_ok=True)
-        # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
-        micro_step = self.trainer._step % args.gradient_accumulation_steps
-        trace = pd.DataFrame(record.trace()).assign(step=step)
-        trace.to_parquet(directory / f"rollout_{step:05d}_{micro_step:02d}.parquet")
