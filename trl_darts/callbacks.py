@@ -1,7 +1,6 @@
 """Callbacks that go with a [`DARTSGRPOTrainer`]."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import save_buffer
 from .policy import LengthTracker
-from .scheduling import AdmissionPolicy, ScheduleSettings
+from .scheduling import AdmissionPolicy
+from .telemetry.log import SETTINGS, append_entry
 
 
 logger = get_logger(__name__)
 
-LOG_FILE = "log.jsonl"
-# What a reader must know of a run before he compares it with another one.
-SETTINGS = (
-    *(field.name for field in fields(ScheduleSettings)),
-    "max_completion_length",
-    "latency_curve",
-    "learning_rate",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "world_size",
-    "num_engines",
-    "temperature",
-    "beta",
-    "loss_type",
-    "seed",
-)
 LENGTHS_FILE = "darts_lengths.npz"
 ADMISSION_FILE = "darts_admission.json"
 
@@ -135,19 +118,15 @@ class RunLogCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Writes the settings."""
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        model = kwargs["model"].config._name_or_path
-        self._write(args, state, {"run": {"name": args.run_name or args.output_dir, "model": model, **settings}})
+        if state.is_world_process_zero:
+            settings = {name: getattr(args, name) for name in SETTINGS}
+            model = kwargs["model"].config._name_or_path
+            run = {"name": args.run_name or args.output_dir, "model": model, **settings}
+            append_entry(Path(args.output_dir), {"run": run})
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         """Writes an entry."""
-        self._write(args, state, {"step": state.global_step, **logs})
-
-    def _write(self, args: TrainingArguments, state: TrainerState, entry: dict[str, Any]) -> None:
         if state.is_world_process_zero:
-            path = Path(args.output_dir) / "rollouts" / LOG_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+            append_entry(Path(args.output_dir), {"step": state.global_step, **logs})

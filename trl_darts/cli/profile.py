@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..analysis.output_files import check_writable, not_writable
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
-from ..output_files import check_writable, not_writable
 from ..serving.options import API_KEY_VARIABLE
 from .exits import fail
 

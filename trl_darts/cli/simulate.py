@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from ..analysis.output_files import check_directory, check_writable
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
-from ..output_files import check_directory, check_writable
 from ..policy import LatencyCurve, PrefillLine
 from ..scheduling import SCHEDULES, ScheduleSettings
 from ..simulation import ClusterSpec, LogNormalLengths, Workload
@@ -171,7 +171,7 @@ def _latency(path: Path | None, prefill_seconds_per_token: float | None) -> tupl
 
 def _check_model(trace: Path, curve: LatencyCurve, path: Path) -> None:
     """Refuses a curve of another model than the trace's, as far as both tell theirs."""
-    from ..logs import read_log  # loads pandas, for which a wrong option or `--help` should not wait
+    from ..telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
 
     model = read_log(trace)[0].get("model")
     if not curve.is_of(model):
@@ -226,7 +226,7 @@ def _write(outcomes: list[Outcome], directory: Path) -> None:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    from ..plots import plot_simulation
+    from ..analysis.plots import plot_simulation
 
     plot_simulation(outcomes, picture)
     console.print(f"Written: {table}, {picture}", highlight=False)

@@ -80,7 +80,7 @@ def recorded_traces(run_dir: Path) -> pd.DataFrame:
     Raises:
         [`ConfigurationError`]: If there are none, or they lack columns.
     """
-    from ..traces import read_traces  # reads Parquet with pandas, which takes a second to import
+    from ..telemetry.traces import read_traces  # reads Parquet with pandas, which takes a second to import
 
     traces, _ = read_traces(run_dir)
     if not len(traces):
@@ -93,7 +93,7 @@ def recorded_traces(run_dir: Path) -> pd.DataFrame:
 
 def _limit(run_dir: Path, traces: pd.DataFrame) -> int:
     """`max_completion_length` of the run, as its log says, or else its longest candidate."""
-    from ..logs import read_log  # as above
+    from ..telemetry.log import read_log  # as above
 
     settings, _, _, _ = read_log(run_dir)
     limit = settings.get("max_completion_length")

@@ -1,1 +1,1 @@
-"""What a run writes and reads back: metrics, traces, progress."""
+"""What a run writes and reads back: metrics, traces, its log, progress."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -81,39 +80,6 @@ class RolloutRecord:
     def seconds(self) -> float:
         """From the first submission to the last end, over all processes."""
         return self.occupancy.seconds
-
-    def trace(self) -> list[dict[str, Any]]:
-        """One row per candidate: what `save_rollout_trace` writes. Seconds count from the first submission."""
-        groups = sorted(self.groups, key=lambda summary: summary.group_id)
-        carried_over = {summary.group_id for summary in self.deferred} if self.carries_over else set()
-        begin = min((start for summary in groups for start, _ in summary.times), default=0.0)
-        return [
-            {
-                "group": summary.group_id,
-                "prompt_key": summary.prompt_key,
-                "candidate": index,
-                "num_candidates": len(summary.lengths),
-                "length": length,
-                "finish_reason": reason,
-                "selected": index in summary.selected,
-                "num_prompt_tokens": summary.num_prompt_tokens,
-                "start_seconds": start - begin,
-                "end_seconds": end - begin,
-                "num_carried_tokens": carried,
-                "carried_over": summary.group_id in carried_over,
-                "expected_length": math.nan if summary.expected_length is None else summary.expected_length,
-            }
-            for summary in groups
-            for index, (length, reason, (start, end), carried) in enumerate(
-                zip(
-                    summary.lengths,
-                    summary.finish_reasons,
-                    summary.times,
-                    summary.carried or [0] * len(summary.lengths),
-                    strict=True,
-                )
-            )
-        ]
 
 
 def rollout_metrics(record: RolloutRecord) -> dict[str, float]:

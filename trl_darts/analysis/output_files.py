@@ -1,26 +1,15 @@
-"""Files that a command is to write, looked at before it does the work for them."""
+"""Files that a command is to write, checked before it does the work for them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from .errors import ConfigurationError
+from ..errors import ConfigurationError
 
 
 def check_writable(name: str, path: Path) -> None:
-    """
-    Refuses a file that can't be written. It is left as it was.
-
-    Args:
-        name (`str`):
-            Of the argument, for the message.
-        path (`Path`):
-            The file. It may be there or not, its directory must be.
-
-    Raises:
-        [`ConfigurationError`]: If it is a directory, is in none, or can't be opened.
-    """
+    """Refuses a file that can't be written, and names the argument. The file is left as it was."""
     if os.path.isdir(path):  # unlike `Path.is_dir`, it takes names that are too long
         raise not_writable(name, path, "it is a directory")
     if not os.path.isdir(path.parent):
@@ -40,18 +29,7 @@ def check_writable(name: str, path: Path) -> None:
 
 
 def check_directory(name: str, path: Path) -> None:
-    """
-    Makes a directory, if it is not there.
-
-    Args:
-        name (`str`):
-            Of the argument, for the message.
-        path (`Path`):
-            The directory.
-
-    Raises:
-        [`ConfigurationError`]: If it can't be made.
-    """
+    """Makes a directory if it is not there, and names the argument if it can't be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -61,17 +39,7 @@ def check_directory(name: str, path: Path) -> None:
 
 
 def not_writable(name: str, path: Path, reason: str | None) -> ConfigurationError:
-    """
-    The error of a file that can't be written.
-
-    Args:
-        name (`str`):
-            Of the argument.
-        path (`Path`):
-            The file.
-        reason (`str`, *optional*):
-            Why, such as an `OSError`'s `strerror`.
-    """
+    """The error of a file that can't be written; `reason` may be an `OSError`'s `strerror`."""
     return ConfigurationError(
         f"`{name}` ({str(path)!r}) must be a file that can be written: {reason}. Choose another."
     )

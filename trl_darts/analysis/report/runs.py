@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from ..errors import ConfigurationError
-from ..logs import LOG_FILE, read_log
-from ..traces import TRACE_PATTERN, read_traces
-from .outcomes import outcomes
+from ...errors import ConfigurationError
+from ...telemetry.log import LOG_FILE, read_log
+from ...telemetry.traces import TRACE_PATTERN, read_traces
 
 
 MAX_RUNS = 6  # as many colours can be told apart, also by the colour-blind
+OUTCOMES = ("kept", "unused", "aborted")
+SIGNS = (f"rollouts/{LOG_FILE}", f"rollouts/{TRACE_PATTERN}", "checkpoint-*/trainer_state.json")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Run:
             there is no log.
         traces (`pd.DataFrame`):
             One row per candidate, with the columns of a trace, `micro`, which tells rollouts of one step apart, and
-            `outcome`, see [`outcomes`]. Empty where there are none.
+            `outcome`: `"kept"`, `"aborted"`, or `"unused"` (complete and not kept). Empty where there are none.
         notes (`tuple[str, ...]`):
             What is missing, and what was left out.
     """
@@ -71,7 +73,7 @@ def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> l
         directories (`Sequence[str | Path]`):
             The `output_dir` of each, at most six.
         names (`Sequence[str]`, *optional*):
-            What to call them. Defaults to the ends of their paths, as long as it takes to tell them apart.
+            What to call them. Defaults to the directories' names, or their paths where names are not unique.
 
     Returns:
         `list[Run]`: In the same order.
@@ -85,8 +87,6 @@ def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> l
             f"`run_dir` ({len(paths)} directories) must be 1 to {MAX_RUNS}: more colours can't be told apart. Write "
             "several reports."
         )
-    for path in paths:
-        _check_directory(path)
     return [read_run(path, name) for path, name in zip(paths, _names(paths, names), strict=True)]
 
 
@@ -109,24 +109,27 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     """
     directory = Path(directory)
     _check_directory(directory)
-    settings, log, restarted, log_notes = read_log(directory)
+    settings, log, restarted, notes = read_log(directory)
     traces, trace_notes = read_traces(directory)
     if log.empty and traces.empty:
         raise ConfigurationError(
             f"`run_dir` ({str(directory)!r}) is a run without a single finished step: there is nothing to report. Let "
             "it train for a step."
         )
-    if restarted and not log.empty and traces["step"].gt(log.index[-1]).any():
-        stale = traces["step"].gt(log.index[-1])
-        trace_notes = [
-            *trace_notes,
+    notes = [*notes, *trace_notes]
+    if traces.empty:
+        notes.append("No traces: length distributions, budgets and occupancy need `save_rollout_trace=True`.")
+    if log.empty:
+        notes.append("No log: rewards, times of steps and faults are unknown. `save_rollout_trace=True` writes one.")
+    elif restarted and (stale := traces["step"] > log.index[-1]).any():
+        notes.append(
             f"Traces of steps {traces['step'][stale].min()} to {traces['step'].max()} are left out: the run was "
-            "started again, and has not logged these steps since.",
-        ]
+            "started again, and has not logged these steps since."
+        )
         traces = traces[~stale]
-    traces = traces.assign(outcome=outcomes(traces))
-    notes = (*_missing(log, traces), *log_notes, *trace_notes)
-    return Run(name or directory.resolve().name, directory, settings, _count_rollouts(log, traces), traces, notes)
+    traces = traces.assign(outcome=_outcomes(traces))
+    log = log.assign(num_rollouts=_count_rollouts(log, traces))
+    return Run(name or directory.resolve().name, directory, settings, log, traces, tuple(notes))
 
 
 def _check_directory(directory: Path) -> None:
@@ -134,13 +137,14 @@ def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
         raise ConfigurationError(f"{where} must be a training's `output_dir`, and {state}. Check the path.")
-    signs = (f"rollouts/{LOG_FILE}", f"rollouts/{TRACE_PATTERN}", "checkpoint-*/trainer_state.json")
-    if any(next(directory.glob(sign), None) for sign in signs):
+    if any(any(directory.glob(sign)) for sign in SIGNS):
         return
-    inside = next((path for path in sorted(directory.glob("*")) for sign in signs if any(path.glob(sign))), None)
-    hint = f"Did you mean {str(inside)!r}?" if inside else "Train with `save_rollout_trace=True`, or check the path."
+    inside = next((found for sign in SIGNS for found in sorted(directory.glob(f"*/{sign}"))), None)
+    hint = "Train with `save_rollout_trace=True`, or check the path."
+    if inside is not None:
+        hint = f"Did you mean {str(directory / inside.relative_to(directory).parts[0])!r}?"
     raise ConfigurationError(
-        f"{where} must be a training's `output_dir`, and has neither {', nor '.join(signs)}. {hint}"
+        f"{where} must be a training's `output_dir`, and has neither {', nor '.join(SIGNS)}. {hint}"
     )
 
 
@@ -149,42 +153,35 @@ def _names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
         raise ConfigurationError(
             f"`name` ({len(names)} given) must be given once per run ({len(paths)}), in their order, or not at all."
         )
-    for depth in range(1, max(len(path.resolve().parts) for path in paths) + 1):
-        found = list(names) or ["/".join(path.resolve().parts[-depth:]) for path in paths]
-        if len(set(found)) == len(found):
-            return found
-        if names:
-            break
-    twice = next(name for name in found if found.count(name) > 1)
-    raise ConfigurationError(
-        f"`{'name' if names else 'run_dir'}` ({twice!r}) is there twice: runs must be told apart. Leave one out"
-        f"{', or name it differently' if names else ''}."
-    )
-
-
-def _missing(log: pd.DataFrame, traces: pd.DataFrame) -> list[str]:
-    notes = []
-    if log.empty:
-        notes.append(
-            "No log: rewards, time split and step times are unknown. A run with `save_rollout_trace=True` writes one."
+    found = list(names) or [path.resolve().name for path in paths]
+    if not names and len(set(found)) < len(found):
+        found = [str(path) for path in paths]
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise ConfigurationError(
+            f"`{'name' if names else 'run_dir'}` ({twice[0]!r}) is there twice: runs must be told apart. Leave one "
+            f"out{', or name it differently' if names else ''}."
         )
-    if traces.empty:
-        notes.append(
-            "No traces: length distribution, budgets and occupancy are unknown or coarser. Train with "
-            "`save_rollout_trace=True`."
-        )
-    return notes
+    return found
 
 
-def _count_rollouts(log: pd.DataFrame, traces: pd.DataFrame) -> pd.DataFrame:
-    """Adds `num_rollouts`: as many as there are traces in an entry's steps, else one per step that logged any."""
-    logged = (
-        log["darts/rollout/seconds"].notna() if "darts/rollout/seconds" in log else pd.Series(False, index=log.index)
-    )
-    counts = log["num_steps"].where(logged, 0)
+def _outcomes(traces: pd.DataFrame) -> pd.Series:
+    """
+    One that was carried over into a later rollout has a row in each, and what became of it in the last one is true of
+    all of them: its tokens count where they were decoded. Where the run ended before it did, it is unused.
+    """
+    aborted = traces["finish_reason"].eq("abort")
+    own = np.select([traces["selected"], aborted], ["kept", "aborted"], "unused")
+    known = pd.Series(own, traces.index, dtype=object).mask(traces["carried_over"])
+    return known.groupby([traces["prompt_key"], traces["candidate"]]).bfill().fillna("unused")
+
+
+def _count_rollouts(log: pd.DataFrame, traces: pd.DataFrame) -> pd.Series:
+    """Rollouts of each entry: as many as there are traces in its steps, else one per step that logged any."""
+    if "darts/rollout/seconds" not in log:
+        return pd.Series(0.0, log.index)
     per_step = traces.drop_duplicates(["step", "micro"]).groupby("step").size()
-    for step, width in log["num_steps"].items():
-        covered = per_step.reindex(range(int(step) - int(width) + 1, int(step) + 1)).fillna(0)
-        if logged[step] and covered.sum():
-            counts[step] = covered.sum()
-    return log.assign(num_rollouts=counts.astype(float))
+    counts = [
+        (per_step[(per_step.index > step - width) & (per_step.index <= step)].sum() or width) if logged else 0
+        for step, width, logged in zip(log.index, log["num_steps"], log["darts/rollout/seconds"].notna(), strict=True)
+    ]
+    return pd.Series(counts, log.index, dtype=float)
