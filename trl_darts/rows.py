@@ -59,7 +59,9 @@ class KeptRows:
             for place, other in repeated.items()
             for index in range(num_generations)
         }
-        return cls([tokens for tokens, _ in flat], [logprobs or [] for _, logprobs in flat] if given else None, fillers)
+        return cls(
+            [tokens for tokens, _ in flat], [logprobs or [] for _, logprobs in flat] if given else None, fillers
+        )
 
     def __getitem__(self, rows: slice) -> "KeptRows":
         logprobs = None if self.logprobs is None else self.logprobs[rows]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..policy.bias import length_bias, reward_bias
 from ..buffer.batches import BufferedRows
 from ..engines.batch import PromptBatch
+from ..policy.bias import length_bias, reward_bias
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
 
 
