@@ -41,7 +41,7 @@ class VarianceTrackerCallback(TrainerCallback):
     ) -> None:
         """Makes the tracker, if there is none."""
         if self.tracker is None:
-            self.tracker = args.schedule_settings.tracker(args.max_completion_length)
+            self.tracker = args.tracker(args.max_completion_length)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the lengths next to the trainer's own state, on the main process."""

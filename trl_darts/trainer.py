@@ -18,7 +18,7 @@ from .buffer.batches import BufferedBatches, BufferedRows
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import PromptFeed, skip_epochs
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback
-from .checks import check_arguments, check_path, check_prompt_lengths
+from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_other_model
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.connection import connect, server_settings
@@ -165,7 +165,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._main = self.vllm_generation.main if self.use_vllm else MainProcess(self.accelerator)
         callbacks = self.callback_handler.callbacks
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
-        self._admission = args.admission(self.length_tracker, args.load_latency_curve(), args.num_engines)
+        curve = args.load_latency_curve()
+        warn_of_other_model(curve, args.latency_curve, self.model)
+        self._admission = args.admission(self.length_tracker, curve, args.num_engines)
         self._engine = self._make_engine()
         if (policy := args.rounds(args.generation_batch_size // args.num_generations)) is not None:
             feed = PromptFeed(args.steps_per_generation * args.num_iterations)
