@@ -33,7 +33,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.engines.settings import prepare_colocated
 from tests.models import EOS_ID, PAD_ID, make_markov_model, make_tokenizer
-from trl_darts.distributed import DirectLink, Director, Share
+from trl_darts.engines.director import Director
+from trl_darts.engines.share import Share
 from trl_darts.engines.hf_continuous import scheduled_batching
 from trl_darts.engines.hf_generate import SchedulerCriterion, stopping_criterion
 from trl_darts.generation import RolloutGeneration

@@ -107,10 +107,10 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
     """Collects what the trainer scores, batch by batch, before it is shuffled, with the rows that it belongs to."""
     batches: list[dict[str, Any]] = []
     rows: list[Any] = []
-    score, harvest = trainer._generate_and_score_completions, trainer._harvest
+    score, buffered = trainer._generate_and_score_completions, trainer._buffered_inputs
 
-    def harvested(num_rows: int) -> list[dict[str, Any]]:
-        rows[:] = harvest(num_rows)
+    def recorded_inputs(num_rows: int) -> list[dict[str, Any]]:
+        rows[:] = buffered(num_rows)
         return list(rows)
 
     def recorded(inputs: Any) -> dict[str, Any]:
@@ -118,5 +118,5 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
         batches.append({"inputs": list(rows) or inputs, **output})
         return output
 
-    trainer._harvest, trainer._generate_and_score_completions = harvested, recorded
+    trainer._buffered_inputs, trainer._generate_and_score_completions = recorded_inputs, recorded
     return batches

@@ -139,16 +139,10 @@ def check_path(trainer: Any) -> None:
         )
 
 
-def check_prompt_lengths(trainer: Any) -> None:
+def check_prompt_lengths(trainer: Any, check_prompts: Callable[[list[list[int]], str, int], None]) -> None:
     """
-    Looks for prompts that no server can take now, not at the step in which they come up.
-
-    Args:
-        trainer ([`DARTSGRPOTrainer`]):
-            On the main process, with vLLM servers.
-
-    Raises:
-        [`ConfigurationError`]: If a prompt leaves no room for a completion.
+    Looks for prompts that no server can take now, not at the step in which they come up. `check_prompts` is that of the
+    engine of `trainer`, which has vLLM servers; on the main process.
     """
     dataset = trainer.train_dataset
     known = isinstance(dataset, Dataset) and not trainer._is_vlm and trainer.environment_factories is None
@@ -156,7 +150,7 @@ def check_prompt_lengths(trainer: Any) -> None:
         return  # each batch is checked all the same
     for start in range(0, len(dataset), 1000):
         prompt_ids, _, _ = trainer._tokenize_prompts(dataset[start : start + 1000]["prompt"])
-        trainer.vllm_generation.check_prompts(prompt_ids, "the training data set", start)
+        check_prompts(prompt_ids, "the training data set", start)
 
 
 def _check_turns(trainer: Any) -> None:

@@ -186,7 +186,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self.add_callback(RunLogCallback())
         self._streams = make_streams(self)
         if args.uses_servers:
-            self._main.run(lambda: check_prompt_lengths(self))
+            self._main.run(lambda: check_prompt_lengths(self, self._engine.check_prompts))
 
     def _make_engine(self) -> Engine:
         args = self.args

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.engines.scripted_vllm import NEVER, World, tokens, vllm
-from trl_darts.distributed import DirectLink, Director, Report, Slot
+from trl_darts.engines.director import Director
+from trl_darts.engines.share import Report, Slot
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
 

@@ -14,7 +14,7 @@ through the same rounds; otherwise each has its own pace.
 import time
 from collections.abc import Sequence
 
-from ..distributed import Mailbox
+from ..engines.mailbox import Mailbox
 from ..errors import GenerationError
 from ..scheduling import Candidate, CandidateState, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger

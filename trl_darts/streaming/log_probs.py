@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from accelerate.utils import gather_object
 
-from ..distributed import Mailbox
+from ..engines.mailbox import Mailbox
 from ..scheduling import RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from .director import StreamDirector

@@ -42,7 +42,7 @@ def make_streams(trainer: Any) -> Streams:
     where: dict[str, Any] = {
         "process_index": accelerator.process_index,
         "num_processes": accelerator.num_processes,
-        "open_mailbox": lambda: trainer._conductor.agree.mailbox,
+        "open_mailbox": lambda: trainer._main.mailbox,
     }
     log_probs = rewards = None
     if args.stream_logprobs:

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from ..distributed import Mailbox
+from ..engines.mailbox import Mailbox
 from ..scheduling import GroupResult, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from .log_probs import LogprobStream

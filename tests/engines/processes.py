@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.distributed import TIMEOUT_S, at_once, open_mailboxes
-from trl_darts.distributed import Director, Link, Mailbox, MainLink, RemoteLink, Report, Share
+from tests.engines.threads import TIMEOUT_S, at_once, open_mailboxes
+from trl_darts.engines.director import Director
+from trl_darts.engines.links import RemoteLink
+from trl_darts.engines.mailbox import Mailbox
+from trl_darts.engines.share import Link, Report, Share
 from trl_darts.scheduling import AssignedPlacement, FinishReason, GroupPlan, RolloutResult, Scheduler, make_policies
 
 
@@ -94,13 +97,16 @@ class Decoder:
         self.share.exchange()
 
 
-def make_director(lengths: Lengths, num_engines: int, **options: Any) -> WatchedDirector:
+def make_director(
+    lengths: Lengths, num_engines: int, mailbox: Mailbox | None = None, rollout: int = 1, **options: Any
+) -> WatchedDirector:
     """Candidates are dealt out in turn, so that every group has some on every engine."""
     policies = make_policies("darts", M, M_UP, 1, **options)
     numbers = iter(range(10**6))
     placement = AssignedPlacement([[str(next(numbers) % num_engines) for _ in group] for group in lengths])
     plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]
-    return WatchedDirector(Scheduler(replace(policies, placement=placement), M), plans, num_engines)
+    scheduler = Scheduler(replace(policies, placement=placement), M)
+    return WatchedDirector(scheduler, plans, range(num_engines), mailbox, rollout)
 
 
 class Processes:
@@ -114,10 +120,10 @@ class Processes:
         rollout: int = 1,
         **options: Any,
     ) -> None:
-        self.director = make_director(lengths, num_processes, **options)
         main, *others = boxes or open_mailboxes(num_processes)
-        self.main = MainLink(self.director, main, rollout, range(num_processes))
-        self.links = [self.main, *(RemoteLink(box, rollout) for box in others)]
+        self.director = make_director(lengths, num_processes, main, rollout, **options)
+        self.director.listen()
+        self.links = [self.director, *(RemoteLink(box, rollout) for box in others)]
         self.watched = [Watched(link) for link in self.links]
         needs_progress = self.director.scheduler.needs_progress
         self.shares = [Share(*pair, needs_progress) for pair in zip(self.director.slots, self.watched, strict=True)]
@@ -126,16 +132,14 @@ class Processes:
     def run(self, pauses: Sequence[Callable[[], float]]) -> RolloutResult:
         """Each process at its own pace."""
         at_once(*(lambda d=d, p=p: d.decode(p) for d, p in zip(self.decoders, pauses, strict=True)))
-        self.main.wait()
         return self.director.result()
 
     def run_in_step(self) -> RolloutResult:
         """All processes take each step together, and every decision arrives before the next."""
-        while not self.director.done:
+        while not self.director.scheduler.done:
             for decoder in self.decoders:
                 decoder.grow()
             self._settle()
-        self.main.wait()
         return self.director.result()
 
     def _settle(self) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import in_threads
-from tests.distributed.processes import NEVER, Decoder, make_director
-from trl_darts.distributed import DirectLink, FollowingLink, Link, Report, Share
+from tests.engines.processes import NEVER, Decoder, make_director
+from tests.engines.threads import in_threads
+from trl_darts.engines.links import FollowingLink
+from trl_darts.engines.share import Link, Report, Share
 from trl_darts.errors import GenerationError
 
 
@@ -89,12 +90,12 @@ def test_a_group_decodes_one_share(monkeypatch):
         Decoder(share, lengths).decode()
         return {number: len(tokens) for number, (tokens, _) in share.rows.items()}
 
-    results, errors = follow(DirectLink(director), group, act)
+    results, errors = follow(director, group, act)
     assert not errors
     assert results[0] == results[1] == results[2]
     ends = Counter(report.candidate_id for report in director.told if report.finish_reason is not None)
     assert ends == Counter(range(9))
-    assert director.done
+    assert director.scheduler.done
     assert [g.selected for g in director.result().groups] == [[0, 1, 2], [0, 1, 2]]
     assert [c.length for c in director.scheduler.ledger.candidates[3:6]] == [16] * 3  # decided at 9, told at 16
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trl_darts.distributed import Mailbox
+from trl_darts.engines.mailbox import Mailbox
 
 
 TIMEOUT_S = 20
@@ -34,7 +34,7 @@ def connection(number: int) -> torch.distributed.TCPStore:
 def open_mailboxes(count: int) -> list[Mailbox]:
     """New mailboxes that see each other and nobody else, each over a connection of its own."""
     space = f"space{next(_spaces)}"
-    return [Mailbox(torch.distributed.PrefixStore(space, connection(index)), index) for index in range(count)]
+    return [Mailbox(torch.distributed.PrefixStore(space, connection(index)), index, count) for index in range(count)]
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from trl_darts.distributed import PromptBatch, batch
+from trl_darts.engines import batch
+from trl_darts.engines.batch import PromptBatch
 from trl_darts.policy import BudgetController, LengthTracker
 from trl_darts.scheduling import PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
 
@@ -30,8 +31,7 @@ def gather(monkeypatch: pytest.MonkeyPatch, shares: list[dict[str, Any]], num_ge
         return objects
 
     def gathered(process: int) -> PromptBatch:
-        share = {"images": None, "multimodal": False, **shares[process]}
-        return PromptBatch.gather(num_generations=num_generations, process_index=process, **share)
+        return PromptBatch.gather(num_generations=num_generations, process_index=process, **shares[process])
 
     monkeypatch.setattr(batch, "gather_object", collect)
     for process in range(len(shares)):
@@ -45,8 +45,8 @@ def gather(monkeypatch: pytest.MonkeyPatch, shares: list[dict[str, Any]], num_ge
 
 def test_gather_on_one_process_is_alone():
     rows = [[3, 4]] * 2 + [[5]] * 2
-    gathered = PromptBatch.gather(rows, None, multimodal=False, num_generations=2, process_index=0)
-    assert gathered == PromptBatch.alone(rows, None, 2)
+    gathered = PromptBatch.gather(rows, 2, 0)
+    assert gathered == PromptBatch.alone(rows, 2)
     assert (gathered.rows, gathered.sizes, gathered.mine) == (rows, [4], slice(0, 4))
     assert gathered.infos == [PromptInfo(prompt_key([3, 4]), 2), PromptInfo(prompt_key([5]), 1)]
     assert gathered.mixed == [False, False]
@@ -55,18 +55,18 @@ def test_gather_on_one_process_is_alone():
 
 
 def test_alone_is_one_process_whatever_its_index():
-    own = PromptBatch.alone([[3], [3], [4], [4]], None, 2)
+    own = PromptBatch.alone([[3], [3], [4], [4]], 2)
     assert (own.sizes, own.process_index, own.mine) == ([4], 0, slice(0, 4))
 
 
 def test_groups_that_straddle_processes(monkeypatch):
     """Three groups of four over processes with 6, 0, 1 and 5 rows."""
     rows = [[group, 9] for group in range(3) for _ in range(4)]
-    shares = [{"prompt_rows": part} for part in (rows[:6], [], rows[6:7], rows[7:])]
+    shares = [{"rows": part} for part in (rows[:6], [], rows[6:7], rows[7:])]
     batches = gather(monkeypatch, shares, num_generations=4)
     for process, own in enumerate(batches):
         assert own.process_index == process
-        assert own.rows[own.mine] == shares[process]["prompt_rows"]
+        assert own.rows[own.mine] == shares[process]["rows"]
         assert (own.rows, own.keys, own.sizes) == (rows, batches[0].keys, [6, 0, 1, 5])
         assert own.infos == batches[0].infos == [PromptInfo(prompt_key([group, 9]), 2) for group in range(3)]
     assert batches[0].owners == [0] * 6 + [2] + [3] * 5
@@ -95,7 +95,7 @@ def test_every_row_has_one_owner_and_every_group_its_rows(sizes, num_generations
 
 def test_a_group_of_different_prompts_is_mixed_and_not_extendable(monkeypatch):
     rows = [[1], [1], [2], [3], [4], [4]]
-    first, _ = gather(monkeypatch, [{"prompt_rows": rows[:3]}, {"prompt_rows": rows[3:]}], num_generations=2)
+    first, _ = gather(monkeypatch, [{"rows": rows[:3]}, {"rows": rows[3:]}], num_generations=2)
     assert first.mixed == [False, True, False]  # the two rows that differ are on two processes
     assert first.infos == [
         PromptInfo(prompt_key([1]), 1),
@@ -106,20 +106,20 @@ def test_a_group_of_different_prompts_is_mixed_and_not_extendable(monkeypatch):
 
 def test_a_group_whose_rows_differ_in_their_images_is_mixed():
     red, blue = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (2, 2), "blue")
-    own = PromptBatch.alone([[1]] * 4, [[red], [red], [red], [blue]], 2)
+    own = PromptBatch.alone([[1]] * 4, 2, [[red], [red], [red], [blue]])
     assert own.mixed == [False, True]
     assert [info.extendable for info in own.infos] == [True, False]
 
 
-@pytest.mark.parametrize(("images", "multimodal"), [(True, False), (False, True), (True, True)])
-def test_one_multimodal_process_makes_the_batch_multimodal(monkeypatch, images, multimodal):
+@pytest.mark.parametrize(("images", "fields"), [(True, False), (False, True), (True, True)])
+def test_one_multimodal_process_makes_the_batch_multimodal(monkeypatch, images, fields):
     """Images or other fields on any process: then every process keeps its own rows."""
-    other = {"prompt_rows": [[2]], "images": [[Image.new("L", (1, 1))]] if images else None, "multimodal": multimodal}
-    batches = gather(monkeypatch, [{"prompt_rows": [[1]]}, other], num_generations=1)
+    other = {"rows": [[2]], "images": [[Image.new("L", (1, 1))]] if images else None, "fields": {"x": 1} if fields else {}}
+    batches = gather(monkeypatch, [{"rows": [[1]]}, other], num_generations=1)
     assert [own.multimodal for own in batches] == [True, True]
     assert batches[0] != batches[1]
     assert batches[0].keys == batches[1].keys
-    text = gather(monkeypatch, [{"prompt_rows": [[1]]}, {"prompt_rows": [[2]]}], num_generations=1)
+    text = gather(monkeypatch, [{"rows": [[1]]}, {"rows": [[2]]}], num_generations=1)
     assert [own.multimodal for own in text] == [False, False]
 
 
@@ -128,7 +128,7 @@ def test_images_stay_where_they_are(monkeypatch):
     images = [[Image.effect_noise((300, 300), 50)] for _ in range(2)]
     sent: list[Any] = []
     monkeypatch.setattr(batch, "gather_object", lambda objects: sent.extend(objects) or objects)
-    PromptBatch.gather([[1], [2]], images, multimodal=True, num_generations=1, process_index=0)
+    PromptBatch.gather([[1], [2]], 1, 0, images)
     assert len(pickle.dumps(sent)) < 1000
 
 
@@ -136,7 +136,7 @@ def test_images_stay_where_they_are(monkeypatch):
 
 
 def key_of(*images: Any, tokens: tuple[int, ...] = (7, 8)) -> int:
-    return PromptBatch.alone([list(tokens)], [list(images)], 1).keys[0]
+    return PromptBatch.alone([list(tokens)], 1, [list(images)]).keys[0]
 
 
 def noise(seed: int, mode: str = "RGB", size: tuple[int, int] = (6, 4)) -> Image.Image:
@@ -146,8 +146,8 @@ def noise(seed: int, mode: str = "RGB", size: tuple[int, int] = (6, 4)) -> Image
 
 
 def test_prompts_with_the_same_tokens_are_told_apart_by_their_images():
-    text = PromptBatch.alone([[7, 8]], None, 1).keys[0]
-    assert text == PromptBatch.alone([[7, 8]], [None], 1).keys[0] == key_of()  # no image is no image
+    text = PromptBatch.alone([[7, 8]], 1).keys[0]
+    assert text == PromptBatch.alone([[7, 8]], 1, [None]).keys[0] == key_of()  # no image is no image
     first, second = noise(1), noise(2)
     keys = [text, key_of(first), key_of(second), key_of(first, second), key_of(second, first), key_of(first, first)]
     assert len(set(keys)) == len(keys)
@@ -172,7 +172,7 @@ def test_equal_content_in_different_objects_is_the_same_image(make):
     assert make(1) is not make(1)
     assert key_of(make(1)) == key_of(make(1)) != key_of(make(2))
     first, second = make(1), make(2)
-    rows = PromptBatch.alone([[7]] * 4, [[first], [make(1)], [second], [first]], 2).keys
+    rows = PromptBatch.alone([[7]] * 4, 2, [[first], [make(1)], [second], [first]]).keys
     assert rows[0] == rows[1] == rows[3] != rows[2]
 
 

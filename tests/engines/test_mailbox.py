@@ -1,5 +1,5 @@
 """
-Messages, announcements and agreements over a real store: between threads with a connection each, and two processes.
+Messages, announcements and what the main process runs, over a real store: between threads with a connection each, and two processes.
 """
 
 import multiprocessing
@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import TIMEOUT_S, at_once, in_threads, open_mailboxes, store
-from trl_darts.distributed import Agreement, Mailbox, agreement, mailbox
+from tests.engines.threads import TIMEOUT_S, at_once, in_threads, open_mailboxes, store
+from trl_darts.engines import mailbox, main_process
+from trl_darts.engines.mailbox import Mailbox
+from trl_darts.engines.main_process import MainProcess
 from trl_darts.errors import GenerationError
 
 
@@ -142,7 +144,7 @@ def test_waiting_ends_when_the_store_is_gone():
             raise torch.distributed.DistStoreError("Connection reset by peer")
 
     with pytest.raises(torch.distributed.DistStoreError, match="reset by peer"):
-        Mailbox(Gone(), 1).await_announcement()
+        Mailbox(Gone(), 1, 2).await_announcement()
 
 
 # The store
@@ -183,7 +185,7 @@ def test_open_connects_all_processes(monkeypatch):
 
 def send_back(port: int, count: int) -> None:
     """The other process: returns what it gets, waits to be let go, and says so."""
-    box = Mailbox(torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1)
+    box = Mailbox(torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
     for message in receive_all(box, count):
         box.post(0, ("back", message))
     box.post(0, box.await_announcement())
@@ -195,7 +197,7 @@ def test_two_processes():
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     child = multiprocessing.get_context("spawn").Process(target=send_back, args=(server.port, count), daemon=True)
     child.start()
-    main = Mailbox(server, 0)
+    main = Mailbox(server, 0, 2)
     _, messages = at_once(
         lambda: [main.post(1, (number, b"x" * number)) for number in range(count)],
         lambda: receive_all(main, count),
@@ -207,23 +209,23 @@ def test_two_processes():
     assert messages == [("back", (number, b"x" * number)) for number in range(count)] + [b"go"]
 
 
-# Agreements
+# The main process
 
 
 class Processes:
-    """Agreements of several processes, with a broadcast that lets them wait for each other as a collective does."""
+    """The main process as several see it, with a broadcast that lets them wait for each other as a collective does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.rank = threading.local()
         self.barrier = threading.Barrier(count, timeout=TIMEOUT_S)
         self.num_broadcasts = 0
         self.payload = b""
-        monkeypatch.setattr(agreement, "broadcast_object_list", self.broadcast)
-        self.agreements = []
+        monkeypatch.setattr(main_process, "broadcast_object_list", self.broadcast)
+        self.mains = []
         for process, box in enumerate(open_mailboxes(count)):
             accelerator = SimpleNamespace(process_index=process, num_processes=count, is_main_process=process == 0)
-            self.agreements.append(Agreement(accelerator))
-            self.agreements[-1]._mailbox = box
+            self.mains.append(MainProcess(accelerator))
+            self.mains[-1]._mailbox = box
 
     def broadcast(self, box: list[Any], from_process: int) -> None:
         if self.rank.value == from_process:
@@ -233,20 +235,20 @@ class Processes:
         box[:] = pickle.loads(self.payload)
         self.barrier.wait()
 
-    def run(self, act: Callable[[Agreement], Any]) -> tuple[list[Any], dict[int, BaseException]]:
+    def run(self, act: Callable[[MainProcess], Any]) -> tuple[list[Any], dict[int, BaseException]]:
         def process(rank: int) -> Any:
             self.rank.value = rank
-            return act(self.agreements[rank])
+            return act(self.mains[rank])
 
-        return in_threads(*(lambda rank=rank: process(rank) for rank in range(len(self.agreements))))
+        return in_threads(*(lambda rank=rank: process(rank) for rank in range(len(self.mains))))
 
 
 def test_all_processes_go_on_with_what_the_main_process_found(monkeypatch):
     processes = Processes(monkeypatch, 3)
     computed = []
 
-    def act(agree: Agreement) -> list[Any]:
-        return [agree(lambda number=number: computed.append(number) or {"n": number}) for number in range(4)]
+    def act(main: MainProcess) -> list[Any]:
+        return [main.broadcast(lambda number=number: computed.append(number) or {"n": number}) for number in range(4)]
 
     results, errors = processes.run(act)
     assert not errors
@@ -264,15 +266,37 @@ def test_the_others_wait_outside_of_the_broadcast(monkeypatch):
         seen.append(processes.barrier.n_waiting)
         return "value"
 
-    assert processes.run(lambda agree: agree(slow))[0] == ["value"] * 2
+    assert processes.run(lambda main: main.broadcast(slow))[0] == ["value"] * 2
     assert seen == [0]
 
 
-def test_one_process_agrees_with_itself():
-    agree = Agreement(SimpleNamespace(num_processes=1))
-    assert agree(lambda: "value") == "value"
+def test_one_process_has_the_value_at_once():
+    main = MainProcess(SimpleNamespace(num_processes=1))
+    assert main.run(lambda: "value") == main.broadcast(lambda: "value") == "value"
     with pytest.raises(KeyError, match="words"):
-        agree(lambda: {}["words"])
+        main.broadcast(lambda: {}["words"])
+
+
+def test_the_value_stays_on_the_main_process_without_a_broadcast(monkeypatch):
+    processes = Processes(monkeypatch, 3)
+    results, errors = processes.run(lambda main: [main.run(lambda n=n: n) for n in range(5)])
+    assert not errors
+    assert results == [list(range(5)), [None] * 5, [None] * 5]
+    assert processes.num_broadcasts == 0
+
+
+def test_a_late_process_finds_every_announcement(monkeypatch):
+    """The main process does not wait for the others, in NCCL's broadcasts neither: it may be several steps ahead."""
+    processes = Processes(monkeypatch, 3)
+
+    def act(main: MainProcess) -> int:
+        if main.index == 2:
+            time.sleep(0.3)
+        for _ in range(4):
+            main.run(lambda: None)
+        return main.index
+
+    assert processes.run(act) == ([0, 1, 2], {})
 
 
 class Locked(Exception):
@@ -288,17 +312,17 @@ class Locked(Exception):
     [(GenerationError("boom"), GenerationError, "boom"), (Locked("boom"), GenerationError, "Locked: boom")],
 )
 def test_an_error_of_the_main_process_is_raised_on_all(monkeypatch, error, expected, words):
-    """And leaves nothing behind that would disturb the next agreement."""
+    """And leaves nothing behind that would disturb the next call."""
     processes = Processes(monkeypatch, 3)
 
     def fail() -> None:
         raise error
 
-    def act(agree: Agreement) -> Any:
+    def act(main: MainProcess) -> Any:
         try:
-            agree(fail)
+            main.run(fail)
         except Exception as problem:
-            return problem, agree(lambda: "next")
+            return problem, main.broadcast(lambda: "next")
 
     start = time.monotonic()
     results, errors = processes.run(act)
@@ -306,7 +330,7 @@ def test_an_error_of_the_main_process_is_raised_on_all(monkeypatch, error, expec
     assert results[0][0] is error
     assert [(type(problem), str(problem)) for problem, _ in results[1:]] == [(expected, words)] * 2
     assert [value for _, value in results] == ["next"] * 3
-    assert time.monotonic() - start < agreement.HEARING_S  # as soon as all have heard of it
+    assert time.monotonic() - start < main_process.HEARING_S  # as soon as all have heard of it
     assert processes.agreements[0].mailbox.receive() == []
 
 
@@ -315,26 +339,26 @@ def test_the_main_process_waits_until_the_others_have_heard_of_its_error(monkeyp
     processes = Processes(monkeypatch, 2)
     gone = threading.Event()
 
-    def act(agree: Agreement) -> None:
+    def act(main: MainProcess) -> None:
         if processes.rank.value == 0:
             try:
-                agree(lambda: {}["words"])
+                main.run(lambda: {}["words"])
             finally:
                 gone.set()
         else:
             time.sleep(0.2)
             assert not gone.is_set()
-            agree(lambda: None)
+            main.run(lambda: None)
 
     errors = processes.run(act)[1]
     assert {rank: repr(error) for rank, error in errors.items()} == dict.fromkeys(range(2), "KeyError('words')")
 
 
 def test_the_main_process_does_not_wait_forever_for_one_that_is_gone(monkeypatch):
-    monkeypatch.setattr(agreement, "HEARING_S", 0.2)
+    monkeypatch.setattr(main_process, "HEARING_S", 0.2)
     processes = Processes(monkeypatch, 2)
     processes.agreements.pop()
     start = time.monotonic()
-    errors = processes.run(lambda agree: agree(lambda: {}["words"]))[1]
+    errors = processes.run(lambda main: main.run(lambda: {}["words"]))[1]
     assert isinstance(errors[0], KeyError)
     assert 0.2 <= time.monotonic() - start < 5

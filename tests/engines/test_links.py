@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.distributed import at_once, in_threads, open_mailboxes
-from tests.distributed.processes import (
+from tests.engines.threads import at_once, in_threads, open_mailboxes
+from tests.engines.processes import (
     M_UP,
     NEVER,
     OPTIONS,
@@ -19,8 +19,10 @@ from tests.distributed.processes import (
     make_director,
     random_lengths,
 )
-from trl_darts.distributed import DirectLink, MainLink, RemoteLink, Report, links
-from trl_darts.engines import StubEngine
+from trl_darts.engines import StubEngine, director as director_module, links
+from trl_darts.engines.director import Director
+from trl_darts.engines.links import RemoteLink
+from trl_darts.engines.share import Report
 from trl_darts.errors import GenerationError
 from trl_darts.policy import select_dual_end
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
@@ -30,6 +32,7 @@ from trl_darts.scheduling.types import FINAL_STATES
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch):
     monkeypatch.setattr(links, "POLL_S", 0.0005)
+    monkeypatch.setattr(director_module, "POLL_S", 0.0005)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -91,8 +94,7 @@ def test_processes_at_their_own_pace(options, seed):
 
     # One process that hears the same in the same order decides the same.
     again = make_director(lengths, num_processes, **options)
-    link = DirectLink(again)
-    aborts = [number for report in director.told for number in link.exchange([report])]
+    aborts = [number for report in director.told for _, number in again.handle([report])]
     assert Counter(aborts) == Counter(number for _, number in director.decided)
     assert [group.selected for group in again.result().groups] == [group.selected for group in result.groups]
 
@@ -133,7 +135,7 @@ class OutOfMemory(Exception):
 
 
 def play(processes: Processes, broken: int, error: Exception, at_step: int = 3) -> dict[int, BaseException]:
-    """Process `broken` raises in a step. What each process raised, as `RolloutConductor.in_process` would."""
+    """Process `broken` raises in a step. What each process raised, as `InProcessEngine.run` would."""
 
     def decode(index: int) -> None:
         decoder, link = processes.decoders[index], processes.links[index]
@@ -149,8 +151,8 @@ def play(processes: Processes, broken: int, error: Exception, at_step: int = 3) 
         except Exception as problem:
             link.fail(problem)
             raise
-        if isinstance(link, MainLink):
-            link.wait()
+        if isinstance(link, Director):
+            link.result()
 
     return in_threads(*(lambda index=index: decode(index) for index in range(len(processes.links))))[1]
 
@@ -222,7 +224,6 @@ def test_a_candidate_that_cannot_be_decoded_is_not_waited_for_on_any_process():
         processes.decoders[index].decode(lambda: 0.001)
 
     at_once(*(lambda index=index: decode(index) for index in range(3)))
-    processes.main.wait()
     with pytest.raises(GenerationError, match="candidate 1 of prompt 0 on 1: prompt too long"):
         processes.director.result()
 

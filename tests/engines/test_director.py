@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from trl_darts.distributed import DirectLink, Director, Report, Share, Slot
+from trl_darts.engines.director import Director
+from trl_darts.engines.share import Report, Share, Slot
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
     AssignedPlacement,
@@ -23,7 +24,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 def darts_director(counts: Sequence[int], num_engines: int = 1, **kwargs) -> Director:
     """M = 2 of at most 4."""
     scheduler = Scheduler(make_policies("darts", 2, 4, 1, **kwargs), 2)
-    return Director(scheduler, [GroupPlan(index, count) for index, count in enumerate(counts)], num_engines)
+    return Director(scheduler, [GroupPlan(index, count) for index, count in enumerate(counts)], range(num_engines))
 
 
 class Recorder:
@@ -45,7 +46,7 @@ class Recorder:
 def test_slots_are_in_the_order_of_submission_by_engine():
     placement = AssignedPlacement([["1", "0"], ["0", "0", "1"]], [5.0, 50.0])
     policies = SchedulePolicies(make_policies("darts", 2, 4, 1).group_stop, placement=placement)
-    director = Director(Scheduler(policies, 2), [GroupPlan(0, 2), GroupPlan(1, 3)], num_engines=2)
+    director = Director(Scheduler(policies, 2), [GroupPlan(0, 2), GroupPlan(1, 3)], leaders=(0, 1))
     assert director.slots == [[Slot(2, 1, 0), Slot(3, 1, 1), Slot(1, 0, 1)], [Slot(4, 1, 2), Slot(0, 0, 0)]]
 
 
@@ -54,9 +55,9 @@ def test_aborts_name_the_engine():
     assert [[slot.candidate_id for slot in slots] for slots in director.slots] == [[0, 3], [1], [2]]
     assert director.handle([Report(1, 5, STOP)]) == []
     assert director.handle([Report(0, 9, STOP)]) == [(2, 2), (0, 3)]
-    assert not director.done
+    assert not director.scheduler.done
     assert director.handle([Report(2, 9, ABORT), Report(3, 8, STOP)]) == []  # it ended by itself just then
-    assert director.done
+    assert director.scheduler.done
     group = director.result().groups[0]
     assert group.selected == [0, 1]
     assert [c.length for c in group.candidates] == [9, 5, 9, 8]
@@ -86,7 +87,7 @@ def test_a_candidate_that_cannot_be_decoded_ends_the_rollout():
     director = darts_director([2, 2], num_engines=2)
     assert director.handle([Report(2, 0, error="out of blocks")]) == [(0, 0), (1, 1), (1, 3)]
     director.handle([Report(number, 4, ABORT) for number in (0, 1, 3)])
-    assert director.done
+    assert director.scheduler.done
     with pytest.raises(GenerationError, match="candidate 0 of prompt 1 on 0: out of blocks"):
         director.result()
 
@@ -102,26 +103,6 @@ def test_result_before_the_end_is_refused():
     director = darts_director([2])
     with pytest.raises(GenerationError, match="2 candidates are still open"):
         director.result()
-
-
-class OneMore:
-    """A refill, as later schedules have it."""
-
-    def __init__(self) -> None:
-        self.left = 1
-
-    def extra(self, groups, num_running):
-        wanted = [g.group_id for g in groups if g.num_complete][: self.left]
-        self.left -= len(wanted)
-        return wanted
-
-
-def test_a_candidate_that_would_start_later_is_refused():
-    policies = make_policies("darts", 2, 4, 1)
-    policies = SchedulePolicies(policies.group_stop, refill=OneMore())
-    director = Director(Scheduler(policies, 2), [GroupPlan(0, 3)], num_engines=1)
-    with pytest.raises(GenerationError, match=r"start candidate 3 during the rollout.*use a vLLM server"):
-        director.handle([Report(0, 4, STOP)])
 
 
 # Share
@@ -162,7 +143,7 @@ def test_share_ends_a_candidate_once():
 
 def test_one_process_hears_of_aborts_in_the_same_exchange():
     director = darts_director([4])
-    share = Share(director.slots[0], DirectLink(director), director.scheduler.needs_progress)
+    share = Share(director.slots[0], director, director.scheduler.needs_progress)
     share.end(3, [1], None, STOP)
     assert share.exchange() == []
     share.end(1, [1, 1], None, STOP)
@@ -170,5 +151,5 @@ def test_one_process_hears_of_aborts_in_the_same_exchange():
     for number in (0, 2):
         share.end(number, [1, 1], None, ABORT)
     assert share.exchange() == []
-    assert director.done
+    assert director.scheduler.done
     assert director.result().groups[0].selected == [1, 3]
