@@ -235,7 +235,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         else:
             self._sync_weights()
             batch = PromptBatch.gather(prompt_ids, num_generations, self._main.index, images, multimodal_fields)
-            rows = self._rollout(batch, training).kept[batch.mine]
+            rows = self._rollout(batch, training)[batch.mine]
         if training and not self._in_tool_loop:
             self._generated_at = time.perf_counter()
         return rows.completion_ids, rows.logprobs

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_darts.prompt_feed import PromptFeed
+from trl_darts.buffer.feed import PromptFeed
 
 
 def items(num_batches: int, repeats: int) -> list[list[dict]]:

@@ -223,8 +223,7 @@ def admission(target_redundancy: float = 1.5, max_num_generations: int = M_UP) -
     for key in range(5):
         tracker.update(key, [50 - 10 * key, 50, 50, 50 + 10 * key])
     tracker.end_step()
-    budget = BudgetController(M, max_num_generations, target_redundancy, calibration_steps=1)
-    return VarianceAdmission(tracker, budget, M, max_num_generations)
+    return VarianceAdmission(tracker, BudgetController(M, max_num_generations, target_redundancy))
 
 
 def prompts(extendable: list[bool]) -> list[PromptInfo]:

@@ -331,7 +331,7 @@ def test_an_error_of_the_main_process_is_raised_on_all(monkeypatch, error, expec
     assert [(type(problem), str(problem)) for problem, _ in results[1:]] == [(expected, words)] * 2
     assert [value for _, value in results] == ["next"] * 3
     assert time.monotonic() - start < main_process.HEARING_S  # as soon as all have heard of it
-    assert processes.agreements[0].mailbox.receive() == []
+    assert processes.mains[0].mailbox.receive() == []
 
 
 def test_the_main_process_waits_until_the_others_have_heard_of_its_error(monkeypatch):
@@ -357,7 +357,7 @@ def test_the_main_process_waits_until_the_others_have_heard_of_its_error(monkeyp
 def test_the_main_process_does_not_wait_forever_for_one_that_is_gone(monkeypatch):
     monkeypatch.setattr(main_process, "HEARING_S", 0.2)
     processes = Processes(monkeypatch, 2)
-    processes.agreements.pop()
+    processes.mains.pop()
     start = time.monotonic()
     errors = processes.run(lambda main: main.run(lambda: {}["words"]))[1]
     assert isinstance(errors[0], KeyError)

@@ -255,9 +255,9 @@ def test_rollout():
     lengths = [[4, 90, 7, 30, 12, 500], [3, 40, 5]]
     policies = make_policies("darts", 3, 6, 1)
     plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]
-    director = Director(Scheduler(policies, 3), plans, num_engines=1)
+    director = Director(Scheduler(policies, 3), plans)
     flat = [length for group in lengths for length in group]
-    world = World(flat, link=DirectLink(director), slots=director.slots[0])
+    world = World(flat, link=director, slots=director.slots[0])
     world.generate(logprobs=0)
     saturated, other = director.result().groups
     assert saturated.selected == [0, 2, 4]

@@ -22,7 +22,7 @@ from .hf_generate import replaced
 from .main_process import MainProcess
 from .pool import State
 from .preflight import ServerFacts, check_server
-from .vllm_server import VLLMServerEngine
+from .vllm_server import VLLMServerEngine, bring_back
 
 
 logger = logging.getLogger(__name__)
@@ -140,23 +140,7 @@ class SyncedGeneration(VLLMGeneration):
 
     def bring_back(self) -> None:
         """Uses servers again that have come back, once they have the current weights."""
-        states = self.engine.states()
-        self._waiting &= {url for url, state in states.items() if state is State.RETURNED}
-        for url, state in states.items():
-            if state is not State.RETURNED or url in self._waiting:
-                continue
-            try:
-                fresh = self.refresh(url)
-            except Exception as error:  # the server is out, whatever it is
-                message = f"{type(error).__name__}: {error}"
-                logger.warning("The vLLM server at %s is back, but %s", url, message)
-                self.engine.lose(url, message)
-                continue
-            if fresh:
-                self.engine.join(url)
-            else:
-                self._waiting.add(url)
-            logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else ", and waits for a weight sync")
+        bring_back(self.engine, self.refresh, self._waiting)
 
     def refresh(self, url: str) -> bool:
         """

@@ -9,6 +9,7 @@ decoding. A server that was lost and answers again is used once `join` says that
 
 import asyncio
 import concurrent.futures
+import logging
 import resource
 import threading
 import weakref
@@ -27,6 +28,8 @@ from .vllm_rollout import Overrides, RolloutRun
 
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.1
 # The loop may be busy reading an answer; it is not waited for longer than this.
@@ -209,6 +212,30 @@ class VLLMServerEngine:
         except BaseException:
             future.cancel()
             raise
+
+
+def bring_back(engine: VLLMServerEngine, refresh: Callable[[str], bool], waiting: set[str]) -> None:
+    """
+    Uses servers again that have come back, once `refresh` says that they have the current weights. Those that must wait
+    for the next weight sync are noted in `waiting`, and not asked again; what `refresh` raises takes them out.
+    """
+    states = engine.states()
+    waiting &= {url for url, state in states.items() if state is State.RETURNED}
+    for url, state in states.items():
+        if state is not State.RETURNED or url in waiting:
+            continue
+        try:
+            fresh = refresh(url)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("The vLLM server at %s is back, but %s", url, reason)
+            engine.lose(url, reason)
+            continue
+        if fresh:
+            engine.join(url)
+        else:
+            waiting.add(url)
+        logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else ", and waits for a weight sync")
 
 
 def _shut_down(
