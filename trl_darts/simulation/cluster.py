@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..scheduling import (
-    BubbleFilling,
     Candidate,
     CandidateEnded,
     Command,
@@ -32,7 +30,7 @@ from ..scheduling import (
     TokensArrived,
 )
 from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
-from .reports import AskingRefill, Reports
+from .reports import Reports
 
 
 # Members of an enum by a name of their own: before Python 3.12, looking one up in its class calls a function.
@@ -110,7 +108,6 @@ class _Rollout:
         self.plans = plans
         self.lengths = lengths
         self.max_length = max_length
-        self.longest_prior = max((len(own.tokens) for plan in plans for own in plan.resumed), default=0)
         self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in plans}
         spec = cluster.spec
         seconds = cluster.seconds_per_step(sum(len(lengths[plan.group_id]) for plan in plans))
@@ -120,11 +117,6 @@ class _Rollout:
         self.times = [math.inf] * spec.num_engines  # of the engines' next events
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
         self.event = (0.0, 0, 0)  # the last end or report: its time, engine and candidate
-        self.refill: AskingRefill | None = None
-        refill = scheduler.policies.refill
-        if self.reports.asking and isinstance(refill, BubbleFilling):
-            self.refill = AskingRefill(refill, self._streamed, self._longest)
-            scheduler.policies = replace(scheduler.policies, refill=self.refill)
 
     def run(self) -> RolloutResult:
         loads = [EngineLoad(str(index)) for index in range(len(self.engines))]
@@ -141,8 +133,8 @@ class _Rollout:
                 self.event = now, index, sequence.command.candidate_id
             if sequence is not None and engine.steps >= sequence.end:
                 self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
-            elif sequence is not None and self._is_heard(sequence, length := engine.decoded(sequence)):
-                self._report(sequence, length, now)
+            elif sequence is not None:
+                self._report(sequence, engine.decoded(sequence), now)
             if engine.waiting:
                 engine.admit()
             times[index] = engine.next_time()
@@ -190,23 +182,10 @@ class _Rollout:
         # Of several events at the same time, those of the first engine come first, and of these the first candidate's.
         return engine.streamed(sequence, is_due=[index, candidate.candidate_id] <= before)
 
-    def _is_heard(self, sequence: SimulatedSequence, length: int) -> bool:
-        """Whether the scheduler may decide something by a report."""
-        if self.refill is None or self.refill.last.is_news(length):
-            return True
-        return length >= self.reports.begin_at(self.groups[sequence.command.group_id])
-
-    def _longest(self) -> float:
-        """No sequence has decoded more tokens than its engine has made steps."""
-        now, *_ = self.event
-        for engine in self.engines:
-            engine.advance(now)
-        return self.longest_prior + max(engine.steps for engine in self.engines)
-
     def _watch(self, group: Group) -> None:
         """From now on, reports of the group's sequences that can decide something are events."""
         begin = self.reports.begin_at(group)
-        if begin == math.inf or self.refill is not None:  # then all reports are events
+        if begin == math.inf:
             return
         for candidate in group.unfinished:
             sequence = self.sequences.get(candidate.candidate_id)
@@ -242,9 +221,7 @@ class _Rollout:
         remaining = max(1, length - prior) if prior else length
         tokens = self.prompt_tokens[command.group_id]
         sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior, streamed=prior)
-        if self.refill is not None:
-            sequence.report_from = 0.0
-        elif self.reports.needed:
+        if self.reports.needed:
             sequence.report_from = self.reports.begin_at(self.groups[command.group_id])
         self.sequences[command.candidate_id] = sequence
         return sequence

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from ..scheduling import Admission, FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
+from ..scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
 from .cluster import SimulatedCluster
 from .engine import ClusterSpec
 from .lengths import ENDLESS
@@ -58,21 +58,16 @@ class RecordedRollout:
             [`RolloutResult`]: What came of it. `timeline` has its seconds.
 
         Raises:
-            [`ConfigurationError`]: If the schedule decides more than a trace tells: which prompts go into a rollout,
-                or how many candidates it starts while it runs.
+            [`ConfigurationError`]: If the schedule decides more than a trace tells: which prompts go into a rollout.
         """
-        if settings.rounds(len(self.plans)) is not None or settings.fill_bubbles:
+        if settings.rounds(len(self.plans)) is not None:
             raise ConfigurationError(
-                f"`schedule` ({settings.schedule!r}, `fill_bubbles={settings.fill_bubbles}`) can't be replayed: a "
-                "rollout's trace does not tell when its prompts and candidates were added. Replay one of 'grpo' or "
-                "'darts' without `fill_bubbles`, or simulate the run's workload."
+                f"`schedule` ({settings.schedule!r}) can't be replayed: a rollout's trace does not tell when its "
+                "prompts were added. Replay one of 'grpo' or 'darts', or simulate the run's workload."
             )
         known = [plan.expected_length for plan in self.plans if plan.expected_length is not None]
-        admission = Admission(
-            [plan.num_candidates for plan in self.plans],
-            expected_lengths=known if len(known) == len(self.plans) else None,
-        )
-        scheduler = Scheduler(admission.ordered(settings.policies), settings.num_generations)
+        policies = settings.policies(known if len(known) == len(self.plans) else None)
+        scheduler = Scheduler(policies, settings.num_generations)
         return SimulatedCluster(cluster).run(scheduler, self.plans, self.lengths, max_length)
 
 

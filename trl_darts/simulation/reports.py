@@ -5,7 +5,6 @@ and almost none of it decides anything:
 - [`DualEnd`] with a number for its patience reads the lengths of a group with enough complete candidates, and acts on
   the first report beyond a bound. So a sequence reports just before its group has enough, as much as would be known by
   then, and when it reaches the bound.
-- [`BubbleFilling`] asks for the lengths that it needs, and hears of a report by which it may find something new.
 
 What the scheduler decides is the same. With other policies, it hears of every report.
 """
@@ -13,10 +12,9 @@ What the scheduler decides is the same. With other policies, it hears of every r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
-from ..scheduling import BubbleFilling, Candidate, DualEnd, FinishReason, Group, Scheduler
-from ..scheduling.refill import Look
+from ..scheduling import Candidate, DualEnd, FinishReason, Group, Scheduler
 
 
 class Reports:
@@ -29,11 +27,10 @@ class Reports:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        stop, refill = scheduler.policies.group_stop, scheduler.policies.refill
+        stop = scheduler.policies.group_stop
         self.patient = stop if isinstance(stop, DualEnd) and type(stop).surplus is DualEnd.surplus else None
-        self.asking = isinstance(refill, BubbleFilling) and type(refill).extra is BubbleFilling.extra
         needed = stop.needs_progress
-        self.everything = (needed and self.patient is None) or (refill is not None and not self.asking)
+        self.everything = needed and self.patient is None
         if not needed or self.everything:
             self.patient = None
         self.needed = self.everything or self.patient is not None
@@ -54,35 +51,3 @@ class Reports:
         if stop is None or group.num_complete + (reason is FinishReason.STOP) < stop.num_generations:
             return ()
         return group.unfinished
-
-
-class AskingRefill:
-    """
-    [`BubbleFilling`] that asks engines for lengths.
-
-    Args:
-        policy ([`BubbleFilling`]):
-            The rollout's.
-        length_of (`Callable`):
-            Tokens of a candidate by its last report, had it made them all.
-        longest (`Callable`):
-            A bound for all of them.
-    """
-
-    def __init__(
-        self, policy: BubbleFilling, length_of: Callable[[Candidate], int], longest: Callable[[], float]
-    ) -> None:
-        self.policy = policy
-        self.length_of = length_of
-        self.longest = longest
-        self.last = Look()
-
-    def extra(self, groups: Iterable[Group], num_open: int) -> Sequence[int]:
-        """See [`BubbleFilling`]."""
-        room = num_open < self.policy.num_slots
-        self.last = self.policy.look(groups, num_open, self.length_of, self.longest()) if room else Look()
-        return self.last.extra
-
-    def is_news(self, length: int) -> bool:
-        """See [`BubbleFilling`]."""
-        return self.last.is_news(length)

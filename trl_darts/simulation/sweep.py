@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from ..scheduling import SCHEDULES, ScheduleSettings
-from ..scheduling.schedules import SELECTIONS
-from ..scheduling.setting_checks import BELONGS_TO, SORTED_MODES, SORTED_ORDERS
+from ..scheduling.policies import SELECTIONS
+from ..scheduling.settings import SCHEDULE_DEFAULTS, SORTED_MODES
 
 
 # The kind of a value: a type, or the words to choose from.
@@ -23,13 +23,10 @@ TYPES: dict[str, type | tuple[str, ...]] = {
     "tail_pruning": bool,
     "long_end_patience": float,
     "selection": SELECTIONS,
-    "fill_bubbles": bool,
     "prompt_oversampling": float,
     "max_partial_age": int,
     "sorted_group_batches": int,
     "sorted_mode": SORTED_MODES,
-    "sorted_grouped": bool,
-    "sorted_order": SORTED_ORDERS,
     "length_ranked": bool,
     "num_long_servers": int,
     "long_share": float,
@@ -129,8 +126,8 @@ def settings_of(
     if idle:
         name, value = min(idle, key=str)
         remedy = "Leave it out"
-        if name in BELONGS_TO:
-            remedy += f", or add {' or '.join(map(repr, BELONGS_TO[name]))} to the schedules"
+        if name in SCHEDULE_DEFAULTS:
+            remedy += f", or add {' or '.join(map(repr, SCHEDULE_DEFAULTS[name]))} to the schedules"
         raise ConfigurationError(
             f"`--sweep` ({name}={value}) has no effect with `--schedule` ({', '.join(schedules)}) and the other "
             f"values. {remedy}."
@@ -146,13 +143,8 @@ def _means_something(name: str, schedule: str, given: Mapping[str, Any]) -> bool
         return False
     if name == "selection":
         return not (schedule == "darts" and given[name] == "all")
-    if name in BELONGS_TO:
-        return schedule in BELONGS_TO[name]
+    if name in SCHEDULE_DEFAULTS:
+        return schedule in SCHEDULE_DEFAULTS[name]
     selection = given.get("selection", SCHEDULES[schedule])
     selects = schedule == "darts" or selection != "all"
-    fills = selects and schedule in ("darts", "tail_batching")
-    if name == "fill_bubbles":
-        return fills
-    if name in _REDUNDANCY and fills and given.get("fill_bubbles"):
-        return False  # all begin with `num_generations`
     return selects if name in _SELECTING else True

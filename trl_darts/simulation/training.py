@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from ..errors import ConfigurationError
 from ..scheduling import (
@@ -57,8 +56,6 @@ class SimulatedTraining:
         self.cluster = SimulatedCluster(cluster)
         tracker = settings.tracker(workload.max_completion_length)
         self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines)
-        refill = settings.refill(cluster.latency, cluster.num_engines)
-        self.policies = replace(settings.policies, refill=refill)
         self.rounds = settings.rounds(workload.prompts_per_step)
         self.lengths = CandidateLengths(workload, seed)
         self.log_shift = 0.0  # what training has done to all log-lengths, see `Workload.shaping`
@@ -83,7 +80,7 @@ class SimulatedTraining:
         with _collector_off():
             for _, outcome in zip(range(num_steps), self._outcomes(), strict=False):
                 self._note(run, outcome)
-                self.admission.observe(outcome.observed, outcome.occupancy.seconds)
+                self.admission.observe(outcome.observed)
                 if self.workload.shaping:
                     self.log_shift += self.workload.shaping * outcome.selection_effect
         return run
@@ -102,8 +99,8 @@ class SimulatedTraining:
     def _step(self, batch: BatchLengths) -> StepOutcome:
         infos = [PromptInfo(int(prompt), self.workload.prompt_tokens) for prompt in batch.prompts]
         admission = self.admission.plan(infos)
-        most = self.settings.max_num_generations if self.settings.fill_bubbles else max(admission.num_candidates)
-        result = self._rollout(admission, admission.plans(infos), batch.all(most, self.log_shift))
+        lengths = batch.all(max(admission.num_candidates), self.log_shift)
+        result = self._rollout(admission, admission.plans(infos), lengths)
         kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
         settled = [GroupSummary.of(group) for group in result.groups]
         return StepOutcome(settled, [], settled, kept, Occupancy.of(result), admission.saturated)
@@ -115,9 +112,7 @@ class SimulatedTraining:
         lengths: list[list[int]],
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
-        policies = admission.ordered(self.policies)
-        if batch_stop is not None:
-            policies = replace(policies, batch_stop=batch_stop)
+        policies = self.settings.policies(admission.expected_lengths, batch_stop)
         scheduler = Scheduler(policies, self.settings.num_generations)
         return self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
 

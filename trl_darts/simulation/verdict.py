@@ -83,9 +83,4 @@ def _doubts_about_order(best: Outcome, baseline: Outcome) -> list[str]:
             f"its batches are of short or of long answers, their mean lengths differ by ±{100 * spread.mean:.0f} % "
             f"(those of {baseline.name} by ±{100 * usual.mean:.0f} %)"
         )
-    if best.settings.sorted_grouped is False:
-        doubts.append(
-            "new prompts overtake those with long answers, which wait until the data set ends, here for up to "
-            f"{best.longest_wait:.0f} steps"
-        )
     return doubts
