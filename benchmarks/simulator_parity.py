@@ -114,7 +114,7 @@ def main() -> None:
             values = [sum(curve(size) for curve in curves[-2:]) / 2 for size in BATCHES]
             curve = LatencyCurve.fit(BATCHES, values)
             spec = ClusterSpec(curve, max_num_seqs=MAX_NUM_SEQS, seconds_per_request=request)
-            settings = trainer.args.schedule_settings
+            settings = trainer.args
             ratios, real, predicted, same, groups = [], 0.0, 0.0, 0, 0
             for rollout in list(recorded_rollouts(run_dir))[1:]:  # the first one warms up
                 result = rollout.replay(settings, spec, LIMIT)

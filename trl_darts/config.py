@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl import GRPOConfig
+from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
@@ -54,7 +54,7 @@ def _field(default: Any, help: str) -> Any:
 
 
 @dataclass
-class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):
+class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: ignore[misc]  # TRL's may be `None`
     r"""
     Configuration class for the [`DARTSGRPOTrainer`].
 
@@ -241,7 +241,7 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):
             )
 
     def _check_generation_kwargs(self) -> None:
-        kwargs = self.generation_kwargs or {}
+        kwargs: Any = self.generation_kwargs or {}
         if kwargs.get("n", 1) != 1:
             raise ConfigurationError(
                 f"`generation_kwargs['n']` ({kwargs['n']}) must be left out. The number of completions per prompt is "
@@ -313,10 +313,10 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):
     def num_engines(self) -> int:
         """Engines that decode a batch together: servers, or groups of processes."""
         if not self.use_vllm:
-            return self.world_size
+            return int(self.world_size)
         if self.vllm_mode == "server":
             return len(self.server_urls)
-        return self.world_size // self.vllm_tensor_parallel_size
+        return int(self.world_size) // self.vllm_tensor_parallel_size
 
     @property
     def pool_ratio(self) -> float:

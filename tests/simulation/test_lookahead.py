@@ -86,27 +86,6 @@ def test_sorted_partial_goes_on():
     assert run.off_policy_share == [0.0, 60 / 140]
 
 
-def test_sorted_post_hoc_brings_all_to_their_end_and_sorts_them_then():
-    """The 30 follows the 20 at 30 and ends at 60; the second step trains on the long ones and starts nothing."""
-    run = train_given(FOUR, two_rows("sorted", sorted_group_batches=2, sorted_mode="post_hoc"), 2, max_num_seqs=4)
-    assert run.rollout_seconds == [60.0, 0.0]
-    assert run.kept_tokens == [60.0, 140.0]
-    assert run.buffered_tokens == [140.0, 0.0]
-    assert run.off_policy_share == [0.0, 1.0]
-    assert run.pool_tokens == [200.0, 0.0]
-
-
-def test_sorted_without_groups_lets_new_prompts_overtake_long_ones():
-    lengths = GivenLengths([[n, n, 1, 1] for n in (10, 900, 20, 800, 30, 40, 50, 60)])
-    grouped, starving = (
-        train_given(lengths, two_rows("sorted", sorted_group_batches=2, sorted_grouped=value), 4)
-        for value in (True, False)
-    )
-    assert grouped.kept_tokens == [60.0, 3400.0, 140.0, 220.0]
-    assert starving.kept_tokens == [60.0, 140.0, 220.0, 3400.0]
-    assert (grouped.longest_wait, starving.longest_wait) == ([0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 3.0])
-
-
 SETTINGS = st.one_of(
     st.builds(two_rows, st.just("tail_batching"), prompt_oversampling=st.sampled_from([1.25, 1.5, 3.0])),
     st.builds(
@@ -119,15 +98,7 @@ SETTINGS = st.one_of(
         two_rows,
         st.just("sorted"),
         sorted_group_batches=st.integers(2, 4),
-        sorted_mode=st.sampled_from(["on_policy", "partial", "post_hoc"]),
-        sorted_order=st.sampled_from(["shortest", "longest", "arrival"]),
-    ),
-    st.builds(
-        two_rows,
-        st.just("sorted"),
-        sorted_group_batches=st.integers(2, 4),
         sorted_mode=st.sampled_from(["on_policy", "partial"]),
-        sorted_grouped=st.just(False),
     ),
 )
 ENGINES = st.builds(
@@ -164,7 +135,6 @@ def test_trained_once_and_nothing_wasted(schedule, spec, num_groups, num_batches
 SCHEDULES = {
     "grpo": ScheduleSettings("grpo", num_generations=4),
     "darts": ScheduleSettings("darts", num_generations=4, max_num_generations=7),
-    "bubbles filled": ScheduleSettings("darts", num_generations=4, long_end_patience="auto", fill_bubbles=True),
     "tail batching": ScheduleSettings("tail_batching", num_generations=4, selection="dual_end"),
     "partial rollout": ScheduleSettings("partial_rollout", num_generations=4),
     "sorted": ScheduleSettings("sorted", num_generations=4, selection="uniform", max_num_generations=12),
@@ -202,7 +172,7 @@ def lengths_seen(training: SimulatedTraining, num_epochs: int) -> dict[tuple[int
 
     training.cluster.run = listening
     for number, outcome in enumerate(islice(training._outcomes(), 6 * num_epochs)):
-        training.admission.observe(outcome.observed, outcome.occupancy.seconds)
+        training.admission.observe(outcome.observed)
         epoch = (number + 1) // 6
     return seen
 

@@ -38,14 +38,12 @@ def test_a_replay_is_the_rollout_itself(tmp_path, settings):
         assert [group.selected for group in result.groups] == rollout.selected
 
 
-@pytest.mark.parametrize(
-    ("schedule", "fields"), [*((name, {}) for name in LOOK_AHEAD), ("darts", {"fill_bubbles": True})]
-)
-def test_what_a_trace_does_not_tell_is_not_replayed(tmp_path, schedule, fields):
-    settings = ScheduleSettings(schedule, num_generations=4, **fields)
+@pytest.mark.parametrize("schedule", LOOK_AHEAD)
+def test_what_a_trace_does_not_tell_is_not_replayed(tmp_path, schedule):
+    settings = ScheduleSettings(schedule, num_generations=4)
     record(tmp_path / "run", settings, WORKLOAD, QUEUED, 2)
     rollout = next(recorded_rollouts(tmp_path / "run"))
-    with pytest.raises(ConfigurationError, match=rf"`schedule` \('{schedule}', .* can't be replayed"):
+    with pytest.raises(ConfigurationError, match=rf"`schedule` \('{schedule}'\) can't be replayed"):
         rollout.replay(settings, QUEUED, WORKLOAD.max_completion_length)
 
 

@@ -57,13 +57,6 @@ def test_each_schedule_takes_what_means_something_to_it():
         "partial_rollout, selection=dual_end, long_end_patience=auto",
         "partial_rollout, selection=dual_end, long_end_patience=2.0",
     ]
-    sweep = parse_sweep(["fill_bubbles=false,true", "long_end_patience=auto", "target_redundancy=1.25,1.5"])
-    assert list(settings_of(["darts", "sorted"], 4, sweep)) == [
-        "darts, fill_bubbles=False, long_end_patience=auto, target_redundancy=1.25",
-        "darts, fill_bubbles=False, long_end_patience=auto, target_redundancy=1.5",
-        "darts, fill_bubbles=True, long_end_patience=auto",
-        "sorted",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +84,7 @@ def test_what_means_nothing_to_any_schedule_is_refused(schedules, option, words)
         (["num_longest=none"], r"'none'\) must be a whole number"),
         (["long_end_patience=fast"], r"'fast'\) must be a number or auto or none"),
         (["tail_pruning=1"], r"'1'\) must be true or false"),
-        (["fill_bubbles=auto"], r"'auto'\) must be true or false"),
-        (["sorted_mode=partly"], r"'partly'\) must be on_policy or partial or post_hoc"),
+        (["sorted_mode=partly"], r"'partly'\) must be on_policy or partial"),
         (["selection=none"], r"'none'\) must be dual_end or uniform or all"),
         (["max_partial_age=none"], r"'none'\) must be a whole number"),
     ],

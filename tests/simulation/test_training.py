@@ -54,8 +54,8 @@ def test_pruning_does_not_blow_up_what_is_known_of_lengths(lengths, limit):
     training = SimulatedTraining(Workload(lengths, 128, limit), settings, CLUSTER)
     observe, rhos = training.admission.observe, []
 
-    def observed(summaries, seconds):
-        observe(summaries, seconds)
+    def observed(summaries):
+        observe(summaries)
         rhos.append(training.admission.tracker.rho)
 
     training.admission.observe = observed
