@@ -24,7 +24,7 @@ DEADLINES = (
     "vllm_rollout_timeout_s",
 )
 GENERATION_ERRORS = ("raise", "drop_group")
-STREAM_BOUNDS = {"stream_chunk_tokens": 1, "stream_batch_tokens": 1, "stream_reward_processes": 0}
+STREAM_BOUNDS = {"stream_chunk_tokens": 1, "stream_batch_tokens": 1}
 # TRL compares these strings where it computes, without a list of them; other values end a training in its first step.
 TRL_CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),

@@ -37,7 +37,7 @@ from .scheduling import (
     Scheduler,
     UniformAdmission,
 )
-from .streaming.streams import Streams
+from .streaming import Streams
 
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class RolloutConductor:
         scheduler = Scheduler(policies, batch.num_generations, drops)
         streams = self.streams if self.turn is Turn.TRAINING else Streams()
         with self.progress() as progress:
-            watch = streams.watch(scheduler, [group[0].tokens for group in prompts], progress)
+            watch = streams.watch([group[0].tokens for group in prompts], progress)
             result = engine.run(scheduler, plans, prompts, body, overrides or self.overrides, watch)
         for words in result.dropped.values():
             logger.warning(

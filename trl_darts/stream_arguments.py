@@ -32,11 +32,7 @@ class StreamArguments:
             of once for the whole batch. The same for functions that look at each sample by itself; one that compares
             samples across groups means something else then.
         stream_reward_timeout_s (`float`, *optional*, defaults to `60.0`):
-            Deadline of one call of a reward function in seconds. One that is later is stopped, and its rows get no
-            reward from it (`None`).
-        stream_reward_processes (`int`, *optional*, defaults to `0`):
-            Processes in which reward functions run, which can be killed also where they hang in compiled code. Zero
-            runs them in threads. The functions must be picklable.
+            Deadline of one call of a reward function in seconds. Rows of a late one get no reward from it (`None`).
     """
 
     stream_logprobs: bool = field(
@@ -65,8 +61,4 @@ class StreamArguments:
     stream_reward_timeout_s: float = field(
         default=60.0,
         metadata={"help": "Deadline of one call of a reward function in seconds; its rows get no reward then."},
-    )
-    stream_reward_processes: int = field(
-        default=0,
-        metadata={"help": "Processes in which reward functions run, and can be killed. Zero runs them in threads."},
     )

@@ -29,8 +29,7 @@ from .rollout import RolloutConductor, Turn
 from .rollout_log import RolloutLog
 from .rows import KeptRows, forget_stale, mask_stale, repeat_rewards, take_weight
 from .servers import connect, server_settings
-from .streaming.setup import called_model, make_streams
-from .streaming.streams import Streams
+from .streaming import Streams, called_model, make_streams
 from .worth import WorthCheck, warn_of_other_model
 
 

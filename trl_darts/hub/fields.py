@@ -49,7 +49,7 @@ _DARTS = """
 schedule max_num_generations target_redundancy redundancy_cost_weight length_ema num_longest tail_pruning
 long_end_patience selection fill_bubbles prompt_oversampling max_partial_age mask_stale_after sorted_group_batches
 sorted_mode sorted_grouped sorted_order length_ranked num_long_servers long_share stream_logprobs stream_chunk_tokens
-stream_batch_tokens stream_cache_gib stream_rewards stream_reward_timeout_s stream_reward_processes
+stream_batch_tokens stream_cache_gib stream_rewards stream_reward_timeout_s
 """
 _MODEL = """
 model_name_or_path model_revision dtype attn_implementation use_peft lora_r lora_alpha lora_dropout lora_target_modules
