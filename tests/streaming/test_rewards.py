@@ -11,7 +11,7 @@ import torch
 from trl import GRPOTrainer
 
 from tests.builders import make_args, make_trainer
-from trl_darts.scheduling import Candidate, Group, GroupPlan
+from trl_darts.scheduling import Candidate, GroupPlan
 from trl_darts.scheduling.ledger import Ledger
 from trl_darts.streaming.rewards import RewardStream, SettledRows
 from trl_darts.streaming.streams import Streams
@@ -49,6 +49,9 @@ class Judge:
         return [-value_of(completion) for completion in completions]
 
 
+IDS = [[0, 1], [2], [3, 4, 5], [6]]
+
+
 class Letters:
     """A tokenizer: token i is the i-th letter."""
 
@@ -68,10 +71,10 @@ def stub_trainer(*functions):
 
 
 @contextmanager
-def streaming(*functions, timeout_s=20.0, num_rows=4):
+def streaming(*functions, timeout_s=20.0, trainer=None, inputs=None):
     """A stream with a batch of its own."""
-    stream = RewardStream(stub_trainer(*functions), timeout_s)
-    stream.begin([{"prompt": f"p{row}", "target": row} for row in range(num_rows)])
+    stream = RewardStream(trainer or stub_trainer(*functions), timeout_s)
+    stream.begin(inputs or [{"prompt": f"p{row}", "target": row} for row in range(len(IDS))])
     try:
         yield stream
     finally:
@@ -98,9 +101,6 @@ def serve(stream, completion_ids):
     with stream.serving():
         rewards = [function(**arguments) for function in stream.trainer.reward_funcs]
     return rewards, columns, metrics
-
-
-IDS = [[0, 1], [2], [3, 4, 5], [6]]
 
 
 # With TRL's own `_calculate_rewards`
@@ -142,24 +142,15 @@ def test_streamed_rewards_are_those_of_one_call(trl_trainer, conversational, gro
     functions = trl_trainer.reward_funcs
     rewards, columns, metrics = scored(trl_trainer, batch)
     assert -99 in [row[1] for row in rewards]
-    stream = RewardStream(trl_trainer, timeout_s=20.0)
-    try:
-        stream.begin(batch[0])
+    names = ["length", "of_columns", "later", "Judge", "later"]
+    with streaming(trainer=trl_trainer, inputs=batch[0]) as stream:
         for group in groups:
             rows = list(range(4 * group, 4 * group + 4))
             submit(stream, rows[::-1], [batch[3][row] for row in rows[::-1]])
         with stream.serving():
-            assert [getattr(f, "__name__", None) for f in trl_trainer.reward_funcs] == [
-                "length",
-                "of_columns",
-                "later",
-                "Judge",
-                "later",
-            ]
+            assert [function.__name__ for function in trl_trainer.reward_funcs] == names
             streamed = scored(trl_trainer, batch)
         assert trl_trainer.reward_funcs is functions
-    finally:
-        stream.close()
     assert streamed[0] == rewards
     assert streamed[1] == columns
     assert sorted(streamed[2]["target"]) == sorted(metrics["target"])
@@ -170,10 +161,8 @@ def test_streamed_rewards_are_those_of_one_call(trl_trainer, conversational, gro
 
 def test_reward_models_are_left_to_trl():
     model = torch.nn.Linear(1, 1)
-    with streaming(model, length) as stream:
-        submit(stream, [0, 1], IDS[:2])
-        with stream.serving():
-            assert stream.trainer.reward_funcs[0] is model
+    with streaming(model, length) as stream, stream.serving():
+        assert stream.trainer.reward_funcs[0] is model
 
 
 def test_completions_are_parsed_where_the_tokenizer_has_a_template(trl_trainer, monkeypatch):
@@ -192,53 +181,42 @@ def test_completions_are_parsed_where_the_tokenizer_has_a_template(trl_trainer, 
     monkeypatch.setattr(tokenizer, "response_template", template, raising=False)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['content'] }}!<")  # what `prefix` is for
     trainer = SimpleNamespace(**{**vars(trl_trainer), "reward_funcs": [sees], "reward_func_names": ["sees"]})
-    stream = RewardStream(trainer, timeout_s=20.0)
-    try:
-        stream.begin([{"prompt": [{"role": "user", "content": "0A"}]}])
+    with streaming(trainer=trainer, inputs=[{"prompt": [{"role": "user", "content": "0A"}]}]) as stream:
         completion_ids = [tokenizer("why>yes@", add_special_tokens=False)["input_ids"]]
         submit(stream, [0], completion_ids)
         with stream.serving():
             trainer.reward_funcs[0](completion_ids=completion_ids, log_extra=None, log_metric=None)
-    finally:
-        stream.close()
     assert seen == [[{"role": "assistant", "reasoning_content": "why", "content": "yes"}]]
 
 
 # Which rows are computed when
 
 
-class Racing(Group):
-    """A group at which the engine's thread adds the next one, just when it is looked at."""
+def test_groups_are_submitted_while_others_are_added():
+    ledger, seen = Ledger(), []
 
-    ledger: Ledger
+    class Group:
+        """The engine's thread adds the next group, just when this one is looked at."""
 
-    @property
-    def selected(self):
-        group_id = self.plan.group_id
-        if group_id < 3 and group_id + 1 not in self.ledger.groups:
-            self.ledger.groups[group_id + 1] = Racing(GroupPlan(group_id + 1, 1), self.candidates)
-        return [0]
+        def __init__(self, group_id):
+            self.plan, self.candidates = GroupPlan(group_id, 1), [Candidate(0, group_id, 0, tokens=[1, 2])]
 
-    @selected.setter
-    def selected(self, value):
-        pass
+        @property
+        def selected(self):
+            ledger.groups.setdefault(self.plan.group_id + 1, Group(self.plan.group_id + 1))
+            return [0]
 
-
-def test_groups_are_submitted_once_while_others_are_added():
-    seen = []
-
-    def sees(completion_ids, target, **kwargs):
+    def sees(target, **kwargs):
         seen.extend(target)
         return [0.0] * len(target)
 
-    Racing.ledger = ledger = Ledger()
-    ledger.groups[0] = Racing(GroupPlan(0, 1), [Candidate(0, 0, 0, tokens=[1, 2])])
+    ledger.groups[0] = Group(0)
     with streaming(sees) as stream:
         step = Streams(rewards=stream).watch([[1]] * 4, lambda ledger: None)
         for _ in range(5):
             step(ledger)
         serve(stream, [[1, 2]] * 4)
-    assert seen == [0, 1, 2, 3]
+    assert seen == [0, 1, 2, 3]  # each once
 
 
 def test_rows_that_were_not_submitted_or_have_changed_are_computed_at_the_end():
@@ -310,17 +288,13 @@ def test_time_before_serving_is_hidden():
         time.sleep(0.05)
         return [0.0] * len(completions)
 
-    async def slow_async(completions, **kwargs):
-        await asyncio.sleep(0.05)
-        return [0.0] * len(completions)
-
-    with streaming(slow, slow_async) as stream:
+    with streaming(slow) as stream:
         for row in range(4):
             submit(stream, [row], [IDS[row]])
-        time.sleep(0.6)
+        time.sleep(0.4)
         serve(stream, IDS)
         metrics = stream.metrics()
-    assert metrics["darts/stream/reward_hidden_seconds"] >= 8 * 0.05 - 0.01
+    assert metrics["darts/stream/reward_hidden_seconds"] >= 4 * 0.05 - 0.01
     assert metrics["darts/stream/reward_exposed_seconds"] < 0.1
     assert metrics["darts/stream/reward_timeouts"] == 0
 
