@@ -96,7 +96,7 @@ def compare_with_trl(trainer: Any) -> list[tuple[str, float, int]]:
         streamed = served(name, input_ids, attention_mask, num_logits, compute)
         expected = compute(input_ids, attention_mask)
         difference = ((streamed - expected).abs() / expected.abs().clamp(min=1)).max().item()
-        differences.append((name, difference, stream._num_missed))
+        differences.append((name, difference, stream.num_missed))
         return streamed
 
     stream.log_probs = both

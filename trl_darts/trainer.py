@@ -33,8 +33,7 @@ from .hub.model_card import PAPER, add_rollouts
 from .policy import LengthTracker
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
-from .streaming.setup import called_model, make_streams
-from .streaming.streams import Streams
+from .streaming import Streams, called_model, make_streams
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
 from .telemetry.progress import RolloutProgress
 from .telemetry.traces import write_trace
@@ -246,7 +245,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         meanwhile = streams.follow if streams else None
         plan = main.run(lambda: self._plan(batch, training))
         with RolloutProgress(main.is_here and not self.args.disable_tqdm) as progress:
-            on_progress = main.run(lambda: streams.watch(plan.scheduler, batch.longest, progress))
+            on_progress = main.run(lambda: streams.watch(batch.longest, progress))
             with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
                 result = self._engine.run(plan, batch, on_progress, meanwhile)
         rows, record = main.broadcast(lambda: self._conclude(plan, result, batch, training), meanwhile)
