@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-import pandas as pd
 
 from trl_darts.metrics import RolloutRecord
 from trl_darts.scheduling import GroupSummary, Occupancy, ScheduleSettings
 from trl_darts.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
+from trl_darts.telemetry.log import append_entry
+from trl_darts.telemetry.traces import write_trace
 
 
 def record(
@@ -49,13 +48,10 @@ def record(
 
     training.cluster.run = recorded  # type: ignore[method-assign]
     truth = training.run(steps)
-    rollouts = directory / "rollouts"
-    rollouts.mkdir(parents=True)
     first = {"name": directory.name, "model": "some/Tiny-1B", "schedule": settings.schedule}
-    lines = [{"run": {**first, "max_completion_length": workload.max_completion_length}}]
+    append_entry(directory, {"run": {**first, "max_completion_length": workload.max_completion_length}})
     for step, own in enumerate(records):
-        pd.DataFrame(own.trace()).assign(step=step).to_parquet(rollouts / f"rollout_{step:05d}_00.parquet")
+        write_trace(directory, step, 0, own)
         seconds = {"step_time": own.seconds + 1, "darts/rollout/seconds": own.seconds, "darts/score/seconds": 0.5}
-        lines.append({"step": step + 1, "reward": 0.5, **seconds})
-    (rollouts / "log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        append_entry(directory, {"step": step + 1, "reward": 0.5, **seconds})
     return truth

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.reporting.builders import write_run
+from tests.analysis.report.builders import write_run
 from trl_darts.cli import app, simulate
 from trl_darts.cli.simulation_table import show
 from trl_darts.policy import DecodePoint, LatencyCurve, LatencyProfile, PrefillPoint

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.simulation.recording import record
+from trl_darts.analysis.report import read_run
+from trl_darts.analysis.report.comparison import compare_settings
+from trl_darts.analysis.report.tables import rollouts
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
-from trl_darts.reporting import read_run
-from trl_darts.reporting.compare import compare_settings
-from trl_darts.reporting.panels import rollouts
 from trl_darts.scheduling import ScheduleSettings
 from trl_darts.simulation import ClusterSpec, LogNormalLengths, Workload, recorded_rollouts
 from trl_darts.simulation.recorded import recorded_workload

@@ -34,7 +34,7 @@ LOOKS = {
     "train": (0.18, "////"),
     "sync": (0.25, "xxxx"),
 }
-WIDTH, HEIGHT = 4.9, 3.1  # of one chart, in inches
+WIDTH, HEIGHT = 14.7, 3.1  # of a row of charts, in inches: text has one size in all figures
 MAX_POINTS = 2000  # of a scatter
 _RC: dict[Any, Any] = {
     "font.size": 11,
@@ -63,17 +63,15 @@ def figure(charts: Sequence[Draw], names: Sequence[str], looks: Sequence[str] = 
     rows = -(-len(charts) // columns)
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_RC}):
         # Without pyplot, so that nothing of the caller's is touched.
-        picture = Figure(figsize=(WIDTH * columns, HEIGHT * rows + 0.4), layout="constrained")
+        picture = Figure(figsize=(WIDTH, HEIGHT * rows + 0.4), layout="constrained")
         for place, draw in enumerate(charts, start=1):
             draw(picture.add_subplot(rows, columns, place))
         handles: list[Any] = [
             Line2D([], [], color=COLORS[i], linestyle=DASHES[i], lw=2, label=shorten(name, 60, placeholder="…"))
             for i, name in enumerate(names)
         ]
-        handles += [
-            Patch(facecolor=("black", LOOKS[x][0]), edgecolor=MUTED, hatch=LOOKS[x][1], label=x) for x in looks
-        ]
-        picture.legend(handles=handles, loc="outside lower left", ncols=3 * columns - 1, frameon=False)
+        handles += [Patch(facecolor=(MUTED, LOOKS[x][0]), edgecolor=MUTED, hatch=LOOKS[x][1], label=x) for x in looks]
+        picture.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False)
         buffer = io.BytesIO()
         picture.savefig(buffer, dpi=144, metadata={"Software": None})  # the same bytes for the same runs
     return buffer.getvalue()

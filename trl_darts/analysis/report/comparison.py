@@ -7,7 +7,7 @@ Invariant: no number of one run stands beside another's unless both are over the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -181,7 +181,7 @@ def summary(runs: Sequence[Run]) -> list[Quantity]:
 
 
 def _lined_up(
-    labels: dict[str, tuple[str, Callable[[float], str]]], numbers: Sequence[dict[str, float]], over: str
+    labels: Mapping[str, tuple[str, Callable[[float], str]]], numbers: Sequence[Mapping[str, float]], over: str
 ) -> list[Quantity]:
     rows = []
     for key, (label, form) in labels.items():

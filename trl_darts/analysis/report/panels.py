@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
@@ -11,7 +11,7 @@ import pandas as pd
 from ...errors import ConfigurationError
 from ...policy import LatencyCurve
 from . import charts, tables
-from .comparison import common_traces, in_common, number, percent, plus_minus, reward_ends, typical_step, weighted_mean
+from .comparison import common_traces, in_common, number, percent, typical_step, weighted_mean
 from .runs import OUTCOMES, Run
 
 
@@ -43,10 +43,10 @@ class Panel:
     key: str
     title: str
     lead: str
-    charts: list[charts.Draw] = field(default_factory=list)
+    charts: Sequence[charts.Draw] = ()
     table: Table | None = None
     looks: tuple[str, ...] = ()
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
 
 
 def reward(runs: Sequence[Run]) -> Panel:
@@ -65,7 +65,6 @@ def reward(runs: Sequence[Run]) -> Panel:
         found.append(partial(charts.lines, title="Reward", curves=by_time, xlabel=xlabel, from_zero=False))
     notes = [f"{run.name}: the log has no `reward`." for i, run in enumerate(runs) if i not in curves]
     notes += [f"{runs[i].name}: no curve against time, the log has no `step_time`." for i in curves if i not in timed]
-    rows = [[runs[i].name, *map(plus_minus, reward_ends(c)), str(c.index[-1])] for i, c in by_step.items()]
     return Panel(
         "reward",
         "Reward",
@@ -73,7 +72,6 @@ def reward(runs: Sequence[Run]) -> Panel:
         "evaluation, checkpoints and the optimizer's update are not in it. Strong lines are means of up to "
         f"{charts.smoothing(by_step)} log entries, faint ones the entries.",
         found,
-        Table("Over each run's own steps, ± standard deviation", ["Run", "First third", "Last third", "Steps"], rows),
         notes=notes,
     )
 
@@ -131,6 +129,7 @@ def occupancy(runs: Sequence[Run], step: int | None) -> Panel:
         found.append(partial(charts.timeline, title=title, run=i, running=table, seconds=seconds, peak=peak))
         counts = rolls[i]["outcome"].value_counts().reindex(OUTCOMES, fill_value=0)
         rows.append([runs[i].name, number(table.index[-1]), idle, str(table["running"].max()), *map(str, counts)])
+    header = ["Run", "Seconds", "Bubble", "Most at once", "Kept", "Unused", "Aborted"]
     return Panel(
         "occupancy",
         "One rollout from within",
@@ -138,7 +137,7 @@ def occupancy(runs: Sequence[Run], step: int | None) -> Panel:
         "kept. Aborted: it was called off. White below the dashed line: slots that stood idle, the bubble. "
         f"{f'This is step {step}; take another with `--step`.' if step else ''}",
         found,
-        Table(f"Step {step}", ["Run", "Seconds", "Bubble", "Most at once", *OUTCOMES], rows) if rows else None,
+        Table(f"Step {step}", header, rows) if rows else None,
         OUTCOMES,
         [f"{run.name}: no trace of this step." for i, run in enumerate(runs) if i not in rolls],
     )

@@ -127,7 +127,7 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
             "started again, and has not logged these steps since."
         )
         traces = traces[~stale]
-    traces = traces.assign(outcome=_outcomes(traces))
+    traces = traces.assign(outcome=outcomes(traces))
     log = log.assign(num_rollouts=_count_rollouts(log, traces))
     return Run(name or directory.resolve().name, directory, settings, log, traces, tuple(notes))
 
@@ -164,10 +164,11 @@ def _names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
     return found
 
 
-def _outcomes(traces: pd.DataFrame) -> pd.Series:
+def outcomes(traces: pd.DataFrame) -> pd.Series:
     """
-    One that was carried over into a later rollout has a row in each, and what became of it in the last one is true of
-    all of them: its tokens count where they were decoded. Where the run ended before it did, it is unused.
+    What became of each candidate. One that was carried over into a later rollout has a row in each, and what became of
+    it in the last one is true of all of them: its tokens count where they were decoded. Where the run ended before it
+    did, it is unused.
     """
     aborted = traces["finish_reason"].eq("abort")
     own = np.select([traces["selected"], aborted], ["kept", "aborted"], "unused")

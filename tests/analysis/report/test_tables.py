@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_darts.analysis.report import read_run, tables
 from trl_darts.policy import LatencyCurve
-from trl_darts.reporting import panels, read_run, timing
 from trl_darts.scheduling import Occupancy, bubble_ratio
 
 from .builders import ROLLOUT, as_read, make_entry, make_trace, write_run
@@ -29,29 +29,27 @@ def rollouts(draw):
     return as_read(make_trace(dict(enumerate(groups))))
 
 
-def test_lengths_from_traces(tmp_path):
-    stats = panels.length_stats(read_run(write_run(tmp_path, traces=2)))
+def test_lengths_from_traces_and_from_the_log(tmp_path):
+    run = read_run(write_run(tmp_path / "traces", traces=2))
+    stats = tables.length_stats(run)
     assert list(stats.index) == [1, 2]
     assert dict(stats.loc[1]) == pytest.approx({"mean": 26 / 6, "p50": 4, "p99": 8.75, "max": 9})  # 9 − 0.05 · 5
-    kept = panels.length_stats(read_run(tmp_path), kept=True)
+    kept = tables.length_stats(run, kept=True)
     assert dict(kept.loc[2]) == pytest.approx({"mean": 4.5, "p50": 3.5, "p99": 8.85, "max": 9})  # 9 − 0.03 · 5
-
-
-def test_lengths_from_the_log(tmp_path):
-    run = read_run(write_run(tmp_path, log=2))
-    assert dict(panels.length_stats(run).loc[2]) == pytest.approx({"mean": 26 / 6, "p50": 4, "p99": 8.75, "max": 9})
-    assert dict(panels.length_stats(run, kept=True).loc[2]) == {"mean": 4.5, "max": 9}
+    logged = read_run(write_run(tmp_path / "log", log=2))
+    assert dict(tables.length_stats(logged).loc[2]) == pytest.approx(dict(stats.loc[2]))
+    assert dict(tables.length_stats(logged, kept=True).loc[2]) == {"mean": 4.5, "max": 9}
 
 
 def test_length_shares():
-    shares = panels.length_shares(as_read(make_trace()), np.array([0.0, 3, 5, 10]))
+    shares = tables.length_shares(as_read(make_trace()), np.array([0.0, 3, 5, 10]))
     assert list(shares["pool"]) == pytest.approx([1 / 6, 4 / 6, 1 / 6])
     assert list(shares["kept"]) == pytest.approx([1 / 4, 2 / 4, 1 / 4])
 
 
 @given(st.integers(1, 100_000))
 def test_edges_cover_all_lengths(longest):
-    edges = panels.length_edges(longest)
+    edges = tables.length_edges(longest)
     assert (np.diff(edges) >= 1).all()
     assert edges[0] <= 1
     assert edges[-1] > longest
@@ -59,7 +57,7 @@ def test_edges_cover_all_lengths(longest):
 
 def test_budget_shares():
     trace = make_trace({1: ROLLOUT[7], 2: ROLLOUT[9], 3: ROLLOUT[7][:2]})
-    assert dict(panels.budget_shares(as_read(trace))) == pytest.approx({2: 1 / 3, 3: 2 / 3})
+    assert dict(tables.budget_shares(as_read(trace))) == pytest.approx({2: 1 / 3, 3: 2 / 3})
 
 
 def candidates(*lengths):
@@ -69,7 +67,7 @@ def candidates(*lengths):
 def test_budget_follows_earlier_rollouts_only():
     first = make_trace({1: candidates(4, 4), 2: candidates(1, 9)}, step=0)
     second = make_trace({1: candidates(1, 99), 2: candidates(4, 4, 4)}, step=1)
-    table = panels.budget_by_spread(as_read(first, second), num_bins=2)
+    table = tables.budget_by_spread(as_read(first, second), num_bins=2)
     assert list(table.index) == ["new", "1", "2"]
     assert list(table["candidates"]) == [2, 2, 3]  # prompt 1 was calm until now, and its wild answers come too late
     assert list(table["spread"])[1:] == pytest.approx([0, np.sqrt(32)])
@@ -78,49 +76,40 @@ def test_budget_follows_earlier_rollouts_only():
 
 def test_budget_bins_are_equally_full():
     calm = {key: candidates(4, 4) for key in range(10)}
-    table = panels.budget_by_spread(as_read(make_trace(calm, step=0), make_trace(calm, step=1)))
+    table = tables.budget_by_spread(as_read(make_trace(calm, step=0), make_trace(calm, step=1)))
     assert list(table["groups"]) == [10, 2, 2, 2, 2, 2]
 
 
 def test_occupancy():
-    running = panels.occupancy(as_read(make_trace()))
+    running = tables.occupancy(as_read(make_trace()))
     assert list(running.index) == [0, 1, 2, 3, 4, 10]
     assert list(running["kept"]) == [3, 4, 3, 2, 1, 0]
     assert list(running["unused"]) == [1, 1, 1, 1, 0, 0]
     assert list(running["aborted"]) == [1, 1, 1, 1, 0, 0]
     # 5 + 6 + 5 + 4 + 6 · 1 candidate-seconds of 6 · 10
-    assert panels.bubble(as_read(make_trace())) == pytest.approx(1 - 26 / 60)
-
-
-def test_no_time_is_no_bubble():
-    trace = as_read(make_trace({1: [(1, "stop", True, 0.0, 0.0)]}))
-    assert panels.bubble(trace) == 0.0
+    assert tables.bubble(as_read(make_trace())) == pytest.approx(1 - 26 / 60)
+    assert tables.bubble(as_read(make_trace({1: [(1, "stop", True, 0.0, 0.0)]}))) == 0.0
 
 
 @settings(deadline=None)  # pandas' first call takes long
 @given(rollouts())
-def test_bubble_is_the_trainers(trace):
-    running = panels.occupancy(trace)
+def test_bubble_is_the_trainers_and_shares_sum_to_one(trace):
+    running = tables.occupancy(trace)
     begin, end = trace["start_seconds"], trace["end_seconds"]
     assert running["running"].iloc[-1] == 0
     assert (running[["kept", "unused", "aborted"]] >= 0).all(axis=None)
     occupancy = Occupancy(int(running["running"].max()), float((end - begin).sum()), float(end.max() - begin.min()))
-    assert panels.bubble(trace) == pytest.approx(bubble_ratio(occupancy), abs=1e-9)
-    assert 0 <= panels.bubble(trace) < 1
-
-
-@settings(deadline=None)  # pandas' first call takes long
-@given(rollouts())
-def test_shares_sum_to_one_and_tokens_to_all(trace):
-    assert panels.budget_shares(trace).sum() == pytest.approx(1)
-    shares = panels.length_shares(trace, panels.length_edges(int(trace["length"].max())))
+    assert tables.bubble(trace) == pytest.approx(bubble_ratio(occupancy), abs=1e-9)
+    assert 0 <= tables.bubble(trace) < 1
+    assert tables.budget_shares(trace).sum() == pytest.approx(1)
+    shares = tables.length_shares(trace, tables.length_edges(int(trace["length"].max())))
     assert shares["pool"].sum() == pytest.approx(1)
     assert shares["kept"].sum() == pytest.approx(1 if trace["selected"].any() else 0)
-    assert set(trace["outcome"]) <= set(panels.OUTCOMES)
 
 
-def test_rollouts_from_traces(tmp_path):
-    table = panels.rollouts(read_run(write_run(tmp_path, traces=2)))
+def test_rollouts_from_traces_and_from_the_log_agree(tmp_path):
+    bubble = {"darts/rollout/bubble_ratio": 1 - 26 / 60}
+    table = tables.rollouts(read_run(write_run(tmp_path / "traces", traces=2)))
     expected = {
         "num_rollouts": 1,
         "seconds": 10,
@@ -134,72 +123,49 @@ def test_rollouts_from_traces(tmp_path):
         "num_steps": 1,
     }
     assert dict(table.loc[2]) == pytest.approx(expected)
-
-
-def test_rollouts_from_the_log_agree_with_traces(tmp_path):
-    bubble = {"darts/rollout/bubble_ratio": 1 - 26 / 60}
-    log = panels.rollouts(
-        read_run(write_run(tmp_path / "log", log=[make_entry(1, **bubble), make_entry(2, **bubble)]))
-    )
-    traces = panels.rollouts(read_run(write_run(tmp_path / "traces", traces=2)))
-    pd.testing.assert_frame_equal(log.sort_index(axis=1), traces.sort_index(axis=1))
+    entries = [make_entry(step, **bubble) for step in (1, 2)]
+    log = tables.rollouts(read_run(write_run(tmp_path / "log", log=entries)))
+    pd.testing.assert_frame_equal(log.sort_index(axis=1), table.sort_index(axis=1))
 
 
 def test_several_rollouts_of_a_step_are_summed(tmp_path):
     traces = {f"rollout_00000_0{micro}.parquet": make_trace() for micro in range(2)}
-    table = panels.rollouts(read_run(write_run(tmp_path, traces=traces)))
-    assert dict(table.loc[1, ["num_rollouts", "seconds", "kept", "longest"]]) == {
-        "num_rollouts": 2,
-        "seconds": 20,
-        "kept": 36,
-        "longest": 9,
-    }
+    run = read_run(write_run(tmp_path, traces=traces, log=[make_entry(1, step_time=40.0)]))
+    summed = {"num_rollouts": 2, "seconds": 20, "kept": 36, "longest": 9}
+    assert dict(tables.rollouts(run).loc[1, list(summed)]) == summed
+    split = {"total": 40, "generate": 20, "score": 4, "train": 15, "sync": 1, "num_steps": 1}
+    assert dict(tables.time_split(run).loc[1]) == pytest.approx(split)
 
 
 def test_time_split(tmp_path):
-    split = timing.time_split(read_run(write_run(tmp_path, log=2)))
+    entries = [make_entry(step) for step in (1, 2, 3, 4)]
+    del entries[1]["darts/score/seconds"], entries[2]["darts/sync/seconds"]
+    entries[3]["step_time"] = 3.0  # less than its parts
+    split = tables.time_split(read_run(write_run(tmp_path, log=entries)))
     expected = {"total": 18, "generate": 10, "score": 2, "train": 5, "sync": 1, "num_steps": 1}
     assert dict(split.loc[1]) == pytest.approx(expected)
-
-
-def test_time_of_a_step_with_two_rollouts(tmp_path):
-    traces = {f"rollout_00000_0{micro}.parquet": make_trace() for micro in range(2)}
-    split = timing.time_split(read_run(write_run(tmp_path, traces=traces, log=[make_entry(1, step_time=40.0)])))
-    assert dict(split.loc[1]) == pytest.approx(
-        {"total": 40, "generate": 20, "score": 4, "train": 15, "sync": 1, "num_steps": 1}
-    )
-
-
-def test_time_that_is_not_known(tmp_path):
-    entries = [make_entry(step) for step in (1, 2, 3)]
-    del entries[0]["darts/score/seconds"], entries[1]["darts/sync/seconds"]
-    entries[2]["step_time"] = 3.0  # less than its parts
-    split = timing.time_split(read_run(write_run(tmp_path, log=entries)))
-    assert list(split["train"].isna()) == [True, False, True]
-    assert split.loc[2, "train"] == 6  # no weights were sent
-
-
-def test_entries_are_merged(tmp_path):
-    entries = [make_entry(step, step_time=20.0 + step) for step in (1, 2, 4, 5, 6)]
-    split = timing.time_split(read_run(write_run(tmp_path, log=entries)))
-    merged = timing.merge_entries(split, most=3)
-    assert list(merged.index) == [2, 5, 6]
-    assert list(merged["num_steps"]) == [2, 3, 1]
-    assert list(merged["total"]) == pytest.approx([21.5, 20 + (2 * 4 + 5) / 3, 26])
-    pd.testing.assert_frame_equal(timing.merge_entries(split), split, check_dtype=False)
+    assert list(split["train"].isna()) == [False, True, False, True]
+    assert split.loc[3, "train"] == 6  # no weights were sent
 
 
 def test_reward_against_time(tmp_path):
     entries = [make_entry(2), make_entry(4), make_entry(6)]
-    curve = timing.reward_curve(read_run(write_run(tmp_path, log=entries)))
+    curve = tables.reward_curve(read_run(write_run(tmp_path, log=entries)))
     assert list(curve.index) == [2, 4, 6]
     assert list(curve["reward"]) == pytest.approx([0.2, 0.4, 0.6])
     assert list(curve["seconds"]) == [36, 72, 108]
 
 
+def test_faults_are_counted_per_rollout(tmp_path):
+    resumed = "darts/rollout/resumed_candidates"
+    entries = [make_entry(2, **{resumed: 1.5}), make_entry(4, **{resumed: 0.0})]
+    table = tables.faults(read_run(write_run(tmp_path, log=entries)))
+    assert table.to_dict() == {"resumed": {2: 3.0, 4: 0.0}}  # an entry is a mean over its two rollouts
+
+
 def test_predicted_times():
     curve = LatencyCurve([1, 6], [1.0, 2.0])
-    table = timing.predicted_times(as_read(make_trace()), curve)
+    table = tables.predicted_times(as_read(make_trace()), curve)
     # 2 tokens of 6, 1 of 5, 1 of 4, 5 of 1
     predicted = 2 * 2.0 + 1.8 + 1.6 + 5 * 1.0
     assert dict(table.loc[(1, 0)]) == pytest.approx({"predicted": predicted, "real": 10})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from trl_darts.reporting.outcomes import outcomes
+from trl_darts.analysis.report.runs import outcomes
 
 
 # (length, finish reason, selected, start, end)
