@@ -100,7 +100,8 @@ def _trl_darts(words: list[str]) -> None:
     command = typer.main.get_command(app)
     for leaf in _leaves(command):
         leaf.callback = VALUES.get(leaf.name, _no_check)
-    command.main(words, prog_name="trl-darts", standalone_mode=False)
+    with patch("trl_darts.cli.exits.fail", _refuse):  # which would end the process
+        command.main(words, prog_name="trl-darts", standalone_mode=False)
 
 
 def _leaves(command: Any) -> Iterator[Any]:
@@ -187,12 +188,13 @@ def _train(words: list[str]) -> None:
 
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
     parser.allow_abbrev = False  # a page writes names out
-    with patch.object(parser, "error", refuse):  # which would end the process
+    with patch.object(parser, "error", _refuse):  # which would end the process
         return parser.parse_args(words)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
 
 
 def _make(words: list[str]) -> None:

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
-from ..errors import ConfigurationError, TRLDARTSError
 from ..serving.options import API_KEY_VARIABLE
 from . import config, profile, report, serve, simulate
-from .exits import fail
-
-
-class OneLineErrors(TyperGroup):
-    """Ends a command with one line on standard error where the package raised one of its own errors."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command: exit code 2 where it was asked for what can't work, else the error's own, or 1."""
-        try:
-            return super().invoke(ctx)
-        except ConfigurationError as error:
-            fail(str(error))
-        except TRLDARTSError as error:
-            fail(str(error), getattr(error, "exit_code", 1))
+from .exits import OneLineErrors
 
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)

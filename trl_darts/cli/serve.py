@@ -131,8 +131,8 @@ class Display:
     def _progress(self) -> None:
         """The spinner in a terminal, else a line every half minute."""
         if self.console.is_terminal:
-            self.status.update(self.supervisor.describe())
+            self.status.update("\n".join(self.supervisor.describe()))
             self.status.start()
         elif time.monotonic() >= self._next_line_at:
             self._next_line_at = time.monotonic() + LINE_INTERVAL_S
-            self.print(self.supervisor.describe())
+            self.print("; ".join(self.supervisor.describe()))

@@ -162,13 +162,10 @@ class Supervisor:
         """Whether all servers are healthy now."""
         return all(server.state is State.HEALTHY for server in self.servers)
 
-    def describe(self) -> str:
+    def describe(self) -> list[str]:
         """What each server is doing, and for how long."""
         now = self.clock()
-        shown = (
-            f"{server.command.base_url} {server.state.value} for {now - server.since:.0f} s" for server in self.servers
-        )
-        return "; ".join(shown)
+        return [f"{one.command.base_url} {one.state.value} for {now - one.since:.0f} s" for one in self.servers]
 
     def run(self, stop: Sequence[int], report: Callable[[list[str]], None]) -> None:
         """Start all, report what each look finds until `stop` has a signal, and end all, whatever happens."""
