@@ -15,7 +15,7 @@ from trl_darts import cli
 from trl_darts.cli import app, hide_api_key, serve, without_api_key
 from trl_darts.serving import options
 
-from .builders import CPU, CUDA, fake_command
+from .builders import CPU, CUDA, fake_command, free_ports
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def started(monkeypatch) -> list:
 
 
 def run(*args: str):
-    return CliRunner().invoke(app, ["serve", *args])
+    return CliRunner().invoke(app, ["serve", "--port", str(free_ports(1)[0]), *args])
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def run(*args: str):
         (["--timeout", "0"], "Error: `timeout` (0)"),
         (["--", "--port", "1"], "Error: `--port` after `--`"),
         (["other"], "Error: `other` is one argument too many"),
-        (["--log-dir", __file__, "--port", "18431"], "Error: `log_dir`"),
+        (["--log-dir", __file__], "Error: `log_dir`"),
     ],
 )
 def test_bad_input(model, monkeypatch, args, message):

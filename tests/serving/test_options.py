@@ -1,14 +1,12 @@
 """What is refused before a process exists: argument, value, rule, remedy."""
 
-import errno
 import socket
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 from huggingface_hub import constants
 
 from trl_darts.errors import ConfigurationError
-from trl_darts.serving import build, options
+from trl_darts.serving import build
 from trl_darts.serving.build import find_build
 from trl_darts.serving.options import ServeOptions, check_model, check_options
 
@@ -37,9 +35,9 @@ BOTH = [
     ({"vllm_flags": ["other/model"]}, "`other/model` is one argument too many"),
 ]
 ON_CUDA = [
-    ({"devices": "0,1,2", "num_servers": 2}, r"`devices` \(0,1,2\) must divide over 2 server\(s\) with 1"),
-    ({"num_servers": 5}, "which is 5"),
-    ({"devices": "1,1", "num_servers": 2}, "each GPU once"),
+    ({"devices": "0,1,2", "num_servers": 2}, r"`devices` \(0,1,2\) must be 2 different GPUs for 2 server\(s\) with 1"),
+    ({"num_servers": 5}, "must be 5 different GPUs"),
+    ({"devices": "1,1", "num_servers": 2}, "must be 2 different GPUs"),
     ({"devices": "7"}, r"visible here \(0,1,2,3\); 7 is not"),
     ({"vllm_flags": ["-dp", "many"]}, r"`-dp` \('many'\)"),
     ({"speculative": "suffix"}, "pip install arctic-inference"),
@@ -94,23 +92,13 @@ def test_accepted(model, settings):
     check_options(ServeOptions(model, port=free_ports(1)[0], **settings), CPU)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_taken_port_is_named(model, host):
+def test_taken_port_is_named(model):
     first = free_ports(2)[0]
     with socket.socket() as sock:
-        sock.bind((host, first + 1))
+        sock.bind(("0.0.0.0", first + 1))
         sock.listen()
         with pytest.raises(ConfigurationError, match=rf"listens on {first + 1} already. Choose another"):
             check_options(ServeOptions(model, port=first, num_servers=2), CPU)
-
-
-def test_port_of_the_system(model, monkeypatch):
-    def refuse(host, port):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(options, "_is_free", refuse)
-    with pytest.raises(ConfigurationError, match=r"`port` \(80\).*1024"):
-        check_options(ServeOptions(model, port=80), CPU)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "", "not a name"])
@@ -119,14 +107,12 @@ def test_model_that_is_not_there(name):
         check_model(name)
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_model_that_is_not_cached(monkeypatch, offline):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+def test_model_that_is_not_cached(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    check_model("nobody/no-such-model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     check_model("s3://bucket/a/b/c")
-    if offline:
-        with pytest.raises(ConfigurationError, match="HF_HUB_OFFLINE is set"):
-            check_model("nobody/no-such-model")
-    else:
+    with pytest.raises(ConfigurationError, match="HF_HUB_OFFLINE is set"):
         check_model("nobody/no-such-model")
 
 
@@ -147,12 +133,7 @@ def test_model_directory_without_a_checkpoint(tmp_path):
     ],
 )
 def test_find_build(monkeypatch, installed, num_devices, environ, expected):
-    def version(name):
-        if name not in installed:
-            raise PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(build, "version", version)
+    monkeypatch.setattr(build, "_version", installed.get)
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
     if isinstance(expected, str):
         with pytest.raises(ConfigurationError, match=expected):

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,80 +29,36 @@ time.sleep(600)
 """
 
 
-@pytest.fixture
-def start(tmp_path):
-    started = []
-
-    def start_server(*options: str, grace_s: float = 10.0) -> Server:
-        server = fake_server(tmp_path, *options, grace_s=grace_s)
-        started.append(server)
-        server.start(0.0)
-        wait_for(server.is_healthy)
-        return server
-
-    yield start_server
-    for server in started:
-        server.kill()
-
-
 def members_of(*servers: Server) -> list:
     return [member for server in servers for member in family(server.process.pid)]
 
 
-def test_runs_in_its_own_session_and_stops_politely(start):
-    server = start(grace_s=60)
-    assert os.getsid(server.process.pid) == server.process.pid != os.getsid(0)
-    assert server.log_tail() == f"fake server on {server.command.argv[3]}"
-    members = members_of(server)
-    server.ask_to_stop()
-    server.ask_to_stop()
-    wait_for(lambda: server.poll() is not None)
-    assert server.poll() == 128 + signal.SIGTERM
-    assert_ended(members)
-
-
-def test_what_ignores_sigterm_is_killed_after_grace(start):
-    server = start(*STUBBORN, grace_s=0.2)
-    members = members_of(server)
-    server.ask_to_stop()
-    wait_for(lambda: server.poll() is not None)
-    assert_ended(members, timeout_s=1)
-    assert server.poll() == 128 + signal.SIGKILL
-
-
-def test_kill_does_not_wait_for_grace(start):
-    server = start(*STUBBORN, grace_s=600)
-    members = members_of(server)
-    start_s = time.monotonic()
-    server.kill()
-    assert_ended(members, timeout_s=1)
-    assert time.monotonic() - start_s < 10
-
-
-def test_a_dead_server_leaves_no_engine_and_its_exit_code(start):
-    server = start("--engine", "own")
-    members = members_of(server)
-    make_exit(server, 7)
-    assert_ended(members)
-    assert server.poll() == 7
-
-
 @pytest.mark.parametrize(
-    ("target", "engine", "number"),
+    ("end", "options", "grace_s", "code"),
     [
-        ("server", "own", signal.SIGKILL),
-        ("server", "same", signal.SIGKILL),
-        ("guard", "same", signal.SIGKILL),
-        ("guard", "own", signal.SIGTERM),
+        (lambda server, *_: server.ask_to_stop(), (), 600, 128 + signal.SIGTERM),
+        (lambda server, *_: server.ask_to_stop(), STUBBORN, 0.2, 128 + signal.SIGKILL),
+        (lambda server, *_: server.kill(), STUBBORN, 600, 128 + signal.SIGKILL),
+        (lambda server, *_: make_exit(server, 7), ("--engine", "own"), 600, 7),
+        (lambda _, guard, api, engine: api.kill(), STUBBORN, 600, 128 + signal.SIGKILL),
+        (lambda _, guard, api, engine: api.kill(), ("--engine", "same"), 600, 128 + signal.SIGKILL),
+        (lambda _, guard, api, engine: guard.kill(), ("--engine", "same"), 600, 128 + signal.SIGKILL),
+        (lambda _, guard, api, engine: guard.terminate(), STUBBORN, 0.2, 128 + signal.SIGKILL),
     ],
 )
-def test_the_end_of_one_process_ends_the_others(start, target, engine, number):
-    server = start("--ignore-sigterm", "--engine", engine, grace_s=0.2)
-    members = members_of(server)
-    members[["guard", "server"].index(target)].send_signal(number)
-    wait_for(lambda: server.poll() is not None)
-    assert server.poll() == 128 + signal.SIGKILL
-    assert_ended(members)
+def test_nothing_of_a_server_remains(tmp_path, end, options, grace_s, code):
+    server = fake_server(tmp_path, *options, grace_s=grace_s)
+    server.start(0.0)
+    try:
+        wait_for(server.is_healthy)
+        assert os.getsid(server.process.pid) == server.process.pid != os.getsid(0)
+        members = members_of(server)
+        end(server, *members)
+        wait_for(lambda: server.poll() is not None)
+        assert server.poll() == code
+        assert_ended(members)
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -57,14 +57,10 @@ def split_devices(
     needed = per_server * num_servers
     # By default the last ones, because a trainer that is started without a choice of its own takes the first.
     devices = wanted if wanted is not None else build.devices[-needed:]
-    if len(devices) != needed:
+    if len(devices) != needed or len(set(devices)) != needed:
         raise ConfigurationError(
-            f"`devices` ({','.join(devices)}) must divide over {num_servers} server(s) with {per_server} GPU(s) each, "
-            f"which is {needed}. Change `--devices`, `--num-servers` or `--tensor-parallel-size`."
-        )
-    if len(set(devices)) != needed:
-        raise ConfigurationError(
-            f"`devices` ({','.join(devices)}) must name each GPU once. Each server needs its own."
+            f"`devices` ({','.join(devices)}) must be {needed} different GPUs for {num_servers} server(s) with "
+            f"{per_server} each. Change `--devices`, `--num-servers` or `--tensor-parallel-size`."
         )
     # Names such as `GPU-3f…` and `MIG-…` can't be compared with numbers; CUDA knows them.
     missing = [name for name in devices if name.isdigit() and name not in build.devices]

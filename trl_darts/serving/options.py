@@ -183,13 +183,10 @@ def check_ports(host: str, ports: range) -> None:
         )
     try:
         taken = [str(port) for port in ports if not _is_free(host, port)]
-    except PermissionError as error:
-        raise ConfigurationError(
-            f"`port` ({ports[0]}) must be one that this user may open. Choose a `--port` of 1024 or more."
-        ) from error
     except OSError as error:
         raise ConfigurationError(
-            f"`host` ({host!r}) must be an address of this machine: {error.strerror}. Use 127.0.0.1 for trainers here."
+            f"`host` ({host!r}) must be an address of this machine, and `port` ({ports[0]}) one that this user may "
+            f"open: {error.strerror}. Use 127.0.0.1 for trainers here, and a port of 1024 or more."
         ) from error
     if taken:
         raise ConfigurationError(
