@@ -30,7 +30,7 @@ from trl_darts.cli import app, profile, serve, simulate
 from trl_darts.hub.arguments import SCHEME
 from trl_darts.recipes import ScriptArguments, load_rewards
 from trl_darts.recipes.reading import WITHOUT_DEVICE
-from trl_darts.serving import checks
+from trl_darts.serving import options
 from trl_darts.serving.build import VLLMBuild
 from trl_darts.simulation.sweep import parse_sweep, settings_of
 
@@ -100,7 +100,8 @@ def _trl_darts(words: list[str]) -> None:
     command = typer.main.get_command(app)
     for leaf in _leaves(command):
         leaf.callback = VALUES.get(leaf.name, _no_check)
-    command.main(words, prog_name="trl-darts", standalone_mode=False)
+    with patch("trl_darts.cli.exits.fail", _refuse):  # which would end the process
+        command.main(words, prog_name="trl-darts", standalone_mode=False)
 
 
 def _leaves(command: Any) -> Iterator[Any]:
@@ -112,11 +113,11 @@ def _leaves(command: Any) -> Iterator[Any]:
 
 
 def _serve(**values: Any) -> None:
-    with patch.object(serve, "_serve") as start:
+    with patch.object(serve, "start") as start:
         serve.serve(**values)
     # Which ports are free and which models are cached is this machine's.
-    with patch.multiple(checks, check_ports=DEFAULT, check_model=DEFAULT):
-        checks.check_options(start.call_args.args[0], GPUS)
+    with patch.multiple(options, check_ports=DEFAULT, check_model=DEFAULT):
+        options.check_options(start.call_args.args[0], GPUS)
 
 
 def _simulate(schedule: list[str], sweep: list[str] | None, num_generations: int | None, **values: Any) -> None:
@@ -187,12 +188,13 @@ def _train(words: list[str]) -> None:
 
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
     parser.allow_abbrev = False  # a page writes names out
-    with patch.object(parser, "error", refuse):  # which would end the process
+    with patch.object(parser, "error", _refuse):  # which would end the process
         return parser.parse_args(words)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
 
 
 def _make(words: list[str]) -> None:
