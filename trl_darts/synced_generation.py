@@ -12,9 +12,7 @@ from .engines.pool import State
 from .engines.vllm_server import VLLMServerEngine
 from .errors import WeightSyncError
 from .servers import ServerSettings
-from .weights import FleetVLLMClient, make_client
-from .weights.client import SyncedVLLMClient
-from .weights.rounds import get
+from .weights import SyncedVLLMClient, make_client
 
 
 logger = logging.getLogger(__name__)
@@ -62,8 +60,6 @@ class SyncedGeneration(VLLMGeneration):
                 sync_dir=self.settings.weight_sync_dir,
                 api_key=self.settings.api_key,
             )
-            if not isinstance(self.vllm_client, FleetVLLMClient):
-                self.vllm_client = FleetVLLMClient([self.vllm_client])
             self.vllm_client.init_communicator(device=self.accelerator.device)
         if self.engine is not None:
             self.engine.refresh = self.refresh
@@ -117,7 +113,7 @@ class SyncedGeneration(VLLMGeneration):
 
         Returns:
             `bool`: Whether it has them. Parameters of a sharded model can't be sent while the other processes wait for
-            a rollout, so such a server waits for the next sync, unless `weight_sync="filesystem"`.
+            a rollout, so such a server waits for the next sync, unless weights are files.
 
         Raises:
             [`WeightSyncError`]: If it does not take them.
@@ -126,7 +122,7 @@ class SyncedGeneration(VLLMGeneration):
             return True
         if not self.accelerator.is_main_process:  # the main process sees to it
             client = SyncedVLLMClient(base_url=url, api_key=self.settings.api_key)
-            return get(client, "/weight_info")["weight_version"] == f"v{self._num_syncs}"
+            return client.weight_version() == f"v{self._num_syncs}"
         params = None if self.is_sharded() else self._iter_named_params()
         return self.vllm_client.refresh(url, self._weight_metadata, params)
 
@@ -139,9 +135,17 @@ class SyncedGeneration(VLLMGeneration):
 @contextmanager
 def reloaded_layers(llm: Any) -> Iterator[None]:
     """Inside, weights that are loaded into a colocated engine take effect layer by layer; see `weights/reload.py`."""
-    from .weights.reload import finish_reload, initialize_layerwise_reload  # imports vLLM
+    from .weights.reload import (  # imports vLLM
+        finish_reload,
+        initialize_layerwise_reload,
+        restore_unfinished_layers,
+    )
 
     worker = llm.llm_engine.model_executor.driver_worker.model_runner
     initialize_layerwise_reload(worker.model)
-    yield
+    try:
+        yield
+    except BaseException:
+        restore_unfinished_layers(worker.model, worker.vllm_config)
+        raise
     finish_reload(worker.model, worker.model_config)
