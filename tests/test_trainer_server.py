@@ -33,8 +33,7 @@ def rollout_logs(trainer) -> list[dict]:
     return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
 
 
-@pytest.mark.parametrize("weight_sync", ["auto", "filesystem"])
-def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tmp_path, weight_sync):
+def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tmp_path):
     matches = []
 
     def reward(prompts, completion_ids, **kwargs):
@@ -42,7 +41,7 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
         return [float(len(ids) % 5) for ids in completion_ids]
 
     # A learning rate at which stale weights would show at once.
-    args = server_args(tmp_path, server, max_steps=5, learning_rate=3e-3, weight_sync=weight_sync)
+    args = server_args(tmp_path, server, max_steps=5, learning_rate=3e-3)
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)
     trainer.train()
@@ -201,8 +200,7 @@ def test_two_servers_share_the_work_and_the_weights(server, model_dir, tmp_path)
         assert all(served_requests(s) > 0 for s in (server, second))
 
 
-@pytest.mark.parametrize("weight_sync", ["gloo", pytest.param("filesystem", marks=pytest.mark.slow)])
-def test_servers_come_and_go_between_steps(server, model_dir, tmp_path, weight_sync):
+def test_servers_come_and_go_between_steps(server, model_dir, tmp_path):
     """One joins after two steps, with the weights of now; the first leaves after four, and may be stopped."""
     with contextlib.ExitStack() as first_stack:
         first = first_stack.enter_context(start_vllm_server(model_dir, max_model_len=600))
@@ -224,7 +222,7 @@ def test_servers_come_and_go_between_steps(server, model_dir, tmp_path, weight_s
                     generation.remove_server(first.base_url)
                     first_stack.close()
 
-        fields = {"max_steps": 6, "learning_rate": 3e-3, "weight_sync": weight_sync}
+        fields = {"max_steps": 6, "learning_rate": 3e-3}
         trainer = make_trainer(model_dir, server_args(tmp_path, first, **fields), callbacks=[ComeAndGo()])
         trainer.train()
         served.append(served_requests(second))

@@ -124,6 +124,7 @@ class SyncedVLLMClient(VLLMClient):
 
     def start_update(self) -> None:
         """Begin an update over NCCL, also where a trainer that is gone left one open."""
+        self._updating_weights = True  # TRL's `update_named_params` only sends then
         try:
             self.call("/start_weight_update", {})
         except WeightSyncError as error:
@@ -131,15 +132,14 @@ class SyncedVLLMClient(VLLMClient):
                 raise
             self.call("/finish_weight_update", {})
             self.call("/start_weight_update", {})
-        self._updating_weights = True  # TRL's `update_named_params` only sends then
 
     def finish_update(self) -> None:
         """Put weights that came over NCCL into place."""
         self.call("/finish_weight_update", {}, timeout_s=SYNC_TIMEOUT_S)
         self._updating_weights = False
 
-    def load(self, path: Path, needs_plugin: bool) -> None:
-        """Have the server load a checkpoint. With `needs_plugin`, its answer must be that of our plugin."""
+    def load(self, path: Path) -> None:
+        """Have the server load a checkpoint. On a CPU, the answer must be that of our plugin."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
         try:
             answers = self.call("/collective_rpc", body, timeout_s=SYNC_TIMEOUT_S).get("results", [])
@@ -148,7 +148,7 @@ class SyncedVLLMClient(VLLMClient):
                 f"{error} Make sure that the server sees {path} under the same path, or set `weight_sync_dir` to a "
                 "directory that it sees."
             ) from error
-        if needs_plugin and not all(answers):
+        if not all(answers) and self.get_server_info()["device_config"]["device"] == "cpu":
             raise ConfigurationError(
                 f"The vLLM server at {self.base_url} runs on a CPU without trl_darts, so a model with tied embeddings "
                 "keeps its old LM head, and log-probs are wrong. Run `pip install trl-darts` in the server's "
@@ -173,12 +173,10 @@ class SyncedVLLMClient(VLLMClient):
 
     def abandon(self, version: int) -> None:
         """After a failed update: leave the server usable and its version telling. It may be gone: raises nothing."""
+        steps: list[tuple[str, dict[str, str]]] = [("/finish_weight_update", {})] if self._updating_weights else []
+        steps += [("/update_weight_version", {"new_version": f"v{version}-incomplete"}), ("/resume", {})]
         self._updating_weights = False
-        for path, body in (
-            ("/finish_weight_update", {}),
-            ("/update_weight_version", {"new_version": f"v{version}-incomplete"}),
-            ("/resume", None),
-        ):
+        for path, body in steps:
             try:
                 self.call(path, body, timeout_s=ABANDON_TIMEOUT_S)
             except WeightSyncError as error:

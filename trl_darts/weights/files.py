@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import socket
 import tempfile
@@ -39,7 +40,9 @@ class WeightDirectory:
         self.shard_bytes = shard_bytes
         name = PREFIX + uuid.uuid4().hex[:12]  # two runs may share a parent
         if sync_dir is None:
-            parents = [parent for parent in (SHARED_MEMORY, Path(tempfile.gettempdir())) if parent.is_dir()]
+            parents = [Path(tempfile.gettempdir())]
+            if os.access(SHARED_MEMORY, os.W_OK):
+                parents.insert(0, SHARED_MEMORY)
         else:
             parents = [Path(sync_dir).absolute()]
         self.roots = [parent / name for parent in parents]  # the last one takes what no other has room for
@@ -50,9 +53,8 @@ class WeightDirectory:
                 root.mkdir(mode=0o700)
                 self._locks.append((root / "lock").open("w"))
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX)  # until this process ends, however it ends
-        self.close = weakref.finalize(
-            self, _remove, self.roots, self._locks
-        )  # at the interpreter's exit at the latest
+        # Called at the interpreter's exit at the latest.
+        self.close = weakref.finalize(self, _remove, self.roots, self._locks)
 
     def path(self, version: int) -> Path | None:
         """Directory of a version; `None` if it is not there."""

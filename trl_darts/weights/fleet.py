@@ -99,7 +99,6 @@ class FleetVLLMClient:
         self.version = 0  # of the last sync; it is shown by servers as `"v<version>"`
         self.excluded: set[str] = set()  # base URLs of servers that are known to be down
         self._device: torch.device | str | int = "cpu"
-        self._needs_plugin: set[SyncedVLLMClient] = set()
 
     @property
     def base_urls(self) -> list[str]:
@@ -136,10 +135,7 @@ class FleetVLLMClient:
     def _connect(self, client: SyncedVLLMClient) -> None:
         if self.directory is None:
             client.init_communicator(self._device)
-            return
-        if client.get_server_info()["device_config"]["device"] == "cpu":
-            self._needs_plugin.add(client)
-        if self.directory.is_local and not is_this_machine(str(client.host)):
+        elif self.directory.is_local and not is_this_machine(str(client.host)):
             raise ConfigurationError(
                 f"The vLLM server at {client.base_url} is on another machine and can't see what this one writes. Set "
                 "`weight_sync='filesystem'` and `weight_sync_dir`, a directory that both see under the same path."
@@ -224,7 +220,7 @@ class FleetVLLMClient:
 
     def _load(self, clients: list[SyncedVLLMClient], path: Path) -> None:
         with WeightUpdate(clients, self.version) as update:
-            update.each(lambda client: client.load(path, needs_plugin=client in self._needs_plugin))
+            update.each(lambda client: client.load(path))
 
     def _broadcast(self, clients: list[SyncedVLLMClient], metadata: Metadata, named_params: NamedParams) -> None:
         if not clients:
