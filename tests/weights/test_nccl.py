@@ -68,16 +68,6 @@ def merged_bytes(generation):
     return torch.cat([param.clone().reshape(-1).view(torch.uint8) for _, param in generation._iter_named_params()])
 
 
-def base_bytes(generation):
-    """The base model's weights, which are those outside of a merge."""
-    names = [name for name, _ in generation._iter_named_params()]
-    base = {
-        name.removeprefix("base_model.model.").replace(".base_layer", ""): p.data
-        for name, p in generation.model.named_parameters()
-    }
-    return torch.cat([base[name].reshape(-1).view(torch.uint8) for name in names])
-
-
 def fleet_of(*clients):
     for index, client in enumerate(clients):
         client.communicator = f"group{index}"
@@ -117,9 +107,6 @@ def test_trl_sends_the_last_buffer_unmerged(generation, sent):
         "`VLLMClient.update_named_params` of TRL sends merged LoRA weights now: the remark on NCCL in `whole` of "
         "trl_darts/weights/update.py can go. `whole` itself is still needed for sharded models."
     )
-    torch.testing.assert_close(
-        torch.cat(sent["group"]).view(torch.float32), base_bytes(generation).view(torch.float32), atol=1e-6, rtol=0
-    )
 
 
 def test_failure_leaves_the_adapter_unmerged_and_the_server_running(generation, sent):
@@ -150,14 +137,6 @@ def test_a_server_that_is_back_gets_the_weights_in_a_group_of_its_own(generation
     assert joined == ["http://stub1"]
     assert torch.equal(torch.cat(sent["group1"]), merged_bytes(generation))
     assert (fleet.behind, fleet.version) == ([], 1)
-    assert not is_merged(generation)
-
-
-def test_without_any_server_the_iterator_is_still_run_to_its_end(generation, sent):
-    fleet = fleet_of(stub_client())
-    fleet.excluded = {"http://stub0"}
-    with pytest.raises(WeightSyncError, match="None of the vLLM servers is there: http://stub0"):
-        sync_weights(generation, fleet)
     assert not is_merged(generation)
 
 

@@ -34,7 +34,7 @@ def test_layers_that_were_not_loaded_keep_their_weights(llm):
     """Without it they have no memory after an error, and the next rollout ends the process."""
     from trl_darts.synced_generation import reloaded_layers
 
-    last = [param.clone() for param in llm.model.parameters()]
+    last = {name: param.clone() for name, param in llm.model[1].named_parameters()}
     with pytest.raises(KeyError), reloaded_layers(llm):  # noqa: PT012
         for param in list(llm.model[0].parameters()):
             load(param, 1.0)
@@ -42,8 +42,8 @@ def test_layers_that_were_not_loaded_keep_their_weights(llm):
         raise KeyError("the trainer's own error")
     for param in llm.model[0].parameters():
         assert (param == 1.0).all()
-    for param, before in zip(llm.model[1].parameters(), last[2:], strict=True):
-        assert torch.equal(param, before)
+    for name, param in llm.model[1].named_parameters():
+        assert torch.equal(param, last[name]), name
     with reloaded_layers(llm):  # and the next sync is complete
         for param in list(llm.model.parameters()):
             load(param, 2.0)

@@ -96,13 +96,6 @@ def test_running_requests_survive_a_sync(untied, client_of, rng):
     torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"][-5:]), last, atol=MAX_ERROR, rtol=0)
 
 
-def test_generation_keeps_the_order(pair, client_of):
-    prompts = [[index, index + 1] for index in range(3, 8)]
-    output = client_of(*pair).generate(prompts, n=2, max_tokens=3)
-    assert output["prompt_ids"] == prompts
-    assert len(output["completion_ids"]) == len(output["logprobs"]) == 10
-
-
 def test_checkpoint_that_a_server_can_not_read(servers, client_of, rng, monkeypatch):
     """The reload fails in the middle of a fused layer; what was not complete is restored and does not count later."""
     model = load_model(servers[0].model_dir)

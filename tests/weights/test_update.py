@@ -176,6 +176,19 @@ def test_images_are_processed_by_the_first_server_that_answers(clients, monkeypa
         fleet.image_features([None])
 
 
+def test_generation_keeps_the_order(clients, monkeypatch):
+    def generate(client, prompts, features, n):
+        return {
+            "completion_ids": [[*prompt, client.base_url] for prompt in prompts for _ in range(n)],
+            "logprobs": None,
+        }
+
+    monkeypatch.setattr("trl_darts.weights.client.VLLMClient.generate", generate)
+    output = FleetVLLMClient(clients).generate([[index] for index in range(5)], n=2)
+    expected = [[index, f"http://stub{index // 2}"] for index in range(5) for _ in range(2)]
+    assert output == {"completion_ids": expected, "logprobs": None}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
