@@ -38,8 +38,8 @@ class Log:
     def __init__(self):
         self.heard = []
 
-    def on_lost(self, url, words):
-        self.heard.append(("lost", words))
+    def on_lost(self, url, reason):
+        self.heard.append(("lost", reason))
 
     def on_joined(self, url, capacity):
         self.heard.append(("joined", capacity))
@@ -148,13 +148,13 @@ def test_life_of_a_server():
     with_pool(switch, play)
 
 
-def test_loss_is_told_once_and_its_last_words_are_kept():
+def test_loss_is_told_once_and_its_last_reason_is_kept():
     async def play(servers, member, log):
         (url,) = servers.members
         servers.lose(url, "first")
         servers.lose(url, "second")
         assert log.heard == [("lost", "first")]
-        assert (member.words, member.num_losses) == ("second", 1)
+        assert (member.reason, member.num_losses) == ("second", 1)
 
     with_pool(Switch(), play)
 
@@ -177,7 +177,7 @@ def test_server_that_does_not_answer_a_probe_is_lost():
 
     async def play(servers, member, log):
         await until(lambda: member.state is State.DOWN)
-        assert member.words == "no answer to `/health` after 0.1 s"
+        assert member.reason == "no answer to `/health` after 0.1 s"
         switch.status = 200
         await until(lambda: member.state is State.RETURNED)
 

@@ -13,10 +13,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from ..errors import ConfigurationError, WeightSyncError
-from ..weights.client import SyncedVLLMClient
-from ..weights.factory import make_client
-from ..weights.fleet import FleetVLLMClient
-from ..weights.rounds import get
+from ..weights import FleetVLLMClient, SyncedVLLMClient, make_client
 from .connection import ServerSettings
 from .hf_generate import replaced
 from .main_process import MainProcess
@@ -88,8 +85,6 @@ class SyncedGeneration(VLLMGeneration):
             sync_dir=self.settings.weight_sync_dir,
             api_key=self.settings.api_key,
         )
-        if not isinstance(self.vllm_client, FleetVLLMClient):
-            self.vllm_client = FleetVLLMClient([self.vllm_client])
         self.vllm_client.init_communicator(device=self.accelerator.device)
         return self.facts
 
@@ -146,7 +141,7 @@ class SyncedGeneration(VLLMGeneration):
         """
         Brings a server that has come back to the weights of the last sync, and returns whether it has them. Parameters
         of a sharded model can't be sent while the other processes wait for a rollout, so such a server waits for the
-        next sync, unless `weight_sync="filesystem"`.
+        next sync, unless weights are files.
 
         Raises:
             [`WeightSyncError`]: If it does not take them.
@@ -155,7 +150,7 @@ class SyncedGeneration(VLLMGeneration):
             return True
         if not self.main.is_here:  # the main process sees to it
             client = SyncedVLLMClient(base_url=url, api_key=self.settings.api_key)
-            return get(client, "/weight_info")["weight_version"] == f"v{self._num_syncs}"
+            return client.weight_version() == f"v{self._num_syncs}"
         sharded = (self._dist.is_fsdp or self._dist.is_zero3) and self.main.num_processes > 1
         params = None if sharded else self._iter_named_params()
         return self.vllm_client.refresh(url, self._weight_metadata, params)
@@ -254,11 +249,17 @@ def synced_generation(
 @contextmanager
 def reloaded_layers(llm: Any) -> Iterator[None]:
     """Inside, weights that are loaded into a colocated engine take effect layer by layer; see `weights/reload.py`."""
-    from ..weights.reload import finish_reload, initialize_layerwise_reload  # imports vLLM
+    from ..weights.reload import (  # imports vLLM
+        finish_reload,
+        initialize_layerwise_reload,
+        restore_unfinished_layers,
+    )
 
     worker = llm.llm_engine.model_executor.driver_worker.model_runner
     initialize_layerwise_reload(worker.model)
     try:
         yield
-    finally:
-        finish_reload(worker.model, worker.model_config)
+    except BaseException:
+        restore_unfinished_layers(worker.model, worker.vllm_config)
+        raise
+    finish_reload(worker.model, worker.model_config)
