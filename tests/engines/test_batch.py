@@ -114,7 +114,11 @@ def test_a_group_whose_rows_differ_in_their_images_is_mixed():
 @pytest.mark.parametrize(("images", "fields"), [(True, False), (False, True), (True, True)])
 def test_one_multimodal_process_makes_the_batch_multimodal(monkeypatch, images, fields):
     """Images or other fields on any process: then every process keeps its own rows."""
-    other = {"rows": [[2]], "images": [[Image.new("L", (1, 1))]] if images else None, "fields": {"x": 1} if fields else {}}
+    other = {
+        "rows": [[2]],
+        "images": [[Image.new("L", (1, 1))]] if images else None,
+        "fields": {"x": 1} if fields else {},
+    }
     batches = gather(monkeypatch, [{"rows": [[1]]}, other], num_generations=1)
     assert [own.multimodal for own in batches] == [True, True]
     assert batches[0] != batches[1]

@@ -15,10 +15,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
 from tests.engines.settings import engine_settings
-from trl_darts.engines.director import Director
-from trl_darts.engines.share import Report, Share
 from trl_darts.engines import hf_continuous
+from trl_darts.engines.director import Director
 from trl_darts.engines.hf_continuous import scheduled_batching
+from trl_darts.engines.share import Report, Share
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
 

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from trl_darts.engines.director import Director
-from trl_darts.engines.share import Share
 from trl_darts.engines.hf_generate import SchedulerCriterion, stopping_criterion
+from trl_darts.engines.share import Share
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
 
 

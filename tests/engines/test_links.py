@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.engines.threads import at_once, in_threads, open_mailboxes
 from tests.engines.processes import (
     M_UP,
     NEVER,
@@ -19,7 +18,9 @@ from tests.engines.processes import (
     make_director,
     random_lengths,
 )
-from trl_darts.engines import StubEngine, director as director_module, links
+from tests.engines.threads import at_once, in_threads, open_mailboxes
+from trl_darts.engines import StubEngine, links
+from trl_darts.engines import director as director_module
 from trl_darts.engines.director import Director
 from trl_darts.engines.links import RemoteLink
 from trl_darts.engines.share import Report

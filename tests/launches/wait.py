@@ -16,7 +16,10 @@ def main() -> None:
     limit = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=3))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[limit])
     main_process = MainProcess(accelerator)
-    values = [main_process.broadcast(lambda: "at once"), main_process.broadcast(lambda: time.sleep(8) or "after a while")]
+    values = [
+        main_process.broadcast(lambda: "at once"),
+        main_process.broadcast(lambda: time.sleep(8) or "after a while"),
+    ]
     try:
         main_process.run(lambda: 1 / 0)
     except ZeroDivisionError as error:

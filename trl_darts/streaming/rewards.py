@@ -15,8 +15,8 @@ from trl.data_utils import is_conversational
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import get_callable_name
 
-from ..engines.mailbox import Mailbox
 from ..engines.hf_generate import replaced
+from ..engines.mailbox import Mailbox
 from ..scheduling import GroupResult, RolloutResult
 from ..scheduling.ledger import Ledger
 from .plan import Tokens
