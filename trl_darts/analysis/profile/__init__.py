@@ -6,16 +6,14 @@ line, and nothing is printed here.
 one server, and [`profile_servers`] does all of it and fits the [`LatencyProfile`].
 """
 
-from .facts import ServerFacts, learn
 from .grid import Grid, GridPoint, make_grid
 from .measure import Decoded, ServerProbe
 from .options import ProfileOptions
 from .run import ProfileResult, profile_servers
-from .window import DecodeWindow
+from .servers import ServerFacts, learn
 
 
 __all__ = [
-    "DecodeWindow",
     "Decoded",
     "Grid",
     "GridPoint",
