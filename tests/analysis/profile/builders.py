@@ -12,7 +12,9 @@ import numpy as np
 from aiohttp import web
 
 from tests.engines.fake_server import completion
-from trl_darts.analysis.profile import Decoded, Grid, GridPoint, ServerFacts
+from trl_darts.analysis.profile.grid import Grid, GridPoint
+from trl_darts.analysis.profile.measure import Decoded
+from trl_darts.analysis.profile.servers import ServerFacts
 
 
 FACTS = ServerFacts(

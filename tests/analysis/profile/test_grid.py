@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.analysis.profile import Grid, ProfileOptions, ServerFacts, make_grid
-from trl_darts.analysis.profile.grid import MIN_COMPLETION
+from trl_darts.analysis.profile import ProfileOptions
+from trl_darts.analysis.profile.grid import MIN_COMPLETION, Grid, make_grid
+from trl_darts.analysis.profile.servers import ServerFacts
 from trl_darts.errors import ConfigurationError
 
 from .builders import facts

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engines.fake_server import fake_server
-from trl_darts.analysis.profile import GridPoint, ServerProbe
-from trl_darts.analysis.profile.measure import WINDOW_TOKENS, DecodeWindow
+from trl_darts.analysis.profile.grid import GridPoint
+from trl_darts.analysis.profile.measure import WINDOW_TOKENS, DecodeWindow, ServerProbe
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.errors import GenerationError
 

@@ -8,7 +8,8 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import fake_server
-from trl_darts.analysis.profile import Grid, GridPoint, ProfileOptions, ProfileResult, profile_servers
+from trl_darts.analysis.profile import ProfileOptions, ProfileResult, profile_servers
+from trl_darts.analysis.profile.grid import Grid, GridPoint
 from trl_darts.analysis.profile.picture import draw, make_figure
 from trl_darts.analysis.profile.run import MAX_FAILURES, Measurement, check_alike, describe
 from trl_darts.analysis.profile.summary import summarize, warn

@@ -8,8 +8,15 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import fake_server
-from trl_darts.analysis.profile import ServerFacts, learn, servers
-from trl_darts.analysis.profile.servers import hardware_of, kv_cache_tokens, read_clock, with_server_info
+from trl_darts.analysis.profile import servers
+from trl_darts.analysis.profile.servers import (
+    ServerFacts,
+    hardware_of,
+    kv_cache_tokens,
+    learn,
+    read_clock,
+    with_server_info,
+)
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.errors import ConfigurationError
 

@@ -1,27 +1,12 @@
 """
-Measuring vLLM servers: seconds per token against batch size and context, and seconds until the first token. No command
-line, and nothing is printed here.
+Measuring vLLM servers: seconds per token against batch size and context, and seconds until the first token.
 
-[`ServerFacts`] say what a server holds, a [`Grid`] what is worth measuring, a [`ServerProbe`] measures one point on
-one server, and [`profile_servers`] does all of it and fits the [`LatencyProfile`].
+`servers` asks what a server holds, `grid` decides what is worth measuring, `measure` measures one point on one server,
+`run` does all of it and fits the [`LatencyProfile`], `picture` and `summary` show it. Nothing is printed here.
 """
 
-from .grid import Grid, GridPoint, make_grid
-from .measure import Decoded, ServerProbe
 from .options import ProfileOptions
 from .run import ProfileResult, profile_servers
-from .servers import ServerFacts, learn
 
 
-__all__ = [
-    "Decoded",
-    "Grid",
-    "GridPoint",
-    "ProfileOptions",
-    "ProfileResult",
-    "ServerFacts",
-    "ServerProbe",
-    "learn",
-    "make_grid",
-    "profile_servers",
-]
+__all__ = ["ProfileOptions", "ProfileResult", "profile_servers"]

@@ -50,21 +50,7 @@ class Grid:
 
 
 def make_grid(servers: Sequence[ServerFacts], options: ProfileOptions) -> Grid:
-    """
-    The points that every server can hold.
-
-    Args:
-        servers (`Sequence[ServerFacts]`):
-            The servers; the smallest one decides.
-        options ([`ProfileOptions`]):
-            Batch sizes, contexts and their limits, where the user names them.
-
-    Returns:
-        [`Grid`]: The points.
-
-    Raises:
-        [`ConfigurationError`]: If no server can decode so many sequences at once, or nothing is left.
-    """
+    """The points that every server can hold. Raises [`ConfigurationError`] if nothing is left."""
     longest = min(facts.max_model_len for facts in servers)
     caches = [facts.kv_cache_tokens for facts in servers if facts.kv_cache_tokens]
     cache = int(KV_SHARE * min(caches)) if caches else None

@@ -47,14 +47,6 @@ class ServerProbe:
     The prompts of all batches begin alike: sequence i of any batch is a prefix of one fixed row of random tokens. So
     the server's prefix cache has most of a prompt after the first time, and repetitions cost no prefill. No two
     sequences share a prefix. Whether one is cached does not matter for what is measured, only for how long that takes.
-
-    Args:
-        server ([`VLLMServer`]):
-            The server.
-        facts ([`ServerFacts`]):
-            What it is.
-        rng (`np.random.Generator`):
-            For the prompts.
     """
 
     def __init__(self, server: VLLMServer, facts: ServerFacts, rng: np.random.Generator) -> None:
@@ -75,16 +67,8 @@ class ServerProbe:
         """
         Decodes a batch until each sequence has been timed, and ends it.
 
-        Args:
-            point ([`GridPoint`]):
-                The batch.
-
-        Returns:
-            [`Decoded`]: The measurement. `None` if the sequences never all decoded at once, and alone: the server does
-            not take so many, preempted some, or had other requests.
-
-        Raises:
-            [`GenerationError`]: If the server refuses a request, or breaks.
+        `None` if the sequences never all decoded at once, and alone: the server does not take so many, preempted some,
+        or had other requests. Raises [`GenerationError`] if the server refuses a request, or breaks.
         """
         batch = _Batch(self.server, [self._request(prompt, point.max_tokens) for prompt in self._prompts(point)])
         try:

@@ -100,17 +100,17 @@ def _colors(name: str, num: int) -> Any:
 
 
 def _style(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / 1.1, high * 1.3)  # room for the legend
+    steps = (1, 1.5, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value % 1024 == 0 else f"{value:g}")
-    low, high = axes.get_ylim()
-    low, high = low / 1.1, high * 1.3  # room for the legend
-    steps = (1, 1.5, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5)
-    ticks = [step * 10.0**power for power in range(-4, 7) for step in steps]
-    axes.set_yticks([tick for tick in ticks if low <= tick <= high])
-    axes.set_ylim(low, high)
-    axes.minorticks_off()
+        axis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -84,17 +84,8 @@ async def read_clock(server: VLLMServer) -> Reading:
 
 async def learn(server: VLLMServer) -> ServerFacts:
     """
-    Asks a server what it is, and whether it is idle.
-
-    Args:
-        server ([`VLLMServer`]):
-            The server.
-
-    Returns:
-        [`ServerFacts`]: What it said.
-
-    Raises:
-        [`ConfigurationError`]: If it can't be reached, is no vLLM server, refuses the key, or has other requests.
+    Asks a server what it is, and whether it is idle. Raises [`ConfigurationError`] if it can't be reached, is no vLLM
+    server, refuses the key, or has other requests.
     """
     try:
         models = await server.get("/v1/models")
