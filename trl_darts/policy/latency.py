@@ -13,10 +13,10 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,8 +46,87 @@ _REWEIGHTINGS = 8
 _IMPOSSIBLE = 1e9  # loss of breakpoints that leave a segment with too few measurements
 
 
+class SavedModel:
+    """JSON with a `kind` and a `version`, in a file of its own or as an entry of what `trl-darts profile` wrote."""
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a dictionary that can be serialised as JSON."""
+        return {"kind": self.kind, "version": FILE_VERSION, **asdict(cast(Any, self))}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What [`to_dict`] described. Raises [`ConfigurationError`] if it is something else, or lacks an entry."""
+        cls.check(data)
+        return cls(**{name: data[name] for name in cls._entries() if data.get(name) is not None})
+
+    @classmethod
+    def check(cls, data: Any) -> None:
+        """Refuses data that describe something else, are of another version or lack an entry."""
+        noun = _noun(cls.kind)
+        if not isinstance(data, Mapping):
+            raise ConfigurationError(f"A {noun} must be a mapping, and this is {type(data).__name__}.")
+        for key, expected in (("kind", cls.kind), ("version", FILE_VERSION)):
+            if data.get(key) != expected:
+                raise ConfigurationError(f"`{key}` ({data.get(key)!r}) of a {noun} must be {expected!r}.")
+        if missing := [f"`{name}`" for name in cls._entries() if name not in data and name != "metadata"]:
+            raise ConfigurationError(f"A {noun} must have the entries {', '.join(missing)}.")
+
+    @classmethod
+    def _entries(cls) -> list[str]:
+        return [entry.name for entry in fields(cast(Any, cls))]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """
+        Read it from a JSON file.
+
+        Args:
+            path (`str` or `os.PathLike`):
+                A file that `save` or `trl-darts profile` wrote.
+
+        Returns:
+            `Self`: What was saved.
+
+        Raises:
+            [`ConfigurationError`]: If the file is missing or holds something else.
+        """
+        return read_json(path, cls.kind, cls._from_file)
+
+    @classmethod
+    def _from_file(cls, data: Any) -> Self:
+        if cls.kind != PROFILE_KIND and isinstance(data, Mapping) and data.get("kind") == PROFILE_KIND:
+            data = data.get(cls.kind.removeprefix("latency_"))
+            if data is None:
+                why = " It was measured with one context length, and a surface needs two."
+                why = why if cls.kind == "latency_surface" else ""
+                raise ConfigurationError(f"This profile holds no {_noun(cls.kind)}.{why}")
+        return cls.from_dict(data)
+
+
+def read_json(path: str | os.PathLike[str], kind: str, parse: Callable[[Any], T]) -> T:
+    """Reads a file; a [`ConfigurationError`] names the path, the reason and the remedy."""
+    try:
+        return parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:  # a `ConfigurationError` is a `ValueError`
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ConfigurationError(
+            f"`path` ({os.fspath(path)!r}) must name a JSON file with a {_noun(kind)}, and reading it failed: "
+            f"{reason} Write one with `trl-darts profile`."
+        ) from error
+
+
+def _noun(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
 @dataclass(frozen=True)
-class LatencyCurve:
+class LatencyCurve(SavedModel):
     """
     Per-token latency PTL in seconds as a continuous piecewise-linear function of the number of running sequences
     ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.1 and Appendix A).
@@ -74,6 +153,8 @@ class LatencyCurve:
 
     ```
     """
+
+    kind = "latency_curve"
 
     knots: Sequence[float]
     values: Sequence[float]
@@ -175,43 +256,6 @@ class LatencyCurve:
         """
         own = self.metadata.get("model")
         return not own or not model or _base_name(own) == _base_name(model)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The curve as a dictionary that can be serialised as JSON."""
-        return {
-            "kind": "latency_curve",
-            "version": FILE_VERSION,
-            "knots": list(self.knots),
-            "values": list(self.values),
-            "metadata": dict(self.metadata),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LatencyCurve:
-        """The curve that [`~LatencyCurve.to_dict`] described. Raises [`ConfigurationError`] if there is none."""
-        check_kind(data, "latency_curve", "knots", "values")
-        return cls(data["knots"], data["values"], dict(data.get("metadata") or {}))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the curve to a JSON file."""
-        write_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LatencyCurve:
-        """
-        Read a curve from a JSON file.
-
-        Args:
-            path (`str` or `os.PathLike`):
-                A file that [`~LatencyCurve.save`], [`LatencyProfile.save`] or `trl-darts profile` wrote.
-
-        Returns:
-            [`LatencyCurve`]: The curve.
-
-        Raises:
-            [`ConfigurationError`]: If the file is missing or does not hold a latency curve.
-        """
-        return read_json(path, "latency curve", lambda data: cls.from_dict(entry_of(data, "curve")))
 
 
 def rollout_time(lengths: ArrayLike, latency: Callable[[NDArray[Any]], Any]) -> float:
@@ -325,45 +369,6 @@ def positive_columns(**columns: ArrayLike) -> list[Array]:
         if not (np.isfinite(array).all() and (array > 0).all()):
             raise ValueError(f"`{name}` must be positive and finite, and holds {array.min():g} to {array.max():g}.")
     return list(arrays.values())
-
-
-def check_kind(data: Any, kind: str, *entries: str) -> None:
-    """Refuses data that describe something else, are of another version or lack an entry."""
-    noun = kind.replace("_", " ")
-    if not isinstance(data, Mapping):
-        raise ConfigurationError(f"A {noun} must be a mapping, and this is {type(data).__name__}.")
-    for key, expected in (("kind", kind), ("version", FILE_VERSION)):
-        if data.get(key) != expected:
-            raise ConfigurationError(f"`{key}` ({data.get(key)!r}) of a {noun} must be {expected!r}.")
-    if missing := [name for name in entries if data.get(name) is None]:
-        raise ConfigurationError(f"A {noun} must have the entries {', '.join(f'`{name}`' for name in missing)}.")
-
-
-def entry_of(data: Any, entry: str) -> Any:
-    """An entry of a profile; of another file the whole, which has it alone."""
-    if not isinstance(data, Mapping) or data.get("kind") != PROFILE_KIND:
-        return data
-    check_kind(data, PROFILE_KIND)
-    if data.get(entry) is None:
-        why = " It was measured with one context length, and a surface needs two." if entry == "surface" else ""
-        raise ConfigurationError(f"This profile holds no latency {entry}.{why}")
-    return data[entry]
-
-
-def read_json(path: str | os.PathLike[str], noun: str, parse: Callable[[Any], T]) -> T:
-    """Reads a file; a [`ConfigurationError`] names the path, the reason and the remedy."""
-    try:
-        return parse(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:  # a `ConfigurationError` is a `ValueError`
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigurationError(
-            f"`path` ({os.fspath(path)!r}) must name a JSON file with a {noun}, and reading it failed: {reason} Write "
-            "one with `trl-darts profile`."
-        ) from error
-
-
-def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def _base_name(model: Any) -> str:

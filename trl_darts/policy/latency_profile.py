@@ -9,22 +9,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ConfigurationError
-from .latency import (
-    FILE_VERSION,
-    PROFILE_KIND,
-    LatencyCurve,
-    check_kind,
-    positive_columns,
-    read_json,
-    write_json,
-)
+from .latency import PROFILE_KIND, LatencyCurve, SavedModel, positive_columns, read_json
 from .latency_surface import LatencySurface
 
 
@@ -96,7 +88,7 @@ class PrefillLine:
             is_profile = isinstance(data, Mapping) and data.get("kind") == PROFILE_KIND
             return cls(**data["prefill"]) if is_profile and data.get("prefill") else None
 
-        return read_json(path, "latency model", parse)
+        return read_json(path, "latency_model", parse)
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class HeldOutError:
 
 
 @dataclass(frozen=True)
-class LatencyProfile:
+class LatencyProfile(SavedModel):
     """
     Measurements of one kind of server, and what was fitted to them.
 
@@ -130,6 +122,8 @@ class LatencyProfile:
         metadata (`dict`, *optional*):
             What was measured, for humans: model, hardware, vLLM's version. Must be serialisable as JSON.
     """
+
+    kind = PROFILE_KIND
 
     points: Sequence[DecodePoint]
     prefill_points: Sequence[PrefillPoint]
@@ -178,23 +172,14 @@ class LatencyProfile:
         return cls(points, list(prefill_points), curve, surface, prefill, found, dict(metadata or {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as a dictionary that can be serialised as JSON."""
-        return {
-            "kind": PROFILE_KIND,
-            "version": FILE_VERSION,
-            "metadata": dict(self.metadata),
-            "held_out": {name: asdict(error) for name, error in self.held_out.items()},
-            "curve": self.curve.to_dict(),
-            "surface": self.surface.to_dict() if self.surface else None,
-            "prefill": asdict(self.prefill) if self.prefill else None,
-            "points": [asdict(point) for point in self.points],
-            "prefill_points": [asdict(point) for point in self.prefill_points],
-        }
+        """As a dictionary that can be serialised as JSON."""
+        models = {"curve": self.curve.to_dict(), "surface": self.surface.to_dict() if self.surface else None}
+        return super().to_dict() | models
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LatencyProfile:
         """The profile that [`~LatencyProfile.to_dict`] described."""
-        check_kind(data, PROFILE_KIND, "points", "curve")
+        cls.check(data)
         return cls(
             [DecodePoint(**{**p, "server_seconds": tuple(p["server_seconds"])}) for p in data["points"]],
             [PrefillPoint(**point) for point in data["prefill_points"]],
@@ -204,15 +189,6 @@ class LatencyProfile:
             {name: HeldOutError(**error) for name, error in data["held_out"].items()},
             dict(data["metadata"]),
         )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to a JSON file."""
-        write_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LatencyProfile:
-        """The profile of a file that `trl-darts profile` wrote. Raises [`ConfigurationError`] if there is none."""
-        return read_json(path, "latency profile", cls.from_dict)
 
 
 def held_out_error(fit: Callable[..., Any], columns: Array, inside: Array) -> HeldOutError | None:

@@ -7,27 +7,16 @@ beyond what was measured.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import ConfigurationError
-from .latency import (
-    FILE_VERSION,
-    MIN_LATENCY,
-    Array,
-    LatencyCurve,
-    check_kind,
-    entry_of,
-    positive_columns,
-    read_json,
-    robust_least_squares,
-)
+from .latency import MIN_LATENCY, Array, LatencyCurve, SavedModel, positive_columns, robust_least_squares
 
 
 _COLUMNS = ("batch_sizes", "base_latencies", "token_latencies", "reaches")
@@ -35,7 +24,7 @@ _SMOOTHNESS = 1e-3  # weight of "neighbours have the same slope", which decides 
 
 
 @dataclass(frozen=True)
-class LatencySurface:
+class LatencySurface(SavedModel):
     """
     Per-token latency in seconds as a function of the number of running sequences B and of the tokens T in all their
     contexts together (PAT, "Accelerating Long-Tail Generation in Synchronous RLHF Training via Adaptive Tensor
@@ -73,6 +62,8 @@ class LatencySurface:
 
     ```
     """
+
+    kind = "latency_surface"
 
     batch_sizes: Sequence[float]
     base_latencies: Sequence[float]
@@ -140,22 +131,6 @@ class LatencySurface:
         values = [self._at(size, size * context_length) for size in self.batch_sizes]
         rising = np.maximum.accumulate(values).tolist()  # they rise but for rounding
         return LatencyCurve(self.batch_sizes, rising, {**self.metadata, "context_length": context_length})
-
-    def to_dict(self) -> dict[str, Any]:
-        """The surface as a dictionary that can be serialised as JSON."""
-        return {"kind": "latency_surface", "version": FILE_VERSION, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LatencySurface:
-        """The surface that [`~LatencySurface.to_dict`] described."""
-        check_kind(data, "latency_surface", *_COLUMNS)
-        sizes, base, slopes, reaches = (data[name] for name in _COLUMNS)
-        return cls(sizes, base, slopes, reaches, dict(data.get("metadata") or {}))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LatencySurface:
-        """The surface of a file that `trl-darts profile` wrote. Raises [`ConfigurationError`] if there is none."""
-        return read_json(path, "latency surface", lambda data: cls.from_dict(entry_of(data, "surface")))
 
 
 class _SurfaceFit:
