@@ -26,7 +26,8 @@ from accelerate.commands.launch import launch_command_parser
 from trl import ModelConfig, TrlParser
 
 from trl_darts import DARTSGRPOConfig
-from trl_darts.cli import app, profile, serve, simulate
+from trl_darts.analysis.profile import ProfileOptions
+from trl_darts.cli import app, serve, simulate
 from trl_darts.hub.arguments import SCHEME
 from trl_darts.recipes import ScriptArguments, load_rewards
 from trl_darts.recipes.reading import WITHOUT_DEVICE
@@ -126,7 +127,7 @@ def _simulate(schedule: list[str], sweep: list[str] | None, num_generations: int
 
 
 def _profile(urls: list[str], **values: Any) -> None:
-    profile._urls(urls)
+    ProfileOptions(tuple(urls))
 
 
 def _push(file: Path, without: list[str] | None, **values: Any) -> None:

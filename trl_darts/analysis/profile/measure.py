@@ -1,4 +1,9 @@
-"""One measurement on one server: a batch that decodes, or a prompt."""
+"""
+One measurement on one server: a batch that decodes, or a prompt.
+
+Invariant: no token counts that came before the last sequence's first, so that prefill, and batches that are not yet
+full, stay outside.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,9 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from ..engines.vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
-from .clock import read_clock
-from .facts import ServerFacts
+from ...engines.vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
 from .grid import GridPoint
-from .window import DecodeWindow
+from .servers import ServerFacts, read_clock
 
 
 WINDOW_TOKENS = 32
@@ -31,15 +34,7 @@ CLOSE_S = 0.2  # in which a server notices that connections were closed: 13 to 7
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """
-    One measurement.
-
-    Args:
-        seconds (`float`):
-            Per token of each sequence.
-        completion_tokens (`float`):
-            Tokens that all sequences together had generated in the middle of it.
-    """
+    """Seconds per token of each sequence, and how many tokens all had generated in the middle of the measurement."""
 
     seconds: float
     completion_tokens: float
@@ -52,14 +47,6 @@ class ServerProbe:
     The prompts of all batches begin alike: sequence i of any batch is a prefix of one fixed row of random tokens. So
     the server's prefix cache has most of a prompt after the first time, and repetitions cost no prefill. No two
     sequences share a prefix. Whether one is cached does not matter for what is measured, only for how long that takes.
-
-    Args:
-        server ([`VLLMServer`]):
-            The server.
-        facts ([`ServerFacts`]):
-            What it is.
-        rng (`np.random.Generator`):
-            For the prompts.
     """
 
     def __init__(self, server: VLLMServer, facts: ServerFacts, rng: np.random.Generator) -> None:
@@ -71,14 +58,8 @@ class ServerProbe:
         self._run = f"profile-{uuid.uuid4().hex}"
 
     async def warm_up(self, point: GridPoint) -> None:
-        """
-        Has the server read the prompts of a batch, and decode it once: kernels are compiled, graphs are captured.
-
-        Args:
-            point ([`GridPoint`]):
-                The batch.
-        """
-        requests = [self._request(prompt, self._options(1)) for prompt in self._prompts(point)]
+        """Has the server read the prompts of a batch and decode it once: kernels are compiled, graphs are captured."""
+        requests = [self._request(prompt, max_tokens=1) for prompt in self._prompts(point)]
         await asyncio.gather(*(self.server.complete(request, REQUEST_TIMEOUT_S) for request in requests))
         await self.decode(point)
 
@@ -86,20 +67,10 @@ class ServerProbe:
         """
         Decodes a batch until each sequence has been timed, and ends it.
 
-        Args:
-            point ([`GridPoint`]):
-                The batch.
-
-        Returns:
-            [`Decoded`]: The measurement. `None` if the sequences never all decoded at once, and alone: the server does
-            not take so many, preempted some, or had other requests.
-
-        Raises:
-            [`GenerationError`]: If the server refuses a request, or breaks.
+        `None` if the sequences never all decoded at once, and alone: the server does not take so many, preempted some,
+        or had other requests. Raises [`GenerationError`] if the server refuses a request, or breaks.
         """
-        options = self._options(point.max_tokens)
-        requests = [self._request(prompt, options) for prompt in self._prompts(point)]
-        batch = _Batch(self.server, requests)
+        batch = _Batch(self.server, [self._request(prompt, point.max_tokens) for prompt in self._prompts(point)])
         try:
             await batch.began
             before = await read_clock(self.server)
@@ -108,38 +79,22 @@ class ServerProbe:
             after = await read_clock(self.server)
         finally:
             await batch.end()
-        alone = before.load.num_running == after.load.num_running == point.batch_size
-        if batch.window.failed or not alone or after.load.num_preemptions > before.load.num_preemptions:
+        alone = before.num_running == after.num_running == point.batch_size
+        if batch.window.failed or not alone or after.num_preemptions > before.num_preemptions:
             return None
         return Decoded(after.seconds_per_token_since(before), batch.window.completion_tokens)
 
     async def prefill(self, num_tokens: int) -> float:
-        """
-        Sends a prompt that nothing is cached of, and waits for its first token.
-
-        Args:
-            num_tokens (`int`):
-                Tokens of the prompt.
-
-        Returns:
-            `float`: Seconds.
-
-        Raises:
-            [`GenerationError`]: If the server refuses the request, or breaks.
-        """
-        request = self._request(self._random(num_tokens), self._options(1))
+        """Seconds from sending a prompt, of which nothing is cached, to its first token."""
+        request = self._request(self._random(num_tokens), max_tokens=1)
         start = time.perf_counter()
         await self.server.complete(request, REQUEST_TIMEOUT_S)
         return time.perf_counter() - start
 
-    def _request(self, prompt: Sequence[int], options: dict[str, object]) -> CompletionRequest:
-        self._num_requests += 1
-        return CompletionRequest.of(f"{self._run}-{self._num_requests}", ServerPrompt(prompt), [], options)
-
-    def _options(self, max_tokens: int) -> dict[str, object]:
+    def _request(self, prompt: Sequence[int], max_tokens: int) -> CompletionRequest:
         # Log-probs because the trainer asks for them: they are a part of each step. The salt because another profile
         # with the same seed sent the same prompts: what is timed as prefill must not be in the prefix cache.
-        return {
+        options = {
             "model": self.facts.model,
             "cache_salt": self._run,
             "max_tokens": max_tokens,
@@ -147,6 +102,8 @@ class ServerProbe:
             "temperature": 1.0,
             "logprobs": 0,
         }
+        self._num_requests += 1
+        return CompletionRequest.of(f"{self._run}-{self._num_requests}", ServerPrompt(prompt), [], options)
 
     def _prompts(self, point: GridPoint) -> list[list[int]]:
         for i in range(point.batch_size):
@@ -159,7 +116,52 @@ class ServerProbe:
     def _random(self, num_tokens: int) -> list[int]:
         # Special tokens, such as those that stand for images, are at the ends of a vocabulary.
         size = self.facts.vocab_size
-        return self._rng.integers(size // 4, max(size // 4 + 1, 3 * size // 4), num_tokens).tolist()
+        tokens: list[int] = self._rng.integers(size // 4, max(size // 4 + 1, 3 * size // 4), num_tokens).tolist()
+        return tokens
+
+
+class DecodeWindow:
+    """
+    The stretch in which all sequences of a batch decode, and when to read the server's clock.
+
+    ```
+    waiting for first tokens → (all began) → open → (each decoded enough) → complete
+                    └────────── a sequence ends early ──────┴──────────────→ failed
+    ```
+    """
+
+    def __init__(self, num_sequences: int, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.failed = False
+        self._counts = np.zeros(num_sequences, int)
+        self._marks: np.ndarray | None = None
+
+    def add(self, sequence: int, num_tokens: int, finished: bool = False) -> None:
+        """Tokens of a sequence have come. One that ends before the window is complete makes it fail."""
+        if not self.over:
+            self._counts[sequence] += num_tokens
+            self.failed = finished and not self.complete
+
+    def open(self) -> None:
+        """The clock was read: what comes from here on counts."""
+        self._marks = self._counts.copy()
+
+    @property
+    def began(self) -> bool:
+        return bool(self._counts.all())
+
+    @property
+    def complete(self) -> bool:
+        return self._marks is not None and bool((self._counts - self._marks).min() >= self.num_tokens)
+
+    @property
+    def over(self) -> bool:
+        return self.failed or self.complete
+
+    @property
+    def completion_tokens(self) -> float:
+        """Tokens that all sequences together had generated in the middle of the window."""
+        return float(self._counts.sum() + (0 if self._marks is None else self._marks.sum())) / 2
 
 
 class _Batch:
@@ -178,13 +180,14 @@ class _Batch:
         try:
             async for chunk in self.server.stream(request, STREAM_INTERVAL, REQUEST_TIMEOUT_S):
                 self.window.add(sequence, len(chunk.tokens), chunk.finish_reason is not None)
-                if self.window.began or self.window.over:
-                    _settle(self.began)
-                if self.window.over:
-                    _settle(self.over)
+                if not self.began.done() and (self.window.began or self.window.over):
+                    self.began.set_result(None)
+                if not self.over.done() and self.window.over:
+                    self.over.set_result(None)
         except Exception as error:
             waited_for = self.over if self.began.done() else self.began
-            _settle(waited_for, error)  # one that comes after the end is nobody's business
+            if not waited_for.done():  # an error that comes after the end is nobody's business
+                waited_for.set_exception(error)
 
     async def end(self) -> None:
         """Aborted requests answer at once. Without that endpoint, closing their connections ends them."""
@@ -193,7 +196,7 @@ class _Batch:
         try:
             if await self.server.abort([request.internal_id for request in self.requests], ABORT_GRACE_S):
                 await asyncio.wait(self.tasks, timeout=ABORT_GRACE_S)
-        except (aiohttp.ClientError, ServerRefusedError, asyncio.TimeoutError):
+        except (aiohttp.ClientError, ServerRefusedError, TimeoutError):
             pass  # the server is gone, which its answers tell
         finally:
             pending = [task for task in self.tasks if not task.done()]
@@ -201,12 +204,3 @@ class _Batch:
                 task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)
             await asyncio.sleep(CLOSE_S if pending else 0.0)
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None = None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

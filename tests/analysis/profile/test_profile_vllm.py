@@ -8,10 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from trl_darts import DARTSGRPOConfig
+from trl_darts.analysis.profile.grid import GridPoint
+from trl_darts.analysis.profile.measure import ServerProbe
+from trl_darts.analysis.profile.servers import learn
 from trl_darts.cli import app
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.policy import LatencyCurve, LatencyProfile, LatencySurface
-from trl_darts.profiling import GridPoint, ServerProbe, learn
 
 
 pytestmark = pytest.mark.vllm

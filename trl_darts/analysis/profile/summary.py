@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..policy import LatencyProfile
+from ...policy import LatencyProfile
 from .run import ProfileResult
 
 
@@ -17,11 +17,10 @@ def summarize(profile: LatencyProfile) -> list[str]:
     """What was found, in lines."""
     about, curve = profile.metadata, profile.curve
     details = [about.get("hardware"), f"vLLM {about['vllm_version']}" if about.get("vllm_version") else None]
-    knots = ", ".join(
-        f"{value * 1e3:.3g} ms at {knot:g}" for knot, value in zip(curve.knots, curve.values, strict=True)
-    )
+    pairs = zip(curve.knots, curve.values, strict=True)
+    knots = ", ".join(f"{value * 1e3:.3g} ms at {knot:g}" for knot, value in pairs)
     lines = [
-        f"{about.get('model')} ({', '.join(word for word in details if word) or 'unknown hardware'})",
+        f"{about.get('model')} ({', '.join(detail for detail in details if detail) or 'unknown hardware'})",
         f"Per token, {curve.metadata['context_length']:,} tokens of context: {knots} sequences",
     ]
     if profile.prefill is not None:
@@ -39,8 +38,8 @@ def warn(result: ProfileResult) -> list[str]:
     """What makes the result doubtful, in lines."""
     points, found = result.profile.points, []
     if result.skipped:
-        words = ", ".join(f"{point.batch_size} x {point.context_length}" for point in result.skipped)
-        found.append(f"not measured, because their sequences never all decoded at once: {words} tokens.")
+        skipped = ", ".join(f"{point.batch_size} x {point.context_length}" for point in result.skipped)
+        found.append(f"not measured, because their sequences never all decoded at once: {skipped} tokens.")
     noisy = sum(point.spread > NOISY for point in points)
     if noisy > len(points) / 2:
         found.append(

@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.test_imports import loaded
-from trl_darts import profiling
+from trl_darts.analysis import profile as analysis
+from trl_darts.analysis.profile.run import Measurement
 from trl_darts.cli import app
 from trl_darts.cli import profile as command
 from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.policy import LatencyCurve, LatencyProfile
-from trl_darts.profiling.run import Measurement
 
 from .builders import GRID, FakeProbe, rng
 
@@ -36,7 +36,7 @@ def measured(monkeypatch, tmp_path) -> list:
         asyncio.run(measurement.run())
         return measurement.result({"model": "tiny", "servers": list(options.urls), "tensor_parallel_size": 1})
 
-    monkeypatch.setattr(profiling, "profile_servers", profile_servers)
+    monkeypatch.setattr(analysis, "profile_servers", profile_servers)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
     return seen
@@ -46,18 +46,15 @@ def measured(monkeypatch, tmp_path) -> list:
     ("args", "message"),
     [
         (["localhost:8000"], "`url` ('localhost:8000') must be an address such as 'http://localhost:8000'."),
-        (["http://"], "`url` ('http://') must be an address"),
         (["http://[::1"], "`url` ('http://[::1') must be an address"),
         (["http://localhost:many"], "`url` ('http://localhost:many') must be an address"),
         ([URL, URL + "/"], f"`url` ('{URL}') must be named once"),
         ([URL, "--repeats", "0"], "`repeats` (0) must be at least 1"),
         ([URL, "--max-batch-size", "-1"], "`max_batch_size` (-1) must be at least 1"),
         ([URL, "--max-context-tokens", "0"], "`max_context_tokens` (0) must be at least 1"),
-        ([URL, "--seed", "-1"], "`seed` (-1) must be at least 0"),
+        ([URL, "--seed", "-1"], "`seed` (-1) must not be negative"),
         ([URL, "--batch-sizes", "1,b"], "`batch_sizes` ('1,b') must be whole numbers and commas"),
-        ([URL, "--batch-sizes", ""], "`batch_sizes` ('') must be whole numbers and commas"),
-        ([URL, "--context-lengths", "0,5"], "`context_lengths` (0,5) must be at least 1 each"),
-        ([URL, "--output", "."], "`output` ('.') must be a file that can be written: it is a directory"),
+        ([URL, "--context-lengths", "0,5"], "`context_lengths` (0, 5) must be at least 1"),
         ([URL, "--output", "no/latency.json"], "`output` ('no/latency.json') must be a file that can be written: the"),
         ([URL, "--plot", "no/latency.png"], "`plot` ('no/latency.png') must be a file that can be written: the"),
         ([URL, "--plot", "latency.docx"], "`plot` ('latency.docx') must end in .png, .svg, .pdf. Rename it."),
@@ -73,41 +70,29 @@ def test_bad_input_is_one_line(measured, args, message):
     assert measured == []
 
 
-@pytest.mark.parametrize("args", [[], [URL, "--no-such-flag"], [URL, "--repeats", "often"]])
-def test_wrong_usage(measured, args):
-    assert run(*args).exit_code == 2
-    assert measured == []
-
-
-def test_unreachable_server(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    result = run("http://127.0.0.1:9")
-    assert result.exit_code == 2
-    assert "Error: `url` ('http://127.0.0.1:9') must be the address of a running vLLM server" in result.stderr
-    assert not Path("latency.json").exists()
-
-
 @pytest.mark.parametrize(
-    ("error", "exit_code", "words"),
+    ("error", "exit_code", "message"),
     [
         (ConfigurationError("`max_batch_size` (9)"), 2, "Error: `max_batch_size` (9)"),
         (GenerationError("engine is dead"), 1, "nothing was written: engine is dead"),
     ],
 )
-def test_errors_of_the_measurement(measured, monkeypatch, error, exit_code, words):
+def test_errors_of_the_measurement(measured, monkeypatch, error, exit_code, message):
     def fail(options, report):
         raise error
 
-    monkeypatch.setattr(profiling, "profile_servers", fail)
+    monkeypatch.setattr(analysis, "profile_servers", fail)
     result = run(URL)
     assert result.exit_code == exit_code
-    assert words in result.stderr
+    assert message in result.stderr
     assert not Path("latency.json").exists()
 
 
 def test_writes_prints_and_names_the_trainers_argument(measured):
+    Path("latency.json").write_text("an old one")
     result = run(URL)
     assert result.exit_code == 0, result.stderr
+    assert json.loads(Path("latency.json").read_text())["kind"] == "latency_profile"
     assert LatencyProfile.load("latency.json").metadata["model"] == "tiny"
     assert LatencyCurve.load("latency.json")(4) == pytest.approx(0.0056, rel=0.02)
     assert Path("latency.png").read_bytes().startswith(b"\x89PNG")
@@ -121,11 +106,8 @@ def test_options_arrive(measured, monkeypatch):
     args = ["--batch-sizes", "1, 8", "--context-lengths=64", "--repeats", "2", "--hardware", "a box", "--seed", "3"]
     result = run(URL + "/", "https://other:1", *args, "--max-batch-size", "8", "--max-context-tokens", "900")
     (options,) = measured
-    assert options.urls == (URL, "https://other:1")
-    assert (options.batch_sizes, options.context_lengths) == ((1, 8), (64,))
-    assert (options.max_batch_size, options.max_context_tokens) == (8, 900)
-    assert (options.repeats, options.hardware, options.seed) == (2, "a box", 3)
-    assert options.api_key == "s3cret"
+    expected = analysis.ProfileOptions((URL, "https://other:1"), (1, 8), 8, (64,), 900, 2, "a box", "s3cret", 3)
+    assert options == expected
     assert "s3cret" not in result.output + repr(options) + Path("latency.json").read_text()
 
 
@@ -140,17 +122,6 @@ def test_without_matplotlib(measured, monkeypatch):
     assert "`plot` ('picture.png') needs matplotlib" in refused.stderr
 
 
-def test_a_file_that_is_there_is_replaced(measured):
-    Path("latency.json").write_text("old")
-    assert run(URL).exit_code == 0
-    assert json.loads(Path("latency.json").read_text())["kind"] == "latency_profile"
-
-
-def test_help_shows_an_example(measured):
+def test_help_shows_an_example_and_does_not_wait_for_http(measured):
     assert f"trl-darts profile {URL} --output latency.json" in run("--help").stdout
-    # It works: what stands there is what is parsed.
-    assert run(URL, "--output", "latency.json").exit_code == 0
-
-
-def test_help_does_not_wait_for_http():
     assert loaded("import trl_darts.cli.profile") == set()

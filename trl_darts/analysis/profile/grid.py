@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError
-from .facts import ServerFacts
+from ...errors import ConfigurationError
+from .options import ProfileOptions
+from .servers import ServerFacts
 
 
 CONTEXT_LENGTHS = (128, 512, 2048, 8192, 32768)
@@ -48,44 +49,14 @@ class Grid:
     prefill_lengths: tuple[int, ...]
 
 
-def make_grid(
-    servers: Sequence[ServerFacts],
-    batch_sizes: Sequence[int] | None = None,
-    max_batch_size: int | None = None,
-    context_lengths: Sequence[int] | None = None,
-    max_context_tokens: int | None = None,
-) -> Grid:
-    """
-    The points that every server can hold.
-
-    Args:
-        servers (`Sequence[ServerFacts]`):
-            The servers; the smallest one decides.
-        batch_sizes (`Sequence[int]`, *optional*):
-            By default powers of two, and the largest one possible.
-        max_batch_size (`int`, *optional*):
-            The largest batch size. By default as many sequences as a server decodes at once.
-        context_lengths (`Sequence[int]`, *optional*):
-            Lengths of the prompts. By default 128 to 32,768, by factors of 4, as far as the model goes.
-        max_context_tokens (`int`, *optional*):
-            Tokens of all sequences together. By default 131,072, or 90 % of the KV cache if that is smaller.
-
-    Returns:
-        [`Grid`]: The points.
-
-    Raises:
-        [`ConfigurationError`]: If an entry is below 1, no server can decode so many sequences at once, or nothing is
-            left.
-    """
-    for name, value in (("max_batch_size", max_batch_size), ("max_context_tokens", max_context_tokens)):
-        if value is not None and value < 1:
-            raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
+def make_grid(servers: Sequence[ServerFacts], options: ProfileOptions) -> Grid:
+    """The points that every server can hold. Raises [`ConfigurationError`] if nothing is left."""
     longest = min(facts.max_model_len for facts in servers)
     caches = [facts.kv_cache_tokens for facts in servers if facts.kv_cache_tokens]
     cache = int(KV_SHARE * min(caches)) if caches else None
-    sizes = _batch_sizes(servers, batch_sizes, max_batch_size)
-    lengths = _context_lengths(longest, context_lengths)
-    limit = max_context_tokens or MAX_CONTEXT_TOKENS
+    sizes = _batch_sizes(servers, options.batch_sizes, options.max_batch_size)
+    lengths = _context_lengths(longest, options.context_lengths)
+    limit = options.max_context_tokens or MAX_CONTEXT_TOKENS
     points = []
     for length in lengths:
         for size in sizes:
@@ -94,7 +65,7 @@ def make_grid(
                 points.append(GridPoint(size, length, room))
     if not points:
         raise ConfigurationError(
-            f"`context_lengths` ({_words(lengths)}) and `batch_sizes` ({_words(sizes)}) leave nothing to measure: a "
+            f"`context_lengths` ({_list(lengths)}) and `batch_sizes` ({_list(sizes)}) leave nothing to measure: a "
             f"batch must fit into the KV cache ({cache} tokens) and `max_context_tokens` ({limit}). Use shorter "
             "contexts or smaller batches."
         )
@@ -103,8 +74,7 @@ def make_grid(
 
 
 def _batch_sizes(servers: Iterable[ServerFacts], sizes: Sequence[int] | None, largest: int | None) -> list[int]:
-    known = [facts.max_num_seqs for facts in servers if facts.max_num_seqs]
-    possible = min(known) if known else None
+    possible = min((facts.max_num_seqs for facts in servers if facts.max_num_seqs), default=None)
     name, wanted = ("batch_sizes", max(sizes)) if sizes else ("max_batch_size", largest)
     if possible is not None and wanted is not None and wanted > possible:
         raise ConfigurationError(
@@ -112,7 +82,6 @@ def _batch_sizes(servers: Iterable[ServerFacts], sizes: Sequence[int] | None, la
             f"or start the server with `--max-num-seqs {wanted}`."
         )
     if sizes:
-        _check(sizes, "batch_sizes")
         return sorted(size for size in set(sizes) if largest is None or size <= largest)
     most = largest or possible or DEFAULT_MAX_BATCH_SIZE
     return sorted({*(2**i for i in range(most.bit_length())), most})
@@ -125,19 +94,13 @@ def _context_lengths(longest: int, lengths: Sequence[int] | None) -> list[int]:
         if not possible or 2 * possible[-1] <= longest - room < CONTEXT_LENGTHS[-1]:
             possible.append(longest - room)  # a short model's end would stay dark
         return possible
-    _check(lengths, "context_lengths")
     if max(lengths) + room > longest:
         raise ConfigurationError(
-            f"`context_lengths` ({_words(lengths)}) must be at most {longest - room}: with {room} tokens to measure, "
+            f"`context_lengths` ({_list(lengths)}) must be at most {longest - room}: with {room} tokens to measure, "
             f"they must fit into the server's `max_model_len` ({longest}). Use shorter ones."
         )
     return sorted(set(lengths))
 
 
-def _check(values: Sequence[int], name: str) -> None:
-    if min(values, default=0) < 1:
-        raise ConfigurationError(f"`{name}` ({_words(values)}) must be one or more numbers of at least 1.")
-
-
-def _words(values: Iterable[int]) -> str:
+def _list(values: Iterable[int]) -> str:
     return ",".join(map(str, values))

@@ -12,7 +12,9 @@ import numpy as np
 from aiohttp import web
 
 from tests.engines.fake_server import completion
-from trl_darts.profiling import Decoded, Grid, GridPoint, ServerFacts
+from trl_darts.analysis.profile.grid import Grid, GridPoint
+from trl_darts.analysis.profile.measure import Decoded
+from trl_darts.analysis.profile.servers import ServerFacts
 
 
 FACTS = ServerFacts(
@@ -50,17 +52,7 @@ def seconds_of(point: GridPoint) -> float:
 
 
 class FakeProbe:
-    """
-    Measures a law instead of a server.
-
-    Args:
-        log (`list`):
-            What is measured, in order.
-        noise (`Callable`, *optional*):
-            A factor for each measurement.
-        impossible (`Callable`, *optional*):
-            Points that can't be measured.
-    """
+    """Measures a law instead of a server, times `noise`, and logs what. `impossible` points can't be measured."""
 
     def __init__(
         self,
@@ -86,29 +78,19 @@ class FakeVLLM:
     """
     Answers like a server that decodes one token per sequence and step, at most `max_num_seqs` at once. Its clock shows
     steps of exactly `step_s`, whatever they take; of ten times that, while a request waits for its first token.
-
-    Attributes:
-        late_s (`float`):
-            Seconds that every third streamed request waits for its first token.
-        requests (`list[dict]`):
-            Bodies of the completion requests.
-        aborted (`list[str]`):
-            Internal IDs.
-        closed (`int`):
-            Streams whose connection was closed.
-        keys (`set`):
-            The `Authorization` headers that came.
     """
 
     def __init__(self, step_s: float = 0.004, max_num_seqs: int = 1000, abortable: bool = True) -> None:
         self.step_s, self.abortable = step_s, abortable
         self.slots = asyncio.Semaphore(max_num_seqs)
-        self.requests: list[dict] = []
+        self.requests: list[dict] = []  # bodies of the completion requests
         self.aborted: list[str] = []
-        self.keys: set[str | None] = set()
-        self.closed = self.preemptions = self.others = self.running = self.generated = 0
+        self.keys: set[str | None] = set()  # the `Authorization` headers that came
+        self.closed = 0  # streams whose connection was closed
+        self.preemptions = self.others = self.running = self.generated = 0
         self.num_silent = self.num_streams = 0
-        self.seconds = self.late_s = 0.0
+        self.seconds = 0.0
+        self.late_s = 0.0  # that every third streamed request waits for its first token
         self.preempts = False
 
     def routes(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rounds, noise, points that can't be measured, and several servers. The probes measure a known law."""
+"""Rounds, noise, points that can't be measured, several servers, and the picture. The probes measure a known law."""
 
 import asyncio
 from collections import Counter
@@ -8,10 +8,12 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import fake_server
+from trl_darts.analysis.profile import ProfileOptions, ProfileResult, profile_servers
+from trl_darts.analysis.profile.grid import Grid, GridPoint
+from trl_darts.analysis.profile.picture import draw, make_figure
+from trl_darts.analysis.profile.run import MAX_FAILURES, Measurement, check_alike, describe
+from trl_darts.analysis.profile.summary import summarize, warn
 from trl_darts.errors import ConfigurationError, GenerationError
-from trl_darts.profiling import Grid, GridPoint, ProfileOptions, ProfileResult, profile_servers
-from trl_darts.profiling.run import MAX_FAILURES, Measurement, check_alike, describe, reduce
-from trl_darts.profiling.summary import summarize, warn
 
 from .builders import GRID, FakeProbe, FakeVLLM, facts, rng, seconds_of
 
@@ -63,12 +65,6 @@ def test_the_fit_predicts_in_spite_of_disturbances() -> None:
     assert profile.held_out["surface"].median < 0.05
 
 
-def test_low_quantile_of_each_server() -> None:
-    values, spread = reduce([[1.0, 1.1, 9.0], [2.0, 2.0, 2.0]])
-    assert values == pytest.approx([1.02, 2.0])
-    assert spread == pytest.approx(8.0)
-
-
 def test_points_that_cannot_be_measured_are_told_and_given_up() -> None:
     log: list = []
     result = measure([FakeProbe(log, impossible=lambda p: p.batch_size == 32 and p.context_length == 2048)])
@@ -77,17 +73,6 @@ def test_points_that_cannot_be_measured_are_told_and_given_up() -> None:
     assert len(result.profile.points) == len(GRID.points) - 1
     (warning,) = warn(result)
     assert "32 x 2048" in warning
-
-
-def test_a_point_that_fails_now_and_then_is_kept() -> None:
-    log: list = []
-
-    def every_other(point: GridPoint) -> bool:
-        return len(log) % 2 == 0
-
-    result = measure([FakeProbe(log, impossible=every_other)], repeats=4)
-    assert {p.seconds for p in result.profile.points} <= {seconds_of(p) for p in GRID.points}
-    assert len(result.profile.points) > len(GRID.points) / 2
 
 
 def test_nothing_measured() -> None:
@@ -106,8 +91,7 @@ def test_several_servers_are_pooled_and_compared() -> None:
 
 def test_a_busy_machine_is_told() -> None:
     noise = rng()
-    result = measure([FakeProbe([], lambda: 1 + noise.random())])
-    (warning,) = warn(result)
+    (warning,) = warn(measure([FakeProbe([], lambda: 1 + noise.random())]))
     assert "the machine was busy" in warning
 
 
@@ -121,22 +105,47 @@ def test_summary() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [({"model": "other"}, "model"), ({"dtype": "float32"}, "dtype"), ({"tensor_parallel_size": 2}, "tensor_parallel")],
-)
-def test_servers_that_differ_are_refused(changes: dict, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"`{name}.*http://b has .*Profile them separately"):
-        check_alike([facts(), facts(url="http://b", **changes)])
+@pytest.mark.parametrize("name", ["model", "dtype", "tensor_parallel_size"])
+def test_servers_that_differ_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"`{name}`.*http://b has .*Profile them separately"):
+        check_alike([facts(), facts(url="http://b", **{name: "other"})])
 
 
 def test_metadata_says_what_was_measured() -> None:
     servers = [facts(url="http://a", hardware="1 x X"), facts(url="http://b", hardware="1 x Y", vllm_version="0.31.0")]
-    about = describe(servers, ProfileOptions(urls=("http://a", "http://b")))
-    assert about["hardware"] == "1 x X; 1 x Y"
-    assert about["vllm_version"] == "0.31.0"
-    assert about["servers"] == ["http://a", "http://b"]
-    assert describe(servers, ProfileOptions(urls=(), hardware="mine"))["hardware"] == "mine"
+    about = describe(servers, ProfileOptions(("http://a", "http://b")))
+    assert (about["hardware"], about["vllm_version"]) == ("1 x X; 1 x Y", "0.31.0")
+    assert (about["servers"], about["max_num_seqs"]) == (["http://a", "http://b"], 64)
+    assert describe(servers, ProfileOptions((), hardware="mine"))["hardware"] == "mine"
+
+
+def markers(axes) -> dict[str, int]:
+    """Number of points by label; lines without markers are left out."""
+    lines = [line for line in axes.lines if line.get_marker() not in ("None", None, "")]
+    return {line.get_label(): len(line.get_xdata()) for line in lines}
+
+
+def test_the_picture_shows_points_fits_and_knots() -> None:
+    profile = measure([FakeProbe([])]).profile
+    figure = make_figure(profile)
+    by_batch, by_tokens, prompts = figure.axes
+    shown = markers(by_batch)
+    assert [shown[f"{length:,} tokens"] for length in (128, 512, 2048)] == [6, 6, 6]
+    knots = next(line for line in by_batch.lines if line.get_marker() == "D")
+    assert knots.get_xdata() == pytest.approx(np.array(profile.curve.knots))
+    assert knots.get_ydata() == pytest.approx(1e3 * np.array(profile.curve.values))
+    assert list(markers(by_tokens).values()) == [3] * 6
+    fitted = next(line for line in by_tokens.lines if line.get_marker() == "None")
+    assert fitted.get_ydata() == pytest.approx([1e3 * profile.surface(1, tokens) for tokens in fitted.get_xdata()])
+    assert list(markers(prompts).values()) == [3]
+    assert "held-out error" in by_batch.get_title()
+    assert figure.get_suptitle() == "tiny · vLLM 0.31.0"
+
+
+def test_the_picture_of_one_context_and_no_prompts(tmp_path) -> None:
+    grid = Grid(tuple(point for point in GRID.points if point.context_length == 512), ())
+    draw(measure([FakeProbe([])], grid).profile, tmp_path / "picture.svg")
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
 def profile_fake(server: FakeVLLM, **changes) -> ProfileResult:
@@ -157,10 +166,11 @@ def test_over_http_from_the_address_to_the_fit() -> None:
 def test_the_same_seed_sends_the_same() -> None:
     servers = [FakeVLLM(step_s=0.001) for _ in range(3)]
     for server, seed in zip(servers, (7, 7, 8), strict=True):
-        profile_fake(server, seed=seed, context_lengths=(16,))
+        profile_fake(server, seed=seed, context_lengths=(16,), api_key="s3cret")
     first, same, other = ({str(body["prompt"]) for body in server.requests} for server in servers)
     assert first == same
     assert first != other
+    assert servers[0].keys == {"Bearer s3cret"}
     salts = [{body["cache_salt"] for body in server.requests} for server in servers]
     assert [len(salt) for salt in salts] == [1, 1, 1]
     assert salts[0] != salts[1]  # and yet finds none of it in the server's prefix cache
@@ -177,21 +187,13 @@ def test_a_server_that_is_lost_meanwhile() -> None:
         profile_fake(Dying(step_s=0.001))
 
 
-@pytest.mark.parametrize(("api_key", "header"), [(None, None), ("s3cret", "Bearer s3cret")])
-def test_every_request_carries_the_key(api_key: str | None, header: str | None) -> None:
-    server = FakeVLLM(step_s=0.001)
-    profile = profile_fake(server, api_key=api_key, context_lengths=(16,)).profile
-    assert server.keys == {header}
-    assert "s3cret" not in str(profile.to_dict())
-
-
 def test_a_server_that_is_too_slow(monkeypatch) -> None:
-    monkeypatch.setattr("trl_darts.profiling.measure.REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("trl_darts.analysis.profile.measure.REQUEST_TIMEOUT_S", 0.3)
     with pytest.raises(GenerationError, match=r"Is it stuck\?.*`--max-context-tokens`"):
         profile_fake(FakeVLLM(step_s=1.0))
 
 
 def test_more_sequences_than_files_can_be_open(monkeypatch) -> None:
-    monkeypatch.setattr("trl_darts.profiling.run.max_open_files", lambda: 3)
+    monkeypatch.setattr("trl_darts.analysis.profile.run.max_open_files", lambda: 3)
     with pytest.raises(ConfigurationError, match=r"`max_batch_size` \(4\) must be at most 3.*ulimit -n"):
         profile_fake(FakeVLLM())

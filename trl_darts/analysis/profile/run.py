@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -15,14 +15,14 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from ..engines.vllm_api import VLLMServer, new_session
-from ..engines.vllm_server import max_open_files
-from ..errors import ConfigurationError, GenerationError
-from ..policy import DecodePoint, LatencyProfile, PrefillPoint
-from .facts import ServerFacts, learn
+from ...engines.vllm_api import VLLMServer, new_session
+from ...engines.vllm_server import max_open_files
+from ...errors import ConfigurationError, GenerationError
+from ...policy import DecodePoint, LatencyProfile, PrefillPoint
 from .grid import Grid, GridPoint, make_grid
 from .measure import REQUEST_TIMEOUT_S, WINDOW_TOKENS, ServerProbe
 from .options import ProfileOptions
+from .servers import ServerFacts, learn
 
 
 QUANTILE = 0.1
@@ -39,15 +39,7 @@ Report = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """
-    The profile, and what the user should know of it.
-
-    Args:
-        profile ([`LatencyProfile`]):
-            Measurements and fits.
-        skipped (`tuple[GridPoint, ...]`):
-            Points at which the sequences never all decoded at once.
-    """
+    """The profile, and the points at which the sequences never all decoded at once."""
 
     profile: LatencyProfile
     skipped: tuple[GridPoint, ...]
@@ -72,7 +64,7 @@ def profile_servers(options: ProfileOptions, report: Report = lambda done, total
     """
     try:
         return asyncio.run(_profile(options, report))
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise GenerationError(
             f"A server took more than {REQUEST_TIMEOUT_S:g} s for a batch. Is it stuck? If it is only slow, lower "
             "`--max-context-tokens` or `--max-batch-size`."
@@ -86,36 +78,17 @@ async def _profile(options: ProfileOptions, report: Report) -> ProfileResult:
         servers = [VLLMServer(url, session) for url in options.urls]
         facts = [await learn(server) for server in servers]
         check_alike(facts)
-        grid = make_grid(
-            facts, options.batch_sizes, options.max_batch_size, options.context_lengths, options.max_context_tokens
-        )
+        grid = make_grid(facts, options)
         _check_open_files(grid)
-        seeds = np.random.SeedSequence(options.seed).spawn(len(servers) + 1)
-        probes = [
-            ServerProbe(server, fact, np.random.default_rng(seed))
-            for server, fact, seed in zip(servers, facts, seeds[1:], strict=True)
-        ]
-        measurement = Measurement(probes, grid, options.repeats, np.random.default_rng(seeds[0]), report)
+        order, *prompts = np.random.default_rng(options.seed).spawn(len(servers) + 1)
+        probes = [ServerProbe(*of_server) for of_server in zip(servers, facts, prompts, strict=True)]
+        measurement = Measurement(probes, grid, options.repeats, order, report)
         await measurement.run()
     return measurement.result(describe(facts, options))
 
 
 class Measurement:
-    """
-    Rounds over all points and servers.
-
-    Args:
-        probes (`Sequence[ServerProbe]`):
-            The servers.
-        grid ([`Grid`]):
-            The points.
-        repeats (`int`):
-            Rounds.
-        rng (`np.random.Generator`):
-            For the order.
-        report (`Callable`):
-            Called before each measurement.
-    """
+    """Rounds over all points and servers. `report` is called before each measurement."""
 
     def __init__(
         self, probes: Sequence[ServerProbe], grid: Grid, repeats: int, rng: np.random.Generator, report: Report
@@ -127,13 +100,16 @@ class Measurement:
         self._completions: dict[GridPoint, list[float]] = {point: [] for point in grid.points}
         self._prefill: dict[int, list[list[float]]] = {n: [[] for _ in probes] for n in grid.prefill_lengths}
         self._failures: Counter[GridPoint] = Counter()
-        self._num_done = 0
+        # Each batch size once, with its longest context: the prompts of the others are prefixes of these, and whatever
+        # a server compiles or captures for a batch size is there afterwards.
+        by_length = sorted(grid.points, key=lambda point: point.context_length)
+        self._warm_up = list({point.batch_size: point for point in by_length}.values())
         num_points = len(grid.points) + len(grid.prefill_lengths)
-        self._total = (num_points * repeats + len(self._warm_up())) * len(probes)
+        self._num_done, self._total = 0, (num_points * repeats + len(self._warm_up)) * len(probes)
 
     async def run(self) -> None:
         """Warms up, and measures."""
-        for point in self._warm_up():
+        for point in self._warm_up:
             for probe in self.probes:
                 self._next(f"{_words(point)} (warm-up)")
                 await probe.warm_up(point)
@@ -143,16 +119,6 @@ class Measurement:
                 for k in self._rng.permutation(len(self.probes)):
                     await self._measure(tasks[i], int(k))
         self._report(self._total, self._total, "done")
-
-    def _warm_up(self) -> list[GridPoint]:
-        """
-        Each batch size once, with its longest context: the prompts of the others are prefixes of these, and whatever
-        a server compiles or captures for a batch size is there afterwards.
-        """
-        longest: dict[int, GridPoint] = {}
-        for point in sorted(self.grid.points, key=lambda point: point.context_length):
-            longest[point.batch_size] = point
-        return list(longest.values())
 
     async def _measure(self, task: GridPoint | int, k: int) -> None:
         self._next(f"prompt of {task:,} tokens" if isinstance(task, int) else _words(task))
@@ -166,36 +132,23 @@ class Measurement:
             self._latencies[task][k].append(decoded.seconds)
             self._completions[task].append(decoded.completion_tokens)
 
-    def _next(self, words: str) -> None:
-        self._report(self._num_done, self._total, words)
+    def _next(self, what: str) -> None:
+        self._report(self._num_done, self._total, what)
         self._num_done += 1
 
     def result(self, metadata: dict[str, Any]) -> ProfileResult:
-        """
-        Points and fits.
-
-        Args:
-            metadata (`dict`):
-                What was measured.
-
-        Returns:
-            [`ProfileResult`]: The profile.
-
-        Raises:
-            [`GenerationError`]: If no point could be measured.
-        """
+        """Points and fits. Raises [`GenerationError`] if no point could be measured."""
         measured = [point for point in self.grid.points if all(self._latencies[point])]
-        points = []
-        for point in measured:
-            seconds, spread = reduce(self._latencies[point])
-            completions = float(np.mean(self._completions[point]))
-            tokens = point.batch_size * point.context_length + completions
-            middle = float(np.median(seconds))
-            points.append(DecodePoint(point.batch_size, point.context_length, tokens, middle, spread, tuple(seconds)))
-        if not points:
+        if not measured:
             raise GenerationError(
                 "No point could be measured: the sequences of a batch never all decoded at once. Is the server idle?"
             )
+        points = []
+        for point in measured:
+            seconds, spread = reduce(self._latencies[point])
+            tokens = point.batch_size * point.context_length + float(np.mean(self._completions[point]))
+            middle = float(np.median(seconds))
+            points.append(DecodePoint(point.batch_size, point.context_length, tokens, middle, spread, tuple(seconds)))
         prefill = []
         for num_tokens, repeats in self._prefill.items():
             seconds, spread = reduce(repeats)
@@ -206,61 +159,37 @@ class Measurement:
 
 
 def reduce(repeats: Sequence[Sequence[float]]) -> tuple[list[float], float]:
-    """
-    One number per server, and how much its repetitions differ.
-
-    Args:
-        repeats (`Sequence[Sequence[float]]` of shape `(S, R)`):
-            Seconds, by server.
-
-    Returns:
-        `tuple[list[float], float]`: The low quantile of each server, and the largest relative distance between the
-        slowest and the fastest repetition.
-    """
+    """The low quantile of each server, and the largest distance of a slowest repetition from the fastest one."""
     values = [float(np.quantile(times, QUANTILE)) for times in repeats]
     return values, max(max(times) / min(times) - 1 for times in repeats)
 
 
 def check_alike(facts: Sequence[ServerFacts]) -> None:
-    """
-    Refuses servers that need a profile each.
-
-    Args:
-        facts (`Sequence[ServerFacts]`):
-            The servers.
-
-    Raises:
-        [`ConfigurationError`]: If they differ in the model, its precision, or how it is divided.
-    """
+    """Refuses servers that differ in the model, its precision, or how it is divided: they need a profile each."""
     for name in ("model", "dtype", "tensor_parallel_size", "data_parallel_size"):
         values = [getattr(fact, name) for fact in facts]
         if len(set(values)) > 1:
-            words = ", ".join(f"{fact.url} has {value!r}" for fact, value in zip(facts, values, strict=True))
+            found = ", ".join(f"{fact.url} has {value!r}" for fact, value in zip(facts, values, strict=True))
             raise ConfigurationError(
-                f"`url` must name servers with the same `{name}`, and {words}. Profile them separately."
+                f"`url` must name servers with the same `{name}`, and {found}. Profile them separately."
             )
 
 
 def describe(facts: Sequence[ServerFacts], options: ProfileOptions) -> dict[str, Any]:
     """What was measured, for the file."""
     first = facts[0]
-    versions, hardware = (_alike([getattr(fact, name) for fact in facts]) for name in ("vllm_version", "hardware"))
+    same = ("tensor_parallel_size", "data_parallel_size", "dtype", "max_model_len", "max_num_seqs", "kv_cache_tokens")
     return {
         "model": first.model,
-        "hardware": options.hardware or hardware,
-        "vllm_version": versions,
-        "tensor_parallel_size": first.tensor_parallel_size,
-        "data_parallel_size": first.data_parallel_size,
-        "dtype": first.dtype,
-        "max_model_len": first.max_model_len,
-        "max_num_seqs": first.max_num_seqs,
-        "kv_cache_tokens": first.kv_cache_tokens,
+        "hardware": options.hardware or _alike(fact.hardware for fact in facts),
+        "vllm_version": _alike(fact.vllm_version for fact in facts),
+        **{name: getattr(first, name) for name in same},
         "servers": [fact.url for fact in facts],
         "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def _alike(values: Sequence[str | None]) -> str | None:
+def _alike(values: Iterable[str | None]) -> str | None:
     return "; ".join(dict.fromkeys(value for value in values if value)) or None
 
 
