@@ -46,8 +46,8 @@ class KeptRows:
         num_generations: int,
     ) -> "KeptRows":
         """
-        From tokens and log-probs of each group's rows, by place in the batch; `repeated` names, by place, the group that
-        stands in for one that is missing, with log-probs that are not known.
+        From tokens and log-probs of each group's rows, by place in the batch; `repeated` names, by place, the group
+        that stands in for one that is missing, with log-probs that are not known.
         """
         rows = {place: list(own) for place, own in groups.items()}
         for place, other in repeated.items():

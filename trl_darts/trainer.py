@@ -17,6 +17,7 @@ from trl.extras.profiling import profiling_context
 from .buffer.batches import BufferedBatches, BufferedRows
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import PromptFeed, skip_epochs
+from .buffer.rounds import round_policy
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback
 from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_other_model
 from .config import DARTSGRPOConfig
@@ -168,7 +169,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         warn_of_other_model(curve, args.latency_curve, self.model)
         self._admission = args.admission(self.length_tracker, curve, args.num_engines)
         self._engine = self._make_engine()
-        if (policy := args.rounds(args.generation_batch_size // args.num_generations)) is not None:
+        if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
             feed = PromptFeed(args.steps_per_generation * args.num_iterations)
             self._batches = BufferedBatches(
                 policy,

@@ -9,20 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduling.chaos import ChaosEngine
+from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer
+from trl_darts.buffer.rounds import PartialRollout, Sorted, TailBatching
+from trl_darts.buffer.state import dump, load
 from trl_darts.policy import LengthTracker
-from trl_darts.scheduling import (
-    FinishReason,
-    Lifecycle,
-    PartialRollout,
-    PromptInfo,
-    RolloutBuffer,
-    SchedulePolicies,
-    Scheduler,
-    ScheduleSettings,
-    Sorted,
-    TailBatching,
-)
-from trl_darts.scheduling.buffer_state import dump, load
+from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Scheduler, ScheduleSettings
 
 
 M = 2

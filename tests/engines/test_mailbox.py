@@ -1,5 +1,6 @@
 """
-Messages, announcements and what the main process runs, over a real store: between threads with a connection each, and two processes.
+Messages, announcements and what the main process runs, over a real store: between threads with a connection each, and
+two processes.
 """
 
 import multiprocessing

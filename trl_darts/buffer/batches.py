@@ -29,12 +29,11 @@ from ..scheduling import (
     GroupPlan,
     PromptInfo,
     RolloutResult,
-    Round,
-    RoundPolicy,
-    SampledCandidate,
     prompt_key,
 )
+from .buffer import Round, SampledCandidate
 from .feed import PromptFeed, Rows
+from .rounds import RoundPolicy
 
 
 @dataclass

@@ -8,9 +8,10 @@ import numpy as np
 from accelerate.logging import get_logger
 
 from ..errors import StateMismatchError
-from ..scheduling import BufferEntry, PromptInfo, RolloutBuffer, prompt_key
-from ..scheduling.buffer_state import dump, load
+from ..scheduling import PromptInfo, prompt_key
 from .batches import BufferedBatches
+from .buffer import BufferEntry, RolloutBuffer
+from .state import dump, load
 
 
 logger = get_logger(__name__)
@@ -89,7 +90,7 @@ def _write(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
 
 def _refuse(value: Any) -> None:
     raise StateMismatchError(
-        f"A checkpoint can't hold {type(value).__name__} values of the data set, which its rollout buffer has: {value!r}. "
+        f"A checkpoint can't hold the {type(value).__name__} of the data set that its rollout buffer has: {value!r}. "
         "Convert that column to text or numbers, or set `save_strategy='no'`."
     )
 

@@ -165,8 +165,8 @@ def _check_architecture(url: str, served_model: str, config: PretrainedConfig) -
     if different:
         differences = ", ".join(f"`{n}` {served[n]} instead of {getattr(own, n, None)}" for n in different)
         raise ConfigurationError(
-            f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {differences}. Serve "
-            "the model that you train."
+            f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {differences}. "
+            "Serve the model that you train."
         )
 
 

@@ -146,7 +146,7 @@ class VLLMServerEngine:
 
     def remove(self, url: str) -> None:
         """
-        Forgets a server, between two rollouts. Raises [`ConfigurationError`] if it is none of the servers, or the last.
+        Forgets a server, between two rollouts. Raises [`ConfigurationError`] if it is none of them, or the last.
         """
         if url not in self.base_urls or len(self.base_urls) == 1:
             raise ConfigurationError(
@@ -216,8 +216,8 @@ class VLLMServerEngine:
 
 def bring_back(engine: VLLMServerEngine, refresh: Callable[[str], bool], waiting: set[str]) -> None:
     """
-    Uses servers again that have come back, once `refresh` says that they have the current weights. Those that must wait
-    for the next weight sync are noted in `waiting`, and not asked again; what `refresh` raises takes them out.
+    Uses servers again that have come back, once `refresh` says that they have the current weights. Those that must
+    wait for the next weight sync are noted in `waiting`, and not asked again; what `refresh` raises takes them out.
     """
     states = engine.states()
     waiting &= {url for url, state in states.items() if state is State.RETURNED}

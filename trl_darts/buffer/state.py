@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import StateMismatchError
-from .admission import PromptInfo
+from ..scheduling import FinishReason, PartialCandidate, PromptInfo
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate
-from .types import FinishReason, PartialCandidate
 
 
 VERSION = 1

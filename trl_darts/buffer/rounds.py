@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..scheduling import ScheduleSettings
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
 
 
@@ -174,3 +175,14 @@ def _num_started(oversampling: float, num_groups: int) -> int:
 def _by_age(buffer: RolloutBuffer) -> tuple[list[BufferEntry], list[BufferEntry]]:
     waiting = buffer.select(Lifecycle.WAITING)
     return [e for e in waiting if not e.num_deferrals], [e for e in waiting if e.num_deferrals]
+
+
+def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | None:
+    """The policy of a schedule, for batches of `num_groups` prompts; `None` where batches are the loader's."""
+    if settings.schedule == "tail_batching":
+        return TailBatching(num_groups, settings.prompt_oversampling or 0.0)
+    if settings.schedule == "partial_rollout":
+        return PartialRollout(num_groups, settings.prompt_oversampling or 0.0, settings.max_partial_age or 0)
+    if settings.schedule == "sorted":
+        return Sorted(num_groups, settings.sorted_group_batches or 0, settings.sorted_mode or "")
+    return None

@@ -9,7 +9,7 @@ enter ──▶ WAITING ──begin──▶ IN_FLIGHT ──absorb──┬─�
              └── to begin anew ─┼──┴── a prompt that can't be completed ───────▶ DROPPED (left)
 ```
 
-Invariants (`tests/scheduling/test_buffer.py` checks each under its name, over random rollouts, saves and restores):
+Invariants (`tests/buffer/test_buffer.py` checks each under its name, over random rollouts, saves and restores):
 
 - trained_once: a prompt that enters leaves exactly once, trained or dropped.
 - not_starved: a prompt leaves within the number of rounds that its schedule says.
@@ -23,9 +23,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from .admission import Admission, AdmissionPolicy, PromptInfo
-from .policies import FirstGroups
-from .types import Candidate, FinishReason, GroupPlan, GroupResult, PartialCandidate, RolloutResult
+from ..scheduling import (
+    Admission,
+    AdmissionPolicy,
+    Candidate,
+    FinishReason,
+    FirstGroups,
+    GroupPlan,
+    GroupResult,
+    PartialCandidate,
+    PromptInfo,
+    RolloutResult,
+)
 
 
 Version = tuple[int, int]  # (version of the policy, number of tokens in a row that it sampled)
@@ -126,10 +135,10 @@ class TrainedGroup:
 
 
 @dataclass(frozen=True)
-class Harvest:
+class Collected:
     """
     What a round yielded: the groups to train on, in the order in which their prompts entered, and the entries that
-    were dropped, with the engine's words.
+    were dropped, with the reason.
     """
 
     groups: list[TrainedGroup]
@@ -159,7 +168,7 @@ class RolloutBuffer:
         return len(self.entries)
 
     def enter(self, prompts: Iterable[PromptInfo]) -> list[int]:
-        """Takes in prompts of the loader; returns their IDs, which are counted through the whole training."""
+        """Adds prompts of the loader; returns their IDs, which are counted through the whole training."""
         ids = []
         for prompt in prompts:
             self.entries[self.num_entered] = BufferEntry(self.num_entered, prompt)
@@ -202,7 +211,7 @@ class RolloutBuffer:
         resumed = [tuple(c.partial for c in entry.candidates) for entry in plan.entries]
         return admission, [replace(p, resumed=r) for p, r in zip(admission.plans(prompts), resumed, strict=True)]
 
-    def absorb(self, plan: Round, result: RolloutResult | None, version: int) -> Harvest:
+    def absorb(self, plan: Round, result: RolloutResult | None, version: int) -> Collected:
         """
         Takes what a rollout yielded.
 
@@ -215,13 +224,13 @@ class RolloutBuffer:
                 Of the policy that sampled in it.
 
         Returns:
-            [`Harvest`]: What is trained on now. It has left the buffer.
+            [`Collected`]: What is trained on now. It has left the buffer.
         """
         dropped: list[tuple[BufferEntry, str]] = []
         if result is not None:
             for group in [*result.groups, *result.deferred]:
                 self._take_back(plan.entries[group.plan.group_id], group, version)
-            dropped = [(plan.entries[place], words) for place, words in result.dropped.items()]
+            dropped = [(plan.entries[place], reason) for place, reason in result.dropped.items()]
         for entry, _ in dropped:
             del self.entries[entry.entry_id]
         done = self.select(Lifecycle.COMPLETE)
@@ -235,7 +244,7 @@ class RolloutBuffer:
             for entry in done[num_taken:]:
                 entry.num_deferrals += 1
                 _begin_anew(entry)
-        return Harvest([TrainedGroup(entry, entry.candidates) for entry in taken], dropped)
+        return Collected([TrainedGroup(entry, entry.candidates) for entry in taken], dropped)
 
     def _take_back(self, entry: BufferEntry, group: GroupResult, version: int) -> None:
         before = entry.candidates
