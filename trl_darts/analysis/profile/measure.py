@@ -186,7 +186,7 @@ class _Batch:
             self._changed.set()
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Waits, or raises what went wrong with a request; that it does after the end is nobody's business."""
+        """Waits, or raises what went wrong with a request. What goes wrong after the last wait does not matter."""
         while not reached():
             if self._error is not None:
                 raise self._error
@@ -199,7 +199,7 @@ class _Batch:
             if await self.server.abort([request.internal_id for request in self.requests], ABORT_GRACE_S):
                 await asyncio.wait(self.tasks, timeout=ABORT_GRACE_S)
         except (aiohttp.ClientError, ServerRefusedError, TimeoutError):
-            pass  # the server is gone, which its answers tell
+            pass  # the server is gone, and the requests have failed already
         finally:
             pending = [task for task in self.tasks if not task.done()]
             for task in pending:
