@@ -21,7 +21,7 @@ from trl_darts.scheduling import (
     TokensArrived,
 )
 from trl_darts.scheduling.policies import DualEnd, SchedulePolicies
-from trl_darts.streaming.forward import ScoredModel, Scorer, row_digest
+from trl_darts.streaming.forward import Scorer, row_digest
 from trl_darts.streaming.log_probs import LogprobStream, RoundDone
 from trl_darts.streaming.plan import Limits, Round, ScoringPlan
 
@@ -35,14 +35,15 @@ class OtherProcess:
 
     process_index = 0
 
-    def __init__(self, scorer):
-        self.scorer = scorer
+    def __init__(self, scorers):
+        self.scorers = scorers
         self.error = None
         self.answers = []
 
     def post(self, process, message):
         assert process == 1
-        self.scorer.execute(message)
+        for scorer in self.scorers.values():
+            scorer.execute(message)
         self.answers.append(RoundDone(message.rollout, 1, self.error))
 
     def receive(self):
@@ -96,26 +97,26 @@ class Course:
         self.execute(self.scheduler.handle(event))
 
 
-def make_models(model, passes=None):
+def make_scorers(model, sharded=False, passes=None):
     def called(name, **inputs):
         if passes is not None:
             passes.append(name)
         return model(**inputs)
 
-    return {name: ScoredModel(partial(called, name), torch.no_grad) for name in ("policy", "reference")}
+    return {name: Scorer(partial(called, name), torch.no_grad, CPU, sharded) for name in ("policy", "reference")}
 
 
-def make_stream(models, other=None, sharded=False, cache_gib=1.0):
+def make_stream(scorers, other=None, sharded=False, cache_gib=1.0):
     processes = {} if other is None else {"num_processes": 2, "mailbox": other}
-    return LogprobStream(models, CPU, NUM_GENERATIONS, 8, 64, cache_gib, sharded=sharded, **processes)
+    return LogprobStream(scorers, NUM_GENERATIONS, 8, 64, cache_gib, sharded=sharded, **processes)
 
 
-def run(course, stream, trained=None):
+def run(course, stream, trained=None, chance=0.5):
     """Runs a rollout; returns the rows that are trained on."""
     step = stream.watch(course.prompts)
     while not course.scheduler.done:
         course.go_on()
-        if course.rng.random() < 0.5:
+        if course.rng.random() < chance:
             step(course.scheduler.ledger)
     result = course.scheduler.result()
     groups = result.groups[:trained]
@@ -123,11 +124,13 @@ def run(course, stream, trained=None):
     return [(course.prompts[g.plan.group_id], list(row.tokens)) for g in groups for row in g.rows]
 
 
-def assert_right(model, rows, complete):
+def assert_right(model, rows, scorers):
     expected = full_log_probs(model, [prompt for prompt, _ in rows], [completion for _, completion in rows])
     for row, log_probs in zip(rows, expected, strict=True):
-        for scored in complete[row_digest(*row)].values():
-            torch.testing.assert_close(scored, log_probs, atol=1e-5, rtol=0)
+        scored = [scorer.complete[row_digest(*row)] for scorer in scorers if row_digest(*row) in scorer.complete]
+        assert len(scored) == 2  # policy and reference
+        for values in scored:
+            torch.testing.assert_close(values, log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +144,12 @@ def test_each_row_is_right(model, seed, processes):
     """Sharded processes also go through the same passes, in the same order."""
     course, sharded = Course(random.Random(seed), num_groups=3), processes == "sharded"
     passes = [[], []]
-    other = None if processes == "one" else OtherProcess(Scorer(make_models(model, passes[1]), CPU, sharded))
-    stream = make_stream(make_models(model, passes[0]), other, sharded)
+    other = None if processes == "one" else OtherProcess(make_scorers(model, sharded, passes[1]))
+    stream = make_stream(make_scorers(model, sharded, passes[0]), other, sharded)
     rows = run(course, stream)
-    scorers = [stream.scorer] if other is None else [stream.scorer, other.scorer]
-    assert_right(model, rows, {digest: values for each in scorers for digest, values in each.complete.items()})
-    assert not any(each.num_cached for each in scorers)  # all caches are freed
+    scorers = [*stream.scorers.values(), *([] if other is None else other.scorers.values())]
+    assert_right(model, rows, scorers)
+    assert not any(scorer.num_cached for scorer in scorers)  # all caches are freed
     if sharded:
         assert passes[0] == passes[1] != []
 
@@ -156,24 +159,22 @@ def test_each_row_is_right(model, seed, processes):
 def test_little_room(model, seed):
     """Whatever has to wait, nothing is wrong, a third of the bound holds what is kept, and some of it is scored."""
     course = Course(random.Random(seed), num_groups=3)
-    scorer = Scorer(make_models(model), CPU)
-    scorer.execute(Round(1, prefills=True))
-    bound = 180 * scorer.bytes_per_token
-    stream = make_stream(make_models(model), cache_gib=bound / 2**30)
-    rows = run(course, stream)
-    assert 0 < stream.scorer.peak_bytes <= bound / 3
-    complete = stream.scorer.complete
-    scored = [row for row in rows if row_digest(*row) in complete]
+    scorers, measured = make_scorers(model), make_scorers(model)["policy"]
+    measured.execute(Round(1, prefills=True))
+    rows = run(course, make_stream(scorers, cache_gib=2 * 180 * measured.bytes_per_token / 2**30))
+    policy = scorers["policy"]
+    assert 0 < policy.peak_tokens <= 180 / 3
+    scored = [row for row in rows if row_digest(*row) in policy.complete]
     # Alone in a pass, a row of 60 tokens and a prompt of 12 does not fit; most do.
     assert len(scored) >= sum(len(prompt) + len(completion) <= 60 for prompt, completion in rows)
-    assert_right(model, scored, complete)
+    assert_right(model, scored, scorers.values())
 
 
 def test_a_failure_elsewhere_ends_the_rollout(model):
-    other = OtherProcess(Scorer(make_models(model), CPU))
+    other = OtherProcess(make_scorers(model))
     other.error = "OutOfMemoryError: 7 GiB"
     with pytest.raises(GenerationError, match="Streaming failed on process 1: OutOfMemoryError: 7 GiB"):
-        run(Course(random.Random(1), num_groups=3), make_stream(make_models(model), other))
+        run(Course(random.Random(1), num_groups=3), make_stream(make_scorers(model), other))
 
 
 def test_an_end_comes_with_all_of_its_tokens():
@@ -204,10 +205,10 @@ def test_an_end_comes_with_all_of_its_tokens():
 
 def test_only_what_is_trained_on_is_kept_until_the_next_rollout(model):
     """A schedule with a buffer may leave a group that has come to its end to a later batch."""
-    stream = make_stream(make_models(model))
-    rows = run(Course(random.Random(4), num_groups=2), stream, trained=1)
-    assert {row_digest(*row) for row in rows} <= stream.scorer.complete.keys()
-    assert not stream.scorer.num_cached
-    stream.scorer.execute(Round(2))
-    assert not stream.scorer.complete
-    assert stream.scorer.num_chunks == 0
+    stream = make_stream(make_scorers(model))
+    rows = run(Course(random.Random(4), num_groups=2), stream, trained=1, chance=0)
+    policy = stream.scorers["policy"]
+    assert {row_digest(*row) for row in rows} == policy.complete.keys()
+    assert not policy.num_cached
+    policy.execute(Round(2))
+    assert not policy.complete

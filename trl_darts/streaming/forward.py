@@ -10,7 +10,6 @@ row 2   · · · · · · · · · · | n n n n n        windows need them
 """
 
 import hashlib
-import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +26,6 @@ from .plan import Chunk, Round, Tokens
 
 IGNORED = -100  # no log-prob is computed for such a label
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # by layer, of shape (tokens, heads, size)
-LogProbs = dict[str, torch.Tensor]  # by the name of the model that computed them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +36,6 @@ class NewTokens:
     inputs: Sequence[int]
     labels: Sequence[int] | None = None  # for each input, the token after it; `None` where no log-probs are wanted
     ends: bool = False  # no tokens follow: the keys and values are not wanted
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredModel:
-    """
-    A model whose log-probs are wanted: how to call it, with TRL's fused LM head, and what must be entered around a
-    forward pass, for example without an adapter. `routes`: it has experts and takes `output_router_logits`.
-    """
-
-    call: Callable[..., Any]
-    within: Callable[[], AbstractContextManager[Any]]
-    routes: bool = False
 
 
 def row_digest(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
@@ -137,41 +123,47 @@ def _layers(cache: DynamicCache, length: int) -> KeyValues:
 class _Scoring:
     """A candidate whose scoring has begun."""
 
-    past: dict[str, KeyValues | None]  # by the name of the model
-    log_probs: dict[str, list[torch.Tensor]]
+    past: KeyValues | None
     tokens: Tokens = field(default_factory=list)
+    log_probs: list[torch.Tensor] = field(default_factory=list)
 
 
 class Scorer:
-    """What one process scores: the caches of its candidates, and the log-probs of those that are complete."""
+    """
+    What one process scores with one model: the caches of its candidates, and the log-probs of those that are complete.
 
-    def __init__(self, models: Mapping[str, ScoredModel], device: torch.device, sharded: bool = False) -> None:
-        self._models = models
+    The model has TRL's fused LM head, and is called inside of `within()`, for example without its adapter. `routes`:
+    it has experts. `sharded`: a forward pass is a collective, and is run also where there is nothing to score here.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        within: Callable[[], AbstractContextManager[Any]],
+        device: torch.device,
+        sharded: bool = False,
+        routes: bool = False,
+    ) -> None:
+        self._model = model
+        self._within = within
         self._device = device
         self._sharded = sharded
-        self._bytes: dict[str, int] = {}  # of a token's keys and values, by model; known after the first pass
+        self._routes = routes
+        self.bytes_per_token = 0  # of keys and values; known after the first pass
         self._begin(0)
 
     def _begin(self, rollout: int) -> None:
         self._rollout = rollout
         self._prompts: dict[int, Tokens] = {}
-        self._prefixes: dict[int, dict[str, KeyValues | None]] = {}
+        self._prefixes: dict[int, KeyValues | None] = {}
         self._open: dict[int, _Scoring] = {}
-        self.complete: dict[bytes, LogProbs] = {}  # by `row_digest`
-        self.hidden_seconds = 0.0  # while candidates decoded
-        self.num_chunks = 0
-        self.peak_bytes = 0
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of keys and values, over all models. Zero until a first round with `prefills`."""
-        return sum(self._bytes.values())
+        self.complete: dict[bytes, torch.Tensor] = {}  # by `row_digest`
+        self.peak_tokens = 0  # whose keys and values were kept
 
     @property
     def num_cached(self) -> int:
         """Tokens whose keys and values are kept now."""
-        pasts = [scoring.past for scoring in self._open.values()] + list(self._prefixes.values())
-        return sum(num_cached(past) for by_model in pasts for past in by_model.values()) // len(self._models)
+        return sum(map(num_cached, [*self._prefixes.values(), *(scoring.past for scoring in self._open.values())]))
 
     def forget(self) -> None:
         """Lets go of everything: the weights will change."""
@@ -179,7 +171,6 @@ class Scorer:
 
     def execute(self, work: Round) -> None:
         """Scores one round. The first one of another rollout makes the scorer forget the last."""
-        start = time.perf_counter()
         if work.rollout != self._rollout:
             self._begin(work.rollout)
         for candidate_id in work.dropped:
@@ -188,56 +179,44 @@ class Scorer:
             self._prefill(work.prompts)
         if work.scores:
             self._score([chunk for chunk in work.chunks if chunk.tokens])
-        self.peak_bytes = max(self.peak_bytes, self.num_cached * self.bytes_per_token)
+        self.peak_tokens = max(self.peak_tokens, self.num_cached)
         for group_id in work.released:
             self._prefixes.pop(group_id, None)
         for chunk in work.chunks:
             if chunk.final:
                 self._close(chunk)
-        self.num_chunks += sum(bool(chunk.tokens) for chunk in work.chunks)
-        if work.hidden:
-            self.hidden_seconds += time.perf_counter() - start
 
     def _prefill(self, prompts: Mapping[int, Tokens]) -> None:
         """The tokens that all candidates of a group share; the prompt's last one has another label for each."""
         self._prompts.update(prompts)
-        self._prefixes.update({group_id: dict.fromkeys(self._models) for group_id in prompts})
+        self._prefixes.update(dict.fromkeys(prompts))
         long = [group_id for group_id, prompt in prompts.items() if len(prompt) > 1]
-        rows = [NewTokens(None, self._prompts[group_id][:-1]) for group_id in long]
-        for name in self._models:
-            _, caches = self._forward(name, rows)
-            for group_id, cache in zip(long, caches, strict=True):
-                self._prefixes[group_id][name] = cache
+        _, caches = self._forward([NewTokens(None, prompts[group_id][:-1]) for group_id in long])
+        self._prefixes.update(zip(long, caches, strict=True))
 
     def _score(self, chunks: Sequence[Chunk]) -> None:
-        scorings, spans = [], []
+        scorings, rows = [], []
         for chunk in chunks:
             scoring = self._open.get(chunk.candidate_id)
             if scoring is None:
-                scoring = _Scoring(dict(self._prefixes[chunk.group_id]), {name: [] for name in self._models})
-                self._open[chunk.candidate_id] = scoring
+                scoring = self._open[chunk.candidate_id] = _Scoring(self._prefixes[chunk.group_id])
             last = scoring.tokens[-1] if scoring.tokens else self._prompts[chunk.group_id][-1]
             scoring.tokens.extend(chunk.tokens)
             scorings.append(scoring)
-            spans.append(([last, *chunk.tokens[:-1]], chunk.tokens, chunk.final))
-        for name in self._models:
-            rows = [NewTokens(s.past[name], *span) for s, span in zip(scorings, spans, strict=True)]
-            log_probs, caches = self._forward(name, rows)
-            for scoring, own, cache in zip(scorings, log_probs, caches, strict=True):
-                scoring.log_probs[name].append(own.clone())  # no view, which would keep the whole pass
-                scoring.past[name] = cache
+            rows.append(NewTokens(scoring.past, [last, *chunk.tokens[:-1]], chunk.tokens, chunk.final))
+        for scoring, own, cache in zip(scorings, *self._forward(rows), strict=True):
+            scoring.log_probs.append(own.clone())  # no view, which would keep the whole pass
+            scoring.past = cache
 
-    def _forward(self, name: str, rows: Sequence[NewTokens]) -> tuple[list[torch.Tensor], list[KeyValues | None]]:
-        measured = name in self._bytes
-        if not rows and not self._sharded and measured:
+    def _forward(self, rows: Sequence[NewTokens]) -> tuple[list[torch.Tensor], list[KeyValues | None]]:
+        if not rows and not self._sharded and self.bytes_per_token:
             return [], []
-        model = self._models[name]
-        with torch.no_grad(), model.within():
+        with torch.no_grad(), self._within():
             padded = rows or [NewTokens(None, [0], [0])]  # a token that means nothing
-            log_probs, caches = forward_new(model.call, padded, self._device, model.routes)
-        if not measured:
+            log_probs, caches = forward_new(self._model, padded, self._device, self._routes)
+        if not self.bytes_per_token:
             pairs = caches[0] or []
-            self._bytes[name] = sum(keys.nbytes + values.nbytes for keys, values in pairs) // num_cached(pairs)
+            self.bytes_per_token = sum(keys[0].nbytes + values[0].nbytes for keys, values in pairs)
         return (log_probs, caches) if rows else ([], [])
 
     def _close(self, chunk: Chunk) -> None:
@@ -245,4 +224,4 @@ class Scorer:
         scoring = self._open.pop(chunk.candidate_id, None)
         if scoring is not None:
             key = row_digest(self._prompts[chunk.group_id], scoring.tokens)
-            self.complete[key] = {name: torch.cat(parts).cpu() for name, parts in scoring.log_probs.items()}
+            self.complete[key] = torch.cat(scoring.log_probs).cpu()

@@ -21,7 +21,7 @@ from ..engines.mailbox import Mailbox
 from ..errors import GenerationError
 from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
-from .forward import LogProbs, ScoredModel, Scorer, row_digest
+from .forward import Scorer, row_digest
 from .plan import Limits, Round, ScoringPlan, Tokens
 
 
@@ -47,12 +47,14 @@ class RoundDone:
 
 
 class LogprobStream:
-    """Scores the candidates of each rollout while they decode."""
+    """
+    Scores the candidates of each rollout while they decode, with each model whose log-probs TRL will ask for: the
+    policy, the reference, or both.
+    """
 
     def __init__(
         self,
-        models: Mapping[str, ScoredModel],
-        device: torch.device,
+        scorers: Mapping[str, Scorer],
         num_generations: int,
         chunk_tokens: int,
         batch_tokens: int,
@@ -61,9 +63,8 @@ class LogprobStream:
         mailbox: Mailbox | None = None,
         sharded: bool = False,
     ) -> None:
-        self.scorer = Scorer(models, device, sharded)
+        self.scorers = scorers
         self.num_missed = 0  # rows of the last call of `log_probs` that TRL computed
-        self._names = frozenset(models)
         self._num_generations = num_generations
         self._chunk_tokens, self._batch_tokens = chunk_tokens, batch_tokens
         self._cache_bytes = int(cache_gib * GIB)
@@ -75,8 +76,10 @@ class LogprobStream:
         self._outstanding = [0] * num_processes  # rounds that are not answered
         self._active = False  # whether what was scored is of the weights that TRL asks about
         self._digests: list[bytes] | None = None  # of the rows that TRL asks about
-        self._known: dict[bytes, LogProbs] = {}
-        self._exposed_seconds = 0.0  # of the end of the rollout, on the main process
+        self._known: dict[str, dict[bytes, torch.Tensor]] = {}
+        # On the main process: of all forward passes while candidates decode, and of the end of the rollout.
+        self._hidden_seconds = self._exposed_seconds = 0.0
+        self._num_chunks = 0
 
     # While candidates decode
 
@@ -84,10 +87,10 @@ class LogprobStream:
         """Begins a rollout, on the main process. What it returns is to be called again and again while it runs."""
         self._rollout += 1
         self._outstanding = [0] * self._num_processes
-        if not self.scorer.bytes_per_token:
+        if not self._bytes_per_token:
             # A first pass over a token that means nothing: how many bytes one takes.
             self._send({process: Round(self._rollout, prefills=True) for process in self._collective([0])})
-        limits = Limits(self._chunk_tokens, self._batch_tokens, self._cache_bytes // self.scorer.bytes_per_token)
+        limits = Limits(self._chunk_tokens, self._batch_tokens, self._cache_bytes // self._bytes_per_token)
         self._plan = ScoringPlan(
             self._rollout, prompts, limits, self._num_generations, self._num_processes, self._sharded
         )
@@ -97,10 +100,11 @@ class LogprobStream:
         """Scores what has arrived, for at most half a second."""
         assert self._plan is not None
         deadline = time.perf_counter() + TURN_S
-        while ledger.num_open and time.perf_counter() < deadline:
+        while ledger.num_open and (start := time.perf_counter()) < deadline:
             for candidate in ledger.candidates:
                 self._plan.note(candidate, ledger.groups[candidate.group_id])
             if self._advance(self._plan):
+                self._hidden_seconds += time.perf_counter() - start
                 continue
             if not any(self._outstanding):
                 return
@@ -140,11 +144,20 @@ class LogprobStream:
     def _send(self, rounds: Mapping[int, Round]) -> None:
         for process in sorted(rounds, reverse=True):  # this one last: its pass takes time, or waits for the others
             if process == 0:
-                self.scorer.execute(rounds[process])
+                self._score(rounds[process])
             else:
                 assert self._mailbox is not None
                 self._outstanding[process] += 1
                 self._mailbox.post(process, rounds[process])
+
+    def _score(self, work: Round) -> None:
+        for scorer in self.scorers.values():
+            scorer.execute(work)
+        self._num_chunks += sum(bool(chunk.tokens) for chunk in work.chunks)
+
+    @property
+    def _bytes_per_token(self) -> int:
+        return sum(scorer.bytes_per_token for scorer in self.scorers.values())
 
     def _count_done(self) -> None:
         for message in self._mailbox.receive() if self._mailbox is not None else ():
@@ -158,7 +171,7 @@ class LogprobStream:
         assert self._mailbox is not None
         error = None
         try:
-            self.scorer.execute(work)
+            self._score(work)
         except Exception as failure:  # the main process waits for an answer
             error = f"{type(failure).__name__}: {failure}"
             raise
@@ -170,21 +183,23 @@ class LogprobStream:
     def open(self) -> None:
         """From now on, TRL is served when it asks. Called on every process before a batch is generated."""
         self._active = True
-        self._digests, self._known, self.num_missed, self._exposed_seconds = None, {}, 0, 0.0
+        self._digests, self._known, self.num_missed = None, {}, 0
+        self._hidden_seconds = self._exposed_seconds = 0.0
+        self._num_chunks = 0
 
     def close(self) -> dict[str, float]:
         """Forgets the rollout: the weights will change. Returns its metrics on this process."""
-        scorer = self.scorer
-        metrics = {
-            "darts/stream/hidden_seconds": scorer.hidden_seconds,
+        peak_bytes = sum(scorer.peak_tokens * scorer.bytes_per_token for scorer in self.scorers.values())
+        self._active, self._known = False, {}
+        for scorer in self.scorers.values():
+            scorer.forget()
+        return {
+            "darts/stream/hidden_seconds": self._hidden_seconds,
             "darts/stream/exposed_seconds": self._exposed_seconds,
-            "darts/stream/chunks": float(scorer.num_chunks),
-            "darts/stream/cache_bytes": float(scorer.peak_bytes),
+            "darts/stream/chunks": float(self._num_chunks),
+            "darts/stream/cache_bytes": float(peak_bytes),
             "darts/stream/missed_rows": float(self.num_missed),
         }
-        self._active, self._known = False, {}
-        scorer.forget()
-        return metrics
 
     @property
     def active(self) -> bool:
@@ -193,7 +208,7 @@ class LogprobStream:
 
     def serves(self, name: str) -> bool:
         """Whether to ask for these log-probs here."""
-        return self.active and name in self._names
+        return self.active and name in self.scorers
 
     def log_probs(
         self, name: str, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_logits: int, compute: Compute
@@ -208,8 +223,8 @@ class LogprobStream:
         output = torch.zeros(len(lengths), num_logits, device=input_ids.device)
         missing = []
         for b, (length, digest) in enumerate(zip(lengths, self._digests, strict=True)):
-            if length and digest in self._known:
-                output[b, :length] = self._known[digest][name].to(output.device)
+            if length and digest in self._known[name]:
+                output[b, :length] = self._known[name][digest].to(output.device)
             elif length:
                 missing.append(b)
         self.num_missed = len(missing)
@@ -217,16 +232,16 @@ class LogprobStream:
             output[asked] = compute(input_ids[asked], attention_mask[asked]).to(output.dtype)
         return output
 
-    def _with_others(self, digests: Sequence[bytes]) -> dict[bytes, LogProbs]:
+    def _with_others(self, digests: Sequence[bytes]) -> dict[str, dict[bytes, torch.Tensor]]:
         """What this process has scored, and what others have of its rows: a group can straddle processes."""
-        own = self.scorer.complete
+        own = {name: scorer.complete for name, scorer in self.scorers.items()}
         if self._num_processes == 1:
             return own
-        wanted = set().union(*gather_object([set(digests) - own.keys()]))
-        known = dict(own)
-        for share in gather_object([{digest: own[digest] for digest in wanted & own.keys()}]):
-            known |= share
-        return known
+        missing = {digest for digest in digests if any(digest not in complete for complete in own.values())}
+        wanted = set().union(*gather_object([missing]))
+        lent = {name: {d: complete[d] for d in wanted & complete.keys()} for name, complete in own.items()}
+        shares = gather_object([lent])
+        return {name: {d: v for share in [*shares, own] for d, v in share[name].items()} for name in own}
 
     def _filled_up(self, missing: list[int], num_rows: int) -> list[int]:
         """As many rows on each process, where a forward pass is a collective."""

@@ -44,7 +44,6 @@ class Round:
     released: list[int] = field(default_factory=list)  # groups whose candidates have all begun, after this round
     prefills: bool = False  # whether there is a forward pass of prompts; with a sharded model, on any process
     scores: bool = False  # the same for chunks
-    hidden: bool = True  # whether candidates still decode meanwhile
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.dropped or self.released or self.prefills or self.scores)
@@ -192,7 +191,6 @@ class ScoringPlan:
         self._tracks: list[dict[int, Track]] = [{} for _ in range(num_processes)]  # by candidate; the open ones
         self._prefixes: list[dict[int, int]] = [{} for _ in range(num_processes)]  # tokens of prompts, by group
         self._dropped: list[list[int]] = [[] for _ in range(num_processes)]
-        self._hidden = True
 
     def note(self, candidate: Candidate, group: Group) -> None:
         """Looks at a candidate that may have changed."""
@@ -219,7 +217,6 @@ class ScoringPlan:
                 track = self._track(row)
                 track.available, track.final, track.chance = row.length, True, 1.0
         self._limits = replace(self._limits, chunk_tokens=1)
-        self._hidden = False
 
     def give_up(self) -> None:
         """Lets go of what is left: together, these candidates do not fit, whatever the order."""
@@ -249,7 +246,7 @@ class ScoringPlan:
             del prefixes[group_id]
         dropped, self._dropped[process] = self._dropped[process], []
         scores = any(num_tokens for _, num_tokens in batch)
-        return Round(self._rollout, prompts, chunks, dropped, released, bool(prompts), scores, self._hidden)
+        return Round(self._rollout, prompts, chunks, dropped, released, bool(prompts), scores)
 
     def _chunk(self, track: Track, num_tokens: int) -> Chunk:
         start, end = track.scored, track.scored + num_tokens

@@ -14,7 +14,7 @@ from ..engines.mailbox import Mailbox
 from ..errors import ConfigurationError
 from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
-from .forward import ScoredModel
+from .forward import Scorer
 from .log_probs import POLICY, REFERENCE, LogprobStream
 from .plan import Round, Tokens
 from .rewards import RewardStream, SettledRows
@@ -131,8 +131,7 @@ def make_streams(trainer: Any) -> Streams:
     if args.stream_logprobs:
         check_model(accelerator.unwrap_model(trainer.model))
         log_probs = LogprobStream(
-            _scored_models(trainer),
-            accelerator.device,
+            _scorers(trainer),
             args.num_generations,
             args.stream_chunk_tokens,
             args.stream_batch_tokens,
@@ -159,15 +158,15 @@ def called_model(trainer: Any, model: Any) -> str:
     return POLICY if status.enabled is True and "ref" not in status.active_adapters else REFERENCE
 
 
-def _scored_models(trainer: Any) -> dict[str, ScoredModel]:
-    """Those that TRL will ask for before the loss does. They are looked up in each pass: training wraps them."""
+def _scorers(trainer: Any) -> dict[str, Scorer]:
+    """For what TRL will ask for before the loss does. Models are looked up in each pass: training wraps them."""
     args = trainer.args
     misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0
     asked = {POLICY: misaligned or trainer.vllm_importance_sampling_correction, REFERENCE: trainer.beta != 0.0}
     config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
-    routes = hasattr(config, "output_router_logits")
+    fields = trainer.accelerator.device, trainer.is_sharded, hasattr(config, "output_router_logits")
     return {
-        name: ScoredModel(partial(_forward, trainer, name), partial(_as_trl_scores, trainer, name), routes)
+        name: Scorer(partial(_forward, trainer, name), partial(_as_trl_scores, trainer, name), *fields)
         for name, wanted in asked.items()
         if wanted
     }

@@ -8,12 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from trl_darts import DARTSGRPOConfig
-from trl_darts.analysis.profile.grid import GridPoint
 from trl_darts.analysis.profile.measure import ServerProbe
 from trl_darts.analysis.profile.servers import learn
 from trl_darts.cli import app
 from trl_darts.engines.vllm_api import VLLMServer, new_session
-from trl_darts.policy import LatencyCurve, LatencyProfile, LatencySurface
+from trl_darts.policy import LatencyCurve, LatencyProfile
 
 
 pytestmark = pytest.mark.vllm
@@ -23,17 +22,16 @@ FACTOR = 3.0
 
 @pytest.fixture(scope="module")
 def profiled(vllm_server, tmp_path_factory):
-    """The file of a small profile, what the command printed, and the seconds that it took."""
+    """The file of a small profile, and what the command printed."""
     path = tmp_path_factory.mktemp("profile") / "latency.json"
     args = ["--output", str(path), "--batch-sizes", "1,4,16", "--context-lengths", "32,1024", "--repeats", "2"]
-    start = time.perf_counter()
     result = CliRunner().invoke(app, ["profile", vllm_server.base_url, *args])
     assert result.exit_code == 0, result.output
-    return path, result, time.perf_counter() - start
+    return path, result
 
 
 def test_file_holds_what_was_measured(profiled, vllm_server):
-    path, result, _ = profiled
+    path, result = profiled
     profile = LatencyProfile.load(path)
     pairs = {(point.batch_size, point.context_length) for point in profile.points}
     assert pairs == {(size, length) for size in (1, 4, 16) for length in (32, 1024)}
@@ -49,20 +47,6 @@ def test_file_holds_what_was_measured(profiled, vllm_server):
     assert about["kv_cache_tokens"] > 10_000
     assert path.with_suffix(".png").stat().st_size > 10_000
     assert "latency_curve" in result.stdout
-
-
-def test_fit_predicts_a_batch_that_was_not_in_the_grid(profiled, vllm_server):
-    path, *_ = profiled
-    surface = LatencySurface.load(path)
-
-    async def measure() -> list[float]:
-        async with new_session() as session:
-            server = VLLMServer(vllm_server.base_url, session)
-            probe = ServerProbe(server, await learn(server), np.random.default_rng(1))
-            return [(await probe.decode(GridPoint(8, 256, 512))).seconds for _ in range(3)]
-
-    measured = min(asyncio.run(measure()))
-    assert measured / FACTOR < surface(8, 8 * 290) < measured * FACTOR
 
 
 def test_fit_predicts_how_long_real_requests_take(profiled, vllm_server):
@@ -94,23 +78,17 @@ def test_prompts_that_are_timed_are_not_cached(profiled, vllm_server):
     assert hits == [0, 0]
 
 
-def test_the_trainer_takes_the_file(profiled, tmp_path):
-    path, *_ = profiled
+def test_the_trainer_takes_the_file_and_the_server_is_idle_afterwards(profiled, vllm_server, tmp_path):
+    path, _ = profiled
     config = DARTSGRPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, latency_curve=str(path))
     curve = config.load_latency_curve()
     assert curve == LatencyCurve.load(path)
-    assert curve.knots[0] == 1
-    assert curve.knots[-1] == 16
-
-
-def test_server_is_idle_afterwards_and_the_measurement_was_short(profiled, vllm_server):
-    *_, seconds = profiled
+    assert (curve.knots[0], curve.knots[-1]) == (1, 16)
     deadline = time.monotonic() + 10
     while vllm_server.metric("vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert vllm_server.metric("vllm:num_requests_running") == 0
     assert vllm_server.metric("vllm:num_preemptions_total") == 0
-    assert seconds < 120
 
 
 def test_more_sequences_than_the_server_takes_are_refused(vllm_server):

@@ -29,7 +29,10 @@ def measure(probes: list[FakeProbe], grid: Grid = GRID, repeats: int = 3, report
 
 def test_each_point_is_measured_in_each_round_in_random_order() -> None:
     log: list = []
-    measure([FakeProbe(log), FakeProbe(log)])
+    reports: list = []
+    measure([FakeProbe(log), FakeProbe(log)], report=lambda *args: reports.append(args))
+    assert [done for done, _, _ in reports] == list(range(len(log) + 1))
+    assert {total for _, total, _ in reports} == {len(log)}
     num_warm_ups = 6 * 2
     assert [point.context_length for _, point in log[:num_warm_ups]] == [2048] * num_warm_ups
     rounds = np.array_split(np.arange(num_warm_ups, len(log)), 3)
@@ -38,14 +41,6 @@ def test_each_point_is_measured_in_each_round_in_random_order() -> None:
         assert Counter(part) == dict.fromkeys([*GRID.points, *GRID.prefill_lengths], 2)
         assert all(first == second for first, second in zip(part[::2], part[1::2], strict=True))  # side by side
     assert tasks[0] != tasks[1] != tasks[2]
-
-
-def test_progress_ends_at_its_total() -> None:
-    reports: list = []
-    measure([FakeProbe([])], report=lambda *args: reports.append(args))
-    dones = [done for done, _, _ in reports]
-    assert dones == list(range(len(dones)))
-    assert {total for _, total, _ in reports} == {len(dones) - 1}
 
 
 def test_the_fit_predicts_in_spite_of_disturbances() -> None:
@@ -100,9 +95,7 @@ def test_summary() -> None:
     assert lines[0] == "tiny (vLLM 0.31.0)"
     assert lines[1].startswith("Per token, 2,048 tokens of context: 4.41 ms at 1")
     assert lines[2] == "Prompt: 3 ms and 1 s per 20,000 tokens"
-    assert [line.split(":")[0] for line in lines[3:]] == [
-        f"Held-out error of the {name}" for name in ("curve", "surface", "prefill")
-    ]
+    assert lines[3].startswith("Held-out error of the curve: median 0.")
 
 
 @pytest.mark.parametrize("name", ["model", "dtype", "tensor_parallel_size"])
@@ -112,11 +105,10 @@ def test_servers_that_differ_are_refused(name: str) -> None:
 
 
 def test_metadata_says_what_was_measured() -> None:
-    servers = [facts(url="http://a", hardware="1 x X"), facts(url="http://b", hardware="1 x Y", vllm_version="0.31.0")]
+    servers = [facts(url="http://a", hardware="1 x X"), facts(url="http://b", hardware="1 x Y")]
     about = describe(servers, ProfileOptions(("http://a", "http://b")))
-    assert (about["hardware"], about["vllm_version"]) == ("1 x X; 1 x Y", "0.31.0")
+    assert about["hardware"] == "1 x X; 1 x Y"
     assert (about["servers"], about["max_num_seqs"]) == (["http://a", "http://b"], 64)
-    assert describe(servers, ProfileOptions((), hardware="mine"))["hardware"] == "mine"
 
 
 def markers(axes) -> dict[str, int]:

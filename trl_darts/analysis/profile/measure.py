@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -71,18 +71,19 @@ class ServerProbe:
         or had other requests. Raises [`GenerationError`] if the server refuses a request, or breaks.
         """
         batch = _Batch(self.server, [self._request(prompt, point.max_tokens) for prompt in self._prompts(point)])
+        window = batch.window
         try:
-            await batch.began
+            await batch.until(lambda: window.began or window.over)
             before = await read_clock(self.server)
-            batch.window.open()
-            await batch.over
+            window.open()
+            await batch.until(lambda: window.over)
             after = await read_clock(self.server)
         finally:
             await batch.end()
         alone = before.num_running == after.num_running == point.batch_size
-        if batch.window.failed or not alone or after.num_preemptions > before.num_preemptions:
+        if window.failed or not alone or after.num_preemptions > before.num_preemptions:
             return None
-        return Decoded(after.seconds_per_token_since(before), batch.window.completion_tokens)
+        return Decoded(after.seconds_per_token_since(before), window.completion_tokens)
 
     async def prefill(self, num_tokens: int) -> float:
         """Seconds from sending a prompt, of which nothing is cached, to its first token."""
@@ -165,39 +166,40 @@ class DecodeWindow:
 
 
 class _Batch:
-    """Requests that stream, and the window over them. `began` and `over` are done when the window says so."""
+    """Requests that stream, and the window over them."""
 
     def __init__(self, server: VLLMServer, requests: Sequence[CompletionRequest]) -> None:
         self.server = server
         self.requests = requests
         self.window = DecodeWindow(len(requests), WINDOW_TOKENS)
-        loop = asyncio.get_running_loop()
-        self.began: asyncio.Future[None] = loop.create_future()
-        self.over: asyncio.Future[None] = loop.create_future()
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
         self.tasks = [asyncio.create_task(self._follow(i, request)) for i, request in enumerate(requests)]
 
     async def _follow(self, sequence: int, request: CompletionRequest) -> None:
         try:
             async for chunk in self.server.stream(request, STREAM_INTERVAL, REQUEST_TIMEOUT_S):
                 self.window.add(sequence, len(chunk.tokens), chunk.finish_reason is not None)
-                if not self.began.done() and (self.window.began or self.window.over):
-                    self.began.set_result(None)
-                if not self.over.done() and self.window.over:
-                    self.over.set_result(None)
+                self._changed.set()
         except Exception as error:
-            waited_for = self.over if self.began.done() else self.began
-            if not waited_for.done():  # an error that comes after the end is nobody's business
-                waited_for.set_exception(error)
+            self._error = error
+            self._changed.set()
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Waits, or raises what went wrong with a request. What goes wrong after the last wait does not matter."""
+        while not reached():
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
 
     async def end(self) -> None:
         """Aborted requests answer at once. Without that endpoint, closing their connections ends them."""
-        for future in (self.began, self.over):
-            future.cancel()
         try:
             if await self.server.abort([request.internal_id for request in self.requests], ABORT_GRACE_S):
                 await asyncio.wait(self.tasks, timeout=ABORT_GRACE_S)
         except (aiohttp.ClientError, ServerRefusedError, TimeoutError):
-            pass  # the server is gone, which its answers tell
+            pass  # the server is gone, and the requests have failed already
         finally:
             pending = [task for task in self.tasks if not task.done()]
             for task in pending:
