@@ -257,7 +257,7 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
         content = logprobs.get("content")
         logprobs = logprobs["token_logprobs"] if content is None else [entry["logprob"] for entry in content]
         # A server leaves out what is no JSON. TRL takes NaN for a log-prob that is not known: its ratio is 1.
-        logprobs = [math.nan if logprob is None else logprob for logprob in logprobs]
+        logprobs = logprobs and [math.nan if logprob is None else logprob for logprob in logprobs]
     _check_numbers(tokens, logprobs)
     return Chunk(tokens, logprobs, choice.get("finish_reason"))
 
