@@ -40,7 +40,7 @@ def no_figures(monkeypatch):
 def test_two_trainings_as_a_reader_sees_them(model_dir, tmp_path):
     for schedule in ("grpo", "darts"):
         args = make_args(
-            tmp_path / schedule, schedule=schedule, max_steps=6, save_rollout_trace=True, learning_rate=0.0
+            tmp_path / schedule, schedule=schedule, max_steps=3, save_rollout_trace=True, learning_rate=0.0
         )
         make_trainer(model_dir, args, train_dataset=letters_dataset(8)).train()
     LatencyCurve([1, 32], [0.001, 0.004]).save(tmp_path / "curve.json")
@@ -179,7 +179,7 @@ def test_curve_must_be_of_the_runs_model(tmp_path, no_figures, metadata, fits):
         (["a", "--step", "9"], "`step` (9) must be a step with a trace, and traces are there 1 to 1"),
         (["a", "--output", "."], "`output` ('.') must be the name of an HTML file."),
         (["a", "--output", "a.pdf"], "`output` ('a.pdf') must be the name of an HTML file."),
-        (["a", "--output", "file/report.html"], "`output` ('file/report.html') must be in a directory"),
+        (["a", "--output", "file/report.html"], "`output` ('file') must be a directory that can be made: File exists"),
         (["a", "--output", "x" * 300 + ".html"], f"`output` ('{'x' * 300}.html') must be a file that can be written"),
         (["a", "--output", "/proc/report.html"], "`output` ('/proc/report.html') must be a file that can be written"),
         (["a", "--output", "d/r.html"], "`output` ('d/r-reward.png') must be a file that can be written: it is a dir"),
