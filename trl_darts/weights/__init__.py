@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .gloo_client import GlooVLLMClient
 
 # The settings of `weight_sync`.
-WEIGHT_SYNCS = ("auto", "nccl", "gloo", "filesystem")
+WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
 
 _MODULES = {
     "FilesystemVLLMClient": "filesystem",
