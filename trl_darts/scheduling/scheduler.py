@@ -86,21 +86,8 @@ class Scheduler:
 
     def start(self, plans: Sequence[GroupPlan], engines: Sequence[EngineLoad], now: float) -> list[Command]:
         """
-        Begins the rollout.
-
-        Args:
-            plans (`Sequence[GroupPlan]`):
-                The groups, in the order in which results are wanted.
-            engines (`Sequence[EngineLoad]`):
-                The engines that are ready. Without any, all candidates wait for one to join.
-            now (`float`):
-                Time in seconds.
-
-        Returns:
-            `list[Command]`: What to submit first.
-
-        Raises:
-            [`ConfigurationError`]: If a plan has fewer candidates than rows, or an ID occurs twice.
+        Begins the rollout and returns what to submit first. Results come in the order of the plans. Without an engine,
+        all candidates wait for one to join. [`ConfigurationError`] if a plan has fewer candidates than rows.
         """
         self.ledger.engines = {engine.engine_id: engine for engine in engines}
         for plan in plans:
@@ -118,26 +105,15 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[Command]:
         """
-        Handles an event. Events that repeat, or that come after their candidate has ended, change nothing.
-
-        Args:
-            event (`Event`):
-                What an engine reports.
-
-        Returns:
-            `list[Command]`: What the engines are to do now.
+        Returns what the engines are to do after an event. Events that repeat, or that come after their candidate has
+        ended, change nothing.
         """
         return _HANDLERS[type(event)](self, event)
 
     def result(self) -> RolloutResult:
         """
-        The outcome, once `done`.
-
-        Returns:
-            [`RolloutResult`]: The groups with their rows, and those that were deferred.
-
-        Raises:
-            [`GenerationError`]: If the rollout failed, or every group was dropped. Includes the engine's message.
+        The outcome, once `done`. [`GenerationError`], with the engine's message, if the rollout failed or every group
+        was dropped.
         """
         if not self.done:
             raise GenerationError(f"The rollout is not done: {self.ledger.num_open} candidates are still open.")
