@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from trl_darts.engines import StubEngine
-from trl_darts.progress import RolloutProgress, describe
+from trl_darts.telemetry.progress import RolloutProgress, describe
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 
 
