@@ -7,7 +7,7 @@ nobody waits for it: the loop ends with the last row that is wanted. With beam s
 its end is known when all have ended: it can be aborted, but nothing is learned of it earlier.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,42 +16,11 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..scheduling import FinishReason
-from .batch import PromptBatch
-from .share import Share, Slot
+from .share import Share
 
 
 # Steps between two reports of progress, where the schedule needs them.
 PROGRESS_INTERVAL = 16
-
-
-def decode_with_transformers(
-    trainer: Any,
-    generate: Callable[..., Any],
-    process_rows: Callable[[list[int]], tuple[Any, Any]],
-    batch: PromptBatch,
-    share: Share,
-    feed: list[Slot],
-) -> None:
-    """
-    Has TRL generate for a share of the candidates instead of the rows: `generate` is its `_generate_single_turn`, and
-    `process_rows` gives images and the processor's fields for rows of this process.
-    """
-    rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
-    images, fields = batch.images, batch.fields
-    if batch.multimodal and rows != list(range(len(batch.rows)))[batch.mine]:
-        images, fields = process_rows([row - batch.mine.start for row in rows])
-    prompts = [batch.rows[row] for row in rows]
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    if trainer.use_transformers_continuous_batching:
-        from .hf_continuous import scheduled_batching  # not in every supported transformers
-
-        with scheduled_batching(model, share, trainer.eos_token_ids):
-            generate(prompts, images, fields, batch.num_generations)
-    else:
-        criterion = SchedulerCriterion(share, trainer.eos_token_ids)
-        with stopping_criterion(model, criterion):
-            completions, _ = generate(prompts, images, fields, batch.num_generations)
-        criterion.finish(completions)
 
 
 class SchedulerCriterion(StoppingCriteria):
