@@ -182,7 +182,7 @@ class RolloutRun:
                 raise
             self._report(CandidateEnded(*key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
         except GenerationTimeoutError as error:
-            if self.scheduler.ledger.candidates[command.candidate_id].num_fruitless >= MAX_STALLS:
+            if self.scheduler.ledger.candidates[command.candidate_id].num_empty_attempts >= MAX_STALLS:
                 self._report(CandidateFailed(*key, str(error), time.perf_counter()))
             else:
                 self.pool.lose(command.engine_id, str(error))
