@@ -178,7 +178,7 @@ class Replay(SimulatedTraining):
         """One optimizer step after the other, without end."""
         for outcome in self._outcomes():
             self._note(self.outcome, outcome)
-            self.admission.observe(outcome.observed, outcome.occupancy.seconds)
+            self.admission.observe(outcome.observed)
             yield
 
     @property

@@ -53,7 +53,7 @@ class GroupStop(Protocol):
 class BatchStop(Protocol):
     """When does the trainer get its batch? Groups that are not settled then are deferred with what they have."""
 
-    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+    def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         """Whether these groups, of all, are enough. Called after each that is done, or can't be completed."""
         ...
 
@@ -181,7 +181,7 @@ class UniformPool(DualEnd):
 class AllGroups:
     """The batch is ready when every group is settled; nothing is deferred."""
 
-    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+    def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         """Whether all are done, but for those that can't be."""
         return len(done) + len(dropped) == num_groups
 
@@ -193,7 +193,7 @@ class FirstGroups:
     num_groups: int
     must_finish: frozenset[int] = frozenset()  # IDs of groups that must be among them, however long they take
 
-    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+    def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         """Whether there are enough, dropped ones included, and those that must be among them are."""
         closed = done | dropped if self.must_finish else done
         return len(done) >= max(1, self.num_groups - len(dropped)) and self.must_finish <= closed

@@ -51,8 +51,8 @@ class Candidate:
 
     `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the
     engine gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
-    `num_fruitless` counts the submissions in a row that were lost without a new token. `started` and `ended` are when
-    it was submitted first and when it ended, in seconds.
+    `num_empty_attempts` counts the submissions in a row that were lost without a new token. `started` and `ended` are
+    when it was submitted first and when it ended, in seconds.
     """
 
     candidate_id: int
@@ -66,7 +66,7 @@ class Candidate:
     segment: int = -1
     num_prior: int = 0  # tokens that it had when it was submitted last
     expected_rest: float = 0.0  # tokens that it was expected to need then
-    num_fruitless: int = 0
+    num_empty_attempts: int = 0
     started: float | None = None
     ended: float | None = None
 
