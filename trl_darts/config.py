@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from .engines.deadlines import Deadlines
 from .field_checks import check_fields
-from .hub.mixin import PublishedConfig
+from .hub import PublishedConfig
 from .policy import LatencyCurve
 from .schedule_arguments import ScheduleArguments
 from .scheduling import ScheduleSettings

@@ -19,7 +19,6 @@ from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
 from .generation import rollout_generation
-from .hub.model_card import PAPER, add_rollouts
 from .metrics import RolloutRecord
 from .policy import LengthTracker
 from .prompt_checkpoint import load_rounds, warn_of_lost_prompts
@@ -31,6 +30,7 @@ from .rows import KeptRows, forget_stale, mask_stale, repeat_rewards, take_weigh
 from .servers import connect, server_settings
 from .streaming.setup import called_model, make_streams
 from .streaming.streams import Streams
+from .telemetry.model_card import PAPER, add_rollouts
 from .worth import WorthCheck, warn_of_other_model
 
 
