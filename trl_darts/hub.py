@@ -432,7 +432,7 @@ def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
     except HFValidationError as error:
         raise ConfigurationError(f"`repo_id` ({repo_id!r}) must be a name on the Hub such as 'org/name'.") from error
     except (HTTPError, OSError) as error:
-        words = " ".join(str(error.__cause__ or error).split())
+        words = " ".join(str(error).split())
         raise HubError(
             f"`repo_id` ({repo_id!r}), `revision` ({revision!r}): {words} Check both names, your token (`hf auth "
             "login`, `HF_TOKEN`) and the network (`HF_ENDPOINT`, `HF_HUB_OFFLINE`)."
