@@ -156,7 +156,9 @@ def test_what_a_recipe_comes_to(recipe):
     assert "candidates 48 to 72 per generation, 60 on average tokens at most 7,200 per generation" in text
     assert text.endswith("optimizer steps 4 per epoch, 8 in all")
     assert "unknown (--num-prompts) per epoch" in check(path).stdout
-    assert "12 per epoch, 24 in all" in check(recipe(dataset_name="tiny_reasoner", num_prompts=50)).stdout
+    made = recipe("made.yaml", dataset_name="tiny_reasoner", num_prompts=50)
+    assert "12 per epoch, 24 in all" in check(made).stdout
+    assert "`--num-prompts` (9) must be the recipe's `num_prompts` (50)" in check(made, "--num-prompts", 9).stderr
     for words in (("--max-model-len", 119, "--max-prompt-length", 20), ("--num-prompts", 3)):
         result = check(path, *processes, *words)
         assert result.exit_code == 2

@@ -144,7 +144,11 @@ def test_what_is_said_of_a_push_is_checked_before_anything_is_sent(hub, name):
 
 def test_commands_of_the_card_work(hub, tmp_path):
     push_config(CPU | {"dataset_name": "tiny_reasoner"}, REPO)
-    push_config(CPU | {"num_generations": 4, "system_prompt": "```\nUse `x`.\n~~~", "prompt_column": "q"}, REPO, revision="wide")
+    push_config(
+        CPU | {"num_generations": 4, "system_prompt": "```\nUse `x`.\n~~~", "prompt_column": "q"},
+        REPO,
+        revision="wide",
+    )
     card = card_of(hub, "wide")
     block = re.search(r"```bash\n(.*?)```", card, re.DOTALL)[1]
     words = shlex.split(block.replace("\\\n", " "))[3:]

@@ -121,7 +121,12 @@ class Recipe:
     def rows(self, num_prompts: int | None = None) -> dict[str, str]:
         """What the recipe comes to, by name. The number of prompts is the data set's, where it is known."""
         config, prompts = self.config, self.prompts_per_generation
-        num_prompts = self.script.num_prompts or num_prompts
+        made = self.script.num_prompts
+        _refuse(
+            made is not None and num_prompts not in (None, made),
+            f"`--num-prompts` ({num_prompts}) must be the recipe's `num_prompts` ({made}). Leave it out.",
+        )
+        num_prompts = made or num_prompts
         steps = None if num_prompts is None else steps_per_epoch(num_prompts, prompts, config)
         in_all = None if steps is None else math.ceil(config.num_train_epochs * steps)
         in_all = config.max_steps if config.max_steps > 0 else in_all
