@@ -16,7 +16,7 @@ from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
-from .hub.mixin import PublishedConfig
+from .hub import PublishedConfig
 from .policy import LatencyCurve
 from .scheduling import ScheduleSettings
 from .scheduling.policies import check_choice

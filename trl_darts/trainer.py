@@ -25,12 +25,12 @@ from .engines.factory import make_engine
 from .engines.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
-from .hub.model_card import PAPER, add_rollouts
 from .policy import LengthTracker
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
 from .streaming import Streams, called_model, make_streams
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
+from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
 from .telemetry.traces import write_trace
 

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from trl_darts.engines import StubEngine
-from trl_darts.telemetry.progress import RolloutProgress, describe
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.telemetry.progress import RolloutProgress, describe
 
 
 @pytest.fixture
