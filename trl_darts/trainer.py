@@ -283,7 +283,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         batches = self._batches if self.model.training else None
         with self._streams.serving(inputs if self.model.training else None) as streamed:
             if batches is not None:
-                inputs = self._buffered_inputs(len(inputs))
+                inputs = self._collect_inputs(len(inputs))
             output = super()._generate_and_score_completions(inputs)
         self._log_all(streamed)
         mask_fillers(output, self._fillers, self.accelerator)
@@ -293,7 +293,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._log_all({"darts/score/seconds": time.perf_counter() - self._generated_at})
         return output
 
-    def _buffered_inputs(self, num_rows: int) -> list[dict[str, Any]]:
+    def _collect_inputs(self, num_rows: int) -> list[dict[str, Any]]:
         """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
         batches, max_age = self._batches, self.args.mask_stale_after
         batch = batches.next_round(self.state.global_step)
