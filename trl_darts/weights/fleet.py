@@ -135,7 +135,9 @@ class FleetVLLMClient:
     def _connect(self, client: SyncedVLLMClient) -> None:
         if self.directory is None:
             client.init_communicator(self._device)
-        elif self.directory.is_local and not is_this_machine(str(client.host)):
+            return
+        client.call("/server_info", params={"config_format": "json"}, method="GET")  # it is there, in development mode
+        if self.directory.is_local and not is_this_machine(str(client.host)):
             raise ConfigurationError(
                 f"The vLLM server at {client.base_url} is on another machine and can't see what this one writes. Set "
                 "`weight_sync='filesystem'` and `weight_sync_dir`, a directory that both see under the same path."
