@@ -128,7 +128,7 @@ class FleetVLLMClient:
     def close_communicator(self) -> None:
         """Leave every group, and remove what was written."""
         for client in self.clients:
-            client.close_communicator()  # type: ignore[no-untyped-call]
+            client.close_communicator()
         if self.directory is not None:
             self.directory.close()
 
@@ -154,7 +154,7 @@ class FleetVLLMClient:
         """Leave a server to itself."""
         client = self._client(base_url)
         self.clients.remove(client)
-        client.close_communicator()  # type: ignore[no-untyped-call]
+        client.close_communicator()
 
     def rejoin(self, base_url: str) -> bool:
         """Form the group with a server that has come back anew, so that it takes part in the next sync."""
@@ -166,7 +166,7 @@ class FleetVLLMClient:
         return True
 
     def _reconnect(self, client: SyncedVLLMClient) -> None:
-        client.close_communicator()  # type: ignore[no-untyped-call]
+        client.close_communicator()
         self._connect(client)
 
     def _client(self, base_url: str) -> SyncedVLLMClient:
