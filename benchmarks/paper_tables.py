@@ -25,8 +25,8 @@ from rich.table import Table
 
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings, UniformAdmission
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, SimulatedTraining, Workload
-from trl_darts.simulation.comparison import Estimate
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedTraining, Workload
+from trl_darts.analysis.simulation import Estimate
 
 
 M = 8

@@ -20,7 +20,7 @@ from trl_darts.scheduling import (
     Submit,
     make_policies,
 )
-from trl_darts.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
+from trl_darts.analysis.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
 
 
 EOS_TOKEN = "1"

@@ -139,7 +139,7 @@ def smooth(values: Sequence[float], window: int = 5) -> list[float]:
 
 def plot_simulation(outcomes: Sequence[Any], path: str | Path) -> None:
     """
-    Draws what [`~trl_darts.simulation.comparison.compare`] found: speed-ups, and what they cost.
+    Draws what [`~trl_darts.analysis.simulation.compare`] found: speed-ups, and what they cost.
 
     Args:
         outcomes (`Sequence[Outcome]`):

@@ -9,7 +9,7 @@ import numpy as np
 
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
+from trl_darts.analysis.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
 
 
 SECOND_PER_TOKEN = LatencyCurve([1], [1.0])

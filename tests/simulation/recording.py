@@ -9,7 +9,7 @@ import pandas as pd
 
 from trl_darts.metrics import RolloutRecord
 from trl_darts.scheduling import GroupSummary, Occupancy, ScheduleSettings
-from trl_darts.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
+from trl_darts.analysis.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
 
 
 def record(

@@ -15,8 +15,8 @@ from trl_darts.cli import app, simulate
 from trl_darts.cli.simulation_table import show
 from trl_darts.policy import DecodePoint, LatencyCurve, LatencyProfile, PrefillPoint
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, Workload
-from trl_darts.simulation.comparison import compare
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, Workload
+from trl_darts.analysis.simulation import compare
 
 
 SMALL = ["--steps", "2", "--seeds", "1", "--prompts-per-step", "8", "--median-length", "50"]

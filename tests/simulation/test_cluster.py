@@ -11,7 +11,7 @@ from tests.simulation.oracle import token_by_token
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve, rollout_time
 from trl_darts.scheduling import CandidateState, GroupPlan, Scheduler, make_policies
-from trl_darts.simulation import ENDLESS, ClusterSpec, SimulatedCluster
+from trl_darts.analysis.simulation import ENDLESS, ClusterSpec, SimulatedCluster
 
 
 CURVE = LatencyCurve([1, 4, 16], [1.0, 1.25, 2.0])

@@ -12,9 +12,9 @@ from trl_darts.cli import app
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, RecordedLengths, Workload, recorded_rollouts
-from trl_darts.simulation.comparison import Estimate, compare
-from trl_darts.simulation.recorded import recorded_workload
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, RecordedLengths, Workload, recorded_rollouts
+from trl_darts.analysis.simulation import Estimate, compare
+from trl_darts.analysis.simulation import recorded_workload
 from trl_darts.simulation.verdict import verdict
 
 

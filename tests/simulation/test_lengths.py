@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError
-from trl_darts.simulation import ENDLESS, LogNormalLengths, RecordedLengths
+from trl_darts.analysis.simulation import ENDLESS, LogNormalLengths, RecordedLengths
 
 
 MODELS = [

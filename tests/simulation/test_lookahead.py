@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.simulation.given import SECOND_PER_TOKEN, GivenLengths, InOrder, train_given
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, SimulatedTraining, Workload
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedTraining, Workload
 
 
 # Six prompts with two rows each, in batches of two: 10 and 100, 20 and 30, 200 and 40 tokens.

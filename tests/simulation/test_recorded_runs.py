@@ -9,8 +9,8 @@ from trl_darts.reporting import read_run
 from trl_darts.reporting.compare import compare_settings
 from trl_darts.reporting.panels import rollouts
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, Workload, recorded_rollouts
-from trl_darts.simulation.recorded import recorded_workload
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, Workload, recorded_rollouts
+from trl_darts.analysis.simulation import recorded_workload
 
 
 CURVE = LatencyCurve([1, 256], [0.01, 0.02])

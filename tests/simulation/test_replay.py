@@ -10,7 +10,7 @@ from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
 from trl_darts.profiling import ProfileOptions, profile_servers
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
-from trl_darts.simulation import ClusterSpec, recorded_rollouts
+from trl_darts.analysis.simulation import ClusterSpec, recorded_rollouts
 
 
 pytestmark = pytest.mark.vllm

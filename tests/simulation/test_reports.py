@@ -22,7 +22,7 @@ from trl_darts.scheduling import (
     UniformPool,
     make_policies,
 )
-from trl_darts.simulation import ENDLESS, ClusterSpec, SimulatedCluster
+from trl_darts.analysis.simulation import ENDLESS, ClusterSpec, SimulatedCluster
 
 
 M, M_UP = 2, 4

@@ -6,7 +6,7 @@ import pytest
 
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation.sweep import TYPES, parse_sweep, settings_of
+from trl_darts.analysis.simulation import TYPES, parse_sweep, settings_of
 
 
 def test_sweeps():

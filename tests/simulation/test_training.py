@@ -8,7 +8,7 @@ import pytest
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, RecordedLengths, SimulatedTraining, Workload
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, RecordedLengths, SimulatedTraining, Workload
 
 
 CURVE = LatencyCurve([1, 64, 512], [0.010, 0.012, 0.040])

@@ -9,19 +9,21 @@ scheduler ──Submit──▶ engine: prefill, then one token of every running
 
 Invariants: time never runs backwards; a candidate that ends by itself has exactly the length that it was given; one
 engine without limits takes `rollout_time` seconds.
+
+A sequence of a thousand tokens reports sixty times, and almost none of it decides anything. [`DualEnd`] with a number
+for its patience acts on the first report beyond a bound, so only reports from there on are events. What the scheduler
+decides is the same. A policy that is not known here hears every report.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from ..scheduling import (
-    BubbleFilling,
-    Candidate,
+from ...scheduling import (
     CandidateEnded,
     Command,
+    DualEnd,
     EngineLoad,
     FinishReason,
     Group,
@@ -32,7 +34,6 @@ from ..scheduling import (
     TokensArrived,
 )
 from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
-from .reports import AskingRefill, Reports
 
 
 # Members of an enum by a name of their own: before Python 3.12, looking one up in its class calls a function.
@@ -50,9 +51,9 @@ class SimulatedCluster:
     Example:
 
     ```python
+    >>> from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
     >>> from trl_darts.policy import LatencyCurve
     >>> from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
-    >>> from trl_darts.simulation import ClusterSpec, SimulatedCluster
 
     >>> cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [0.01])))
     >>> scheduler = Scheduler(make_policies("grpo", 2, 2, num_longest=0), num_generations=2)
@@ -86,13 +87,10 @@ class SimulatedCluster:
         Returns:
             [`RolloutResult`]: As of a real engine; its timeline is in virtual seconds.
         """
-        return _Rollout(self, scheduler, plans, lengths, max_length).run()
-
-    def seconds_per_step(self, num_candidates: int) -> list[float]:
-        """Seconds of a step, by the number of running sequences, up to at least `num_candidates`."""
-        known = self._seconds
-        known.extend(self.spec.latency(count) for count in range(len(known), num_candidates + 1))
-        return known
+        most = sum(plan.num_candidates for plan in plans)
+        self._seconds.extend(self.spec.latency(count) for count in range(len(self._seconds), most + 1))
+        engines = [SimulatedEngine(self.spec, self._seconds) for _ in range(self.spec.num_engines)]
+        return _Rollout(engines, scheduler, plans, lengths, max_length).run()
 
 
 class _Rollout:
@@ -100,35 +98,26 @@ class _Rollout:
 
     def __init__(
         self,
-        cluster: SimulatedCluster,
+        engines: list[SimulatedEngine],
         scheduler: Scheduler,
         plans: Sequence[GroupPlan],
         lengths: Sequence[Sequence[int]],
         max_length: int,
     ) -> None:
+        self.engines = engines
+        self.times = [math.inf] * len(engines)  # of the engines' next events
         self.scheduler = scheduler
         self.plans = plans
         self.lengths = lengths
         self.max_length = max_length
-        self.longest_prior = max((len(own.tokens) for plan in plans for own in plan.resumed), default=0)
         self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in plans}
-        spec = cluster.spec
-        seconds = cluster.seconds_per_step(sum(len(lengths[plan.group_id]) for plan in plans))
-        self.reports = Reports(scheduler)
+        self.hears = scheduler.needs_progress
         self.groups = scheduler.ledger.groups
-        self.engines = [SimulatedEngine(spec, seconds) for _ in range(spec.num_engines)]
-        self.times = [math.inf] * spec.num_engines  # of the engines' next events
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
-        self.event = (0.0, 0, 0)  # the last end or report: its time, engine and candidate
-        self.refill: AskingRefill | None = None
-        refill = scheduler.policies.refill
-        if self.reports.asking and isinstance(refill, BubbleFilling):
-            self.refill = AskingRefill(refill, self._streamed, self._longest)
-            scheduler.policies = replace(scheduler.policies, refill=self.refill)
 
     def run(self) -> RolloutResult:
-        loads = [EngineLoad(str(index)) for index in range(len(self.engines))]
         engines, times = self.engines, self.times
+        loads = [EngineLoad(str(index)) for index in range(len(engines))]
         self._execute(self.scheduler.start(self.plans, loads, 0.0), 0.0)
         ledger = self.scheduler.ledger
         while ledger.num_open:  # the scheduler is not done
@@ -137,12 +126,10 @@ class _Rollout:
             engine = engines[index]
             engine.advance(now)
             sequence = engine.take_event()
-            if sequence is not None:
-                self.event = now, index, sequence.command.candidate_id
             if sequence is not None and engine.steps >= sequence.end:
                 self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
-            elif sequence is not None and self._is_heard(sequence, length := engine.decoded(sequence)):
-                self._report(sequence, length, now)
+            elif sequence is not None:
+                self._report(sequence, engine.decoded(sequence), now)
             if engine.waiting:
                 engine.admit()
             times[index] = engine.next_time()
@@ -157,63 +144,40 @@ class _Rollout:
     def _end(
         self, engine: SimulatedEngine, sequence: SimulatedSequence, length: int, reason: FinishReason, now: float
     ) -> None:
-        command, known, patient = sequence.command, sequence.reported, self.reports.patient is not None
-        if patient:
-            self._catch_up(command.candidate_id, self.groups[command.group_id], reason)
+        command, known = sequence.command, sequence.reported
         engine.leave(sequence, length)
         event = CandidateEnded(command.candidate_id, command.segment, known, range(length - known), None, reason, now)
         if commands := self.scheduler.handle(event):
             self._execute(commands, now)
-        if patient:
-            self._watch(self.groups[command.group_id])
+        if self.hears:
+            self._watch(self.groups[command.group_id], now)
 
-    def _catch_up(self, ended: int, group: Group, reason: FinishReason) -> None:
-        """Notes what was not reported, of the candidates whose lengths are read when this one ends."""
-        for candidate in self.reports.read_at_end(group, reason):
+    def _watch(self, group: Group, now: float) -> None:
+        """One of the group has ended: the others are heard as soon as their lengths can decide something."""
+        bound = self._report_from(group)
+        for candidate in group.unfinished if bound < math.inf else ():
             sequence = self.sequences.get(candidate.candidate_id)
-            if sequence is None or candidate.candidate_id == ended:
+            if sequence is None or not sequence.alive:  # not submitted yet, or called off after another's report
                 continue
-            length = self._streamed(candidate)
-            if length > sequence.reported:
-                candidate.tokens = range(length)
-                sequence.reported = length
-
-    def _streamed(self, candidate: Candidate) -> int:
-        """Tokens of its last report up to the last event, had it made them all."""
-        sequence = self.sequences.get(candidate.candidate_id)
-        if sequence is None:
-            return len(candidate.tokens)
-        now, *before = self.event
-        index = int(sequence.command.engine_id)
-        engine = self.engines[index]
-        engine.advance(now)
-        # Of several events at the same time, those of the first engine come first, and of these the first candidate's.
-        return engine.streamed(sequence, is_due=[index, candidate.candidate_id] <= before)
-
-    def _is_heard(self, sequence: SimulatedSequence, length: int) -> bool:
-        """Whether the scheduler may decide something by a report."""
-        if self.refill is None or self.refill.last.is_news(length):
-            return True
-        return length >= self.reports.begin_at(self.groups[sequence.command.group_id])
-
-    def _longest(self) -> float:
-        """No sequence has decoded more tokens than its engine has made steps."""
-        now, *_ = self.event
-        for engine in self.engines:
+            index = int(sequence.command.engine_id)
+            engine = self.engines[index]
             engine.advance(now)
-        return self.longest_prior + max(engine.steps for engine in self.engines)
+            length = engine.streamed(sequence)
+            if length >= bound and length > sequence.reported:
+                self._report(sequence, length, now)
+            if sequence.alive and sequence.report_from != bound:
+                engine.watch(sequence, bound)
+                self.times[index] = engine.next_time()
 
-    def _watch(self, group: Group) -> None:
-        """From now on, reports of the group's sequences that can decide something are events."""
-        begin = self.reports.begin_at(group)
-        if begin == math.inf or self.refill is not None:  # then all reports are events
-            return
-        for candidate in group.unfinished:
-            sequence = self.sequences.get(candidate.candidate_id)
-            if sequence is not None and sequence.report_from != begin:
-                index = int(sequence.command.engine_id)
-                self.engines[index].report(sequence, begin)
-                self.times[index] = self.engines[index].next_time()
+    def _report_from(self, group: Group) -> float:
+        """Tokens from which on a report of the group's sequences can decide something; infinity for never."""
+        stop = self.scheduler.policies.group_stop
+        if not isinstance(stop, DualEnd) or type(stop).surplus is not DualEnd.surplus:
+            return 0.0
+        if group.closed or group.num_complete < stop.num_generations or stop.saturated(group):
+            return math.inf
+        assert stop.length_bound is not None  # or it would need no progress
+        return stop.length_bound * group.complete_lengths[stop.num_generations - 1]
 
     def _execute(self, commands: list[Command], now: float) -> None:
         touched = set()
@@ -241,10 +205,8 @@ class _Rollout:
             length, reason = self.max_length, LENGTH
         remaining = max(1, length - prior) if prior else length
         tokens = self.prompt_tokens[command.group_id]
-        sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior, streamed=prior)
-        if self.refill is not None:
-            sequence.report_from = 0.0
-        elif self.reports.needed:
-            sequence.report_from = self.reports.begin_at(self.groups[command.group_id])
+        sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior)
+        if self.hears:
+            sequence.report_from = self._report_from(self.groups[command.group_id])
         self.sequences[command.candidate_id] = sequence
         return sequence

@@ -1,0 +1,1 @@
+"""Offline: profile an engine, simulate schedules, report on runs."""
