@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from trl_darts.analysis.simulation import ClusterSpec, Estimate, LogNormalLengths, SimulatedTraining, Workload
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings, UniformAdmission
-from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedTraining, Workload
-from trl_darts.analysis.simulation import Estimate
 
 
 M = 8

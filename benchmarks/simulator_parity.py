@@ -27,11 +27,11 @@ from rich.table import Table
 from benchmarks.servers import benchmark_server
 from tests.builders import length_reward, letters_dataset, make_args
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.analysis.simulation import ClusterSpec, recorded_rollouts
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
 from trl_darts.profiling import ProfileOptions, profile_servers
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
-from trl_darts.analysis.simulation import ClusterSpec, recorded_rollouts
 
 
 PROMPTS, M = 16, 8

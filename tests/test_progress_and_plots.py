@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from trl_darts.engines import StubEngine
+from tests.stub_engine import StubEngine
 from trl_darts.plots import PALETTES, SURFACES, plot_comparison, save_light_and_dark, series, smooth
 from trl_darts.progress import RolloutProgress, describe
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies

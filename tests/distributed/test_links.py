@@ -19,8 +19,8 @@ from tests.distributed.processes import (
     make_director,
     random_lengths,
 )
+from tests.stub_engine import StubEngine
 from trl_darts.distributed import DirectLink, MainLink, RemoteLink, Report, links
-from trl_darts.engines import StubEngine
 from trl_darts.errors import GenerationError
 from trl_darts.policy import select_dual_end
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
@@ -39,7 +39,7 @@ def test_processes_in_step_decide_what_one_engine_decides(options, seed):
     processes = Processes(lengths, num_processes=2 + seed % 2, **options)
     result = processes.run_in_step()
 
-    engine = StubEngine(lambda group_id, index: lengths[group_id][index], progress_interval=1)
+    engine = StubEngine(lengths, progress_interval=1)
     scheduler = Scheduler(make_policies("darts", M, M_UP, 1, **options), M)
     expected = engine.run(scheduler, [GroupPlan(index, len(group)) for index, group in enumerate(lengths)])
     for group, wanted in zip(result.groups, expected.groups, strict=True):

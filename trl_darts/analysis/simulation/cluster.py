@@ -18,7 +18,8 @@ decides is the same. A policy that is not known here hears every report.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from ...scheduling import (
     CandidateEnded,
@@ -36,13 +37,14 @@ from ...scheduling import (
 from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
 
 
+Lengths: TypeAlias = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
 # Members of an enum by a name of their own: before Python 3.12, looking one up in its class calls a function.
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 class SimulatedCluster:
     """
-    Runs rollouts in virtual time.
+    Runs rollouts in virtual time: those of simulated trainings, and those of tests of your own policies.
 
     Args:
         spec ([`ClusterSpec`]):
@@ -69,7 +71,7 @@ class SimulatedCluster:
         self._seconds = [0.0]  # per step, by the number of running sequences
 
     def run(
-        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
+        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Lengths, max_length: int
     ) -> RolloutResult:
         """
         Runs one rollout.
@@ -78,9 +80,9 @@ class SimulatedCluster:
             scheduler ([`Scheduler`]):
                 A new one. The tokens that it is given are ranges: only their number means something.
             plans (`Sequence[GroupPlan]`):
-                The groups; `group_id` indexes `lengths`.
-            lengths (`Sequence[Sequence[int]]` of shape `(N, ≥ M'_i)`):
-                Tokens that each candidate would have if nothing cut it off. At least 1.
+                The groups.
+            lengths (`Mapping[int, Sequence[int]]` or `Sequence[Sequence[int]]` of shape `(N, ≥ M'_i)`):
+                By `group_id`: tokens that each candidate would have if nothing cut it off. At least 1.
             max_length (`int`):
                 Tokens at which candidates are cut off.
 
@@ -101,7 +103,7 @@ class _Rollout:
         engines: list[SimulatedEngine],
         scheduler: Scheduler,
         plans: Sequence[GroupPlan],
-        lengths: Sequence[Sequence[int]],
+        lengths: Lengths,
         max_length: int,
     ) -> None:
         self.engines = engines

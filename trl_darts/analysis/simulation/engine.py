@@ -35,6 +35,9 @@ class ClusterSpec:
             An engine that prefills decodes nothing. A prompt is prefilled once per engine, its candidates share it.
         seconds_per_request (`float`, *optional*, defaults to `0.0`):
             Time that each candidate costs its engine before it decodes, whatever its length.
+        report_interval (`int`, *optional*, defaults to `16`):
+            Tokens between two reports of a sequence, where the schedule asks for them: our vLLM engine's streaming
+            interval.
 
     Raises:
         [`ConfigurationError`]: If a number is not positive.
@@ -46,9 +49,10 @@ class ClusterSpec:
     kv_tokens: int | None = None
     prefill_seconds_per_token: float = 0.0
     seconds_per_request: float = 0.0
+    report_interval: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("num_engines", "max_num_seqs", "kv_tokens"):
+        for name in ("num_engines", "max_num_seqs", "kv_tokens", "report_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
@@ -56,9 +60,6 @@ class ClusterSpec:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
 
-
-REPORT_INTERVAL = 16
-"""Tokens between two reports of a sequence, where the schedule asks for them: the streaming interval of our engine."""
 
 _NOW = 1e-6  # steps that are as good as none
 
@@ -194,8 +195,9 @@ class SimulatedEngine:
 
     def streamed(self, sequence: SimulatedSequence) -> int:
         """Tokens that its reports have told until now, had it made them all. The last token comes with its end."""
-        prior, last = len(sequence.command.prior_tokens), sequence.length + sequence.remaining - 1
-        return prior + (min(self.decoded(sequence), last) - prior) // REPORT_INTERVAL * REPORT_INTERVAL
+        prior, interval = len(sequence.command.prior_tokens), self.spec.report_interval
+        last = sequence.length + sequence.remaining - 1
+        return prior + (min(self.decoded(sequence), last) - prior) // interval * interval
 
     def _start(self, sequence: SimulatedSequence, context: int) -> None:
         spec, group, cost = self.spec, sequence.command.group_id, sequence.length
@@ -213,9 +215,9 @@ class SimulatedEngine:
 
     def _plan_report(self, sequence: SimulatedSequence) -> None:
         """Its next report that is an event, if it makes one before its end."""
-        prior = len(sequence.command.prior_tokens)
+        prior, interval = len(sequence.command.prior_tokens), self.spec.report_interval
         tokens = max(sequence.report_from, self.decoded(sequence) + 1) - prior
-        tokens = prior + math.ceil(tokens / REPORT_INTERVAL) * REPORT_INTERVAL
+        tokens = prior + math.ceil(tokens / interval) * interval
         step = sequence.begin + tokens - sequence.length
         sequence.next_report = step
         if step < sequence.end:
