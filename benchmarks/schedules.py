@@ -43,9 +43,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.paper_tables import CURVE
 from benchmarks.schedule_rows import ROWS, Replay, Row, ServerCluster, Total
 from benchmarks.servers import benchmark_server
+from benchmarks.simulator import CURVE
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, Workload
 from trl_darts.policy import LatencyCurve
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from scipy.special import stdtrit
 
 from ...errors import ConfigurationError
 from ...scheduling import ScheduleSettings
@@ -26,6 +25,8 @@ class Estimate:
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
         """From one value per seed, with Student's t."""
+        from scipy.special import stdtrit  # takes a third of a second to import, for which `--help` should not wait
+
         mean, num = float(np.mean(values)), len(values)
         if num == 1:
             return cls(mean, math.inf)
