@@ -38,7 +38,7 @@ from trl_darts.engines.hf_continuous import scheduled_batching
 from trl_darts.engines.hf_generate import SchedulerCriterion, stopping_criterion
 from trl_darts.generation import RolloutGeneration
 from trl_darts.rollout import RolloutConductor, Turn
-from trl_darts.scheduling import GroupPlan, SchedulePolicies, Scheduler, UniformAdmission
+from trl_darts.scheduling import GroupPlan, SchedulePolicies, Scheduler, ScheduleSettings, UniformAdmission
 
 
 Rows = list[list[int]]
@@ -102,7 +102,11 @@ def vllm_colocated(model: Any, tokenizer: Any, num_generations: int) -> Sides:
         facts=None,
     )
     generation.conductor = RolloutConductor(
-        generation.accelerator, SchedulePolicies(), UniformAdmission(num_generations), num_generations, False
+        generation.accelerator,
+        ScheduleSettings("grpo", num_generations),
+        UniformAdmission(num_generations),
+        num_generations,
+        False,
     )
     generation.conductor.turn = Turn.TRAINING
 

@@ -62,7 +62,6 @@ ROWS = [
     _row("darts (paper)", "darts", long_end_patience=None),
     _row("darts, patience 2", "darts", "≥ 1.4", long_end_patience=2.0),
     _row("darts, patience auto", "darts", "≥ 1.4", **AUTO),
-    _row("darts, auto, bubbles filled", "darts", "≥ 1.4", **AUTO, fill_bubbles=True),
     _row("uniform, auto", "darts", selection="uniform", **AUTO),
     _row("tail batching", "tail_batching", "≥ 1.6"),
     _row("tail batching, dual-end, auto", "tail_batching", **BOTH_ENDS),
@@ -70,7 +69,6 @@ ROWS = [
     _row("partial rollout, dual-end, auto", "partial_rollout", **BOTH_ENDS),
     _row("sorted, on-policy", "sorted", "bubble ≤ 6 %", sorted_mode="on_policy"),
     _row("sorted, partial", "sorted", "bubble ≤ 4 %", sorted_mode="partial"),
-    _row("sorted, post hoc", "sorted", sorted_mode="post_hoc"),
 ]
 
 

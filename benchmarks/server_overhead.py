@@ -30,7 +30,7 @@ from trl_darts.engines import Deadlines
 from trl_darts.engines.preflight import Requirements
 from trl_darts.generation import RolloutGeneration
 from trl_darts.rollout import RolloutConductor, Turn
-from trl_darts.scheduling import SchedulePolicies, UniformAdmission
+from trl_darts.scheduling import ScheduleSettings, UniformAdmission
 from trl_darts.servers import ServerSettings, connect
 
 
@@ -60,7 +60,11 @@ def build(base_url: str, model_dir: Path, num_generations: int) -> RolloutGenera
     )
     generation.vllm_client = VLLMClient(base_url)
     generation.conductor = RolloutConductor(
-        accelerator, SchedulePolicies(), UniformAdmission(num_generations), num_generations, show_progress=False
+        accelerator,
+        ScheduleSettings("grpo", num_generations),
+        UniformAdmission(num_generations),
+        num_generations,
+        show_progress=False,
     )
     generation.conductor.turn = Turn.TRAINING
     return generation

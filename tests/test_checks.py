@@ -12,8 +12,9 @@ from datasets import Dataset
 from tests.builders import make_args
 from tests.trl_parity.vlms import load_processor, make_vlm, picture
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.checks import check_combinations, check_path, has_images
+from trl_darts.checks import check_combinations, check_path, has_images, warn_of_other_model
 from trl_darts.errors import ConfigurationError
+from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
 
 
@@ -28,8 +29,8 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "vllm_tensor_parallel_size": 1,
         "vllm_enable_sleep_mode": False,
         "schedule": "darts",
-        "schedule_settings": ScheduleSettings(changes.get("schedule", "darts")),
-        "fill_bubbles": False,
+        "rounds": ScheduleSettings(changes.get("schedule", "darts")).rounds,
+        "load_latency_curve": lambda: None,
         "stream_logprobs": False,
     }
     fields: dict[str, Any] = {
@@ -151,11 +152,8 @@ def test_schedules_and_options_that_need_servers(changes):
     words = r"`schedule` \('sorted'\) .* with an engine in the trainer's own process. Set `use_vllm=True` and"
     with pytest.raises(ConfigurationError, match=words):
         check_combinations(trainer(schedule="sorted", **changes).args)
-    with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) only runs on vLLM servers"):
-        check_combinations(trainer(fill_bubbles=True, **changes).args)
     check_combinations(trainer(**changes).args)
     check_combinations(trainer(schedule="sorted", use_vllm=True).args)
-    check_combinations(trainer(fill_bubbles=True, use_vllm=True).args)
 
 
 def test_fields_are_checked_before_the_model_is_loaded(tmp_path):
@@ -176,7 +174,10 @@ def test_schedules_that_choose_their_prompts(changes, words):
         check_path(trainer(schedule="sorted", **changes))
 
 
-def test_bubble_filling_needs_one_prompt_per_group():
-    check_path(trainer(fill_bubbles=True, use_vllm=True))
-    with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) does not run with `environment_factory`"):
-        check_path(trainer(fill_bubbles=True, use_vllm=True, environment_factories={"game": dict}))
+@pytest.mark.parametrize(("model", "warns"), [("org/Tiny-1B", False), ("other/Big-70B", True)])
+def test_a_curve_of_another_model_is_named(caplog, model, warns):
+    curve = LatencyCurve([1, 2], [0.01, 0.02], metadata={"model": "some/Tiny-1B"})
+    with caplog.at_level("WARNING"):
+        warn_of_other_model(curve, "latency.json", SimpleNamespace(config=SimpleNamespace(_name_or_path=model)))
+        warn_of_other_model(None, None, SimpleNamespace(config=None))
+    assert ("was measured with 'some/Tiny-1B', and the model is 'other/Big-70B'" in caplog.text) == warns

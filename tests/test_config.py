@@ -1,14 +1,26 @@
 """Settings that can't work are refused when the config is made: argument, value, rule, remedy."""
 
+import ast
 import copy
-import io
+import inspect
 import json
+import math
+import pickle
+import textwrap
+from dataclasses import fields
 
 import pytest
-import torch
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_darts import DARTSGRPOConfig
-from trl_darts.errors import ConfigurationError, TRLDARTSError
+from trl_darts.checks import check_combinations
+from trl_darts.config import TRL_CHOICES, TRL_VLLM_CHOICES, VESPO_SAMPLING_MODES
+from trl_darts.errors import ConfigurationError
+
+
+CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES
+SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}
 
 
 def config(**kwargs) -> DARTSGRPOConfig:
@@ -31,20 +43,37 @@ def test_target_redundancy_follows_a_small_upper_bound():
     assert config(num_generations=4, max_num_generations=5).target_redundancy == 1.25
 
 
+def test_every_field_is_documented_and_an_argument_of_a_script():
+    own = {field.name: field for field in fields(DARTSGRPOConfig)}
+    for name in own.keys() - {field.name for field in fields(GRPOConfig)}:
+        assert len(own[name].metadata["help"]) > 20, name
+    given = {
+        "schedule": "tail_batching",
+        "max_num_generations": 12,
+        "target_redundancy": 1.25,
+        "selection": "uniform",
+        "prompt_oversampling": 1.5,
+        "length_ranked": False,
+        "num_long_servers": 0,
+        "long_end_patience": 2.5,
+        "tail_pruning": False,
+        "stream_logprobs": True,
+        "vllm_token_timeout_s": 5.5,
+        **SERVER,
+    }
+    args = ["--output_dir", "unused", "--use_cpu", "true", "--report_to", "none"]
+    for name, value in given.items():
+        args += [f"--{name}", str(value)]
+    (parsed,) = TrlParser([DARTSGRPOConfig]).parse_args_and_config(args)
+    assert {name: getattr(parsed, name) for name in given} == given
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"num_longest": 8}, r"`num_longest` \(8\) must be at least 0 and less than `num_generations` \(8\)"),
-        ({"num_longest": -1}, r"`num_longest` \(-1\)"),
-        (
-            {"max_num_generations": 6},
-            r"`max_num_generations` \(6\) must be at least `num_generations` \(8\). Raise it",
-        ),
-        ({"target_redundancy": 0.9}, r"`target_redundancy` \(0.9\) must be between 1 and .* \(2\)"),
-        ({"target_redundancy": 2.1}, r"`target_redundancy` \(2.1\)"),
-        ({"target_redundancy": float("nan")}, r"`target_redundancy` \(nan\)"),
-        ({"target_redundancy": 1.5, "max_num_generations": 8}, r"between 1 and .* \(1\)"),
-        ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'"),
+        ({"max_num_generations": 6}, r"`max_num_generations` \(6\) must be at least `num_generations` \(8\)"),
+        ({"redundancy_cost_weight": 0.1}, r"`redundancy_cost_weight` \(0.1\) needs `latency_curve`"),
+        ({"weight_sync": "gloo"}, r"`weight_sync` \('gloo'\) must be one of 'auto', 'nccl', 'filesystem'"),
         (
             {"schedule": "partial_rollout", "vllm_structured_outputs_regex": "a+"},
             r"`vllm_structured_outputs_regex` \('a\+'\) does not run with `schedule` \('partial_rollout'\)",
@@ -54,17 +83,12 @@ def test_target_redundancy_follows_a_small_upper_bound():
             r"`stop` \(\['x'\]\) does not run with `schedule` \('sorted'\)",
         ),
         ({"num_long_servers": 1}, r"`num_long_servers` \(1\) must be less than the number of vLLM servers \(0\)"),
-        ({"long_end_patience": 0.5}, r"`long_end_patience` \(0.5\) must be at least 1"),
-        ({"redundancy_cost_weight": 0.0}, r"`redundancy_cost_weight` \(0.0\) must be positive"),
-        ({"redundancy_cost_weight": float("inf")}, r"`redundancy_cost_weight` \(inf\)"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"`generation_kwargs\['stop_strings'\]`"),
         ({"generation_kwargs": {"eos_token_id": [1, 7]}}, r"`generation_kwargs\['eos_token_id'\]` \(\[1, 7\]\)"),
         (
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"},
             "names a server twice",
         ),
-        ({"length_ema": 0.0}, r"`length_ema` \(0.0\)"),
-        ({"length_ema": 1.5}, r"`length_ema` \(1.5\)"),
         ({"vllm_request_timeout_s": 0}, r"`vllm_request_timeout_s` \(0\) must be positive"),
         ({"on_generation_error": "skip"}, r"`on_generation_error` \('skip'\) must be one of 'raise', 'drop_group'"),
         ({"on_generation_error": "drop_group"}, r"only has an effect with vLLM servers"),
@@ -72,7 +96,6 @@ def test_target_redundancy_follows_a_small_upper_bound():
         ({"weight_sync_dir": "/tmp"}, r"`weight_sync_dir` \('/tmp'\) is only used with `weight_sync='filesystem'`"),
         ({"generation_kwargs": {"n": 4}}, r"`generation_kwargs\['n'\]` \(4\) must be left out"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": " , "}, "names no server"),
-        ({"latency_curve": "/nowhere/curve.json"}, "/nowhere/curve.json"),
         ({"loss_type": "gpro"}, r"`loss_type` \('gpro'\) must be one of 'grpo', 'dr_grpo'"),
         ({"scale_rewards": "rows"}, r"`scale_rewards` \('rows'\) must be one of 'group', 'batch', 'none'"),
         (
@@ -90,7 +113,6 @@ def test_target_redundancy_follows_a_small_upper_bound():
             r"`vllm_importance_sampling_mode` \('sequence_mask'\) must be one of 'token_truncate', 'token_mask' wi",
         ),
         ({"temperature": 0.0}, r"`temperature` \(0.0\) must be positive"),
-        ({"temperature": None}, r"`temperature` \(None\) must be positive"),
         ({"temperature": float("nan")}, r"`temperature` \(nan\) must be positive"),
         ({"learning_rate": -1.0}, r"`learning_rate` \(-1.0\) must be at least 0"),
         ({"epsilon": -1.0}, r"`epsilon` \(-1.0\) must be at least 0"),
@@ -99,43 +121,106 @@ def test_target_redundancy_follows_a_small_upper_bound():
             {"sync_ref_model": True},
             r"`sync_ref_model` \(True\) needs a reference model, and with `beta` \(0.0\) there",
         ),
+        ({"temperature": math.inf}, r"`temperature` \(inf\) must be positive and finite"),
+        ({"temperature": None}, r"`temperature` \(None\) must be positive"),
+        ({"learning_rate": math.inf}, r"`learning_rate` \(inf\) must be finite"),
+        ({"learning_rate": math.nan}, r"`learning_rate` \(nan\) must be finite"),
+        ({"top_p": 0.0}, r"`top_p` \(0.0\) must be greater than 0 and at most 1"),
+        ({"top_p": 1.1}, r"`top_p` \(1.1\) must be"),
+        ({"min_p": -0.1}, r"`min_p` \(-0.1\) must be between 0 and 1"),
+        ({"min_p": 1.1}, r"`min_p` \(1.1\) must be between 0 and 1"),
+        ({"repetition_penalty": 0.0}, r"`repetition_penalty` \(0.0\) must be positive"),
+        ({"repetition_penalty": math.inf}, r"`repetition_penalty` \(inf\) must be positive and finite"),
+        ({"top_k": -1}, r"`top_k` \(-1\) must be at least 1, or 0"),
+        ({"top_k": -2, "use_vllm": True, "vllm_server_base_url": "http://a:1"}, r"`top_k` \(-2\) must be at least 1"),
+        ({"num_train_epochs": 0}, r"`num_train_epochs` \(0\) must be positive and finite where `max_steps` \(-1\)"),
+        ({"num_train_epochs": math.nan}, r"`num_train_epochs` \(nan\) must be positive"),
+        ({"num_train_epochs": math.inf, "max_steps": 0}, r"`num_train_epochs` \(inf\) .* `max_steps` \(0\)"),
     ],
 )
 def test_refused(kwargs, words):
-    with pytest.raises(ConfigurationError, match=words) as caught:
+    with pytest.raises(ConfigurationError, match=words):
         config(**kwargs)
-    assert isinstance(caught.value, TRLDARTSError | ValueError)
+
+
+def compared(cls: type, name: str) -> set[str]:
+    """The strings that the class compares its attribute with."""
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == f"self.{name}":
+            for value in map(ast.literal_eval, node.comparators):
+                found |= {value} if isinstance(value, str) else set(value)
+    return found
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_are_those_of_trl(name):
+    used = compared(VLLMGeneration, "mode") if name == "vllm_mode" else compared(GRPOTrainer, name)
+    assert used == set(CHOICES[name])
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in CHOICES for value in CHOICES[name]])
+def test_what_trl_takes_is_taken(name, value):
+    loss = {"loss_type": "vespo"} if value in VESPO_SAMPLING_MODES else {}
+    given = {"use_vllm": name in TRL_VLLM_CHOICES, "vllm_server_base_url": "http://a:1", name: value, **loss}
+    assert getattr(config(**given), name) == value
 
 
 @pytest.mark.parametrize(
-    "content", ["not json", "{}", json.dumps({"version": 1, "kind": "latency_curve", "knots": []})]
+    "kwargs",
+    [
+        {"scale_rewards": True},
+        {"scale_rewards": False},
+        {"vllm_mode": "unused", "vllm_importance_sampling_mode": "unused"},  # without `use_vllm`
+        {"loss_type": "vespo"},
+        {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_correction": False},
+        {"learning_rate": 0.0, "epsilon": 0.0, "epsilon_high": 5.0},
+        {"epsilon_high": math.inf},
+        {"top_p": 0.1, "min_p": 0.0, "top_k": 0, "repetition_penalty": 0.1},
+        {"top_p": 1.0, "min_p": 1.0, "top_k": 1, "repetition_penalty": 2.0},
+        {"min_p": None, "top_k": None},
+        {"top_k": -1, **SERVER},
+        {"num_train_epochs": 0.01},
+        {"num_train_epochs": 0, "max_steps": 1},
+        {"sync_ref_model": True, "beta": 0.1},
+    ],
 )
-def test_malformed_latency_file_is_named(tmp_path, content):
+def test_no_false_alarm(kwargs):
+    config(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "content", [None, "not json", "{}", json.dumps({"version": 1, "kind": "latency_curve", "knots": []})]
+)
+def test_a_latency_file_is_read_when_the_trainer_is_built(tmp_path, content):
+    """A published config can be built where the file is missing. A trainer says so before it loads a model."""
     path = tmp_path / "curve.json"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
+    args = config(latency_curve=str(path), redundancy_cost_weight=0.1)
     with pytest.raises(ConfigurationError, match=r"curve\.json"):
-        config(latency_curve=str(path))
+        check_combinations(args)
 
 
 def test_several_servers():
-    args = config(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://a:1/, http://b:2")
+    args = config(**SERVER | {"vllm_server_base_url": "http://a:1/, http://b:2"})
     assert args.server_urls == ["http://a:1", "http://b:2"]
     assert config().server_urls == ["http://0.0.0.0:8000"]
 
 
 def test_round_trip_through_a_dictionary():
     args = config(max_num_generations=12, long_end_patience=2.0)
-    fields = {k: v for k, v in args.to_dict().items() if k in ("max_num_generations", "long_end_patience", "schedule")}
-    again = config(**fields)
+    given = {k: v for k, v in args.to_dict().items() if k in ("max_num_generations", "long_end_patience", "schedule")}
+    again = config(**given)
     assert (again.max_num_generations, again.long_end_patience) == (12, 2.0)
 
 
-def test_the_key_is_not_in_what_transformers_saves_beside_a_model():
-    args = config(vllm_api_key="sesame-street")
-    saved = io.BytesIO()
-    torch.save(args, saved)
-    assert b"sesame" not in saved.getvalue()
-    saved.seek(0)
-    again = torch.load(saved, weights_only=False)
-    assert (again.vllm_api_key, again.num_generations) == (None, 8)
-    assert args.vllm_api_key == copy.deepcopy(args).vllm_api_key == "sesame-street"
+def test_copies_have_the_servers_key_and_files_do_not(monkeypatch):
+    """It is the environment's, so a copy and a launched process have it, and nothing that is saved does."""
+    monkeypatch.setenv("VLLM_API_KEY", "sesame-street")
+    args = config()
+    saved = pickle.dumps(args)
+    for twin in (args, copy.copy(args), copy.deepcopy(args), pickle.loads(saved)):
+        assert twin.api_key == "sesame-street"
+    assert b"sesame" not in saved
+    assert "sesame" not in f"{args} {args!r} {args.to_dict()}"

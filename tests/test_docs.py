@@ -78,7 +78,7 @@ def emitted_metrics() -> set[str]:
         finish_reasons=["stop", "length", "abort", "stop"],
         selected=[0, 3],
     )
-    admission = Admission([4], saturated=1, rho=0.9, cost_weight=0.1)
+    admission = Admission([4], saturated=1, rho=0.9)
     record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), num_generations=2)
     harvested = HarvestedRows(
         KeptRows([[1]], None), [0], [0], [[(1, 1)]], {"waiting": 1, "partial": 0, "complete": 0}, {0: 0}
@@ -118,7 +118,7 @@ def test_pages_name_what_exists(page, least):
     ],
 )
 def test_a_missing_reference_is_found(reference):
-    known = "`tests/test_docs.py::missing` and `trl_darts/schedule_arguments.py::ScheduleArguments.num_longest`"
+    known = "`tests/test_docs.py::missing` and `trl_darts/scheduling/settings.py::ScheduleSettings.num_longest`"
     text = f"`{reference}` and {known}"
     assert missing(text) == [reference]
 
@@ -126,7 +126,7 @@ def test_a_missing_reference_is_found(reference):
 def test_metrics_are_documented():
     emitted = emitted_metrics()
     documented = documented_metrics((ROOT / "docs" / "metrics.md").read_text())
-    assert {"darts/sync/seconds", "darts/budget/rho", "darts/budget/cost_weight"} <= emitted
+    assert {"darts/sync/seconds", "darts/budget/rho"} <= emitted
     assert sorted(emitted - documented) == [], "not defined in docs/metrics.md"
     assert sorted(documented - emitted) == [], "defined in docs/metrics.md, but nothing logs it"
 

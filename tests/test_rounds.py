@@ -8,7 +8,6 @@ import torch
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.test_trainer_server import rollout_logs, server_args
 from trl_darts.errors import ConfigurationError, StateMismatchError
-from trl_darts.policy import LatencyCurve
 
 
 pytestmark = pytest.mark.vllm
@@ -24,9 +23,8 @@ SCHEDULES = {
     "partial_rollout, uniform": {"schedule": "partial_rollout", "selection": "uniform", "max_partial_age": 1},
     "sorted": {"schedule": "sorted", "sorted_group_batches": 2},
     "sorted, partial": {"schedule": "sorted", "sorted_group_batches": 2, "sorted_mode": "partial"},
-    "sorted, post-hoc": {"schedule": "sorted", "sorted_group_batches": 2, "sorted_mode": "post_hoc"},
 }
-KEEPS_TOKENS = ("partial_rollout", "partial_rollout, uniform", "sorted, partial", "sorted, post-hoc")
+KEEPS_TOKENS = ("partial_rollout", "partial_rollout, uniform", "sorted, partial")
 
 
 def epoch_args(tmp_path, server, name, **fields):
@@ -67,7 +65,7 @@ def test_each_prompt_is_trained_on_once_per_epoch(server, model_dir, tmp_path, n
     if name in KEEPS_TOKENS:
         assert max(entry["darts/staleness/off_policy_share"] for entry in logs) > 0
     num_deferred = sum(entry.get("darts/rollout/deferred_groups", 0) for entry in logs)
-    assert (num_deferred > 0) == (name != "sorted, post-hoc")
+    assert num_deferred > 0
 
 
 def test_resumed_tokens_keep_the_logprobs_of_their_policy(server, model_dir, tmp_path):
@@ -230,10 +228,5 @@ def test_dropped_prompts_leave_the_buffer(server, model_dir, tmp_path):
 
 
 def test_engines_in_the_process_are_refused(model_dir, tmp_path):
-    curve = tmp_path / "curve.json"
-    LatencyCurve([1, 64], [0.01, 0.02]).save(curve)
-    fields = {"fill_bubbles": True, "long_end_patience": "auto", "latency_curve": str(curve)}
-    with pytest.raises(ConfigurationError, match=r"`fill_bubbles` \(True\) only runs on vLLM servers"):
-        make_trainer(model_dir, make_args(tmp_path, **fields))
     with pytest.raises(ConfigurationError, match=r"`schedule` \('tail_batching'\) .* Set `use_vllm=True`"):
         make_trainer(model_dir, make_args(tmp_path, schedule="tail_batching"))

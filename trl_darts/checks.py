@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 
 from .config import DARTSGRPOConfig
 from .errors import ConfigurationError
+from .policy import LatencyCurve
 
+
+logger = get_logger(__name__)
 
 # Tokenizing this many prompts takes seconds.
 MAX_CHECKED_PROMPTS = 100_000
@@ -49,14 +53,10 @@ def check_combinations(config: DARTSGRPOConfig) -> None:
             The config alone.
 
     Raises:
-        [`ConfigurationError`]: Names the field to change.
+        [`ConfigurationError`]: Names the field to change, or the file of `latency_curve` if that can't be read.
     """
-    if config.fill_bubbles and not config.uses_servers:
-        raise ConfigurationError(
-            "`fill_bubbles` (True) only runs on vLLM servers, which take candidates at any time. Leave it out, or set "
-            "`use_vllm=True` and `vllm_mode='server'`."
-        )
-    if config.schedule_settings.rounds(1) is not None and not config.uses_servers:
+    config.load_latency_curve()
+    if config.rounds(1) is not None and not config.uses_servers:
         raise ConfigurationError(
             f"{_own_prompts(config)} with an engine in the trainer's own process. Set `use_vllm=True` and "
             "`vllm_mode='server'`, or `schedule='darts'`."
@@ -74,6 +74,19 @@ def _own_prompts(config: DARTSGRPOConfig) -> str:
     return (
         f"`schedule` ({config.schedule!r}) trains on other prompts than the data loader's next ones, and does not run"
     )
+
+
+def warn_of_other_model(curve: LatencyCurve | None, path: str | None, model: Any) -> None:
+    """Warns of a curve that was measured with another model. No error: a checkpoint has another directory's name."""
+    name = getattr(model.config, "_name_or_path", None)
+    if curve is not None and not curve.is_of(name):
+        logger.warning(
+            "`latency_curve` (%r) was measured with %r, and the model is %r. If one is not a checkpoint of the other, "
+            "budgets follow another model's costs: measure a curve with `trl-darts profile`.",
+            path,
+            curve.metadata.get("model"),
+            name,
+        )
 
 
 def has_images(dataset: Any) -> bool:
@@ -171,12 +184,7 @@ def _check_turns(trainer: Any) -> None:
 def _check_rounds(trainer: Any) -> None:
     """Schedules that choose their prompts need rows that are nothing but text."""
     args = trainer.args
-    if args.fill_bubbles and trainer.environment_factories is not None:
-        raise ConfigurationError(
-            "`fill_bubbles` (True) does not run with `environment_factory`, where each row has an environment of its "
-            "own. Leave it out."
-        )
-    if args.schedule_settings.rounds(1) is None:
+    if args.rounds(1) is None:
         return
     start = _own_prompts(args)
     if trainer.environment_factories is not None:

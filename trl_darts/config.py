@@ -1,141 +1,296 @@
-"""`DARTSGRPOConfig`: TRL's `GRPOConfig` and the fields that shape rollouts."""
+"""
+`DARTSGRPOConfig`: TRL's `GRPOConfig` and the fields that shape rollouts.
 
+The fields of the schedule are inherited from [`ScheduleSettings`]. Here are those of vLLM servers, streaming and
+logging, each with its help and its check. Combinations that depend on the trainer's other arguments are checked when
+the trainer is built.
+"""
+
+import math
 import os
-from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from trl import GRPOConfig
+from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .engines.deadlines import Deadlines
-from .field_checks import check_fields
+from .errors import ConfigurationError
 from .hub.mixin import PublishedConfig
 from .policy import LatencyCurve
-from .schedule_arguments import ScheduleArguments
 from .scheduling import ScheduleSettings
-from .stream_arguments import StreamArguments
+from .scheduling.policies import check_choice
 
 
 API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
+GENERATION_ERRORS = ("raise", "drop_group")
+WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
+# TRL compares these strings where it computes, without a list of them; other values end a training in its first step.
+TRL_CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "scale_rewards": ("group", "batch", "none"),
+}
+# The same, of what only vLLM reads.
+TRL_VLLM_CHOICES = {
+    "vllm_mode": ("server", "colocate"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+# TRL hands these on as they are, and the engines of vLLM and transformers refuse what is out of bounds.
+SAMPLING_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 < value < math.inf, "positive and finite: log-probs are of logits divided by it"),
+    "top_p": (lambda value: 0 < value <= 1, "greater than 0 and at most 1, which leaves all tokens in"),
+    "min_p": (lambda value: 0 <= value <= 1, "between 0 and 1"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "positive and finite, and 1 is none"),
+}
+VESPO_SAMPLING_MODES = ("token_truncate", "token_mask")
+# What a server keeps count of within one request begins anew where a candidate goes on in another.
+NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
-class DARTSGRPOConfig(PublishedConfig, ScheduleArguments, StreamArguments, GRPOConfig):
+class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: ignore[misc]  # TRL's may be `None`
     r"""
     Configuration class for the [`DARTSGRPOTrainer`].
 
-    This class includes only the parameters that it adds to [`~trl.GRPOConfig`], [`ScheduleArguments`], which has those
-    that shape rollouts, and [`StreamArguments`], which has those of what is done meanwhile. For the others, see there.
-    [`PublishedConfig`] takes one from the Hub, and publishes it.
+    It adds fields to [`~trl.GRPOConfig`]: those of [`ScheduleSettings`], which shape rollouts, and the ones below.
+    Each field's help says what it means. [`PublishedConfig`] takes a config from the Hub, and publishes it.
+    `vllm_server_base_url` may name several servers, separated by commas; the key of servers that ask for one is read
+    from the environment's `VLLM_API_KEY`.
 
-    Parameters:
-        > Parameters that control generation with vLLM servers
-
-        vllm_request_timeout_s (`float`, *optional*, defaults to `3600.0`):
-            Deadline of one candidate in seconds, its wait for a free slot on the server included.
-        vllm_connect_timeout_s (`float`, *optional*, defaults to `10.0`):
-            Seconds until a connection to a server is made.
-        vllm_first_token_timeout_s (`float`, *optional*, defaults to `600.0`):
-            Seconds until a candidate's first tokens. A server that is later is taken out, and its candidates go on
-            elsewhere.
-        vllm_token_timeout_s (`float`, *optional*, defaults to `300.0`):
-            Seconds between two reports of a candidate that decodes; the same follows.
-        vllm_health_timeout_s (`float`, *optional*, defaults to `15.0`):
-            Seconds for which a server may leave the question unanswered whether it is well. A frozen one is found so.
-        vllm_rollout_timeout_s (`float`, *optional*, defaults to `14400.0`):
-            Deadline of a whole rollout in seconds. How long it waits for a server once none is left is TRL's
-            `vllm_server_timeout`.
-        on_generation_error (`str`, *optional*, defaults to `"raise"`):
-            What follows when a prompt can't be completed: a server refuses it, or a deadline passes. `"raise"` ends
-            the training with an error that names the prompt, the server and the server's words. `"drop_group"` goes on
-            without the prompt: the rows of another one are repeated in its place with zero weight in the loss, and
-            `darts/rollout/dropped_groups` counts it. Only with vLLM servers.
-        vllm_api_key (`str`, *optional*):
-            Key of the servers. Defaults to the environment's `VLLM_API_KEY`, which is the better place: a config is
-            saved with the run.
-        weight_sync (`str`, *optional*, defaults to `"auto"`):
-            How weights reach the servers: `"nccl"` (TRL's way, CUDA), `"gloo"` (without CUDA; the servers need
-            `trl_darts` installed), `"filesystem"` (through `weight_sync_dir`, where no process group is possible).
-            `"auto"` takes NCCL on CUDA and gloo elsewhere.
-        weight_sync_dir (`str`, *optional*):
-            Directory that the trainer and the servers share, for `weight_sync="filesystem"`. Defaults to a new
-            temporary directory of this machine.
-
-        > Parameters that control logging
-
-        save_rollout_trace (`bool`, *optional*, defaults to `False`):
-            Whether to write every rollout's candidates (lengths, ends, what was kept) as Parquet files to
-            `output_dir/rollouts`.
-
-    > [!NOTE]
-    > `vllm_server_base_url` may name several servers, separated by commas.
+    Raises:
+        [`ConfigurationError`]: If a field can't work. Names it, its value, the rule and a remedy.
     """
 
-    vllm_request_timeout_s: float = field(
-        default=3600.0,
-        metadata={"help": "Deadline of one candidate in seconds, its wait for a free slot on the server included."},
+    # The budget
+    latency_curve: str | None = _field(
+        None,
+        "Path of a JSON file with the engine's latency per token, as `trl-darts profile` writes it. Gives the cost of "
+        "a candidate where `redundancy_cost_weight` is set. Read when the trainer is built.",
     )
-    vllm_connect_timeout_s: float = field(
-        default=10.0, metadata={"help": "Seconds until a connection to a server is made."}
+
+    # vLLM servers
+    vllm_request_timeout_s: float = _field(
+        3600.0, "Deadline of one candidate in seconds, its wait for a free slot on the server included."
     )
-    vllm_first_token_timeout_s: float = field(
-        default=600.0,
-        metadata={
-            "help": "Seconds until a candidate's first tokens. A server that is later is taken out, and its "
-            "candidates go on elsewhere."
-        },
+    vllm_connect_timeout_s: float = _field(10.0, "Seconds until a connection to a server is made.")
+    vllm_first_token_timeout_s: float = _field(
+        600.0,
+        "Seconds until a candidate's first tokens. A server that is later is taken out, and its candidates go on "
+        "elsewhere.",
     )
-    vllm_token_timeout_s: float = field(
-        default=300.0,
-        metadata={"help": "Seconds between two reports of a candidate that decodes; the same follows."},
+    vllm_token_timeout_s: float = _field(
+        300.0,
+        "Seconds between two reports of a candidate that decodes. A server that is later is taken out, and its "
+        "candidates go on elsewhere.",
     )
-    vllm_health_timeout_s: float = field(
-        default=15.0,
-        metadata={"help": "Seconds for which a server may leave the question unanswered whether it is well."},
+    vllm_health_timeout_s: float = _field(
+        15.0, "Seconds for which a server may leave its health check unanswered. A frozen one is found so."
     )
-    vllm_rollout_timeout_s: float = field(
-        default=14400.0, metadata={"help": "Deadline of a whole rollout in seconds."}
+    vllm_rollout_timeout_s: float = _field(
+        14400.0,
+        "Deadline of a whole rollout in seconds. How long it waits for a server once none is left is TRL's "
+        "`vllm_server_timeout`.",
     )
-    on_generation_error: str = field(
-        default="raise",
-        metadata={
-            "help": "What follows when a prompt can't be completed: 'raise' ends the training, 'drop_group' repeats "
-            "another prompt's rows in its place with zero weight in the loss. Only with vLLM servers."
-        },
+    on_generation_error: str = _field(
+        "raise",
+        "What follows when a prompt can't be completed: a server refuses it, or a deadline passes. 'raise' ends the "
+        "training with an error that names the prompt, the server and the server's message. 'drop_group' goes on "
+        "without the prompt: the rows of another one are repeated in its place with zero weight in the loss, and "
+        "`darts/rollout/dropped_groups` counts it. Only with vLLM servers.",
     )
-    vllm_api_key: str | None = field(
-        default=None,
-        repr=False,
-        metadata={"help": "Key of the servers. Better set as `VLLM_API_KEY` in the environment."},
+    weight_sync: str = _field(
+        "auto",
+        "How weights reach the servers: 'nccl' (TRL's way, CUDA), 'filesystem' (through `weight_sync_dir`; the "
+        "servers need `trl_darts` installed), or 'auto': NCCL on CUDA, files elsewhere.",
     )
-    weight_sync: str = field(
-        default="auto",
-        metadata={
-            "help": "How weights reach the servers: 'nccl' (CUDA), 'gloo' (without CUDA; the servers need trl_darts), "
-            "'filesystem' (through `weight_sync_dir`), or 'auto': NCCL on CUDA, gloo elsewhere."
-        },
+    weight_sync_dir: str | None = _field(
+        None,
+        "Directory that the trainer and the servers share, for `weight_sync='filesystem'`. Defaults to a new "
+        "temporary directory of this machine.",
     )
-    weight_sync_dir: str | None = field(
-        default=None,
-        metadata={"help": "Directory that the trainer and the servers share, for `weight_sync='filesystem'`."},
+
+    # Streaming: what the trainer computes while vLLM servers still write the last long answers
+    stream_logprobs: bool = _field(
+        False,
+        "Whether log-probs of the policy, and of the reference model where `beta` is not zero, are computed as tokens "
+        "arrive, instead of all of them after the rollout. Only with `vllm_mode='server'`, and with text.",
     )
-    save_rollout_trace: bool = field(
-        default=False,
-        metadata={"help": "Whether to write every rollout's candidates as Parquet files to `output_dir/rollouts`."},
+    stream_chunk_tokens: int = _field(
+        256,
+        "Fewest new tokens of a candidate that is scored while it goes on decoding. What is left is scored when it "
+        "has come to its end.",
+    )
+    stream_batch_tokens: int = _field(8192, "Most tokens of one such forward pass, padding included.")
+    stream_cache_gib: float = _field(
+        4.0,
+        "GiB for keys and values on each process: a third for what is kept, the rest for the pass in work. Where "
+        "there is no more room, candidates wait until others have ended. A row that does not fit by itself is scored "
+        "as without streaming.",
+    )
+    stream_rewards: bool = _field(
+        False,
+        "Whether reward functions are called for each group once its rows are chosen, while others decode, instead of "
+        "once for the whole batch. The same for functions that look at each sample by itself; one that compares "
+        "samples across groups means something else then. Only with `vllm_mode='server'`.",
+    )
+    stream_reward_timeout_s: float = _field(
+        60.0,
+        "Deadline of one call of a reward function in seconds. The rows of one that is later get no reward from it.",
+    )
+
+    # Logging
+    save_rollout_trace: bool = _field(
+        False,
+        "Whether to write every rollout's candidates (lengths, ends, what was kept) as Parquet files to "
+        "`output_dir/rollouts`.",
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        settings = self.schedule_settings  # fills in defaults, and refuses what can't work
-        for setting in fields(settings):
-            setattr(self, setting.name, getattr(settings, setting.name))
-        settings.refill(self.load_latency_curve())
-        check_fields(self)
+        super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below
+        ScheduleSettings.__post_init__(self)
+        if self.redundancy_cost_weight is not None and self.latency_curve is None:
+            raise ConfigurationError(
+                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) needs `latency_curve`, which says what a "
+                "candidate costs. Measure one with `trl-darts profile`, or leave it unset for a budget by "
+                "`target_redundancy`."
+            )
+        self._check_trl()
+        self._check_sampling()
+        self._check_servers()
+        self._check_generation_kwargs()
+        self._check_streams()
 
-    @property
-    def schedule_settings(self) -> ScheduleSettings:
-        """Those of these settings that are the schedule's."""
-        return ScheduleSettings.of(self)
+    def _check_trl(self) -> None:
+        """What TRL and PyTorch refuse too, but later: when the model is loaded, or the first rollout is paid for."""
+        for name, choices in (TRL_CHOICES | TRL_VLLM_CHOICES if self.use_vllm else TRL_CHOICES).items():
+            check_choice(name, getattr(self, name), choices)
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
+            raise ConfigurationError(
+                f"`num_train_epochs` ({self.num_train_epochs}) must be positive and finite where `max_steps` "
+                f"({self.max_steps}) does not say when the training ends. Correct it, or set `max_steps`."
+            )
+        if not self.learning_rate < math.inf:
+            raise ConfigurationError(f"`learning_rate` ({self.learning_rate}) must be finite. Lower it.")
+        for name in ("learning_rate", "epsilon", "epsilon_high"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigurationError(f"`{name}` ({value}) must be at least 0.")
+        if self.sync_ref_model and self.beta == 0:
+            raise ConfigurationError(
+                f"`sync_ref_model` (True) needs a reference model, and with `beta` ({self.beta}) there is none. Set "
+                "`beta` to a positive value, or leave it out."
+            )
+        mode = self.vllm_importance_sampling_mode
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        if self.loss_type == "vespo" and corrects and mode not in VESPO_SAMPLING_MODES:
+            raise ConfigurationError(
+                f"`vllm_importance_sampling_mode` ({mode!r}) must be one of "
+                f"{', '.join(map(repr, VESPO_SAMPLING_MODES))} with `loss_type='vespo'`, which weights sequences "
+                "itself."
+            )
+
+    def _check_sampling(self) -> None:
+        for name, (is_allowed, rule) in SAMPLING_RULES.items():
+            value = getattr(self, name)
+            if value is None and name != "temperature":
+                continue  # the engine's own default
+            if value is None or not is_allowed(value):
+                raise ConfigurationError(f"`{name}` ({value}) must be {rule}. Correct it, or leave it out.")
+        least = -1 if self.use_vllm else 0  # vLLM takes -1 for 0, and transformers does not
+        if self.top_k is not None and self.top_k < least:
+            raise ConfigurationError(
+                f"`top_k` ({self.top_k}) must be at least 1, or 0, which leaves all tokens in. Correct it, or leave "
+                "it out."
+            )
+
+    def _check_servers(self) -> None:
+        for name in self.__dataclass_fields__:
+            if name.startswith("vllm_") and name.endswith("_timeout_s") and not getattr(self, name) > 0:
+                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be positive, in seconds.")
+        check_choice("on_generation_error", self.on_generation_error, GENERATION_ERRORS)
+        if self.on_generation_error != "raise" and not self.uses_servers:
+            raise ConfigurationError(
+                f"`on_generation_error` ({self.on_generation_error!r}) only has an effect with vLLM servers: an "
+                "engine in the trainer's own process takes the training along. Leave it out, or set `use_vllm=True` "
+                "and `vllm_mode='server'`."
+            )
+        check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
+        if self.weight_sync_dir is not None and self.weight_sync != "filesystem":
+            raise ConfigurationError(
+                f"`weight_sync_dir` ({self.weight_sync_dir!r}) is only used with `weight_sync='filesystem'`, not "
+                f"{self.weight_sync!r}. Set that, or leave it unset."
+            )
+        urls = self.server_urls if self.uses_servers else []
+        if self.uses_servers and not urls:
+            raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
+        if len(set(urls)) < len(urls):
+            raise ConfigurationError(
+                f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names a server twice. Each address once."
+            )
+        if self.num_long_servers and self.num_long_servers >= len(urls):
+            raise ConfigurationError(
+                f"`num_long_servers` ({self.num_long_servers}) must be less than the number of vLLM servers "
+                f"({len(urls)}): the others take what is not long. Name more in `vllm_server_base_url`, or leave it "
+                "out."
+            )
+
+    def _check_generation_kwargs(self) -> None:
+        kwargs: Any = self.generation_kwargs or {}
+        if kwargs.get("n", 1) != 1:
+            raise ConfigurationError(
+                f"`generation_kwargs['n']` ({kwargs['n']}) must be left out. The number of completions per prompt is "
+                "`num_generations`, and of candidates `max_num_generations`."
+            )
+        counted = {name: kwargs.get(name) for name in NOT_RESUMABLE}
+        counted["vllm_structured_outputs_regex"] = self.vllm_structured_outputs_regex
+        for name, value in counted.items():
+            if value and self.keeps_tokens:
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) does not run with `schedule` ({self.schedule!r}), whose unfinished "
+                    "completions go on in another request: the server would begin it anew there. Leave it out, or "
+                    "use a schedule that keeps no tokens."
+                )
+        remedies = {
+            "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
+            "eos_token_id": "Set it in the `generation_config` of the model, or set `schedule='grpo'`.",
+        }
+        for name, remedy in remedies.items():
+            if kwargs.get(name) and self.schedule != "grpo" and not self.use_vllm:
+                raise ConfigurationError(
+                    f"`generation_kwargs[{name!r}]` ({kwargs[name]!r}) does not run with `schedule` "
+                    f"({self.schedule!r}) on the transformers engines: a completion is complete at an end-of-sequence "
+                    f"token of the model. {remedy}"
+                )
+
+    def _check_streams(self) -> None:
+        for name in ("stream_chunk_tokens", "stream_batch_tokens"):
+            if not getattr(self, name) >= 1:
+                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be at least 1.")
+        for name in ("stream_cache_gib", "stream_reward_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be positive.")
+        if self.stream_batch_tokens < self.stream_chunk_tokens:
+            raise ConfigurationError(
+                f"`stream_batch_tokens` ({self.stream_batch_tokens}) must be at least `stream_chunk_tokens` "
+                f"({self.stream_chunk_tokens}): a forward pass takes whole chunks. Raise it, or lower that."
+            )
+        for name in ("stream_logprobs", "stream_rewards"):
+            if getattr(self, name) and not self.uses_servers:
+                raise ConfigurationError(
+                    f"`{name}` (True) only has an effect on vLLM servers: an engine in the trainer's own process "
+                    "leaves it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
+                )
+        if self.stream_rewards and self.rounds(1) is not None:
+            raise ConfigurationError(
+                f"`stream_rewards` (True) does not run with `schedule` ({self.schedule!r}): which groups are trained "
+                "on is only known when the rollout is over. Set it to `False`, or use `schedule='darts'` or 'grpo'."
+            )
 
     @property
     def uses_servers(self) -> bool:
@@ -158,20 +313,20 @@ class DARTSGRPOConfig(PublishedConfig, ScheduleArguments, StreamArguments, GRPOC
     def num_engines(self) -> int:
         """Engines that decode a batch together: servers, or groups of processes."""
         if not self.use_vllm:
-            return self.world_size
+            return int(self.world_size)
         if self.vllm_mode == "server":
             return len(self.server_urls)
-        return self.world_size // self.vllm_tensor_parallel_size
+        return int(self.world_size) // self.vllm_tensor_parallel_size
 
     @property
     def pool_ratio(self) -> float:
         """Candidates per row, at most."""
-        return self.max_num_generations / self.num_generations if self.schedule_settings.over_provisions else 1.0
+        return self.max_num_generations / self.num_generations if self.over_provisions else 1.0
 
     @property
     def api_key(self) -> str | None:
-        """Key of the servers, from the config or the environment."""
-        return self.vllm_api_key or os.environ.get(API_KEY_VARIABLE) or None
+        """Key of the servers, from the environment. Not a field: a config is saved with the run."""
+        return os.environ.get(API_KEY_VARIABLE) or None
 
     @property
     def deadlines(self) -> Deadlines:
@@ -186,23 +341,12 @@ class DARTSGRPOConfig(PublishedConfig, ScheduleArguments, StreamArguments, GRPOC
             return_s=self.vllm_server_timeout,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """As a dictionary, for logs and cards, without the key."""
-        return super().to_dict() | ({"vllm_api_key": f"<{API_KEY_VARIABLE}>"} if self.vllm_api_key else {})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the key too: transformers pickles its arguments beside each model, and uploads both."""
-        return self.__dict__ | {"vllm_api_key": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DARTSGRPOConfig":
-        twin = object.__new__(type(self))
-        twin.__dict__.update(deepcopy(self.__dict__, memo))  # stays in this process, so with the key
-        return twin
-
-    def __str__(self) -> str:
-        words = super().__str__()
-        return words.replace(f"vllm_api_key={self.vllm_api_key},", f"vllm_api_key=<{API_KEY_VARIABLE}>,")
-
     def load_latency_curve(self) -> LatencyCurve | None:
-        """The curve that `latency_curve` names; [`ConfigurationError`] if the file is missing or malformed."""
+        """
+        The curve that `latency_curve` names. Not read before it is asked for: a published config can be built where
+        the file is missing.
+
+        Raises:
+            [`ConfigurationError`]: If the file is missing or malformed.
+        """
         return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve)

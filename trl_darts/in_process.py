@@ -1,7 +1,7 @@
 """One rollout that the processes of the training decode themselves, each a share of the candidates."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
@@ -97,11 +97,11 @@ class InProcessRollout:
         if batch.multimodal or sum(counts) == len(batch.rows):
             engines, lengths = [[home // size for home in group] for group in homes], None
         else:
-            ranked = self.conductor.policies.ranking is not None
+            ranked = self.conductor.settings.length_ranked
             lengths = (self.admission.expected_lengths if ranked else None) or [1.0] * len(counts)
             engines = balance(counts, lengths, num_engines)
         placement = AssignedPlacement([[str(engine) for engine in group] for group in engines], lengths)
-        policies = replace(self.conductor.policies_now(), placement=placement)
+        policies = self.conductor.policies_now(placement=placement)
         scheduler = Scheduler(policies, batch.num_generations)
         self.director = Director(scheduler, plans, num_engines)
         feeds: list[list[Slot]] = [[] for _ in batch.sizes]

@@ -106,8 +106,8 @@ def rollout_metrics(record: RolloutRecord) -> dict[str, float]:
             A rollout of at least one group.
 
     Returns:
-        `dict[str, float]`: By name, `darts/<noun>/<stat>`. Those that are not known yet (λ while it is calibrated, ρ
-        before the first rollout) are left out.
+        `dict[str, float]`: By name, `darts/<noun>/<stat>`. Those that are not known yet (ρ before the first
+        rollout) are left out.
     """
     summaries = record.summaries
     lengths = np.concatenate([s.lengths for s in record.ended])
@@ -144,8 +144,6 @@ def _budget(record: RolloutRecord) -> dict[str, float]:
         "darts/budget/saturated_ratio": admission.saturated / num_groups,
         "darts/budget/mixed_ratio": record.num_mixed / num_groups,
     }
-    if admission.cost_weight is not None:
-        metrics["darts/budget/cost_weight"] = admission.cost_weight
     if admission.rho is not None:
         metrics["darts/budget/rho"] = admission.rho
     return metrics

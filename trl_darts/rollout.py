@@ -12,7 +12,6 @@ rows of all processes ──▶ PromptBatch ──▶ admission (main process) �
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -29,12 +28,16 @@ from .rows import KeptRows, Tokens
 from .scheduling import (
     Admission,
     AdmissionPolicy,
+    BatchStop,
     GroupPlan,
     GroupSummary,
+    LeastLoaded,
     Occupancy,
+    Placement,
     RolloutResult,
     SchedulePolicies,
     Scheduler,
+    ScheduleSettings,
     UniformAdmission,
 )
 from .streaming.streams import Streams
@@ -60,8 +63,8 @@ class RolloutConductor:
     Args:
         accelerator (`Accelerator`):
             The trainer's.
-        policies ([`SchedulePolicies`]):
-            The schedule's decisions.
+        settings ([`ScheduleSettings`]):
+            Of the schedule; a rollout's policies are made of them.
         admission ([`AdmissionPolicy`]):
             Candidates per prompt. Used and taught on the main process only.
         num_generations (`int`):
@@ -76,14 +79,14 @@ class RolloutConductor:
     def __init__(
         self,
         accelerator: Accelerator,
-        policies: SchedulePolicies,
+        settings: ScheduleSettings,
         admission: AdmissionPolicy,
         num_generations: int,
         show_progress: bool = True,
         drop_failed_groups: bool = False,
     ) -> None:
         self.accelerator = accelerator
-        self.policies = policies
+        self.settings = settings
         self.admission = admission
         self.num_generations = num_generations
         self.show_progress = show_progress
@@ -148,9 +151,8 @@ class RolloutConductor:
         """
         rounds = self.rounds if self.turn is Turn.TRAINING else None
         admission, plans = self.plan(batch) if rounds is None else rounds.begin()
-        policies = admission.ordered(self.policies_now())
-        if rounds is not None:
-            policies = replace(policies, batch_stop=rounds.round.batch_stop)
+        batch_stop = None if rounds is None else rounds.round.batch_stop
+        policies = self.policies_now(admission.expected_lengths, batch_stop)
         drops = self.drop_failed_groups and self.turn is not Turn.LATER
         scheduler = Scheduler(policies, batch.num_generations, drops)
         streams = self.streams if self.turn is Turn.TRAINING else Streams()
@@ -222,9 +224,16 @@ class RolloutConductor:
         admission = (self.admission if training else UniformAdmission(batch.num_generations)).plan(infos)
         return admission, admission.plans(infos)
 
-    def policies_now(self) -> SchedulePolicies:
+    def policies_now(
+        self,
+        expected_lengths: Sequence[float] | None = None,
+        batch_stop: BatchStop | None = None,
+        placement: Placement | None = None,
+    ) -> SchedulePolicies:
         """The decisions for this turn."""
-        return self.policies if self.turn is Turn.TRAINING else SchedulePolicies()
+        if self.turn is Turn.TRAINING:
+            return self.settings.policies(expected_lengths, batch_stop, placement)
+        return SchedulePolicies(placement=placement or LeastLoaded())
 
     def conclude(self, admission: Admission, result: RolloutResult, batch: PromptBatch) -> RolloutRecord:
         """The record of a rollout, and what is learned from it: nothing from groups of different prompts."""
@@ -245,7 +254,7 @@ class RolloutConductor:
         # What goes on is learned from once it has come to its end.
         uniform = [summary for summary in record.ended if not mixed[summary.group_id]]
         if self.turn is Turn.TRAINING and uniform:
-            self.admission.observe(uniform, record.seconds)
+            self.admission.observe(uniform)
         return record
 
     def progress(self) -> RolloutProgress:

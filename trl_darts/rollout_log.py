@@ -9,7 +9,6 @@ import torch
 
 from .metrics import RolloutRecord, bias_metrics, harvest_metrics, rollout_metrics
 from .prompt_rounds import HarvestedRows
-from .worth import WorthCheck
 
 
 class RolloutLog:
@@ -19,20 +18,15 @@ class RolloutLog:
     Args:
         trainer ([`DARTSGRPOTrainer`]):
             Whose rollouts they are.
-        worth_check ([`WorthCheck`]):
-            Warns where over-provisioning can't pay.
     """
 
-    def __init__(self, trainer: Any, worth_check: WorthCheck) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.worth_check = worth_check
 
     def rollout(self, record: RolloutRecord) -> None:
         """A rollout that is over."""
         trainer = self.trainer
         metrics = rollout_metrics(record)
-        if trainer.accelerator.is_main_process:
-            self.worth_check.observe(record)
         if trainer.use_vllm and (seconds := trainer.vllm_generation.take_sync_seconds()) is not None:
             metrics["darts/sync/seconds"] = seconds
         self.metrics(metrics)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOTrainer
 
 from .callbacks import RunLogCallback, VarianceTrackerCallback
-from .checks import check_arguments, check_path, check_prompt_lengths
+from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_other_model
 from .config import DARTSGRPOConfig
 from .distributed import Share, Slot
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
@@ -31,7 +30,6 @@ from .rows import KeptRows, forget_stale, mask_stale, repeat_rewards, take_weigh
 from .servers import connect, server_settings
 from .streaming.setup import called_model, make_streams
 from .streaming.streams import Streams
-from .worth import WorthCheck, warn_of_other_model
 
 
 class DARTSGRPOTrainer(GRPOTrainer):
@@ -152,25 +150,24 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if callback is None:
             callback = VarianceTrackerCallback()
             self.add_callback(callback)
-        settings = args.schedule_settings
         if callback.tracker is None:
-            callback.tracker = settings.tracker(args.max_completion_length)
+            callback.tracker = args.tracker(args.max_completion_length)
         curve = args.load_latency_curve()
         warn_of_other_model(curve, args.latency_curve, self.model)
-        callback.admission = settings.admission(callback.tracker, curve, args.num_engines)
-        self._rollout_log = RolloutLog(self, WorthCheck(curve, args.num_engines, args.max_completion_length))
+        callback.admission = args.admission(callback.tracker, curve, args.num_engines)
+        self._rollout_log = RolloutLog(self)
         self._tracker_callback = callback
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
         self._conductor = RolloutConductor(
             self.accelerator,
-            replace(settings.policies, refill=settings.refill(curve, args.num_engines)),
+            args,
             callback.admission,
             args.num_generations,
             show_progress=not args.disable_tqdm,
             drop_failed_groups=args.on_generation_error == "drop_group",
         )
-        policy = settings.rounds(args.generation_batch_size // args.num_generations)
+        policy = args.rounds(args.generation_batch_size // args.num_generations)
         if policy is not None:
             feed = PromptFeed(args.steps_per_generation * args.num_iterations)
             self._rounds = self._conductor.rounds = callback.rounds = PromptRounds(

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.builders import make_args, make_trainer
 from tests.engines.settings import engine_settings, prepare_colocated
-from trl_darts.scheduling import Admission, make_policies
+from trl_darts.scheduling import Admission, ScheduleSettings
 
 
 M, M_UP = 4, 8
@@ -32,18 +32,18 @@ class FixedAdmission:
         counts = [count if prompt.extendable else M for count, prompt in zip(self.counts, prompts, strict=True)]
         return Admission(counts, saturated=sum(count == M_UP for count in counts))
 
-    def observe(self, summaries: Any, seconds: float) -> None:
+    def observe(self, summaries: Any) -> None:
         self.observed += len(summaries)
 
 
-def policies(schedule: str = "darts", **kwargs: Any) -> Any:
-    return make_policies(schedule, num_generations=M, max_num_generations=M_UP, num_longest=1, **kwargs)
+def settings(schedule: str = "darts", long_end_patience: Any = None, **kwargs: Any) -> ScheduleSettings:
+    return ScheduleSettings(schedule, M, M_UP, long_end_patience=long_end_patience, **kwargs)
 
 
-def play(trainer: Any, prompts: list[str], counts: list[int], schedule_policies: Any) -> dict[str, Any]:
+def play(trainer: Any, prompts: list[str], counts: list[int], schedule_settings: Any) -> dict[str, Any]:
     """One rollout: rows as TRL hands them over, and everything that is known of the outcome."""
     conductor = trainer._conductor
-    conductor.policies, conductor.admission = schedule_policies, FixedAdmission(counts)
+    conductor.settings, conductor.admission = schedule_settings, FixedAdmission(counts)
     prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
     completions, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, M)
     record = conductor.record
@@ -76,11 +76,11 @@ def main() -> None:
         for j in range(M)
     ]
     results = {
-        "darts": play(trainer, rows, COUNTS, policies()),
-        "no_pruning": play(trainer, rows, COUNTS, policies(tail_pruning=False)),
-        "patience": play(trainer, rows, [7] * 10, policies(long_end_patience=1.5)),
-        "grpo": play(trainer, rows, [M] * 10, policies("grpo")),
-        "mixed": play(trainer, mixed, COUNTS, policies()),
+        "darts": play(trainer, rows, COUNTS, settings()),
+        "no_pruning": play(trainer, rows, COUNTS, settings(tail_pruning=False)),
+        "patience": play(trainer, rows, [7] * 10, settings(long_end_patience=1.5)),
+        "grpo": play(trainer, rows, [M] * 10, settings("grpo")),
+        "mixed": play(trainer, mixed, COUNTS, settings()),
     }
     trainer.model.eval()
     prompt_ids = trainer.processing_class(text=rows[:8])["input_ids"]

@@ -104,26 +104,6 @@ def test_result_before_the_end_is_refused():
         director.result()
 
 
-class OneMore:
-    """A refill, as later schedules have it."""
-
-    def __init__(self) -> None:
-        self.left = 1
-
-    def extra(self, groups, num_running):
-        wanted = [g.group_id for g in groups if g.num_complete][: self.left]
-        self.left -= len(wanted)
-        return wanted
-
-
-def test_a_candidate_that_would_start_later_is_refused():
-    policies = make_policies("darts", 2, 4, 1)
-    policies = SchedulePolicies(policies.group_stop, refill=OneMore())
-    director = Director(Scheduler(policies, 2), [GroupPlan(0, 3)], num_engines=1)
-    with pytest.raises(GenerationError, match=r"start candidate 3 during the rollout.*use a vLLM server"):
-        director.handle([Report(0, 4, STOP)])
-
-
 # Share
 
 

@@ -1,17 +1,10 @@
-"""
-The cap of one server.
-
-- in_bounds: it is always between 1 and its limit.
-- decrease: a preemption, or a queue before a full cache, takes it to at most three quarters of what runs.
-- increase: room in the cache lets it grow by a twentieth, at least by one.
-- steady: nothing else moves it.
-"""
+"""What a server says of its load."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.engines.capacity import DECREASE, FULL, INCREASE, ROOM, AdaptiveCapacity, LoadSample
+from trl_darts.engines.capacity import LoadSample
 
 
 METRICS = """\
@@ -46,60 +39,6 @@ vllm:request_queue_time_seconds_count{engine="0",model_name="m"} 7.0
 """
 
 counts = st.integers(0, 300)
-samples = st.builds(
-    LoadSample,
-    kv_usage=st.one_of(st.floats(0, 1), st.just(float("nan"))),
-    num_running=counts,
-    num_waiting=st.integers(0, 3),
-    num_preemptions=st.integers(0, 5),
-)
-
-
-def trajectory(limit: int, seen: list[LoadSample]):
-    """`(before, after, preempted, sample)` of each step."""
-    cap, preemptions = AdaptiveCapacity(limit), None
-    for sample in seen:
-        before = cap.capacity
-        after = cap.update(sample)
-        assert after == cap.capacity
-        yield before, after, preemptions is not None and sample.num_preemptions > preemptions, sample
-        preemptions = sample.num_preemptions
-
-
-@given(st.integers(1, 400), st.lists(samples, max_size=40))
-def test_in_bounds(limit, seen):
-    assert all(1 <= after <= limit for _, after, _, _ in trajectory(limit, seen))
-
-
-@given(st.integers(1, 400), st.lists(samples, max_size=40))
-def test_decrease_increase_steady(limit, seen):
-    for before, after, preempted, sample in trajectory(limit, seen):
-        full = sample.kv_usage >= FULL and sample.num_waiting > 0
-        if preempted or full:
-            assert after <= before
-            assert after <= max(1, DECREASE * sample.num_running)
-            assert after == before or after > DECREASE * sample.num_running - 1
-        elif sample.kv_usage < ROOM:
-            assert min(limit, before + 1) <= after <= min(limit, before + INCREASE * before + 1)
-        else:
-            assert after == before
-
-
-@given(st.integers(2, 400), st.integers(1, 399))
-def test_room_brings_it_back_to_its_limit(limit, num_running):
-    cap = AdaptiveCapacity(limit)
-    cap.update(LoadSample(1.0, num_running, 1, 0))
-    low = cap.capacity
-    for _ in range(limit):
-        cap.update(LoadSample(0.1, 0, 0, 0))
-    assert low <= cap.capacity == limit
-
-
-def test_first_look_at_a_server_is_no_preemption():
-    cap = AdaptiveCapacity(100)
-    assert cap.update(LoadSample(0.9, 50, 0, 1000)) == 100
-    assert cap.update(LoadSample(0.9, 50, 0, 1001)) == 37
-    assert cap.update(LoadSample(0.9, 30, 0, 0)) == 37  # it has been restarted
 
 
 def test_parse_adds_engines_up():

@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from tests.engines.test_capacity import METRICS
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import ServerPool, State
@@ -49,10 +48,10 @@ class Log:
 
 
 class Switch:
-    """A server whose `/health`, `/metrics` and completions can be changed while it runs."""
+    """A server whose `/health` and completions can be changed while it runs."""
 
-    def __init__(self, status=200, body=b"", metrics=""):
-        self.status, self.body, self.metrics = status, body, metrics
+    def __init__(self, status=200, body=b""):
+        self.status, self.body = status, body
         self.num_probes = 0
         self.num_completions = 0
         self.breaks = 0  # so many completions are cut
@@ -63,9 +62,6 @@ class Switch:
             await asyncio.sleep(0.01)
         return web.Response(status=self.status, body=self.body)
 
-    async def load(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.encode())
-
     async def completions(self, request: web.Request) -> web.Response:
         self.num_completions += 1
         if self.breaks:
@@ -75,7 +71,7 @@ class Switch:
 
     @contextmanager
     def serve(self):
-        routes = {"GET /health": self.health, "GET /metrics": self.load, "POST /v1/completions": self.completions}
+        routes = {"GET /health": self.health, "POST /v1/completions": self.completions}
         with fake_server(routes) as url:
             yield url
 
@@ -197,26 +193,6 @@ def test_draining():
     with_pool(Switch(), play)
 
 
-def test_load_sets_the_cap_and_garbage_does_not():
-    full = METRICS.replace("} 0.25", "} 0.95").replace("} 0.75", "} 0.97")
-    switch = Switch(metrics=full)
-
-    async def play(servers, member, log):
-        await until(lambda: log.heard)
-        assert log.heard == [("resized", 5)]  # three quarters of 7
-        switch.metrics = "<html>"
-        await until_probed_again()
-        assert member.capacity == 5
-        switch.metrics = METRICS
-        await until(lambda: member.capacity > 5)
-
-    async def until_probed_again():
-        seen = switch.num_probes
-        await until(lambda: switch.num_probes > seen + 2)
-
-    with_pool(switch, play)
-
-
 # The engine and its pool
 
 
@@ -283,12 +259,11 @@ def test_server_that_waits_for_a_weight_sync_is_asked_about_once_and_used_when_i
 def test_open_files_are_shared_among_the_servers_that_there_are():
     async def play(servers, member, log):
         url = next(iter(servers.members))
-        assert member.cap.capacity == LIMIT
+        assert member.capacity == LIMIT
         servers.add("http://other", member.server)
-        assert [m.cap.limit for m in servers.members.values()] == [LIMIT // 2] * 2
-        assert member.cap.capacity == LIMIT // 2
+        assert [m.capacity for m in servers.members.values()] == [LIMIT // 2] * 2
         servers.remove("http://other")
-        assert (member.cap.limit, member.cap.capacity) == (LIMIT, LIMIT)
+        assert member.capacity == LIMIT
         assert list(servers.members) == [url]
 
     with_pool(Switch(), play)

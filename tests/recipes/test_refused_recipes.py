@@ -4,8 +4,6 @@ import math
 
 import pytest
 
-from trl_darts.policy import LatencyCurve
-
 from .commands import run
 
 
@@ -95,15 +93,6 @@ def test_tensor_parallel_engines_share_the_processes(recipe):
     result = run(path, "--num-processes", 3, "--num-parameters", 1000)
     assert result.exit_code == 2
     assert "`vllm_tensor_parallel_size` (2) must divide the processes (3)" in result.stderr
-
-
-def test_bubbles_are_filled_on_servers(recipe, tmp_path):
-    LatencyCurve([1, 64], [0.01, 0.02]).save(tmp_path / "curve.json")
-    fields = {"fill_bubbles": True, "latency_curve": str(tmp_path / "curve.json")}
-    result = run(recipe(**fields), "--num-parameters", 1000)
-    assert result.exit_code == 2
-    assert "`fill_bubbles` (True) only runs on vLLM servers" in result.stderr
-    assert run(recipe(**fields, **SERVERS), "--num-parameters", 1000).exit_code == 0
 
 
 @pytest.mark.parametrize(

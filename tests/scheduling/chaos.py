@@ -82,7 +82,7 @@ class ChaosEngine:
             self.alive.add(name)
             self._send(EngineJoined(name, self.now, capacity=4))
         elif choice < 0.17 and self.alive:
-            capacity = self.random.choice([None, 1, 2, 5])
+            capacity = self.random.choice([None, 0, 1, 5])
             self._send(EngineResized(self.random.choice(sorted(self.alive)), capacity, self.now))
         elif self.running:
             self._advance(self.random.choice(sorted(self.running)))
@@ -103,9 +103,7 @@ class ChaosEngine:
             self._send(TokensArrived(*key, offset, tokens, logprobs, self.now))
             return
         del self.running[key]
-        called_back = self.scheduler.ledger.candidates[key[0]].shed and reason is FinishReason.ABORT
-        if not called_back:
-            self.ends[key[0]] = self.ends.get(key[0], 0) + 1
+        self.ends[key[0]] = self.ends.get(key[0], 0) + 1
         self._send(CandidateEnded(*key, offset, tokens, logprobs, reason, self.now))
 
     def _break(self, key: tuple[int, int]) -> None:

@@ -1,7 +1,6 @@
 """The invariants of `trl_darts/scheduling/scheduler.py`, under the names that its docstring gives them."""
 
 import copy
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -26,21 +25,6 @@ from trl_darts.scheduling.types import FINAL_STATES
 NUM_GENERATIONS, MAX_NUM_GENERATIONS = 3, 6
 
 
-class OneMore:
-    """A refill of the kind that later schedules have: one more candidate for each group, once."""
-
-    def __init__(self) -> None:
-        self.given: set[int] = set()
-
-    def extra(self, groups, num_open: int) -> Sequence[int]:
-        wanted = [g.group_id for g in groups if g.num_complete and g.group_id not in self.given]
-        self.given.update(wanted)
-        return wanted
-
-    def is_news(self, length: int) -> bool:
-        return length % 3 == 0
-
-
 @st.composite
 def rollouts(draw) -> dict:
     schedule = draw(st.sampled_from(["grpo", "darts"]))
@@ -58,7 +42,6 @@ def rollouts(draw) -> dict:
             for i, n in enumerate(counts)
         ],
         "harvest_after": draw(st.sampled_from([None, 1, 2])),
-        "refill": draw(st.booleans()) and schedule == "darts",
         "seed": draw(st.integers(0, 2**32)),
         "num_engines": draw(st.integers(1, 3)),
     }
@@ -76,8 +59,6 @@ def new_scheduler(rollout: dict, drop_failed_groups: bool = False) -> Scheduler:
     )
     if rollout["harvest_after"] is not None:
         policies = SchedulePolicies(policies.group_stop, FirstGroups(rollout["harvest_after"]))
-    if rollout["refill"]:
-        policies = SchedulePolicies(policies.group_stop, policies.batch_stop, refill=OneMore())
     return Scheduler(policies, NUM_GENERATIONS, drop_failed_groups)
 
 
@@ -100,7 +81,7 @@ def test_ends_once(rollout):
 
 @settings(max_examples=300, deadline=None)
 @given(rollouts())
-def test_books_balance(rollout):
+def test_every_submission_is_accounted_for(rollout):
     """Every submission ended, or was resumed; nothing else was submitted."""
     scheduler, engine = run(rollout)
     ledger = scheduler.ledger
@@ -184,7 +165,7 @@ def test_settled_is_final(rollout):
 @settings(max_examples=300, deadline=None)
 @given(rollouts(), st.floats(0.0, 0.2), st.none() | st.floats(0.0, 200.0))
 def test_dropped_or_complete(rollout, failure_rate, expires_at):
-    """With `drop_failed_groups` each group has its rows, all of them finished, or the words of what went wrong."""
+    """With `drop_failed_groups` each group has its rows, all of them finished, or the message of what went wrong."""
     scheduler = new_scheduler(rollout, drop_failed_groups=True)
     engine = ChaosEngine(rollout["seed"], rollout["num_engines"], failure_rate=failure_rate, expires_at=expires_at)
     engine.run(scheduler, rollout["plans"])

@@ -223,9 +223,9 @@ def test_a_full_engine_for_long_ones_keeps_nobody_else_waiting():
 def test_candidates_that_were_never_started_say_nothing():
     tracker = LengthTracker(0.5)
     admission = UniformAdmission(2, tracker)
-    admission.observe([GroupSummary(0, 7, [0, 0], ["abort"] * 2, [], 4)], 1.0)
+    admission.observe([GroupSummary(0, 7, [0, 0], ["abort"] * 2, [], 4)])
     assert math.isnan(admission.expected_lengths([PromptInfo(7, 4)])[0])
-    admission.observe([GroupSummary(0, 7, [50, 0], ["stop", "abort"], [0], 4)], 1.0)
+    admission.observe([GroupSummary(0, 7, [50, 0], ["stop", "abort"], [0], 4)])
     assert admission.expected_lengths([PromptInfo(7, 4)]) == [50]
 
 
@@ -234,10 +234,10 @@ def test_a_prompt_never_seen_is_expected_as_long_as_those_of_its_length():
     groups = [
         GroupSummary(i, i, [100 * tokens] * 2, ["stop"] * 2, [0, 1], tokens) for i, tokens in enumerate([4, 64] * 20)
     ]
-    admission.observe(groups, 1.0)
+    admission.observe(groups)
     short, long, seen = admission.expected_lengths([PromptInfo(98, 4), PromptInfo(99, 64), PromptInfo(0, 64)])
     assert short < 0.3 * long
     assert seen == 400  # its own history counts, not its length
-    again = UniformAdmission(2, admission.expectations.tracker)
+    again = UniformAdmission(2, admission.tracker)
     again.load_state_dict(json.loads(json.dumps(admission.state_dict())))
     assert again.expected_lengths([PromptInfo(98, 4)]) == [short]

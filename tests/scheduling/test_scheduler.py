@@ -221,19 +221,14 @@ def test_candidate_that_no_engine_survives_is_named():
         scheduler.result()
 
 
-def test_an_engine_that_is_full_gives_back_the_youngest():
-    scheduler = grpo(num_generations=4)
-    scheduler.start([GroupPlan(0, 4)], [EngineLoad("a")], now=0.0)
-    for candidate, length in enumerate([9, 2, 5, 1]):
-        scheduler.handle(TokensArrived(candidate, 0, 0, [5] * length, [-1.0] * length, now=1.0))
-    commands = scheduler.handle(EngineResized("a", 2, now=2.0))
-    assert commands == [Abort(3, "a", 0), Abort(1, "a", 0)]
-    assert scheduler.handle(EngineResized("a", 2, now=2.5)) == []  # they are on their way back
-    assert scheduler.handle(ended(3, 1, now=3.0, reason=FinishReason.ABORT, offset=1)) == []
-    scheduler.handle(ended(1, 4, now=3.0, offset=2))  # it came to its end just before
-    (command,) = scheduler.handle(ended(0, 1, now=4.0, offset=9))
-    assert (command.candidate_id, command.segment, len(command.prior_tokens)) == (3, 1, 2)
-    assert scheduler.ledger.num_resumed == 1
+def test_an_engine_that_is_drained_takes_nothing_new_and_keeps_what_it_has():
+    scheduler = grpo(num_generations=3)
+    assert len(scheduler.start([GroupPlan(0, 3)], [EngineLoad("a", 2)], now=0.0)) == 2
+    assert scheduler.handle(EngineResized("a", 0, now=1.0)) == []
+    assert scheduler.handle(ended(0, 3, now=2.0)) == []
+    (command,) = scheduler.handle(EngineResized("a", 2, now=3.0))
+    assert command.candidate_id == 2
+    assert scheduler.handle(EngineResized("gone", 2, now=4.0)) == []
 
 
 def test_longest_expected_first_on_the_engine_with_the_least_work():

@@ -1,10 +1,19 @@
 """What settings of a schedule mean, and which are refused."""
 
+from dataclasses import fields
+
 import pytest
 
 from trl_darts.errors import ConfigurationError
+from trl_darts.policy import LatencyCurve, LengthTracker
 from trl_darts.scheduling import (
+    AllGroups,
+    AssignedPlacement,
     DualEnd,
+    FirstGroups,
+    LeastLoaded,
+    LengthRanked,
+    LongestFirst,
     PartialRollout,
     ScheduleSettings,
     Sorted,
@@ -12,6 +21,10 @@ from trl_darts.scheduling import (
     UniformPool,
     WaitForAll,
 )
+
+
+def test_every_setting_says_what_it_means():
+    assert all(len(field.metadata["help"]) > 20 for field in fields(ScheduleSettings))
 
 
 @pytest.mark.parametrize(
@@ -26,18 +39,30 @@ from trl_darts.scheduling import (
 )
 def test_rows_of_the_table(schedule, stop, rounds):
     settings = ScheduleSettings(schedule)
-    assert type(settings.policies.group_stop) is stop
+    assert type(settings.policies().group_stop) is stop
     assert type(settings.rounds(4)) is rounds
     assert settings.over_provisions == (schedule == "darts")
-    assert (settings.policies.ranking is None) == (schedule == "grpo")
+    assert settings.length_ranked == (schedule != "grpo")
 
 
 def test_selection_is_a_decision_of_its_own():
-    settings = ScheduleSettings("tail_batching", selection="dual_end", long_end_patience="auto")
-    assert type(settings.policies.group_stop) is DualEnd
-    assert settings.policies.group_stop.follows_batch
+    settings = ScheduleSettings("tail_batching", selection="dual_end")
+    assert type(settings.policies().group_stop) is DualEnd
     assert settings.over_provisions
-    assert type(ScheduleSettings(selection="uniform").policies.group_stop) is UniformPool
+    assert type(ScheduleSettings(selection="uniform").policies().group_stop) is UniformPool
+
+
+def test_the_policies_of_a_rollout_are_complete():
+    lengths, ready = [10.0, 90.0], FirstGroups(1)
+    assigned = AssignedPlacement([["0"], ["1"]])
+    policies = ScheduleSettings(num_long_servers=1).policies(lengths, ready)
+    assert type(policies.placement) is LengthRanked
+    assert policies.batch_stop is ready
+    assert type(ScheduleSettings().policies(lengths).placement) is LongestFirst
+    assert type(ScheduleSettings().policies(lengths).batch_stop) is AllGroups
+    assert ScheduleSettings().policies(lengths, placement=assigned).placement is assigned
+    assert type(ScheduleSettings().policies().placement) is LeastLoaded  # nothing is known of lengths
+    assert type(ScheduleSettings(length_ranked=False).policies(lengths).placement) is LeastLoaded
 
 
 @pytest.mark.parametrize(("word", "value"), [("2.5", 2.5), ("auto", "auto"), ("none", None)])
@@ -48,16 +73,37 @@ def test_words_of_a_command_line(word, value):
 @pytest.mark.parametrize("schedule", ["darts", "grpo", "tail_batching", "partial_rollout", "sorted"])
 def test_the_wait_is_bounded_unless_told_otherwise(schedule):
     """Also where all is kept, and the bound has no effect: it is a default, and not refused."""
-    settings = ScheduleSettings(schedule)
-    assert settings.long_end_patience == "auto"
-    if schedule == "darts":
-        assert settings.policies.group_stop.follows_batch
-        assert not ScheduleSettings(long_end_patience=None).policies.group_stop.follows_batch
+    assert ScheduleSettings(schedule).long_end_patience == "auto"
+    assert ScheduleSettings().policies().group_stop.follows_batch
+    assert not ScheduleSettings(long_end_patience=None).policies().group_stop.follows_batch
+
+
+def test_a_price_of_time_needs_a_curve():
+    settings = ScheduleSettings(redundancy_cost_weight=0.1)
+    with pytest.raises(ConfigurationError, match=r"`cost_weight` \(0.1\) needs `latency_curve`"):
+        settings.admission(LengthTracker())
+    settings.admission(LengthTracker(), LatencyCurve([1, 2], [0.01, 0.02]))
 
 
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
+        ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'"),
+        ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 1"),
+        ({"num_longest": 8}, r"`num_longest` \(8\) must be at least 0 and less than `num_generations` \(8\)"),
+        ({"num_longest": -1}, r"`num_longest` \(-1\)"),
+        (
+            {"max_num_generations": 6},
+            r"`max_num_generations` \(6\) must be at least `num_generations` \(8\). Raise it",
+        ),
+        ({"target_redundancy": 0.9}, r"`target_redundancy` \(0.9\) must be between 1 and .* \(2\)"),
+        ({"target_redundancy": 2.1}, r"`target_redundancy` \(2.1\)"),
+        ({"target_redundancy": float("nan")}, r"`target_redundancy` \(nan\)"),
+        ({"target_redundancy": 1.5, "max_num_generations": 8}, r"between 1 and .* \(1\)"),
+        ({"redundancy_cost_weight": 0.0}, r"`redundancy_cost_weight` \(0.0\) must be positive"),
+        ({"redundancy_cost_weight": float("inf")}, r"`redundancy_cost_weight` \(inf\)"),
+        ({"length_ema": 0.0}, r"`length_ema` \(0.0\)"),
+        ({"length_ema": 1.5}, r"`length_ema` \(1.5\)"),
         (
             {"schedule": "grpo", "selection": "dual_end"},
             r"`selection` \('dual_end'\) does not go with .*`schedule='darts'`",
@@ -66,25 +112,19 @@ def test_the_wait_is_bounded_unless_told_otherwise(schedule):
         ({"selection": "best"}, r"`selection` \('best'\) must be one of 'dual_end', 'uniform', 'all'"),
         ({"long_end_patience": "soon"}, r"`long_end_patience` \('soon'\) must be a number, 'auto' or None"),
         ({"long_end_patience": "0.5"}, r"`long_end_patience` \(0.5\) must be at least 1"),
-        ({"prompt_oversampling": 1.5}, r"`prompt_oversampling` \(1.5\) has no effect with `schedule` \('darts'\)"),
-        ({"schedule": "tail_batching", "prompt_oversampling": 1.0}, "must be greater than 1"),
-        ({"schedule": "tail_batching", "max_partial_age": 2}, r"`max_partial_age` \(2\) has no effect"),
-        ({"schedule": "partial_rollout", "max_partial_age": 0}, r"`max_partial_age` \(0\) must be at least 1"),
-        ({"schedule": "sorted", "sorted_mode": "later"}, r"`sorted_mode` \('later'\) must be one of"),
-        ({"schedule": "sorted", "sorted_order": "size"}, r"`sorted_order` \('size'\) must be one of"),
-        ({"schedule": "sorted", "sorted_group_batches": 1}, r"`sorted_group_batches` \(1\) must be at least 2"),
-        ({"schedule": "sorted", "sorted_mode": "post_hoc", "sorted_grouped": False}, "does not go with `sorted_mode`"),
-        ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
-        ({"schedule": "sorted", "sorted_mode": "post_hoc", "mask_stale_after": 2}, "does not go with `sorted_mode`"),
-        ({"schedule": "partial_rollout", "mask_stale_after": -1}, r"`mask_stale_after` \(-1\) must be at least 0"),
-        (
-            {"fill_bubbles": True, "long_end_patience": "auto", "schedule": "sorted", "selection": "dual_end"},
-            "`fill_bubbles` .* does not go with",
-        ),
+        ({"long_end_patience": float("nan")}, r"`long_end_patience` \(nan\) must be at least 1"),
         (
             {"schedule": "sorted", "long_end_patience": 2.0},
             r"`long_end_patience` \(2.0\) has no effect with `selection`",
         ),
+        ({"prompt_oversampling": 1.5}, r"`prompt_oversampling` \(1.5\) has no effect with `schedule` \('darts'\)"),
+        ({"schedule": "tail_batching", "prompt_oversampling": 1.0}, "must be greater than 1"),
+        ({"schedule": "tail_batching", "max_partial_age": 2}, r"`max_partial_age` \(2\) has no effect"),
+        ({"schedule": "partial_rollout", "max_partial_age": 0}, r"`max_partial_age` \(0\) must be at least 1"),
+        ({"schedule": "partial_rollout", "mask_stale_after": -1}, r"`mask_stale_after` \(-1\) must be at least 0"),
+        ({"schedule": "sorted", "sorted_mode": "post_hoc"}, r"`sorted_mode` \('post_hoc'\) must be one of"),
+        ({"schedule": "sorted", "sorted_group_batches": 1}, r"`sorted_group_batches` \(1\) must be at least 2"),
+        ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
         ({"num_long_servers": -1}, "must not be negative"),
         ({"num_long_servers": 1, "length_ranked": False}, "needs `length_ranked=True`"),
         ({"schedule": "grpo", "num_long_servers": 1}, "needs `length_ranked=True`"),

@@ -1,9 +1,4 @@
-"""
-How many candidates a server takes at once: as many as it likes until its KV cache runs full, then additive increase
-and multiplicative decrease.
-
-A server whose cache is full preempts requests and computes them again later, which costs more than letting them wait.
-"""
+"""What a server says of its load on `/metrics`."""
 
 import math
 from collections.abc import Iterable
@@ -11,11 +6,6 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-
-FULL = 0.95  # share of the KV cache in use from which a queue means that it is full
-ROOM = 0.85  # share below which more may be tried
-DECREASE = 0.75
-INCREASE = 0.05
 
 USAGE = "vllm:kv_cache_usage_perc"
 RUNNING = "vllm:num_requests_running"
@@ -68,38 +58,3 @@ class LoadSample:
 
 def _total(values: Iterable[float]) -> int:
     return int(sum(value for value in values if math.isfinite(value)))
-
-
-class AdaptiveCapacity:
-    """
-    The cap of one server.
-
-    Args:
-        limit (`int`):
-            The most candidates whatever the server says: our open files.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.capacity = limit
-        self._num_preemptions: int | None = None
-
-    def set_limit(self, limit: int) -> None:
-        """Another number of servers shares the open files."""
-        self.capacity = limit if self.capacity == self.limit else min(self.capacity, limit)
-        self.limit = limit
-
-    def update(self, sample: LoadSample) -> int:
-        """
-        The cap after one more look at the server. Preempted requests are in its queue, and count as too many.
-
-        Returns:
-            `int`: Between 1 and the limit.
-        """
-        known, self._num_preemptions = self._num_preemptions, sample.num_preemptions
-        preempted = known is not None and sample.num_preemptions > known
-        if preempted or (sample.kv_usage >= FULL and sample.num_waiting > 0):
-            self.capacity = max(1, min(self.capacity, math.floor(max(1, sample.num_running) * DECREASE)))
-        elif self.capacity < self.limit and sample.kv_usage < ROOM:
-            self.capacity = min(self.limit, self.capacity + max(1, math.ceil(self.capacity * INCREASE)))
-        return self.capacity

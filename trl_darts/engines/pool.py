@@ -21,7 +21,6 @@ from typing import Protocol
 
 import aiohttp
 
-from .capacity import AdaptiveCapacity, LoadSample
 from .deadlines import Deadlines
 from .vllm_api import ServerRefusedError, VLLMServer
 
@@ -53,7 +52,7 @@ class Listener(Protocol):
         ...
 
     def on_resized(self, url: str, capacity: int) -> None:
-        """A server takes more candidates, or fewer."""
+        """A server is drained, or takes candidates again."""
         ...
 
 
@@ -62,7 +61,7 @@ class Member:
     """A server of the pool."""
 
     server: VLLMServer
-    cap: AdaptiveCapacity
+    limit: int  # of candidates at once: its share of our open files
     state: State = State.UP
     words: str = ""  # why it was lost last
     draining: bool = False
@@ -71,7 +70,7 @@ class Member:
     @property
     def capacity(self) -> int:
         """The most candidates at once."""
-        return 0 if self.draining else self.cap.capacity
+        return 0 if self.draining else self.limit
 
 
 class ServerPool:
@@ -89,7 +88,7 @@ class ServerPool:
 
     def __init__(self, servers: Mapping[str, VLLMServer], deadlines: Deadlines, limit: int) -> None:
         share = max(1, limit // len(servers))
-        self.members = {url: Member(server, AdaptiveCapacity(share)) for url, server in servers.items()}
+        self.members = {url: Member(server, share) for url, server in servers.items()}
         self.deadlines = deadlines
         self.listener: Listener | None = None
         self._limit = limit
@@ -106,7 +105,7 @@ class ServerPool:
 
     def add(self, url: str, server: VLLMServer) -> None:
         """Takes in a server that has answered, but has none of our weights yet."""
-        self.members[url] = Member(server, AdaptiveCapacity(1), State.RETURNED, "it is new")
+        self.members[url] = Member(server, 1, State.RETURNED, "it is new")
         self._share_limit()
 
     def remove(self, url: str) -> None:
@@ -118,7 +117,7 @@ class ServerPool:
 
     def _share_limit(self) -> None:
         for member in self.members.values():
-            member.cap.set_limit(max(1, self._limit // len(self.members)))
+            member.limit = max(1, self._limit // len(self.members))
 
     def lose(self, url: str, words: str) -> None:
         """Takes a server out."""
@@ -134,7 +133,6 @@ class ServerPool:
         member = self.members[url]
         if member.state is State.RETURNED:
             member.state = State.UP
-            member.cap = AdaptiveCapacity(member.cap.limit)
             self._tell(lambda listener: listener.on_joined(url, member.capacity))
 
     def drain(self, url: str, draining: bool = True) -> None:
@@ -162,18 +160,6 @@ class ServerPool:
             return
         if member.state is State.DOWN:
             member.state = State.RETURNED
-        elif member.state is State.UP and self.listener is not None:
-            await self._measure(url, member)
-
-    async def _measure(self, url: str, member: Member) -> None:
-        try:
-            sample = LoadSample.parse(await member.server.get_text("/metrics", self.deadlines.health_s))
-        except (*FAILURES, ValueError):
-            return  # it is well, and its load is not known: its cap stays
-        before = member.capacity
-        member.cap.update(sample)
-        if member.capacity != before:
-            self._tell(lambda listener: listener.on_resized(url, member.capacity))
 
 
 def describe(error: BaseException, waited_for: str) -> str:

@@ -111,7 +111,7 @@ class RolloutRun:
         self._report(EngineJoined(url, time.perf_counter(), capacity))
 
     def on_resized(self, url: str, capacity: int) -> None:
-        """A server takes more candidates, or fewer."""
+        """A server is drained, or takes candidates again."""
         self._report(EngineResized(url, capacity, time.perf_counter()))
 
     async def _keep_time(self) -> None:

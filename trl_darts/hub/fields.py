@@ -47,9 +47,9 @@ vllm_token_timeout_s vllm_health_timeout_s vllm_rollout_timeout_s on_generation_
 """
 _DARTS = """
 schedule max_num_generations target_redundancy redundancy_cost_weight length_ema num_longest tail_pruning
-long_end_patience selection fill_bubbles prompt_oversampling max_partial_age mask_stale_after sorted_group_batches
-sorted_mode sorted_grouped sorted_order length_ranked num_long_servers long_share stream_logprobs stream_chunk_tokens
-stream_batch_tokens stream_cache_gib stream_rewards stream_reward_timeout_s stream_reward_processes
+long_end_patience selection prompt_oversampling max_partial_age mask_stale_after sorted_group_batches
+sorted_mode length_ranked num_long_servers long_share stream_logprobs stream_chunk_tokens
+stream_batch_tokens stream_cache_gib stream_rewards stream_reward_timeout_s
 """
 _MODEL = """
 model_name_or_path model_revision dtype attn_implementation use_peft lora_r lora_alpha lora_dropout lora_target_modules
@@ -92,7 +92,6 @@ WITHHELD = {
     "vllm_server_port": _ADDRESS,
     "vllm_group_port": _ADDRESS,
     "hub_token": _SECRET,
-    "vllm_api_key": _SECRET,
     "push_to_hub": _ACCOUNT,
     "hub_model_id": _ACCOUNT,
     "hub_private_repo": _ACCOUNT,

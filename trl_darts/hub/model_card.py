@@ -10,8 +10,7 @@ from huggingface_hub import ModelCard
 from trl import GRPOTrainer  # type: ignore[attr-defined]
 
 from .. import __version__
-from ..schedule_arguments import ScheduleArguments
-from ..stream_arguments import StreamArguments
+from ..scheduling import ScheduleSettings
 from .mixin import published_fields
 
 
@@ -65,8 +64,8 @@ def add_rollouts(path: Path, config: Any, log_history: list[dict[str, float]]) -
 
 
 def _settings(config: Any) -> str:
-    shaping = {field.name for cls in (ScheduleArguments, StreamArguments) for field in fields(cls)}
-    given = {name: value for name, value in published_fields(config).items() if name in shaping - {"latency_curve"}}
+    shaping = {field.name for field in fields(ScheduleSettings)} | {n for n in vars(config) if n.startswith("stream_")}
+    given = {name: value for name, value in published_fields(config).items() if name in shaping}
     first = {"schedule": config.schedule, "num_generations": config.num_generations}
     words = ", ".join(f"`{name}={value!r}`" for name, value in {**first, **given}.items())
     if config.latency_curve is not None:  # its path is nobody's business

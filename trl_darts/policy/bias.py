@@ -274,7 +274,8 @@ def _unbiased(pools: Sequence[tuple[Floats, NDArray[np.bool_]]], grid: Floats, n
 
 def _quantiles(grid: Floats, weights: Floats, levels: Floats) -> Floats:
     """The smallest lengths at which the distribution function reaches these levels, all of them below 1."""
-    return grid[np.searchsorted(np.cumsum(weights), levels - 1e-9)]
+    found: Floats = grid[np.searchsorted(np.cumsum(weights), levels - 1e-9)]
+    return found
 
 
 def _ratio(kept: float, unbiased: float) -> float:
@@ -287,7 +288,8 @@ def _comparable(counts: Floats, unbiased: Floats) -> NDArray[np.bool_]:
     """The strata `(S,)` that prompts link with one another: of several such sets, the one of the largest share."""
     shared = (counts.T @ counts > 0).astype(np.float64)
     linked = np.linalg.matrix_power(shared, len(shared)) > 0  # a path has fewer steps than there are strata
-    return linked[int(np.argmax(linked @ unbiased))]
+    largest: NDArray[np.bool_] = linked[int(np.argmax(linked @ unbiased))]
+    return largest
 
 
 def _contrast(contrast: Floats, counts: Floats, strata: NDArray[Any], groups: NDArray[Any], rewards: Floats) -> float:

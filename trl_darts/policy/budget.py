@@ -2,21 +2,25 @@
 How many candidates a batch gets in total.
 
 Invariants: a budget is always within [N·M, N·M_up]; it depends only on what was observed, in that order, so a restored
-controller goes on as the saved one would have (with a latency curve even on a slower machine).
+controller goes on as the saved one would have, also on a slower machine.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
+from ..errors import ConfigurationError, StateMismatchError
+from .latency import LatencyCurve
 
-from trl_darts.errors import ConfigurationError, StateMismatchError
-from trl_darts.policy.cost_slope import PredictedCostSlope, TimedCostSlope, calibration_cycle
-from trl_darts.policy.latency import LatencyCurve
+
+REFERENCE_STEPS = 8
+"""
+Steps with history whose mean ρ and mean length are the reference. They are then held: a budget that makes prompts stop
+early makes responses look shorter, so a reference that followed would move with what it decides.
+"""
 
 
 def redundancy_budget(rho: float, cost_slope: float, cost_weight: float, low: int, high: int) -> int:
@@ -41,8 +45,7 @@ def redundancy_budget(rho: float, cost_slope: float, cost_weight: float, low: in
 
     Raises:
         [`ValueError`]: If `rho` is negative or not finite, `cost_slope` or `cost_weight` is not positive and finite,
-        or `low`
-            exceeds `high`.
+            or `low` exceeds `high`.
     """
     if not 0 <= rho < math.inf:
         raise ValueError(f"`rho` ({rho}) must be finite and not negative.")
@@ -60,16 +63,15 @@ class BudgetController:
     """
     Adaptive redundancy budget of the coming step ([DARTS](https://huggingface.co/papers/2605.30859), Appendix B).
 
-    The paper doesn't say how it chose λ, only that the budget came out at about 1.5·N·M on average. Here the first
-    steps calibrate it: their budgets cycle around the target, so that the cost of a candidate shows in the timings,
-    and λ is then set such that Eq. 8 gives the target, and held. So is k, which in the paper belongs to the model and
-    the cluster. From there on ρ moves the budget: longer tails raise it.
+    The paper doesn't say how it chose λ, only that the budget came out at about 1.5·N·M on average. With a λ that is
+    set such that Eq. 8 gives this target for the ρ of the first steps, k cancels:
 
-    A k that followed the rollouts would run away: a budget that makes prompts stop early makes rollouts shorter, so
-    candidates would look cheap, and the next budget would be larger.
+    ```
+    M_total = target_redundancy · N · M · ρ / ρ_ref     within [N·M, N·M_up]
+    ```
 
-    λ belongs to the largest batch seen while calibrating. A smaller one (the last of an epoch) gets its proportional
-    share of Eq. 8's optimum, and so the same redundancy per prompt.
+    Longer tails than in the first steps raise the budget, shorter ones lower it. With a λ of the user's own, Eq. 8 is
+    computed as it stands, with k from the latency curve.
 
     Args:
         num_generations (`int`):
@@ -77,16 +79,16 @@ class BudgetController:
         max_num_generations (`int`):
             Most candidates of a prompt, M_up.
         target_redundancy (`float`, *optional*, defaults to `1.5`):
-            Budget over N·M while calibrating, and on average afterwards as long as ρ and k stay. `1` turns
-            over-provisioning off.
+            Budget over N·M for the ρ of the first steps. `1` turns over-provisioning off, whatever ρ is.
         cost_weight (`float`, *optional*):
-            λ. Calibrated if not given.
-        calibration_steps (`int`, *optional*, defaults to `8`):
-            Number of observed steps after which λ and k are set.
+            λ, instead of the target.
         latency_curve ([`LatencyCurve`], *optional*):
-            Predicts k from the lengths of the pools. Without it k is measured.
+            Of one engine: gives k. Needed with λ, and read only then.
         num_engines (`int`, *optional*, defaults to `1`):
-            Number of engines that share a batch, for the prediction.
+            Engines that share a batch.
+
+    Raises:
+        [`ConfigurationError`]: If a setting can't work.
     """
 
     def __init__(
@@ -95,45 +97,28 @@ class BudgetController:
         max_num_generations: int,
         target_redundancy: float = 1.5,
         cost_weight: float | None = None,
-        calibration_steps: int = 8,
         latency_curve: LatencyCurve | None = None,
         num_engines: int = 1,
     ) -> None:
-        _check_settings(num_generations, max_num_generations, target_redundancy, cost_weight)
-        if calibration_steps < 1 or num_engines < 1:
+        if not 1 <= num_generations <= max_num_generations:
             raise ConfigurationError(
-                f"`calibration_steps` ({calibration_steps}) and `num_engines` ({num_engines}) must be at least 1."
+                f"`max_num_generations` ({max_num_generations}) must be at least `num_generations` "
+                f"({num_generations}), and both at least 1."
+            )
+        if not target_redundancy >= 1:
+            raise ConfigurationError(f"`target_redundancy` ({target_redundancy}) must be at least 1.")
+        if cost_weight is not None and latency_curve is None:
+            raise ConfigurationError(
+                f"`cost_weight` ({cost_weight}) needs `latency_curve`, which says what a candidate costs. Give both."
             )
         self.num_generations = num_generations
         self.max_num_generations = max_num_generations
         self.target_redundancy = target_redundancy
-        self.calibration_steps = calibration_steps
-        self._given_cost_weight = cost_weight
-        self._calibrated_cost_weight: float | None = None
-        self._timed = TimedCostSlope(calibration_steps) if latency_curve is None else None
-        self._predicted = None if latency_curve is None else PredictedCostSlope(latency_curve, num_engines)
-        self._held_cost_slope: float | None = None
-        self._num_observed = 0
-        self._reference_prompts = 0
-        self._rho = math.nan
-        self._rho_sum, self._num_rhos = 0.0, 0
-
-    @property
-    def cost_weight(self) -> float | None:
-        """λ, `None` while calibrating."""
-        return self._calibrated_cost_weight if self._given_cost_weight is None else self._given_cost_weight
-
-    @property
-    def cost_slope(self) -> float | None:
-        """k in seconds per candidate, `None` before it is known; held once the calibration is over."""
-        if self._held_cost_slope is not None:
-            return self._held_cost_slope
-        if self._timed is not None:
-            return self._timed.value
-        if self._predicted is None or not self._reference_prompts or self.max_num_generations == self.num_generations:
-            return None
-        num_prompts = self._reference_prompts
-        return self._predicted.value(num_prompts * self.num_generations, num_prompts * self.max_num_generations)
+        self.cost_weight = cost_weight
+        self.latency_curve = latency_curve
+        self.num_engines = num_engines
+        self._num_steps = 0
+        self._rho_sum = self._length_sum = 0.0
 
     def total(self, num_prompts: int, rho: float) -> int:
         """
@@ -148,75 +133,40 @@ class BudgetController:
 
         Returns:
             `int`: A number in `[N * num_generations, N * max_num_generations]`.
-
-        Raises:
-            [`ValueError`]: If there is no prompt, or `rho` is negative or infinite.
         """
-        if num_prompts < 1:
-            raise ValueError(f"`num_prompts` ({num_prompts}) must be at least 1.")
-        if rho < 0 or rho == math.inf:
-            raise ValueError(f"`rho` ({rho}) must be finite and not negative, or NaN where there is no history.")
         low, high = num_prompts * self.num_generations, num_prompts * self.max_num_generations
-        target = min(round(self.target_redundancy * low), high)
-        if self._calibrated_cost_weight is None:
-            self._reference_prompts = max(self._reference_prompts, num_prompts)
-        self._rho = rho
-        if self.target_redundancy == 1 or math.isnan(rho):
-            return target
-        cost_weight, cost_slope = self.cost_weight, self.cost_slope
-        if cost_weight is None:
-            cycle = calibration_cycle(self.calibration_steps)
-            # Half of the room on the narrower side: at the bounds every prompt would be treated alike.
-            return target + cycle[self._num_observed % len(cycle)] * (min(target - low, high - target) // 2)
-        if cost_slope is None:
-            return target
-        share = num_prompts / self._reference_prompts
-        return redundancy_budget(rho * share, cost_slope, cost_weight, low, high)
+        if self.cost_weight is not None and self._num_steps and not math.isnan(rho):
+            return redundancy_budget(rho, self._cost_slope(low, high), self.cost_weight, low, high)
+        reference = self._rho_sum / self._num_steps if self._num_steps else math.nan
+        known = rho >= 0 and reference > 0 and self.target_redundancy > 1
+        ratio = rho / reference if known else 1.0
+        return round(min(max(self.target_redundancy * ratio * low, low), high))
 
-    def observe(self, num_candidates: int, seconds: float, lengths: ArrayLike | None = None) -> None:
+    def _cost_slope(self, low: int, high: int) -> float:
         """
-        Record what the step after the last [`~BudgetController.total`] cost.
+        k of Eq. 6, in seconds: over its length, a candidate makes each step of its engine slower by the slope of the
+        latency curve between the bounds of the batch.
+        """
+        assert self.latency_curve is not None
+        fewest, most = low / self.num_engines, max(high, low + 1) / self.num_engines
+        slope = (self.latency_curve(most) - self.latency_curve(fewest)) / (most - fewest)
+        seconds = slope * self._length_sum / self._num_steps / self.num_engines
+        return max(seconds, sys.float_info.min)  # on a flat stretch candidates are free
+
+    def observe(self, rho: float, mean_length: float) -> None:
+        """
+        Record a step. Only the first ones with history count.
 
         Args:
-            num_candidates (`int`):
-                Number of candidates that were started.
-            seconds (`float`):
-                Wall-clock time of its rollouts.
-            lengths (`Sequence[int]` of shape `(num_candidates,)`, *optional*):
-                Response lengths of the whole pool in tokens. Needed with a latency curve.
-
-        Raises:
-            [`ValueError`]: If `num_candidates` or `seconds` is not positive and finite, or `lengths` are needed and
-            missing.
+            rho (`float`):
+                ρ after it. NaN is left out.
+            mean_length (`float`):
+                Mean response length of the data set, L̃, in tokens.
         """
-        if num_candidates < 1 or not 0 < seconds < math.inf:
-            raise ValueError(
-                f"`num_candidates` ({num_candidates}) and `seconds` ({seconds}) must be positive and finite."
-            )
-        if self._predicted is not None and (lengths is None or not np.size(lengths)):
-            raise ValueError("`lengths` must be given with a latency curve. Pass the lengths of all candidates.")
-        self._num_observed += 1
-        if self._held_cost_slope is not None and self.cost_weight is not None:
-            return
-        if self._timed is not None:
-            self._timed.observe(num_candidates, seconds)
-        elif self._predicted is not None and lengths is not None:
-            self._predicted.observe(lengths)
-        self._calibrate()
-
-    def _calibrate(self) -> None:
-        """Set λ so that Eq. 8 gives the target for the mean ρ so far, and hold k. Waits for both if need be."""
-        if not math.isnan(self._rho):
-            self._rho_sum += self._rho
-            self._num_rhos += 1
-        cost_slope = self.cost_slope
-        if self._num_observed < self.calibration_steps or not self._rho_sum or cost_slope is None:
-            return
-        self._held_cost_slope = cost_slope
-        if self._given_cost_weight is None:
-            target = self.target_redundancy * self._reference_prompts * self.num_generations
-            # Half a candidate more, because Eq. 9 rounds down.
-            self._calibrated_cost_weight = self._rho_sum / self._num_rhos / (cost_slope * (target + 0.5))
+        if self._num_steps < REFERENCE_STEPS and not math.isnan(rho):
+            self._num_steps += 1
+            self._rho_sum += rho
+            self._length_sum += mean_length
 
     def state_dict(self) -> dict[str, Any]:
         """
@@ -228,31 +178,21 @@ class BudgetController:
         return {
             "num_generations": self.num_generations,
             "max_num_generations": self.max_num_generations,
-            "target_redundancy": self.target_redundancy,
-            "cost_weight": self._calibrated_cost_weight,
-            "held_cost_slope": self._held_cost_slope,
-            "num_observed": self._num_observed,
-            "reference_prompts": self._reference_prompts,
-            "rho": None if math.isnan(self._rho) else self._rho,
+            "num_steps": self._num_steps,
             "rho_sum": self._rho_sum,
-            "num_rhos": self._num_rhos,
-            "timed_cost_slope": None if self._timed is None else self._timed.state_dict(),
-            "predicted_cost_slope": None if self._predicted is None else self._predicted.state_dict(),
+            "length_sum": self._length_sum,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Go on from a saved state. A `cost_weight` that was given stays; a `target_redundancy` that has changed since is
-        met.
+        Go on from a saved state, with the `target_redundancy` and `cost_weight` of now.
 
         Args:
             state (`Mapping[str, Any]`):
                 What [`~BudgetController.state_dict`] returned.
 
         Raises:
-            [`StateMismatchError`]: If the keys are others, or the state belongs to other group sizes or to the other
-            way of
-                knowing the cost of a candidate (measured, or predicted by a latency curve).
+            [`StateMismatchError`]: If the keys are others, or the state belongs to other group sizes.
         """
         own = self.state_dict()
         if set(state) != set(own):
@@ -264,41 +204,7 @@ class BudgetController:
             if state[name] != own[name]:
                 raise StateMismatchError(
                     f"The saved state belongs to `{name}` ({state[name]}), and it is {own[name]} now. Set it back, or "
-                    "start without the state to calibrate anew."
+                    "start without the state."
                 )
-        if (state["timed_cost_slope"] is None) != (self._timed is None):
-            raise StateMismatchError(
-                "The saved state and this `BudgetController` differ in whether there is a `latency_curve`. Give both "
-                "the same, or start without the state to calibrate anew."
-            )
-        self._calibrated_cost_weight = state["cost_weight"]
-        if self._calibrated_cost_weight is not None:
-            # λ was set to meet the target of then, and is inversely proportional to it.
-            self._calibrated_cost_weight *= state["target_redundancy"] / self.target_redundancy
-        self._held_cost_slope = state["held_cost_slope"]
-        self._num_observed, self._reference_prompts = int(state["num_observed"]), int(state["reference_prompts"])
-        self._rho = math.nan if state["rho"] is None else float(state["rho"])
-        self._rho_sum, self._num_rhos = float(state["rho_sum"]), int(state["num_rhos"])
-        if self._timed is not None:
-            self._timed.load_state_dict(state["timed_cost_slope"])
-        if self._predicted is not None:
-            self._predicted.load_state_dict(state["predicted_cost_slope"])
-
-
-def _check_settings(num_generations: int, max_num_generations: int, target: float, cost_weight: float | None) -> None:
-    if not 1 <= num_generations <= max_num_generations:
-        raise ConfigurationError(
-            f"`max_num_generations` ({max_num_generations}) must be at least `num_generations` ({num_generations}), "
-            "and both at least 1."
-        )
-    # Without room for redundancy the target has no say.
-    most = max_num_generations / num_generations
-    if not target >= 1 or (most > 1 and target > most * (1 + 1e-9)):
-        raise ConfigurationError(
-            f"`target_redundancy` ({target}) must be between 1 and `max_num_generations` / `num_generations` "
-            f"({most:g}). Lower it, or raise `max_num_generations`."
-        )
-    if cost_weight is not None and not 0 < cost_weight < math.inf:
-        raise ConfigurationError(
-            f"`cost_weight` ({cost_weight}) must be positive and finite. Leave it unset to calibrate it."
-        )
+        self._num_steps = int(state["num_steps"])
+        self._rho_sum, self._length_sum = float(state["rho_sum"]), float(state["length_sum"])

@@ -152,6 +152,12 @@ class LengthTracker:
         return 0 if row is None else int(self._columns["epochs"][row])
 
     @property
+    def dataset_mean(self) -> float:
+        """L̃, the smoothed mean length over the data set in tokens. NaN before there is data."""
+        mean, _, steps = self._folded()
+        return mean if steps else math.nan
+
+    @property
     def rho(self) -> float:
         """
         ρ = σ̃_L / L̃ of the data set ([DARTS](https://huggingface.co/papers/2605.30859), Appendix B), the step that

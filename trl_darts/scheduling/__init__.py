@@ -2,21 +2,9 @@
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
 from .buffer import BufferEntry, Harvest, Lifecycle, RolloutBuffer, Round, SampledCandidate, TrainedGroup
-from .events import (
-    Abort,
-    CandidateEnded,
-    CandidateFailed,
-    Command,
-    EngineJoined,
-    EngineLost,
-    EngineResized,
-    Event,
-    RolloutExpired,
-    Submit,
-    TokensArrived,
-)
-from .placement import AssignedPlacement, LengthRanked, LongestFirst, balance, known_lengths
+from .placement import AssignedPlacement, LengthRanked, LongestFirst, balance
 from .policies import (
+    SCHEDULES,
     AllGroups,
     BatchStop,
     DualEnd,
@@ -24,28 +12,37 @@ from .policies import (
     GroupStop,
     LeastLoaded,
     Placement,
-    Refill,
     SchedulePolicies,
     UniformPool,
     WaitForAll,
+    make_policies,
 )
-from .refill import BubbleFilling
 from .rounds import PartialRollout, RoundPolicy, Sorted, TailBatching
 from .scheduler import Scheduler
-from .schedules import SCHEDULES, make_policies
 from .settings import ScheduleSettings
 from .summary import GroupSummary, Occupancy, bubble_ratio
 from .types import (
+    Abort,
     Candidate,
+    CandidateEnded,
+    CandidateFailed,
     CandidateState,
+    Command,
+    EngineJoined,
     EngineLoad,
+    EngineLost,
+    EngineResized,
+    Event,
     FinishReason,
     Group,
     GroupPlan,
     GroupResult,
     PartialCandidate,
+    RolloutExpired,
     RolloutResult,
+    Submit,
     Timeline,
+    TokensArrived,
 )
 
 
@@ -57,7 +54,6 @@ __all__ = [
     "AllGroups",
     "AssignedPlacement",
     "BatchStop",
-    "BubbleFilling",
     "BufferEntry",
     "Candidate",
     "CandidateEnded",
@@ -87,7 +83,6 @@ __all__ = [
     "PartialRollout",
     "Placement",
     "PromptInfo",
-    "Refill",
     "RolloutBuffer",
     "RolloutExpired",
     "RolloutResult",
@@ -109,7 +104,6 @@ __all__ = [
     "WaitForAll",
     "balance",
     "bubble_ratio",
-    "known_lengths",
     "make_policies",
     "prompt_key",
 ]

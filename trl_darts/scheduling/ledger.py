@@ -1,5 +1,5 @@
 """
-The books of a rollout: every candidate's state, the counters that policies read, and the occupancy over time.
+The ledger of a rollout: every candidate's state, the counters that policies read, and the occupancy over time.
 
 Each transition is one method, so that a candidate can't end twice and a counter can't drift. Nothing is decided here.
 """
@@ -7,17 +7,19 @@ Each transition is one method, so that a candidate can't end twice and a counter
 from bisect import insort
 
 from ..errors import ConfigurationError
-from .events import CandidateEnded, Submit, TokensArrived
 from .types import (
     FINAL_STATES,
     Candidate,
+    CandidateEnded,
     CandidateState,
     EngineLoad,
     FinishReason,
     Group,
     GroupPlan,
     PartialCandidate,
+    Submit,
     Timeline,
+    TokensArrived,
 )
 
 
@@ -40,7 +42,7 @@ class Ledger:
         self.num_complete = 0
         self.num_aborted = 0
         self.num_submitted = 0
-        self.num_resumed = 0  # submissions that went back to waiting: an engine was lost, or full
+        self.num_resumed = 0  # submissions that went back to waiting because an engine was lost
         self.num_lost = 0
 
     def add_group(self, plan: GroupPlan, now: float) -> None:
@@ -153,7 +155,6 @@ class Ledger:
         """RUNNING → ABORTING, where an engine must be told; or WAITING → ABORTED. Returns whether one must be told."""
         if candidate.state is RUNNING:
             candidate.state = ABORTING
-            candidate.shed = False
             self.groups[candidate.group_id].num_unfinished -= 1
             return True
         if candidate.state is WAITING:
@@ -167,11 +168,8 @@ class Ledger:
         self.num_aborted += 1
 
     def requeue(self, candidate: Candidate, now: float) -> None:
-        """RUNNING → WAITING: its engine is lost or full, its tokens are not lost."""
-        candidate.num_fruitless = (
-            0 if candidate.shed or candidate.length > candidate.num_prior else (candidate.num_fruitless + 1)
-        )
-        candidate.shed = False
+        """RUNNING → WAITING: its engine is lost, its tokens are not."""
+        candidate.num_fruitless = 0 if candidate.length > candidate.num_prior else candidate.num_fruitless + 1
         candidate.tokens = list(candidate.tokens)  # they may be an event's, and will grow
         candidate.logprobs = None if candidate.logprobs is None else list(candidate.logprobs)
         candidate.state = WAITING

@@ -1,20 +1,31 @@
 """
-The four decisions of a rollout as protocols, and the ones that GRPO and DARTS make.
+The four decisions of a rollout as protocols, the ones that GRPO and DARTS make, and the table of schedules.
 
-A system of the literature is a choice of one object per protocol; `make_policies` in `schedules.py` has the table.
-Policies see groups and engines, never an engine's API, a clock or a random generator of their own.
+A system of the literature is a choice of one object per protocol. Policies see groups and engines, never an engine's
+API, a clock or a random generator of their own.
 """
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
+from ..errors import ConfigurationError
 from ..policy import select_dual_end, select_shortest
 from .types import Candidate, CandidateState, EngineLoad, Group
 
 
-AUTO: Literal["auto"] = "auto"
-Patience = float | Literal["auto"] | None
+AUTO = "auto"
+Patience = float | str | None
+
+# The schedules, and what each keeps of a prompt's candidates unless `selection` says something else.
+SCHEDULES = {
+    "grpo": "all",
+    "darts": "dual_end",
+    "tail_batching": "all",
+    "partial_rollout": "all",
+    "sorted": "all",
+}
+SELECTIONS = ("dual_end", "uniform", "all")
 
 
 class GroupStop(Protocol):
@@ -56,18 +67,6 @@ class Placement(Protocol):
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         """An engine for the candidate; `None` to let it wait for room."""
-        ...
-
-
-class Refill(Protocol):
-    """Which groups get one more candidate while the rollout runs? `None` where all is decided before it."""
-
-    def extra(self, groups: Iterable[Group], num_open: int) -> Sequence[int]:
-        """IDs of the groups, one for each new candidate. Called whenever one of the `num_open` others has ended."""
-        ...
-
-    def is_news(self, length: int) -> bool:
-        """Whether to call `extra` also now that a candidate, which goes on, is known to have this length."""
         ...
 
 
@@ -170,11 +169,8 @@ class DualEnd:
         lengths = [len(c.tokens) for c in group.candidates]
         complete = [c.complete for c in group.candidates]
         if self.saturated(group):
-            chosen = select_shortest(lengths, complete, self.num_generations)
-        else:
-            num_shortest = self.num_generations - self.num_longest
-            chosen = select_dual_end(lengths, complete, num_shortest, self.num_longest)
-        return chosen
+            return select_shortest(lengths, complete, self.num_generations)
+        return select_dual_end(lengths, complete, self.num_generations - self.num_longest, self.num_longest)
 
 
 @dataclass(frozen=True)
@@ -244,22 +240,66 @@ class LeastLoaded:
 
 
 @dataclass(frozen=True)
-class Ranking:
-    """How expected lengths decide about placement: how many engines are for the long ones, and which share is long."""
-
-    num_long: int = 0
-    long_share: float = 0.1
-
-
-@dataclass(frozen=True)
 class SchedulePolicies:
-    """
-    One object per decision: what a schedule is made of. With a `ranking`, `placement` is replaced in each rollout by
-    one that knows the lengths that are expected in it, see [`Admission.ordered`].
-    """
+    """The decisions of one rollout, one object each; the defaults are those of GRPO."""
 
     group_stop: GroupStop = field(default_factory=WaitForAll)
     batch_stop: BatchStop = field(default_factory=AllGroups)
     placement: Placement = field(default_factory=LeastLoaded)
-    refill: Refill | None = None
-    ranking: Ranking | None = field(default_factory=Ranking)
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """[`ConfigurationError`] unless a setting is one of its choices."""
+    if value not in (choices := list(choices)):
+        raise ConfigurationError(f"`{name}` ({value!r}) must be one of {', '.join(map(repr, choices))}.")
+
+
+def make_policies(
+    schedule: str,
+    num_generations: int,
+    max_num_generations: int,
+    num_longest: int,
+    tail_pruning: bool = True,
+    long_end_patience: Patience = None,
+    selection: str | None = None,
+    batch_stop: BatchStop | None = None,
+    placement: Placement | None = None,
+) -> SchedulePolicies:
+    """
+    The policies of a schedule within one rollout. Which prompts go into it, and how many of them it waits for, is the
+    business of its [`RoundPolicy`].
+
+    Args:
+        schedule (`str`):
+            Name of the row: `"darts"`, `"grpo"`, `"tail_batching"`, `"partial_rollout"` or `"sorted"`.
+        num_generations (`int`):
+            M, the rows that each group yields.
+        max_num_generations (`int`):
+            M_up, the most candidates of a group.
+        num_longest (`int`):
+            L, how many rows are the longest complete ones.
+        tail_pruning (`bool`, *optional*, defaults to `True`):
+            Whether a group with M_up candidates stops at its M-th complete one.
+        long_end_patience (`float` or `"auto"`, *optional*):
+            Bound on the wait for the long end, see [`DualEnd`]. Defaults to `None`, unlike the config's `"auto"`.
+        selection (`str`, *optional*):
+            What is kept of a group's candidates: `"dual_end"`, `"uniform"` or `"all"`. Defaults to the schedule's own.
+        batch_stop ([`BatchStop`], *optional*):
+            Defaults to [`AllGroups`].
+        placement ([`Placement`], *optional*):
+            Defaults to [`LeastLoaded`].
+
+    Returns:
+        [`SchedulePolicies`]: One object per decision.
+
+    Raises:
+        [`ConfigurationError`]: If the schedule or the selection is unknown.
+    """
+    check_choice("schedule", schedule, SCHEDULES)
+    selection = selection or SCHEDULES[schedule]
+    check_choice("selection", selection, SELECTIONS)
+    stop: GroupStop = WaitForAll()
+    if selection != "all":
+        kind = DualEnd if selection == "dual_end" else UniformPool
+        stop = kind(num_generations, max_num_generations, num_longest, tail_pruning, long_end_patience)
+    return SchedulePolicies(stop, batch_stop or AllGroups(), placement or LeastLoaded())

@@ -131,45 +131,35 @@ class Sorted:
             n, batches that enter together.
         mode (`str`):
             What becomes of the rest when a batch is ready: `"on_policy"` begins it anew, `"partial"` keeps its tokens
-            (Section 3.2). `"post_hoc"` is the paper's ablation: all n batches are brought to their end under one
-            policy, and then sorted.
-        grouped (`bool`, *optional*, defaults to `True`):
-            Whether no new prompts are taken until all are used. `False` is the paper's ablation; it starves long ones.
-        order (`str`, *optional*, defaults to `"shortest"`):
-            Which of the complete prompts are trained on first, by mean length: `"shortest"` or `"longest"`; or
-            `"arrival"`.
+            (Section 3.2).
     """
 
     num_groups: int
     num_batches: int
     mode: str
-    grouped: bool = True
-    order: str = "shortest"
 
     def buffer(self) -> RolloutBuffer:
-        """One that keeps tokens, unless all is on-policy."""
-        sign = {"shortest": 1.0, "longest": -1.0, "arrival": 0.0}[self.order]
-        return RolloutBuffer(self.mode != "on_policy", lambda entry: sign * entry.mean_length)
+        """One that keeps tokens, unless all is on-policy. The shortest complete prompts are trained on first."""
+        return RolloutBuffer(self.mode != "on_policy", lambda entry: entry.mean_length)
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         """n batches once all are used; before that, none."""
-        used = self._in_use(buffer)
-        wanted = self.num_groups if used and self.grouped else self.num_groups * self.num_batches
-        return max(0, wanted - len(buffer))
+        return max(0, self._num_wanted(buffer) - len(buffer))
 
     def next(self, buffer: RolloutBuffer) -> Round:
-        """What is left of the n batches, or the next n. Waits for all of them in the ablation."""
+        """What is left of the n batches, or the next n."""
         used = self._in_use(buffer)
-        wanted = self.num_groups if used and self.grouped else self.num_groups * self.num_batches
         new = [entry for entry in buffer.select(Lifecycle.WAITING) if not entry.num_deferrals]
         entries = [entry for entry in used if entry.state is not Lifecycle.COMPLETE]
-        entries += new[: max(0, wanted - len(used))]
+        entries += new[: max(0, self._num_wanted(buffer) - len(used))]
         missing = self.num_groups - len(buffer.select(Lifecycle.COMPLETE))
         if missing <= 0:
             return Round([], self.num_groups, 0)
-        if self.mode == "post_hoc":
-            missing = len(entries)
         return Round(entries, self.num_groups, min(missing, len(entries)))
+
+    def _num_wanted(self, buffer: RolloutBuffer) -> int:
+        """Prompts in the buffer: n batches at the beginning, and one at the end of their use."""
+        return self.num_groups if self._in_use(buffer) else self.num_groups * self.num_batches
 
     def _in_use(self, buffer: RolloutBuffer) -> list[BufferEntry]:
         """Those that were in a rollout."""

@@ -14,29 +14,34 @@ duplicates and late ones among them):
 - nothing_outstanding: once `done`, no command waits for an answer.
 - same_trace_same_commands: decisions depend on the events alone.
 - settled_is_final: once a group's rows are chosen, no later event changes them.
-- dropped_or_complete: with `drop_failed_groups`, each group has its rows or the words of what went wrong with it.
+- dropped_or_complete: with `drop_failed_groups`, each group has its rows or the message of what went wrong with it.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ConfigurationError, GenerationError
-from .events import (
+from .ledger import ABORT, ABORTING, RUNNING, WAITING, Ledger
+from .policies import SchedulePolicies
+from .types import (
     Abort,
+    Candidate,
     CandidateEnded,
     CandidateFailed,
     Command,
     EngineJoined,
+    EngineLoad,
     EngineLost,
     EngineResized,
     Event,
+    Group,
+    GroupPlan,
+    GroupResult,
     RolloutExpired,
+    RolloutResult,
     TokensArrived,
 )
-from .ledger import ABORT, ABORTING, RUNNING, WAITING, Ledger
-from .policies import SchedulePolicies
-from .queue import SubmissionQueue
-from .types import Candidate, EngineLoad, Group, GroupPlan, GroupResult, RolloutResult
 
 
 # A candidate that has been lost with its engine so often, each time without a new token, is taken for the cause.
@@ -63,7 +68,7 @@ class Scheduler:
         self.drop_failed_groups = drop_failed_groups
         self.ledger = Ledger()
         self.error: str | None = None
-        self._queue = SubmissionQueue(self.ledger, policies.placement)
+        self._waiting: deque[Candidate] = deque()  # in the order in which they will be submitted
         self._settled: set[int] = set()  # group IDs
         self._ready: set[int] = set()  # settled, or with enough complete candidates; kept where a policy asks for it
         self._dropped: set[int] = set()
@@ -72,7 +77,7 @@ class Scheduler:
     @property
     def needs_progress(self) -> bool:
         """Whether engines must report tokens while they decode, not only ends."""
-        return self.policies.group_stop.needs_progress or self.policies.refill is not None
+        return self.policies.group_stop.needs_progress
 
     @property
     def done(self) -> bool:
@@ -105,14 +110,15 @@ class Scheduler:
                     f"`num_generations` ({self.num_generations}), the rows that it must yield."
                 )
             self.ledger.add_group(plan, now)
-        self._queue.extend([c for c in self.ledger.candidates if c.state is WAITING])
+        waiting = [c for c in self.ledger.candidates if c.state is WAITING]
+        self._waiting.extend(self.policies.placement.order(waiting))
         resumed = [group for group in self.ledger.groups.values() if group.plan.resumed]
         commands = [command for group in resumed for command in self._decide(group, now)]
-        return commands + self._dispatch(now)
+        return commands + self._submit(now)
 
     def handle(self, event: Event) -> list[Command]:
         """
-        Takes note of an event. Events that repeat, or that come after their candidate has ended, change nothing.
+        Handles an event. Events that repeat, or that come after their candidate has ended, change nothing.
 
         Args:
             event (`Event`):
@@ -131,8 +137,7 @@ class Scheduler:
             [`RolloutResult`]: The groups with their rows, and those that were deferred.
 
         Raises:
-            [`GenerationError`]: If the rollout failed, or every group was dropped. The message has the engine's own
-                words.
+            [`GenerationError`]: If the rollout failed, or every group was dropped. Includes the engine's message.
         """
         if not self.done:
             raise GenerationError(f"The rollout is not done: {self.ledger.num_open} candidates are still open.")
@@ -160,11 +165,7 @@ class Scheduler:
             return []
         if problem := self.ledger.append(candidate, event):
             return self._fail(candidate, problem, event.now)
-        commands = self._decide(self.ledger.groups[candidate.group_id], event.now)
-        refill = self.policies.refill
-        # A slow candidate shows by its length that there is time for others, and by nothing else.
-        news = refill is not None and refill.is_news(candidate.length)
-        return commands + self._dispatch(event.now) if news else commands
+        return self._decide(self.ledger.groups[candidate.group_id], event.now)
 
     def _on_ended(self, event: CandidateEnded) -> list[Command]:
         candidate = self.ledger.live(event.candidate_id, event.segment)
@@ -172,21 +173,15 @@ class Scheduler:
             return []
         problem = self.ledger.append(candidate, event)
         if problem is None and candidate.state is RUNNING:
-            aborted = event.finish_reason is ABORT
-            if aborted and candidate.shed:  # called back
-                self._queue.put_back([candidate], event.now)
-                return self._dispatch(event.now)
             if not candidate.tokens:
                 problem = "it ended without a single token"
-            elif aborted:
+            elif event.finish_reason is ABORT:
                 problem = "it was aborted, but not by this trainer"
         if problem:
             return self._fail(candidate, problem, event.now)
         self.ledger.finish(candidate, event.finish_reason, event.now)
         commands = self._decide(self.ledger.groups[candidate.group_id], event.now)
-        if self._queue.waiting or self.policies.refill is not None:
-            commands += self._dispatch(event.now)
-        return commands
+        return commands + self._submit(event.now)
 
     def _on_failed(self, event: CandidateFailed) -> list[Command]:
         candidate = self.ledger.live(event.candidate_id, event.segment)
@@ -201,33 +196,24 @@ class Scheduler:
         for candidate in orphans:
             if candidate.state is ABORTING:  # nobody waits for it: what is known of it will do
                 self.ledger.abort(candidate, event.now)
-        self._queue.put_back([c for c in orphans if c.state is RUNNING], event.now)
+        for candidate in reversed([c for c in orphans if c.state is RUNNING]):
+            self.ledger.requeue(candidate, event.now)
+            self._waiting.appendleft(candidate)  # it goes on elsewhere before any that has not begun
         commands: list[Command] = []
         for candidate in orphans:
             if candidate.num_fruitless > MAX_FRUITLESS and candidate.state is WAITING:
-                words = f"its engine was lost {candidate.num_fruitless} times in a row before a new token came"
-                commands += self._fail(candidate, f"{words}; {event.engine_id}: {event.error}", event.now)
-        return commands + self._dispatch(event.now)
+                message = f"its engine was lost {candidate.num_fruitless} times in a row before a new token came"
+                commands += self._fail(candidate, f"{message}; {event.engine_id}: {event.error}", event.now)
+        return commands + self._submit(event.now)
 
     def _on_engine_joined(self, event: EngineJoined) -> list[Command]:
         self.ledger.engines.setdefault(event.engine_id, EngineLoad(event.engine_id, event.capacity))
-        return self._dispatch(event.now)
+        return self._submit(event.now)
 
     def _on_engine_resized(self, event: EngineResized) -> list[Command]:
-        engine = self.ledger.engines.get(event.engine_id)
-        if engine is None:
-            return []
-        engine.capacity = event.capacity
-        # An engine that takes none at all is being drained: what it has goes on.
-        surplus = engine.num_running - event.capacity if event.capacity else 0
-        running = [c for c in self.ledger.candidates if c.engine_id == event.engine_id and c.state is RUNNING]
-        surplus -= sum(c.shed for c in running)
-        if surplus <= 0:
-            return self._dispatch(event.now)
-        youngest = sorted((c for c in running if not c.shed), key=lambda c: c.length)[:surplus]
-        for candidate in youngest:
-            candidate.shed = True
-        return [Abort(c.candidate_id, event.engine_id, c.segment) for c in youngest]
+        if (engine := self.ledger.engines.get(event.engine_id)) is not None:
+            engine.capacity = event.capacity
+        return self._submit(event.now)
 
     def _on_expired(self, event: RolloutExpired) -> list[Command]:
         if self.drop_failed_groups:
@@ -277,15 +263,27 @@ class Scheduler:
         self._settled.add(group.group_id)
         self._ready.add(group.group_id)
 
-    def _dispatch(self, now: float) -> list[Command]:
-        """Submits waiting candidates as far as there is room, after adding those that the schedule wants on top."""
-        refill = self.policies.refill
-        if refill is not None and not self._harvested and self.error is None:
-            ledger = self.ledger
-            for group_id in refill.extra(ledger.groups.values(), ledger.num_open):
-                if not ledger.groups[group_id].closed:
-                    self._queue.extend([ledger.add_candidate(ledger.groups[group_id])])
-        return self._queue.submit(now)
+    def _submit(self, now: float) -> list[Command]:
+        """Submits as many waiting candidates as there is room for."""
+        waiting = self._waiting
+        if not waiting:
+            return []
+        commands: list[Command] = []
+        engines = list(self.ledger.engines.values())
+        passed: list[Candidate] = []  # that wait for an engine of their own, while others have room
+        while waiting:
+            candidate = waiting[0]
+            if candidate.state is WAITING:
+                engine_id = self.policies.placement.choose(candidate, engines)
+                if engine_id is not None:
+                    commands.append(self.ledger.submit(candidate, engine_id, now))
+                elif any(engine.has_room for engine in engines):
+                    passed.append(candidate)
+                else:
+                    break
+            waiting.popleft()  # submitted just now, passed over, or called off before it could be submitted
+        waiting.extendleft(reversed(passed))
+        return commands
 
     def _abort(self, candidates: Sequence[Candidate], now: float) -> list[Command]:
         return [
@@ -300,15 +298,15 @@ class Scheduler:
     def _fail(self, candidate: Candidate, problem: str, now: float) -> list[Command]:
         if candidate.state is ABORTING:  # it was not wanted any more
             self.ledger.abort(candidate, now)
-            return self._dispatch(now)
+            return self._submit(now)
         where = f"candidate {candidate.index} of prompt {candidate.group_id} on {candidate.engine_id}"
-        words = f"Generation failed for {where}: {problem}"
+        message = f"Generation failed for {where}: {problem}"
         self.ledger.lose(candidate, now)
         if self.drop_failed_groups:
-            return self._drop(self.ledger.groups[candidate.group_id], words, now) + self._dispatch(now)
-        return self._end_with(words, now)
+            return self._drop(self.ledger.groups[candidate.group_id], message, now) + self._submit(now)
+        return self._end_with(message, now)
 
-    def _drop(self, group: Group, words: str, now: float) -> list[Command]:
+    def _drop(self, group: Group, message: str, now: float) -> list[Command]:
         """Goes on without what is unfinished of a group, and without the group unless it has enough."""
         commands = self._abort(group.unfinished, now)
         if group.closed or self._harvested or self.error is not None:
@@ -316,18 +314,18 @@ class Scheduler:
         if group.num_complete >= self.num_generations:
             self._settle(group)
         else:
-            group.error = words
+            group.error = message
             self._ready.discard(group.group_id)
             self._dropped.add(group.group_id)
             if len(self._dropped) == len(self.ledger.groups):  # there is nothing to train on
-                self.error = words
+                self.error = message
                 return commands
         return commands + self._harvest(now)
 
-    def _end_with(self, words: str, now: float) -> list[Command]:
+    def _end_with(self, message: str, now: float) -> list[Command]:
         """Ends the rollout: a group of it can't be completed."""
         if self.error is None:
-            self.error = words
+            self.error = message
         return self._abort_unfinished(now)
 
 

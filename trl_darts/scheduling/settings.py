@@ -1,16 +1,28 @@
-"""What a schedule can be told. The trainer's config and the simulator share it, and so refuse the same."""
+"""
+The settings of a schedule: declared, documented, checked and turned into policies here, and nowhere else. The
+trainer's config inherits them, the simulator uses them by themselves.
+"""
 
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
-from .policies import AUTO, Patience, Ranking, Refill, SchedulePolicies
-from .refill import BubbleFilling
+from .placement import LengthRanked, LongestFirst
+from .policies import (
+    AUTO,
+    SCHEDULES,
+    SELECTIONS,
+    BatchStop,
+    Placement,
+    SchedulePolicies,
+    check_choice,
+    make_policies,
+)
 from .rounds import PartialRollout, RoundPolicy, Sorted, TailBatching
-from .schedules import SCHEDULES, make_policies
-from .setting_checks import check_schedule, check_settings
 
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
@@ -18,73 +30,250 @@ DEFAULT_REDUNDANCY = 1.5
 # A response that was aborted or cut off is taken to be at most this many times as long as the limit. At the limit
 # itself, a prompt whose responses are all cut off would look calm.
 HORIZON = 2
-# Of settings that mean something with one schedule only.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "tail_batching": {"prompt_oversampling": 1.25},
-    "partial_rollout": {"prompt_oversampling": 2.0, "max_partial_age": 4},
-    "sorted": {
-        "sorted_group_batches": 4,
-        "sorted_mode": "on_policy",
-        "sorted_grouped": True,
-        "sorted_order": "shortest",
-    },
+SORTED_MODES = ("on_policy", "partial")
+# Settings that mean something with some schedules only, and their defaults there.
+SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "prompt_oversampling": {"tail_batching": 1.25, "partial_rollout": 2.0},
+    "max_partial_age": {"partial_rollout": 4},
+    "mask_stale_after": {"partial_rollout": None, "sorted": None},
+    "sorted_group_batches": {"sorted": 4},
+    "sorted_mode": {"sorted": "on_policy"},
 }
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class ScheduleSettings:
     """
-    The settings of a schedule; see the fields of the same names of [`DARTSGRPOConfig`].
+    What shapes rollouts: what is sampled, what is waited for and what is kept. The symbols in brackets are those of
+    [DARTS](https://huggingface.co/papers/2605.30859). Each field's help says what it means.
 
     Raises:
         [`ConfigurationError`]: If a setting can't work. Names it, its value, the rule and a remedy.
     """
 
-    schedule: str = "darts"
-    num_generations: int = 8
-    max_num_generations: int = None  # type: ignore[assignment]  # the default depends on others
-    target_redundancy: float = None  # type: ignore[assignment]
-    redundancy_cost_weight: float | None = None
-    length_ema: float = 0.5
-    num_longest: int = 1
-    tail_pruning: bool = True
-    long_end_patience: Patience = AUTO
-    selection: str = None  # type: ignore[assignment]
-    fill_bubbles: bool = False
-    prompt_oversampling: float | None = None
-    max_partial_age: int | None = None
-    mask_stale_after: int | None = None
-    sorted_group_batches: int | None = None
-    sorted_mode: str | None = None
-    sorted_grouped: bool | None = None
-    sorted_order: str | None = None
-    length_ranked: bool = None  # type: ignore[assignment]
-    num_long_servers: int = 0
-    long_share: float = 0.1
+    # Before `num_generations`, for those who give them by position.
+    schedule: str = _setting(
+        "darts",
+        "Which system decides about rollouts, see docs/schedules.md. 'darts' samples up to `max_num_generations` "
+        "candidates per prompt and keeps the shortest and the longest complete ones; 'grpo' samples and keeps "
+        "`num_generations`, as TRL does; 'tail_batching' defers the slowest prompts to rounds of their own; "
+        "'partial_rollout' goes on with unfinished candidates in the next step; 'sorted' takes several batches at "
+        "once and trains on those first that finish first.",
+    )
+    num_generations: int = _setting(8, "Number of generations per prompt that are trained on [M].")
+
+    # What is sampled
+    max_num_generations: int = _setting(
+        None, "Most candidates of one prompt [M_up]. Defaults to twice `num_generations`."
+    )
+    target_redundancy: float = _setting(
+        None,
+        "Candidates per row trained on, on average over a batch, while response lengths spread as they did in the "
+        "first steps [M_total / (N·M)]. The budget follows their spread from there. Between 1 and "
+        "`max_num_generations / num_generations`. Defaults to 1.5, or to the upper end where that is less.",
+    )
+    redundancy_cost_weight: float | None = _setting(
+        None,
+        "Weight of rollout time, in seconds, against variety in the budget [λ]. A larger one makes the budget "
+        "smaller. Needs `latency_curve`, and replaces `target_redundancy`. Unset, the budget is that of "
+        "`target_redundancy`.",
+    )
+    length_ema: float = _setting(0.5, "Weight of the newest observation in the moving averages of response lengths.")
+
+    # What is waited for and kept
+    num_longest: int = _setting(
+        1,
+        "How many of a prompt's `num_generations` rows are its longest complete candidates [L]. The others are its "
+        "shortest ones.",
+    )
+    tail_pruning: bool = _setting(
+        True,
+        "Whether a prompt that was given `max_num_generations` candidates stops at its `num_generations`-th complete "
+        "one, keeps those and aborts the rest.",
+    )
+    # In this order, `str` is what a command line's value is: `HfArgumentParser` takes the type in the middle.
+    long_end_patience: float | str | None = _setting(
+        AUTO,
+        "Bound on the wait for the long end. With 'auto', a prompt that has `num_generations` complete candidates "
+        "goes on as long as another prompt is still short of them, and no longer. A number, at least 1, aborts those "
+        "that reach this many times the `num_generations`-th shortest complete length. None ('none' on a command "
+        "line), the paper's rule, waits for the whole pool of every prompt that `tail_pruning` does not stop.",
+    )
+    selection: str = _setting(
+        None,
+        "What is kept of a prompt's candidates: 'dual_end', the shortest and the longest complete ones; 'uniform', "
+        "those that came to an end, whatever their length; 'all', where no more are sampled than are kept. Defaults "
+        "to 'dual_end' with `schedule='darts'` and to 'all' otherwise. Tail batching, partial rollouts and sorted "
+        "batches can be combined with any.",
+    )
+
+    # Which prompts go into a batch
+    prompt_oversampling: float | None = _setting(
+        None,
+        "Prompts that are started for each that is trained on, with 'tail_batching' (defaults to 1.25) and "
+        "'partial_rollout' (defaults to 2).",
+    )
+    max_partial_age: int | None = _setting(
+        None,
+        "Rollouts that may end without a prompt of 'partial_rollout' once it is in flight; the next one waits for "
+        "it. Defaults to 4.",
+    )
+    mask_stale_after: int | None = _setting(
+        None,
+        "Tokens that were sampled by a policy more than this many optimizer steps old have no weight in the loss. "
+        "Only with schedules that keep tokens. Unset, all are trained on, with TRL's importance sampling correction.",
+    )
+    sorted_group_batches: int | None = _setting(
+        None, "Batches of prompts that enter together with 'sorted'. Defaults to 4."
+    )
+    sorted_mode: str | None = _setting(
+        None,
+        "What becomes of unfinished prompts with 'sorted': 'on_policy' begins them anew, 'partial' goes on with their "
+        "tokens. Defaults to 'on_policy'.",
+    )
+
+    # Where candidates run
+    length_ranked: bool = _setting(
+        None,
+        "Whether candidates are submitted in the order of their expected lengths, longest first. Defaults to true but "
+        "for `schedule='grpo'`.",
+    )
+    num_long_servers: int = _setting(
+        0, "How many of several vLLM servers take nothing but the candidates that are expected to be longest."
+    )
+    long_share: float = _setting(0.1, "Share of candidates that `num_long_servers` are for.")
 
     def __post_init__(self) -> None:
-        patience: Any = self.long_end_patience  # words of a command line
-        if isinstance(patience, str) and patience.replace(".", "", 1).isdigit():
+        patience = self.long_end_patience
+        if isinstance(patience, str) and patience.replace(".", "", 1).isdigit():  # of a command line
             self.long_end_patience = float(patience)
         elif patience == "none":
             self.long_end_patience = None
-        check_schedule(self)
+        self._check_schedule()
+        self._fill_in()
+        self._check_selection()
+        self._check_patience()
+        self._check_budget()
+        self._check_rounds()
+        self._check_placement()
+
+    def _check_schedule(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        if self.num_generations < 1:
+            raise ConfigurationError(f"`num_generations` ({self.num_generations}) must be at least 1.")
+        for name, defaults in SCHEDULE_DEFAULTS.items():
+            value = getattr(self, name)
+            if value is not None and self.schedule not in defaults:
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) has no effect with `schedule` ({self.schedule!r}). Leave it unset, or set "
+                    f"`schedule` to {' or '.join(map(repr, defaults))}."
+                )
+
+    def _fill_in(self) -> None:
         if self.max_num_generations is None:
             self.max_num_generations = 2 * self.num_generations
         if self.target_redundancy is None:
             self.target_redundancy = min(DEFAULT_REDUNDANCY, self.max_num_generations / self.num_generations)
         if self.length_ranked is None:
             self.length_ranked = self.schedule != "grpo"
-        defaults = {"selection": SCHEDULES[self.schedule], **DEFAULTS.get(self.schedule, {})}
-        for name, value in defaults.items():
+        if self.selection is None:
+            self.selection = SCHEDULES[self.schedule]
+        for name, defaults in SCHEDULE_DEFAULTS.items():
             if getattr(self, name) is None:
-                setattr(self, name, value)
-        check_settings(self)
+                setattr(self, name, defaults.get(self.schedule))
 
-    @classmethod
-    def of(cls, config: Any) -> "ScheduleSettings":
-        """Those of an object that has them all, such as a [`DARTSGRPOConfig`]."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+    def _check_selection(self) -> None:
+        schedule, selection = self.schedule, self.selection
+        check_choice("selection", selection, SELECTIONS)
+        if (schedule == "grpo") != (selection == "all") and schedule in ("grpo", "darts"):
+            other = {"grpo": "darts", "darts": "grpo"}[schedule]
+            raise ConfigurationError(
+                f"`selection` ({selection!r}) does not go with `schedule` ({schedule!r}), which "
+                f"{'keeps all that it samples' if schedule == 'grpo' else 'samples more than it keeps'}. Set "
+                f"`schedule={other!r}`, or leave `selection` unset."
+            )
+        if self.max_num_generations < self.num_generations:
+            raise ConfigurationError(
+                f"`max_num_generations` ({self.max_num_generations}) must be at least `num_generations` "
+                f"({self.num_generations}). Raise it, or leave it unset for 2 × `num_generations`."
+            )
+        if not 0 <= self.num_longest < self.num_generations:
+            raise ConfigurationError(
+                f"`num_longest` ({self.num_longest}) must be at least 0 and less than `num_generations` "
+                f"({self.num_generations}): the other rows are the shortest ones. The paper uses 1."
+            )
+
+    def _check_patience(self) -> None:
+        patience = self.long_end_patience
+        if patience in (None, AUTO):  # where all is kept, both mean the same: what is wanted is waited for
+            return
+        if isinstance(patience, str):
+            raise ConfigurationError(f"`long_end_patience` ({patience!r}) must be a number, 'auto' or None.")
+        if not (patience or 0) >= 1:
+            raise ConfigurationError(
+                f"`long_end_patience` ({patience}) must be at least 1, in multiples of the `num_generations`-th "
+                "shortest complete length. Set it to None for the paper's rule, which has no bound."
+            )
+        if self.selection == "all" and self.schedule != "grpo":
+            raise ConfigurationError(
+                f"`long_end_patience` ({patience!r}) has no effect with `selection` ('all'): all candidates are "
+                "wanted. Leave it unset, or set `selection='dual_end'`."
+            )
+
+    def _check_budget(self) -> None:
+        highest = self.max_num_generations / self.num_generations
+        if not 1 <= self.target_redundancy <= highest:
+            raise ConfigurationError(
+                f"`target_redundancy` ({self.target_redundancy}) must be between 1 and `max_num_generations` / "
+                f"`num_generations` ({highest:g}). Lower it, or raise `max_num_generations`."
+            )
+        if self.redundancy_cost_weight is not None and not 0 < self.redundancy_cost_weight < math.inf:
+            raise ConfigurationError(
+                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) must be positive and finite. Leave it "
+                "unset for a budget by `target_redundancy`."
+            )
+        if not 0 < self.length_ema <= 1:
+            raise ConfigurationError(
+                f"`length_ema` ({self.length_ema}) must be greater than 0 and at most 1, the weight of the newest "
+                "observation."
+            )
+
+    def _check_rounds(self) -> None:
+        oversampling = self.prompt_oversampling
+        if oversampling is not None and not 1 < oversampling < math.inf:
+            raise ConfigurationError(
+                f"`prompt_oversampling` ({oversampling}) must be greater than 1: the prompts started for each that is "
+                "trained on."
+            )
+        for name, low in (("max_partial_age", 1), ("mask_stale_after", 0), ("sorted_group_batches", 2)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigurationError(f"`{name}` ({value}) must be at least {low}.")
+        if self.schedule == "sorted":
+            check_choice("sorted_mode", self.sorted_mode, SORTED_MODES)
+        if self.mask_stale_after is not None and not self.keeps_tokens:
+            raise ConfigurationError(
+                f"`mask_stale_after` ({self.mask_stale_after}) has no effect with `sorted_mode` "
+                f"({self.sorted_mode!r}): all tokens are of the newest policy. Leave it unset."
+            )
+
+    def _check_placement(self) -> None:
+        if self.num_long_servers < 0:
+            raise ConfigurationError(f"`num_long_servers` ({self.num_long_servers}) must not be negative.")
+        if not 0 < self.long_share < 1:
+            raise ConfigurationError(
+                f"`long_share` ({self.long_share}) must be between 0 and 1: the share of candidates that "
+                "`num_long_servers` are for."
+            )
+        if self.num_long_servers and not self.length_ranked:
+            raise ConfigurationError(
+                f"`num_long_servers` ({self.num_long_servers}) needs `length_ranked=True`: the candidates for those "
+                "servers are those that are expected to be longest."
+            )
 
     @property
     def over_provisions(self) -> bool:
@@ -94,45 +283,43 @@ class ScheduleSettings:
     @property
     def keeps_tokens(self) -> bool:
         """Whether what is unfinished when a batch is ready goes on in the next rollout."""
-        return self.schedule == "partial_rollout" or self.sorted_mode in ("partial", "post_hoc")
+        return self.schedule == "partial_rollout" or self.sorted_mode == "partial"
 
-    @property
-    def policies(self) -> SchedulePolicies:
-        """The policy objects that these settings stand for."""
-        policies = make_policies(
-            self.schedule,
-            num_generations=self.num_generations,
-            max_num_generations=self.max_num_generations,
-            num_longest=self.num_longest,
-            tail_pruning=self.tail_pruning,
-            long_end_patience=self.long_end_patience,
-            selection=self.selection,
-        )
-        return replace(
-            policies, ranking=Ranking(self.num_long_servers, self.long_share) if self.length_ranked else None
-        )
-
-    def refill(self, latency_curve: LatencyCurve | None, num_engines: int = 1) -> Refill | None:
+    def policies(
+        self,
+        expected_lengths: Sequence[float] | None = None,
+        batch_stop: BatchStop | None = None,
+        placement: Placement | None = None,
+    ) -> SchedulePolicies:
         """
-        The policy that adds candidates during a rollout, with `fill_bubbles`.
+        The policies of one rollout, complete.
 
         Args:
-            latency_curve ([`LatencyCurve`], *optional*):
-                Of one engine.
-            num_engines (`int`, *optional*, defaults to `1`):
-                Engines that decode a batch together.
-
-        Raises:
-            [`ConfigurationError`]: If there is no curve.
+            expected_lengths (`Sequence[float]` of shape `(N,)`, *optional*):
+                Tokens that a candidate of each group is expected to have, NaN where nothing is known. With
+                `length_ranked`, the longest start first.
+            batch_stop ([`BatchStop`], *optional*):
+                When the rollout ends. Defaults to the end of all groups; see [`Round`].
+            placement ([`Placement`], *optional*):
+                Where candidates run, if that is decided already.
         """
-        if not self.fill_bubbles:
-            return None
-        if latency_curve is None:
-            raise ConfigurationError(
-                "`fill_bubbles` (True) needs `latency_curve`, which says when engines have room. Measure one with "
-                "`trl-darts profile`."
+        if placement is None and self.length_ranked and expected_lengths is not None:
+            placement = (
+                LengthRanked(expected_lengths, self.num_long_servers, self.long_share)
+                if self.num_long_servers
+                else LongestFirst(expected_lengths)
             )
-        return BubbleFilling(num_engines * latency_curve.knee(), self.max_num_generations)
+        return make_policies(
+            self.schedule,
+            self.num_generations,
+            self.max_num_generations,
+            self.num_longest,
+            self.tail_pruning,
+            self.long_end_patience,
+            self.selection,
+            batch_stop,
+            placement,
+        )
 
     def rounds(self, num_groups: int) -> RoundPolicy | None:
         """
@@ -147,13 +334,7 @@ class ScheduleSettings:
         if self.schedule == "partial_rollout":
             return PartialRollout(num_groups, self.prompt_oversampling or 0.0, self.max_partial_age or 0)
         if self.schedule == "sorted":
-            return Sorted(
-                num_groups,
-                self.sorted_group_batches or 0,
-                self.sorted_mode or "",
-                bool(self.sorted_grouped),
-                self.sorted_order or "",
-            )
+            return Sorted(num_groups, self.sorted_group_batches or 0, self.sorted_mode or "")
         return None
 
     def tracker(self, max_completion_length: int) -> LengthTracker:
@@ -176,21 +357,21 @@ class ScheduleSettings:
             tracker ([`LengthTracker`]):
                 What is known of response lengths.
             latency_curve ([`LatencyCurve`], *optional*):
-                Of one engine; see [`BudgetController`].
+                Of one engine. Needed with `redundancy_cost_weight`.
             num_engines (`int`, *optional*, defaults to `1`):
                 Engines that decode a batch together.
 
-        Returns:
-            [`AdmissionPolicy`]: A new one.
+        Raises:
+            [`ConfigurationError`]: If the curve is needed and missing.
         """
-        if not self.over_provisions or self.fill_bubbles:
+        if not self.over_provisions:
             return UniformAdmission(self.num_generations, tracker if self.length_ranked else None)
         budget = BudgetController(
-            num_generations=self.num_generations,
-            max_num_generations=self.max_num_generations,
-            target_redundancy=self.target_redundancy,
-            cost_weight=self.redundancy_cost_weight,
-            latency_curve=latency_curve,
-            num_engines=num_engines,
+            self.num_generations,
+            self.max_num_generations,
+            self.target_redundancy,
+            self.redundancy_cost_weight,
+            latency_curve,
+            num_engines,
         )
-        return VarianceAdmission(tracker, budget, self.num_generations, self.max_num_generations)
+        return VarianceAdmission(tracker, budget)

@@ -1,5 +1,5 @@
 """
-The nouns of a rollout: candidates, groups, engines and results.
+The nouns of a rollout: candidates, groups, engines, results, events and commands.
 
 A *group* is one prompt and all the answers sampled for it. A *candidate* is one of those answers. `num_generations` of
 a group's candidates become the rows that TRL trains on.
@@ -7,7 +7,7 @@ a group's candidates become the rows that TRL trains on.
 ```
 WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FINISHED
    │                          ├── Abort ──▶ ABORTING ──▶ ABORTED
-   │◀──engine lost, or shed───┤
+   │◀───── engine lost ───────┤
    │                          └── can't be completed ──▶ LOST
    └── not wanted any more ──▶ ABORTED
 ```
@@ -51,9 +51,8 @@ class Candidate:
 
     `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the
     engine gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
-    `num_fruitless` counts the submissions in a row that were lost without a new token. `shed` marks one that is called
-    back from an engine that is full, to wait for room. `started` and `ended` are when it was submitted first and when
-    it ended, in seconds.
+    `num_fruitless` counts the submissions in a row that were lost without a new token. `started` and `ended` are when
+    it was submitted first and when it ended, in seconds.
     """
 
     candidate_id: int
@@ -68,7 +67,6 @@ class Candidate:
     num_prior: int = 0  # tokens that it had when it was submitted last
     expected_rest: float = 0.0  # tokens that it was expected to need then
     num_fruitless: int = 0
-    shed: bool = False
     started: float | None = None
     ended: float | None = None
 
@@ -142,8 +140,8 @@ class GroupPlan:
 @dataclass(slots=True)
 class Group:
     """
-    One prompt and its candidates. The counters are kept by the scheduler, so that policies decide in O(1). `error` has
-    the words of the engine where the group was dropped because it can't be completed.
+    One prompt and its candidates. The counters are kept by the scheduler, so that policies decide in O(1). `error` is
+    the engine's message where the group was dropped because it can't be completed.
     """
 
     plan: GroupPlan
@@ -236,7 +234,7 @@ class GroupResult:
 class RolloutResult:
     """
     What a rollout yielded: the groups in the order in which they were given, and how many candidates ran over time.
-    `num_resumed` counts submissions that had to be made again because an engine was lost or full. `dropped` has, by
+    `num_resumed` counts submissions that had to be made again because an engine was lost. `dropped` has, by
     `group_id`, why a group could not be completed; there are none unless `drop_failed_groups` is set.
     """
 
@@ -245,3 +243,106 @@ class RolloutResult:
     timeline: Timeline
     num_resumed: int = 0
     dropped: dict[int, str] = field(default_factory=dict)
+
+
+# What engines report, and what they are told. `now` is in seconds on the engine's clock; `segment` is that of the
+# command which an event answers.
+
+
+@dataclass(slots=True)
+class TokensArrived:
+    """New tokens of a running candidate. `offset` is how many it had before, so that a repeated chunk does no harm."""
+
+    candidate_id: int
+    segment: int
+    offset: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None
+    now: float
+
+
+@dataclass(slots=True)
+class CandidateEnded:
+    """A candidate stopped decoding, with its last tokens (those after `offset`)."""
+
+    candidate_id: int
+    segment: int
+    offset: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None
+    finish_reason: FinishReason
+    now: float
+
+
+@dataclass(slots=True)
+class CandidateFailed:
+    """An engine refused a candidate or broke while decoding it; `error` is its own message."""
+
+    candidate_id: int
+    segment: int
+    error: str
+    now: float
+
+
+@dataclass(slots=True)
+class EngineLost:
+    """An engine is gone, with everything that it was decoding. What it decoded goes on elsewhere, or waits."""
+
+    engine_id: str
+    error: str
+    now: float
+
+
+@dataclass(slots=True)
+class EngineJoined:
+    """An engine is ready to take candidates."""
+
+    engine_id: str
+    now: float
+    capacity: int | None = None
+
+
+@dataclass(slots=True)
+class EngineResized:
+    """
+    An engine takes more candidates at once than before, or fewer: 0 while it is drained. What it decodes goes on.
+    """
+
+    engine_id: str
+    capacity: int | None
+    now: float
+
+
+@dataclass(slots=True)
+class RolloutExpired:
+    """Nothing more will come: a deadline has passed, or no engine is left. `error` says what."""
+
+    error: str
+    now: float
+
+
+Event = TokensArrived | CandidateEnded | CandidateFailed | EngineLost | EngineJoined | EngineResized | RolloutExpired
+
+
+@dataclass(slots=True)
+class Submit:
+    """Decode a candidate, after its `prior_tokens` where there are any."""
+
+    candidate_id: int
+    group_id: int
+    index: int
+    engine_id: str
+    segment: int
+    prior_tokens: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Abort:
+    """Stop decoding a candidate and report what it has."""
+
+    candidate_id: int
+    engine_id: str
+    segment: int
+
+
+Command = Submit | Abort

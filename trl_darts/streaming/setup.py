@@ -59,7 +59,7 @@ def make_streams(trainer: Any) -> Streams:
         )
     if args.stream_rewards:
         # No cycle: what it has started ends with the trainer.
-        rewards = RewardStream(weakref.proxy(trainer), args.stream_reward_timeout_s, args.stream_reward_processes)
+        rewards = RewardStream(weakref.proxy(trainer), args.stream_reward_timeout_s)
         weakref.finalize(trainer, rewards.close)
     return Streams(log_probs, rewards, args.num_generations, **where)
 

@@ -26,7 +26,7 @@ def run_dir(server, model_dir, tmp_path_factory):
     args = server_args(out, server, save_rollout_trace=True, **fields)
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(10))
     trainer.train()
-    return out, args.schedule_settings
+    return out, args
 
 
 def test_what_was_recorded_comes_back(run_dir):

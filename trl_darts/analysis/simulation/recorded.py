@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigurationError
-from ...scheduling import Admission, FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
+from ...scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
 from .cluster import SimulatedCluster
 from .engine import ClusterSpec
 from .workload import ENDLESS, RecordedLengths, Workload
@@ -126,11 +126,8 @@ class RecordedRollout:
                 "prompts were added. Replay a run of 'grpo' or 'darts', or simulate this run's workload."
             )
         known = [plan.expected_length for plan in self.plans if plan.expected_length is not None]
-        admission = Admission(
-            [plan.num_candidates for plan in self.plans],
-            expected_lengths=known if len(known) == len(self.plans) else None,
-        )
-        scheduler = Scheduler(admission.ordered(settings.policies), settings.num_generations)
+        policies = settings.policies(known if len(known) == len(self.plans) else None)
+        scheduler = Scheduler(policies, settings.num_generations)
         return SimulatedCluster(cluster).run(scheduler, self.plans, self.lengths, max_length)
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from ...errors import ConfigurationError
 from ...scheduling import SCHEDULES, ScheduleSettings
-from ...scheduling.setting_checks import BELONGS_TO
+from ...scheduling.settings import SCHEDULE_DEFAULTS
 
 
 # Settings that mean something only where more is sampled of a prompt than is kept.
@@ -62,7 +62,6 @@ def _value(name: str, word: str) -> Any:
     constants: dict[str, Any] = {"none": None} if NoneType in kinds else {}
     if bool in kinds:
         constants |= {"true": True, "false": False}
-    constants |= {choice: choice for kind in kinds for choice in get_args(kind)}  # of a `Literal`
     if word in constants:
         return constants[word]
     for kind in (int, float, str):
@@ -119,7 +118,8 @@ def settings_of(
                 settings[label] = ScheduleSettings(schedule, **{"num_generations": num_generations, **own})
     if idle:
         name, value = min(idle, key=str)
-        others = f", or add {' or '.join(map(repr, BELONGS_TO[name]))} to the schedules" if name in BELONGS_TO else ""
+        belongs_to = " or ".join(map(repr, SCHEDULE_DEFAULTS.get(name, ())))
+        others = f", or add {belongs_to} to the schedules" if belongs_to else ""
         raise ConfigurationError(
             f"`--sweep` ({name}={value}) has no effect with `--schedule` ({', '.join(schedules)}) and the other "
             f"values. Leave it out{others}."
@@ -131,8 +131,8 @@ def _has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
     """Whether a value that is given changes what a schedule does, beside the other values."""
     if name == "num_generations":
         return True
-    if name in BELONGS_TO or schedule == "grpo":
-        return schedule in BELONGS_TO.get(name, ())
+    if name in SCHEDULE_DEFAULTS or schedule == "grpo":
+        return schedule in SCHEDULE_DEFAULTS.get(name, ())
     if name == "selection":
         return (schedule, given[name]) != ("darts", "all")
     selects = schedule == "darts" or given.get("selection", SCHEDULES[schedule]) != "all"

@@ -16,7 +16,7 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 import numpy as np
@@ -155,7 +155,6 @@ class SimulatedTraining:
         self.cluster = SimulatedCluster(cluster)
         tracker = settings.tracker(workload.max_completion_length)
         self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines)
-        self.policies = settings.policies
         self.log_shift = 0.0  # what training has done to all log-lengths, see `Workload.shaping`
 
     def run(self, num_steps: int) -> SimulatedRun:
@@ -183,7 +182,7 @@ class SimulatedTraining:
     def outcomes(self) -> Iterator[StepOutcome]:
         """One optimizer step after the other, without end."""
         for outcome in self._steps():
-            self.admission.observe(outcome.observed, outcome.occupancy.seconds)
+            self.admission.observe(outcome.observed)
             if self.workload.shaping:
                 self.log_shift += self.workload.shaping * outcome.selection_effect
             yield outcome
@@ -195,10 +194,8 @@ class SimulatedTraining:
         lengths: list[list[int]],
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
-        """One rollout; `batch_stop` replaces the schedule's."""
-        policies = admission.ordered(self.policies)
-        if batch_stop is not None:
-            policies = replace(policies, batch_stop=batch_stop)
+        """One rollout. It ends with all of its groups, unless `batch_stop` says otherwise."""
+        policies = self.settings.policies(admission.expected_lengths, batch_stop)
         scheduler = Scheduler(policies, self.settings.num_generations)
         return self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
 

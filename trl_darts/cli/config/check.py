@@ -112,11 +112,10 @@ def _check(path: Path, place: _Place) -> bool:
 
 def _batch_rows(recipe: Recipe) -> dict[str, str]:
     plan, config = recipe.plan, recipe.config
-    settings = config.schedule_settings
     # Schedules that start more prompts than they train on do so with every generation.
-    more = (settings.prompt_oversampling or 1) * (settings.sorted_group_batches or 1)
+    more = (config.prompt_oversampling or 1) * (config.sorted_group_batches or 1)
     least = round(plan.generation_batch_size * more)
-    target = settings.target_redundancy if settings.over_provisions else 1
+    target = config.target_redundancy if config.over_provisions else 1
     most = round(least * config.pool_ratio)
     return {
         "processes": f"{plan.num_processes}",
