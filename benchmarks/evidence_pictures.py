@@ -20,7 +20,7 @@ from benchmarks.reward_summary import (
     smooth_known,
     style,
 )
-from trl_darts.plots import save_light_and_dark, smooth
+from trl_darts.analysis.plots import save_picture, smooth
 
 
 COLORS = {
@@ -60,7 +60,7 @@ RIGHT, WRONG = "C1", "C2"
 
 def draw_training(runs: Runs, path: Path) -> None:
     """Reward against steps and against time, mean and p99 of lengths; a row of panels for each question."""
-    save_light_and_dark(lambda: _training(runs), path, DPI)
+    save_picture(lambda: _training(runs), path, DPI)
 
 
 def _training(runs: Runs) -> Any:
@@ -89,7 +89,7 @@ def _training(runs: Runs) -> Any:
 
 def draw_waits(prompts: Mapping[str, Runs], path: Path) -> None:
     """Tokens that each step waited for, one panel for each kind of prompts."""
-    save_light_and_dark(lambda: _waits(prompts), path, DPI)
+    save_picture(lambda: _waits(prompts), path, DPI)
 
 
 def _waits(prompts: Mapping[str, Runs]) -> Any:
@@ -109,7 +109,7 @@ def _waits(prompts: Mapping[str, Runs]) -> Any:
 
 def draw_distributions(before: Mapping[str, Mapping[str, Answers]], runs: Runs, path: Path) -> None:
     """Lengths of right and wrong answers to held-out prompts; a row of panels for each family."""
-    save_light_and_dark(lambda: _distributions(before, runs), path, DPI)
+    save_picture(lambda: _distributions(before, runs), path, DPI)
 
 
 def _distributions(before: Mapping[str, Mapping[str, Answers]], runs: Runs) -> Any:

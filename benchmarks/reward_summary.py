@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_darts.analysis.plots import save_picture, smooth
 from trl_darts.errors import ConfigurationError
-from trl_darts.plots import save_light_and_dark, smooth
 
 
 LAST = 20  # steps that count as the end of a training
@@ -187,7 +187,7 @@ def median_ratio(pairs: Sequence[tuple[Run, Run]], cost: Callable[[Run], float])
 
 def draw(runs: Runs, path: Path) -> None:
     """Reward against rollout time and against steps, and p99 of lengths; one row of panels for each family."""
-    save_light_and_dark(lambda: _panels(runs), path, dpi=130)
+    save_picture(lambda: _panels(runs), path, dpi=130)
 
 
 def _panels(runs: Runs) -> Any:

@@ -27,7 +27,7 @@ from benchmarks.schedule_rows import Row
 from tests.servers import free_port, start_vllm_server
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.errors import ConfigurationError
-from trl_darts.profiling import ProfileOptions, profile_servers
+from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.scheduling import Command, RolloutResult, Scheduler, Submit
 
 

@@ -36,6 +36,7 @@ from rich.table import Table
 from benchmarks.servers import benchmark_server
 from tests.builders import length_reward, letters_dataset, make_args
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import (
     ClusterSpec,
     Estimate,
@@ -46,7 +47,6 @@ from trl_darts.analysis.simulation import (
 )
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
-from trl_darts.profiling import ProfileOptions, profile_servers
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings, UniformAdmission, make_policies
 
 

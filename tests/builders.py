@@ -96,7 +96,7 @@ def compare_with_trl(trainer: Any) -> list[tuple[str, float, int]]:
         streamed = served(name, input_ids, attention_mask, num_logits, compute)
         expected = compute(input_ids, attention_mask)
         difference = ((streamed - expected).abs() / expected.abs().clamp(min=1)).max().item()
-        differences.append((name, difference, stream._num_missed))
+        differences.append((name, difference, stream.num_missed))
         return streamed
 
     stream.log_probs = both
@@ -107,10 +107,10 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
     """Collects what the trainer scores, batch by batch, before it is shuffled, with the rows that it belongs to."""
     batches: list[dict[str, Any]] = []
     rows: list[Any] = []
-    score, harvest = trainer._generate_and_score_completions, trainer._harvest
+    score, buffered = trainer._generate_and_score_completions, trainer._buffered_inputs
 
-    def harvested(num_rows: int) -> list[dict[str, Any]]:
-        rows[:] = harvest(num_rows)
+    def recorded_inputs(num_rows: int) -> list[dict[str, Any]]:
+        rows[:] = buffered(num_rows)
         return list(rows)
 
     def recorded(inputs: Any) -> dict[str, Any]:
@@ -118,5 +118,5 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
         batches.append({"inputs": list(rows) or inputs, **output})
         return output
 
-    trainer._harvest, trainer._generate_and_score_completions = harvested, recorded
+    trainer._buffered_inputs, trainer._generate_and_score_completions = recorded_inputs, recorded
     return batches

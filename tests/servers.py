@@ -196,7 +196,7 @@ def start_vllm_server(
         log_path (`str` or `Path`, *optional*):
             A file in a fresh temporary directory by default.
         weight_transfer (`str`, *optional*, defaults to `"auto"`):
-            Backend of `--weight-transfer-config`: `"nccl"` on CUDA, else `"gloo"`. `None` leaves it out.
+            Backend of `--weight-transfer-config`: `"nccl"` on CUDA, else none. `None` leaves it out.
         wait (`bool`, *optional*, defaults to `True`):
             Whether it is healthy when it is yielded. A trainer waits for its servers, so it can start beside them.
         options:
@@ -208,7 +208,7 @@ def start_vllm_server(
     """
     on_cuda = torch.cuda.is_available()
     if weight_transfer == "auto":
-        weight_transfer = "nccl" if on_cuda else "gloo"
+        weight_transfer = "nccl" if on_cuda else None
     defaults = {**_OPTIONS, **({} if on_cuda else _CPU_OPTIONS)}
     if weight_transfer is not None:
         defaults["weight_transfer_config"] = {"backend": weight_transfer}

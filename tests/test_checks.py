@@ -29,7 +29,8 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "vllm_tensor_parallel_size": 1,
         "vllm_enable_sleep_mode": False,
         "schedule": "darts",
-        "rounds": ScheduleSettings(changes.get("schedule", "darts")).rounds,
+        "buffers_prompts": ScheduleSettings(changes.get("schedule", "darts")).buffers_prompts,
+        "save_strategy": "steps",
         "load_latency_curve": lambda: None,
         "stream_logprobs": False,
     }
@@ -181,3 +182,12 @@ def test_a_curve_of_another_model_is_named(caplog, model, warns):
         warn_of_other_model(curve, "latency.json", SimpleNamespace(config=SimpleNamespace(_name_or_path=model)))
         warn_of_other_model(None, None, SimpleNamespace(config=None))
     assert ("was measured with 'some/Tiny-1B', and the model is 'other/Big-70B'" in caplog.text) == warns
+
+
+def test_rows_that_no_checkpoint_can_hold():
+    """Prompts that are left over are saved as JSON."""
+    rows = [{"prompt": "Hello", "answer": {1, 2}}]
+    fields = {"schedule": "partial_rollout", "use_vllm": True, "train_dataset": rows}
+    with pytest.raises(ConfigurationError, match=r"the column 'answer' \(set\).*`save_strategy='no'`"):
+        check_path(trainer(**fields))
+    check_path(trainer(**fields, save_strategy="no"))

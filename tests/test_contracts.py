@@ -9,7 +9,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from tests.builders import letters_dataset, make_args, make_trainer
-from trl_darts.prompt_feed import skip_epochs
+from trl_darts.buffer.feed import skip_epochs
 
 
 def parameters(function) -> list[str]:
@@ -26,10 +26,9 @@ def test_generate_single_turn_is_the_seam():
     assert "unwrapped_model.generate(" in source, (
         "GRPOTrainer._generate_single_turn must call `generate` of the unwrapped model: we add a stopping criterion"
     )
-    assert "self.vllm_generation.generate(" in source, (
-        "GRPOTrainer._generate_single_turn must call `vllm_generation.generate`: our rollout runs inside"
+    assert "if self.state.global_step != self._last_loaded_step:" in source, (
+        "GRPOTrainer._generate_single_turn must sync weights once per step: we have the same lines"
     )
-    assert "lp[0] for lp in seq" in source, "GRPOTrainer._generate_single_turn keeps the first log-prob per token"
 
 
 def test_the_training_loop_takes_its_items_from_the_iterator_that_we_look_ahead_in():

@@ -21,7 +21,7 @@ def reward(prompts, completion_ids, **kwargs):
 
 def refuse(trainer, *groups: int) -> None:
     """The server refuses these groups' requests; the others it takes."""
-    trainer._conductor.overrides = lambda command: REFUSED if command.group_id in groups else {}
+    trainer._engine.overrides = lambda command: REFUSED if command.group_id in groups else {}
 
 
 @pytest.mark.parametrize("fields", [{}, {"beta": 0.1, "loss_type": "grpo"}, {"off_policy_mask_threshold": 0.5}])
@@ -116,7 +116,7 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path):
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)
     endless = {"min_tokens": 480, "max_tokens": 480, "ignore_eos": True}
-    trainer._conductor.overrides = lambda command: endless if command.group_id in (1, 3) else {"max_tokens": 2}
+    trainer._engine.overrides = lambda command: endless if command.group_id in (1, 3) else {"max_tokens": 2}
     trainer.train()
     (entry,) = rollout_logs(trainer)
     assert entry["darts/rollout/dropped_groups"] == 2.0
@@ -125,7 +125,7 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path):
     assert mask.any(dim=1).tolist() == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4
 
 
-def test_repeated_rows_call_no_tools(server, model_dir, tmp_path, monkeypatch):
+def test_filler_rows_call_no_tools(server, model_dir, tmp_path, monkeypatch):
     seen = []
 
     def tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, *args):
@@ -133,7 +133,7 @@ def test_repeated_rows_call_no_tools(server, model_dir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", tool_call_loop)
     trainer = make_trainer(model_dir, server_args(tmp_path, server))
-    trainer._conductor.repeats = {1: 0}
+    trainer._fillers = {1: 0}
     call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
     trainer._tool_call_loop(["p"] * 3, [[5]] * 3, [[6]] * 3, [[dict(call)] for _ in range(3)], None, None, {})
     assert ["tool_calls" in message for message in seen] == [True, False, True]

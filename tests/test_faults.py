@@ -52,15 +52,14 @@ def send(processes, number):
             process.send_signal(number)
 
 
-@pytest.mark.parametrize("weight_sync", ["auto", pytest.param("filesystem", marks=pytest.mark.slow)])
-def test_killed_and_restarted_servers(model_dir, tmp_path, weight_sync):
+def test_killed_and_restarted_servers(model_dir, tmp_path):
     """Rollout 0: one of two dies, the other takes over. 1: it is back, and the other dies. 2: both."""
     with ExitStack() as stack:
         options = {"max_model_len": 512, "wait": False}
         servers = [stack.enter_context(start_vllm_server(model_dir, **options)) for _ in range(2)]
         urls = ",".join(server.base_url for server in servers)
         # Stale weights would show at once.
-        fields = {**LONG, "max_steps": 3, "learning_rate": 3e-3, "weight_sync": weight_sync}
+        fields = {**LONG, "max_steps": 3, "learning_rate": 3e-3}
         args = server_args(tmp_path, servers[0], vllm_server_base_url=urls, save_rollout_trace=True, **fields)
         trainer = make_trainer(model_dir, args)
         engine = trainer.vllm_generation.engine

@@ -5,7 +5,7 @@ import math
 import torch
 from accelerate import Accelerator
 
-from trl_darts.rows import KeptRows, forget_stale, mask_stale
+from trl_darts.rows import KeptRows, forget_stale_logprobs, mask_stale
 
 
 AGES = [[(3, 2), (1, 1), (0, 2)], [(0, 4)]]  # (age, tokens in a row)
@@ -13,7 +13,7 @@ AGES = [[(3, 2), (1, 1), (0, 2)], [(0, 4)]]  # (age, tokens in a row)
 
 def test_stale_tokens_lose_their_weight_and_their_logprobs():
     rows = KeptRows([[1] * 5, [1] * 4, [1] * 2], [[-1.0] * 5, [-1.0] * 4, [-1.0] * 2])
-    forget_stale(rows, AGES, max_age=0)
+    forget_stale_logprobs(rows, AGES, max_age=0)
     assert [[math.isnan(value) for value in row] for row in rows.logprobs] == [
         [True] * 3 + [False] * 2,
         [False] * 4,

@@ -266,18 +266,3 @@ def test_a_word_about_a_curve_of_another_model(model_dir, tmp_path, caplog, own)
         make_trainer(model_dir, make_args(tmp_path, latency_curve=str(path)))
     words = [record.getMessage() for record in caplog.records if "was measured with" in record.getMessage()]
     assert ["'some/Other-7B'" in message for message in words] == [True] * (not own)
-
-
-@pytest.mark.parametrize(("slope", "warns"), [(1.0, True), (0.0, False)])
-def test_a_word_where_over_provisioning_can_not_pay(model_dir, tmp_path, caplog, slope, warns):
-    """With latency proportional to the batch each candidate costs as much as the first, and answers are alike."""
-    path = tmp_path / "latency.json"
-    LatencyCurve([1, 1000], [1.0, 1.0 + 999 * slope]).save(path)
-    fields = {"max_steps": 9, "latency_curve": str(path), "tail_pruning": False, "max_completion_length": 12}
-    trainer = make_trainer(model_dir, make_args(tmp_path, **fields))
-    with caplog.at_level(logging.WARNING, logger="trl_darts"):
-        trainer.train()
-    words = [record.getMessage() for record in caplog.records if "can return here" in record.getMessage()]
-    assert len(words) == warns
-    if warns:
-        assert "times as fast as one with `num_generations` candidates (median of the first 8)" in words[0]

@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.servers import free_port, start_vllm_server
+from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.preflight import ServerUnreachableError
 from trl_darts.errors import ConfigurationError, GenerationError
-from trl_darts.rollout import Turn
 
 
 pytestmark = pytest.mark.vllm
@@ -33,8 +33,7 @@ def rollout_logs(trainer) -> list[dict]:
     return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
 
 
-@pytest.mark.parametrize("weight_sync", ["auto", "filesystem"])
-def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tmp_path, weight_sync):
+def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tmp_path):
     matches = []
 
     def reward(prompts, completion_ids, **kwargs):
@@ -42,7 +41,7 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
         return [float(len(ids) % 5) for ids in completion_ids]
 
     # A learning rate at which stale weights would show at once.
-    args = server_args(tmp_path, server, max_steps=5, learning_rate=3e-3, weight_sync=weight_sync)
+    args = server_args(tmp_path, server, max_steps=5, learning_rate=3e-3)
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)
     trainer.train()
@@ -141,17 +140,14 @@ def test_prompts_that_do_not_fit_are_named_by_index(server, model_dir, tmp_path)
 def test_a_later_turn_gets_the_tokens_that_are_left(server, model_dir, tmp_path):
     """A conversation with tool answers may be longer than any prompt: TRL trains on what fits."""
     trainer = make_trainer(model_dir, server_args(tmp_path, server, generation_kwargs={"ignore_eos": True}))
-    generate = trainer.vllm_generation.generate
-    with trainer._conductor.during(Turn.LATER):
-        _, completions, _, _ = generate([[5] * 20, [5] * 480, [5] * 511], None, 1)
-        assert [len(ids) for ids in completions] == [96, 32, 1]
-        with pytest.raises(ConfigurationError, match="prompt 1 has 512"):
-            generate([[5] * 20, [5] * 512], None, 1)
-    with (
-        trainer._conductor.during(Turn.EVALUATION),
-        pytest.raises(ConfigurationError, match=r"longer than 416 tokens \(prompt 1 has 480\)"),
-    ):
-        generate([[5] * 20, [5] * 480], None, 1)
+    later_turn = trainer._engine.later_turn
+    rows = later_turn(PromptBatch.alone([[5] * 20, [5] * 480, [5] * 511], 1))
+    assert [len(ids) for ids in rows.completion_ids] == [96, 32, 1]
+    with pytest.raises(ConfigurationError, match="prompt 1 has 512"):
+        later_turn(PromptBatch.alone([[5] * 20, [5] * 512], 1))
+    trainer.model.eval()
+    with pytest.raises(ConfigurationError, match=r"longer than 416 tokens \(prompt 1 has 480\)"):
+        trainer._generate_single_turn([[5] * 20, [5] * 480], None, {}, 1)
 
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
@@ -201,8 +197,7 @@ def test_two_servers_share_the_work_and_the_weights(server, model_dir, tmp_path)
         assert all(served_requests(s) > 0 for s in (server, second))
 
 
-@pytest.mark.parametrize("weight_sync", ["gloo", pytest.param("filesystem", marks=pytest.mark.slow)])
-def test_servers_come_and_go_between_steps(server, model_dir, tmp_path, weight_sync):
+def test_servers_come_and_go_between_steps(server, model_dir, tmp_path):
     """One joins after two steps, with the weights of now; the first leaves after four, and may be stopped."""
     with contextlib.ExitStack() as first_stack:
         first = first_stack.enter_context(start_vllm_server(model_dir, max_model_len=600))
@@ -224,7 +219,7 @@ def test_servers_come_and_go_between_steps(server, model_dir, tmp_path, weight_s
                     generation.remove_server(first.base_url)
                     first_stack.close()
 
-        fields = {"max_steps": 6, "learning_rate": 3e-3, "weight_sync": weight_sync}
+        fields = {"max_steps": 6, "learning_rate": 3e-3}
         trainer = make_trainer(model_dir, server_args(tmp_path, first, **fields), callbacks=[ComeAndGo()])
         trainer.train()
         served.append(served_requests(second))
@@ -257,9 +252,10 @@ def served_requests(server) -> float:
 
 
 def test_server_with_a_key(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     with start_vllm_server(model_dir, max_model_len=512, env={"VLLM_API_KEY": "secret"}) as server:
-        monkeypatch.setenv("VLLM_API_KEY", "secret")
-        trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=2))
+        args = server_args(tmp_path, server, max_steps=2)
+        trainer = make_trainer(model_dir, args)
         trainer.train()
         assert len(rollout_logs(trainer)) == 2
         monkeypatch.setenv("VLLM_API_KEY", "wrong")

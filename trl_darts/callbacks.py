@@ -1,42 +1,22 @@
 """Callbacks that go with a [`DARTSGRPOTrainer`]."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .buffer.batches import BufferedBatches
+from .buffer.checkpoint import save_buffer
 from .policy import LengthTracker
-from .prompt_checkpoint import save_rounds
-from .scheduling import ScheduleSettings
+from .scheduling import AdmissionPolicy
+from .telemetry.log import SETTINGS, append_entry
 
-
-if TYPE_CHECKING:
-    from .prompt_rounds import PromptRounds
-    from .scheduling import AdmissionPolicy
 
 logger = get_logger(__name__)
 
-LOG_FILE = "log.jsonl"
-# What a reader must know of a run before he compares it with another one.
-SETTINGS = (
-    *(field.name for field in fields(ScheduleSettings)),
-    "max_completion_length",
-    "latency_curve",
-    "learning_rate",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "world_size",
-    "num_engines",
-    "temperature",
-    "beta",
-    "loss_type",
-    "seed",
-)
 LENGTHS_FILE = "darts_lengths.npz"
 ADMISSION_FILE = "darts_admission.json"
 
@@ -55,28 +35,23 @@ class VarianceTrackerCallback(TrainerCallback):
 
     def __init__(self, tracker: LengthTracker | None = None) -> None:
         self.tracker = tracker
-        self.admission: AdmissionPolicy | None = None  # set by the trainer: its budget belongs to the same state
-        self.rounds: PromptRounds | None = None  # likewise, with a schedule that chooses its prompts
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Makes the tracker, if there is none."""
+        if self.tracker is None:
+            self.tracker = args.tracker(args.max_completion_length)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Writes the state next to the trainer's own, on the main process."""
-        directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        """Writes the lengths next to the trainer's own state, on the main process."""
         if state.is_world_process_zero:
-            self.save(directory)
-        if self.rounds is not None:
-            save_rounds(self.rounds, directory, mid_epoch=state.epoch != int(state.epoch))
+            self.save(_checkpoint(args, state))
 
     def save(self, directory: Path) -> None:
-        """
-        Writes two files: the lengths (`.npz`) and the budget (`.json`).
-
-        Args:
-            directory (`Path`):
-                The checkpoint.
-        """
+        """Writes `darts_lengths.npz` to a checkpoint."""
         directory.mkdir(parents=True, exist_ok=True)
         self.tracker.save(directory / LENGTHS_FILE)
-        (directory / ADMISSION_FILE).write_text(json.dumps(self.admission.state_dict(), indent=2))
 
     def load(self, directory: Path) -> None:
         """
@@ -88,13 +63,47 @@ class VarianceTrackerCallback(TrainerCallback):
                 The checkpoint.
 
         Raises:
-            [`StateMismatchError`]: If the state belongs to another schedule or version.
+            [`StateMismatchError`]: If the state belongs to another version.
         """
-        if missing := [name for name in (LENGTHS_FILE, ADMISSION_FILE) if not (directory / name).exists()]:
-            logger.warning(f"{directory} has no {' and no '.join(missing)}: response lengths are learned anew.")
-            return
-        self.tracker.load(directory / LENGTHS_FILE)
-        self.admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))
+        if _is_there(directory / LENGTHS_FILE):
+            self.tracker.load(directory / LENGTHS_FILE)
+
+
+class RolloutStateCallback(TrainerCallback):
+    """Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint."""
+
+    def __init__(self, admission: AdmissionPolicy, batches: BufferedBatches | None) -> None:
+        self._admission = admission
+        self._batches = batches
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes it next to the trainer's own state."""
+        directory = _checkpoint(args, state)
+        if state.is_world_process_zero:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / ADMISSION_FILE).write_text(json.dumps(self._admission.state_dict(), indent=2))
+        if self._batches is not None:
+            save_buffer(self._batches, directory, mid_epoch=state.epoch != int(state.epoch))
+
+    def load(self, directory: Path) -> None:
+        """
+        Restores what admission has learned, on the main process; see [`load_buffer`] for the buffer.
+
+        Raises:
+            [`StateMismatchError`]: If the state belongs to another schedule.
+        """
+        if _is_there(directory / ADMISSION_FILE):
+            self._admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _is_there(path: Path) -> bool:
+    if not path.exists():
+        logger.warning(f"{path.parent} has no {path.name}: response lengths are learned anew.")
+    return path.exists()
 
 
 class RunLogCallback(TrainerCallback):
@@ -109,19 +118,15 @@ class RunLogCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Writes the settings."""
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        model = kwargs["model"].config._name_or_path
-        self._write(args, state, {"run": {"name": args.run_name or args.output_dir, "model": model, **settings}})
+        if state.is_world_process_zero:
+            settings = {name: getattr(args, name) for name in SETTINGS}
+            model = kwargs["model"].config._name_or_path
+            run = {"name": args.run_name or args.output_dir, "model": model, **settings}
+            append_entry(Path(args.output_dir), {"run": run})
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         """Writes an entry."""
-        self._write(args, state, {"step": state.global_step, **logs})
-
-    def _write(self, args: TrainingArguments, state: TrainerState, entry: dict[str, Any]) -> None:
         if state.is_world_process_zero:
-            path = Path(args.output_dir) / "rollouts" / LOG_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+            append_entry(Path(args.output_dir), {"step": state.global_step, **logs})

@@ -1,5 +1,6 @@
 """Combinations that can't work, refused before any GPU time is spent. Single fields are checked by the config."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ def check_combinations(config: DARTSGRPOConfig) -> None:
         [`ConfigurationError`]: Names the field to change, or the file of `latency_curve` if that can't be read.
     """
     config.load_latency_curve()
-    if config.rounds(1) is not None and not config.uses_servers:
+    if config.buffers_prompts and not config.uses_servers:
         raise ConfigurationError(
             f"{_own_prompts(config)} with an engine in the trainer's own process. Set `use_vllm=True` and "
             "`vllm_mode='server'`, or `schedule='darts'`."
@@ -139,16 +140,10 @@ def check_path(trainer: Any) -> None:
         )
 
 
-def check_prompt_lengths(trainer: Any) -> None:
+def check_prompt_lengths(trainer: Any, check_prompts: Callable[[list[list[int]], str, int], None]) -> None:
     """
-    Looks for prompts that no server can take now, not at the step in which they come up.
-
-    Args:
-        trainer ([`DARTSGRPOTrainer`]):
-            On the main process, with vLLM servers.
-
-    Raises:
-        [`ConfigurationError`]: If a prompt leaves no room for a completion.
+    Looks for prompts that no server can take now, not at the step in which they come up. `check_prompts` is that of
+    the trainer's engine, which has vLLM servers; on the main process.
     """
     dataset = trainer.train_dataset
     known = isinstance(dataset, Dataset) and not trainer._is_vlm and trainer.environment_factories is None
@@ -156,7 +151,7 @@ def check_prompt_lengths(trainer: Any) -> None:
         return  # each batch is checked all the same
     for start in range(0, len(dataset), 1000):
         prompt_ids, _, _ = trainer._tokenize_prompts(dataset[start : start + 1000]["prompt"])
-        trainer.vllm_generation.check_prompts(prompt_ids, "the training data set", start)
+        check_prompts(prompt_ids, "the training data set", start)
 
 
 def _check_turns(trainer: Any) -> None:
@@ -184,7 +179,7 @@ def _check_turns(trainer: Any) -> None:
 def _check_rounds(trainer: Any) -> None:
     """Schedules that choose their prompts need rows that are nothing but text."""
     args = trainer.args
-    if args.rounds(1) is None:
+    if not args.buffers_prompts:
         return
     start = _own_prompts(args)
     if trainer.environment_factories is not None:
@@ -194,6 +189,21 @@ def _check_rounds(trainer: Any) -> None:
         )
     if trainer._is_vlm and has_images(trainer.train_dataset):
         raise ConfigurationError(f"{start} with images yet. Use `schedule='darts'`, or a data set without images.")
+    _check_rows(trainer, start)
+
+
+def _check_rows(trainer: Any, start: str) -> None:
+    """Prompts that are left over go into checkpoints, as JSON."""
+    if trainer.args.save_strategy == "no":
+        return
+    for column, value in next(iter(trainer.train_dataset), {}).items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{start} with the column {column!r} ({type(value).__name__}) of the data set: {error}, and prompts "
+                "that are left over go into checkpoints. Convert it to text or numbers, or set `save_strategy='no'`."
+            ) from error
 
 
 def _call_is_vllms(module_class: type) -> bool:

@@ -286,7 +286,7 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
                     f"`{name}` (True) only has an effect on vLLM servers: an engine in the trainer's own process "
                     "leaves it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
                 )
-        if self.stream_rewards and self.rounds(1) is not None:
+        if self.stream_rewards and self.buffers_prompts:
             raise ConfigurationError(
                 f"`stream_rewards` (True) does not run with `schedule` ({self.schedule!r}): which groups are trained "
                 "on is only known when the rollout is over. Set it to `False`, or use `schedule='darts'` or 'grpo'."

@@ -1,35 +1,46 @@
-"""`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with rollouts of our making."""
+"""`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with rollouts of our own."""
 
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerState
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
 
-from .callbacks import RunLogCallback, VarianceTrackerCallback
+from .buffer.batches import BufferedBatches, BufferedRows
+from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
+from .buffer.feed import PromptFeed, skip_epochs
+from .buffer.rounds import round_policy
+from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback
 from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_other_model
 from .config import DARTSGRPOConfig
-from .distributed import Share, Slot
+from .engines.batch import PromptBatch
+from .engines.connection import connect, server_settings
+from .engines.engine import Engine, RolloutPlan
 from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
-from .generation import rollout_generation
+from .engines.in_process import InProcessEngine
+from .engines.main_process import MainProcess
+from .engines.servers import ServerEngine
+from .engines.share import Share, Slot
+from .engines.vllm_generation import synced_generation
 from .hub.model_card import PAPER, add_rollouts
-from .metrics import RolloutRecord
 from .policy import LengthTracker
-from .prompt_checkpoint import load_rounds, warn_of_lost_prompts
-from .prompt_feed import PromptFeed, skip_epochs
-from .prompt_rounds import PromptRounds
-from .rollout import RolloutConductor, Turn
-from .rollout_log import RolloutLog
-from .rows import KeptRows, forget_stale, mask_stale, repeat_rewards, take_weight
-from .servers import connect, server_settings
-from .streaming.setup import called_model, make_streams
-from .streaming.streams import Streams
+from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
+from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
+from .streaming import Streams, called_model, make_streams
+from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
+from .telemetry.progress import RolloutProgress
+from .telemetry.traces import write_trace
+
+
+logger = get_logger(__name__)
 
 
 class DARTSGRPOTrainer(GRPOTrainer):
@@ -40,7 +51,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     It is TRL's [`~trl.GRPOTrainer`] with the same arguments. For each prompt it samples more candidates than rows are
     trained on, decides while they decode which ones are worth waiting for, keeps `num_generations` of them and aborts
     the rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are
-    not over-provisioned.
+    not over-provisioned. `_rollout` has a whole rollout in the order in which things happen.
 
     Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
     `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`,
@@ -53,8 +64,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
             As in [`~trl.GRPOTrainer`].
         args ([`DARTSGRPOConfig`], *optional*):
             Configuration. Defaults to one with the model's name.
+        train_dataset (`Dataset` or `IterableDataset`, *optional*):
+            As in [`~trl.GRPOTrainer`].
         callbacks (`list[TrainerCallback]`, *optional*):
             As in [`~trl.GRPOTrainer`]. A [`VarianceTrackerCallback`] among them is used instead of a new one.
+        rollout_func (`Callable`, *optional*):
+            As in [`~trl.GRPOTrainer`], with `schedule="grpo"`.
         kwargs:
             The other arguments of [`~trl.GRPOTrainer`].
 
@@ -83,12 +98,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _name = "DARTS"
     _paper = PAPER
     # Class-level: TRL's own tests build trainers without __init__.
-    _conductor: RolloutConductor | None = None
-    _rounds: PromptRounds | None = None
+    _engine: Engine | None = None
+    _batches: BufferedBatches | None = None  # where the schedule trains on other batches than the loader's
     _sampler: Any = None
-    _ready: KeptRows | None = None  # completions of a batch that is not the loader's, until TRL asks for them
-    _in_tool_loop = False
     _streams = Streams()
+    _record: RolloutRecord | None = None  # of the last rollout, on every process
+    _fillers: dict[int, int] = {}  # noqa: RUF012  (of the last rollout, on every process; see `KeptRows`)
+    _ready: KeptRows | None = None  # completions of a batch that is not the loader's, until TRL asks for them
+    _generated_at: float | None = None
+    _in_tool_loop = False
 
     def __init__(
         self,
@@ -111,13 +129,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
         check_arguments(args, rollout_func)
-        settings = engine = facts = None
-        if args.uses_servers:
-            settings = server_settings(args, model, train_dataset)
-            if args.process_index == 0:
-                engine, facts = connect(settings)
+        callbacks = list(callbacks or [])
+        if not any(isinstance(callback, VarianceTrackerCallback) for callback in callbacks):
+            callbacks.append(VarianceTrackerCallback())
+        settings = server_settings(args, model, train_dataset) if args.uses_servers else None
+        servers, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
         try:
-            with rollout_generation(settings, engine, facts, args.pool_ratio):
+            with synced_generation(settings, servers, facts, args.pool_ratio):
                 super().__init__(
                     model=model,
                     reward_funcs=reward_funcs,
@@ -134,63 +152,66 @@ class DARTSGRPOTrainer(GRPOTrainer):
                     rollout_func=rollout_func,
                     environment_factory=environment_factory,
                 )
-            self._init_conductor()
-            check_path(self)
-            if settings is not None:
-                self._conductor.agree(lambda: check_prompt_lengths(self))
+            self._init_rollouts()
         except BaseException:
-            if engine is not None:
-                engine.close()
+            if servers is not None:
+                servers.close()
             self._streams.close()
             raise
 
-    def _init_conductor(self) -> None:
+    def _init_rollouts(self) -> None:
         args = self.args
-        callback = next((c for c in self.callback_handler.callbacks if isinstance(c, VarianceTrackerCallback)), None)
-        if callback is None:
-            callback = VarianceTrackerCallback()
-            self.add_callback(callback)
-        if callback.tracker is None:
-            callback.tracker = args.tracker(args.max_completion_length)
+        check_path(self)
+        self._main = self.vllm_generation.main if self.use_vllm else MainProcess(self.accelerator)
+        callbacks = self.callback_handler.callbacks
+        self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         curve = args.load_latency_curve()
         warn_of_other_model(curve, args.latency_curve, self.model)
-        callback.admission = args.admission(callback.tracker, curve, args.num_engines)
-        self._rollout_log = RolloutLog(self)
-        self._tracker_callback = callback
-        if args.save_rollout_trace:
-            self.add_callback(RunLogCallback())
-        self._conductor = RolloutConductor(
-            self.accelerator,
-            args,
-            callback.admission,
-            args.num_generations,
-            show_progress=not args.disable_tqdm,
-            drop_failed_groups=args.on_generation_error == "drop_group",
-        )
-        policy = args.rounds(args.generation_batch_size // args.num_generations)
-        if policy is not None:
+        self._admission = args.admission(self.length_tracker, curve, args.num_engines)
+        self._engine = self._make_engine()
+        if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
             feed = PromptFeed(args.steps_per_generation * args.num_iterations)
-            self._rounds = self._conductor.rounds = callback.rounds = PromptRounds(
+            self._batches = BufferedBatches(
                 policy,
-                callback.admission,
+                self._admission,
                 args.num_generations,
                 feed,
-                self.accelerator,
-                self._conductor.agree,
-                lambda prompts: super(DARTSGRPOTrainer, self)._tokenize_prompts(prompts)[0],
-                lambda: self._step % feed.repeats != 0,
+                self._main,
+                tokenize=lambda prompts: super(DARTSGRPOTrainer, self)._tokenize_prompts(prompts)[0],
+                mid_batch=lambda: self._step % feed.repeats != 0,
             )
-        if args.use_vllm:
-            self.vllm_generation.conductor = self._conductor
-            # In the later turns of a tool loop each process asks the servers by itself.
-            self.vllm_generation.facts = self._conductor.agree(lambda: self.vllm_generation.facts)
-            self.vllm_generation.is_sharded = lambda: self.is_sharded
-        self._streams = self._conductor.streams = make_streams(self)
+        self._state_callback = RolloutStateCallback(self._admission, self._batches)
+        self.add_callback(self._state_callback)
+        if args.save_rollout_trace:
+            self.add_callback(RunLogCallback())
+        self._streams = make_streams(self)
+        if args.uses_servers:
+            self._main.run(lambda: check_prompt_lengths(self, self._engine.check_prompts))
+
+    def _make_engine(self) -> Engine:
+        args = self.args
+        if args.uses_servers:
+            return ServerEngine(self.vllm_generation)
+        ranked = args.length_ranked
+        if not args.use_vllm:
+            return InProcessEngine(self._main, self._decode, ranked)
+        from .engines.vllm_colocated import decode_colocated  # imports vLLM
+
+        size = args.vllm_tensor_parallel_size
+        decode = partial(decode_colocated, self.vllm_generation)
+        return InProcessEngine(self._main, decode, ranked, size, self.vllm_generation.tp_group if size > 1 else None)
 
     @property
     def length_tracker(self) -> LengthTracker:
         """What is known of response lengths on the main process. Stays empty without `length_ranked`, as with GRPO."""
         return self._tracker_callback.tracker
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward pass is a collective."""
+        return (self._dist.is_fsdp or self._dist.is_zero3) and self.accelerator.num_processes > 1
+
+    # A rollout
 
     def _generate_single_turn(
         self,
@@ -200,30 +221,121 @@ class DARTSGRPOTrainer(GRPOTrainer):
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        conductor = self._conductor
-        if conductor is None:
+        training = self.model.training
+        ours = self._engine is not None and (self.args.uses_servers or (training and not self._in_tool_loop))
+        if not ours:
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
         if self._ready is not None:
-            ready, self._ready = self._ready, None
+            rows, self._ready = self._ready, None
+        elif self._in_tool_loop:
+            self._sync_weights()
+            rows = self._engine.later_turn(PromptBatch.alone(prompt_ids, num_generations, images))
+        else:
+            self._sync_weights()
+            batch = PromptBatch.gather(prompt_ids, num_generations, self._main.index, images, multimodal_fields)
+            rows = self._rollout(batch, training)[batch.mine]
+        if training and not self._in_tool_loop:
             self._generated_at = time.perf_counter()
-            return ready.completion_ids, ready.logprobs
-        training = self.model.training
-        turn = Turn.LATER if self._in_tool_loop else Turn.TRAINING if training else Turn.EVALUATION
-        with conductor.during(turn):
-            if turn is Turn.TRAINING and not self.use_vllm:
-                output = self._generate_in_process(prompt_ids, images, multimodal_fields, num_generations), None
-            else:
-                output = super()._generate_single_turn(
-                    prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-                )
-        if turn is Turn.TRAINING:
-            self._log_rollout(conductor.record)
-            self._generated_at = time.perf_counter()
-        elif conductor.repeats and turn is Turn.EVALUATION:
-            self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(conductor.record.num_dropped))
-        return output
+        return rows.completion_ids, rows.logprobs
+
+    def _rollout(self, batch: PromptBatch, training: bool = True) -> KeptRows | BufferedRows:
+        """One rollout, in the order in which things happen. Called on every process at once."""
+        main, streams = self._main, self._streams if training else Streams()
+        meanwhile = streams.follow if streams else None
+        plan = main.run(lambda: self._plan(batch, training))
+        with RolloutProgress(main.is_here and not self.args.disable_tqdm) as progress:
+            on_progress = main.run(lambda: streams.watch(batch.longest, progress))
+            with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
+                result = self._engine.run(plan, batch, on_progress, meanwhile)
+        rows, record = main.broadcast(lambda: self._conclude(plan, result, batch, training), meanwhile)
+        if meanwhile is not None and not main.is_here:
+            meanwhile()  # what the main process sent last
+        self._fillers, self._record = rows.fillers, record
+        self._log_rollout(record, training)
+        return rows
+
+    def _plan(self, batch: PromptBatch, training: bool) -> RolloutPlan:
+        """What is decided before a rollout, on the main process."""
+        args = self.args
+        if not training:
+            admission = UniformAdmission(batch.num_generations).plan(batch.infos)
+            groups, policies = admission.plans(batch.infos), SchedulePolicies()
+        elif self._batches is not None:
+            admission, groups = self._batches.plan()
+            policies = args.policies(admission.expected_lengths, self._batches.batch_stop)
+        else:
+            admission = self._admission.plan(batch.infos)
+            groups = admission.plans(batch.infos)
+            placement = self._engine.placement(admission, batch)
+            policies = args.policies(admission.expected_lengths, placement=placement)
+        scheduler = Scheduler(policies, batch.num_generations, args.on_generation_error == "drop_group")
+        return RolloutPlan(admission, groups, scheduler)
+
+    def _conclude(
+        self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch, training: bool
+    ) -> tuple[KeptRows | BufferedRows, RolloutRecord]:
+        """What is trained on, and what is learned, on the main process."""
+        for reason in result.dropped.values():
+            logger.warning(f"{reason}. The group is dropped, and filler rows without weight are in its place.")
+        batches = self._batches if training else None
+        rows = KeptRows.of_result(result, batch.num_generations) if batches is None else batches.collect(result)
+        carries_over = batches is not None and batches.buffer.keeps_tokens
+        record = RolloutRecord.of(plan.admission, result, batch, carries_over)
+        if training:
+            self._streams.finish(result, None if batches is None else rows.kept.completion_ids)
+            # Nothing is learned from groups of different prompts, or from what goes on: that comes to its end first.
+            if uniform := [group for group in record.ended if not batch.mixed[group.group_id]]:
+                self._admission.observe(uniform)
+        return rows, record
+
+    def _log_rollout(self, record: RolloutRecord, training: bool) -> None:
+        if not training:
+            if self._fillers:
+                self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(record.num_dropped))
+            return
+        metrics = rollout_metrics(record)
+        if self.use_vllm and (seconds := self.vllm_generation.pop_sync_seconds()) is not None:
+            metrics["darts/sync/seconds"] = seconds
+        self._log_all(metrics)
+        if self.args.save_rollout_trace and self._main.is_here:
+            # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
+            micro_step = self._step % self.args.gradient_accumulation_steps
+            write_trace(Path(self.args.output_dir), self.state.global_step, micro_step, record)
+
+    def _log_all(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _sync_weights(self) -> None:
+        """TRL's own lines: there is no seam, it has them in two methods itself."""
+        if self.use_vllm and self.state.global_step != self._last_loaded_step:
+            with profiling_context(self, "sync_weights"):
+                self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+
+    # Decoding with transformers
+
+    def _decode(self, batch: PromptBatch, share: Share, feed: list[Slot]) -> None:
+        """TRL generates for a share of the candidates instead of the rows."""
+        rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
+        prompts = [batch.rows[row] for row in rows]
+        images, fields = batch.images, batch.fields
+        if batch.multimodal and rows != list(range(len(batch.rows)))[batch.mine]:
+            images, fields = self._process_rows([row - batch.mine.start for row in rows])
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        generate = partial(super()._generate_single_turn, prompts, images, fields, batch.num_generations)
+        if self.use_transformers_continuous_batching:
+            from .engines.hf_continuous import scheduled_batching  # not in every supported transformers
+
+            with scheduled_batching(model, share, self.eos_token_ids):
+                generate()
+        else:
+            criterion = SchedulerCriterion(share, self.eos_token_ids)
+            with stopping_criterion(model, criterion):
+                completions, _ = generate()
+            criterion.finish(completions)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], list | None, dict]:
         self._rollout_prompts = prompts
@@ -232,127 +344,64 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _process_rows(self, rows: list[int]) -> tuple[list | None, dict]:
         """
         Images and the processor's fields for candidates of some rows of this process, each as often as it is named.
-
         The fields of a batch are cut in a different way for each kind of model, so the processor makes them anew.
         """
         prompts = [self._rollout_prompts[row] for row in rows]
-        if self.environment_factories is None:
+        environments = [] if self.environment_factories is None else [self._batch_environments[row] for row in rows]
+        with replaced(self, "_batch_environments", environments):
             return super()._tokenize_prompts(prompts)[1:]
-        with replaced(self, "_batch_environments", [self._batch_environments[row] for row in rows]):
-            return super()._tokenize_prompts(prompts)[1:]
+
+    # What TRL does with the rows
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._generated_at, self._fillers = None, {}
+        batches = self._batches if self.model.training else None
+        with self._streams.serving(inputs if self.model.training else None) as streamed:
+            if batches is not None:
+                inputs = self._buffered_inputs(len(inputs))
+            output = super()._generate_and_score_completions(inputs)
+        self._log_all(streamed)
+        mask_fillers(output, self._fillers, self.accelerator)
+        if batches is not None and self.args.mask_stale_after is not None:
+            mask_stale(output, batches.ages(len(inputs)), self.args.mask_stale_after, self.accelerator)
+        if self._generated_at is not None:
+            self._log_all({"darts/score/seconds": time.perf_counter() - self._generated_at})
+        return output
+
+    def _buffered_inputs(self, num_rows: int) -> list[dict[str, Any]]:
+        """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
+        batches, max_age = self._batches, self.args.mask_stale_after
+        batch = batches.next_round(self.state.global_step)
+        if batch is not None:
+            self._sync_weights()
+            rows = self._rollout(batch)
+        else:
+            rows, self._record = self._main.broadcast(batches.collect), None
+            self._fillers = rows.fillers
+        inputs, self._ready = batches.finish(rows, num_rows)
+        if max_age is not None:
+            forget_stale_logprobs(self._ready, batches.ages(num_rows), max_age)
+        self._log_all(buffer_metrics(rows, max_age))
+        return inputs
 
     def _tool_call_loop(
         self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *args: Any
     ) -> tuple:
-        repeats = {} if self._conductor is None else self._conductor.repeats
         first = self.accelerator.process_index * len(prompts)
-        for row in repeats.keys() & range(first, first + len(prompts)):
+        for row in self._fillers.keys() & range(first, first + len(prompts)):
             completions[row - first][0].pop("tool_calls", None)  # they weigh nothing, and their prompts were refused
-        self._in_tool_loop = True
-        try:
+        with replaced(self, "_in_tool_loop", True):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args)
-        finally:
-            self._in_tool_loop = False
-
-    def _generate_in_process(
-        self, prompt_ids: list[list[int]], images: list | None, multimodal_fields: dict, num_generations: int
-    ) -> list[list[int]]:
-        """The transformers paths: TRL generates for a share of the candidates instead of the rows."""
-        batch = self._conductor.gather(prompt_ids, images, multimodal_fields, num_generations)
-        first_row = batch.mine.start
-
-        def decode(share: Share, feed: list[Slot]) -> None:
-            rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
-            prompts = [batch.rows[row] for row in rows]
-            own_images, fields = images, multimodal_fields
-            if batch.multimodal and rows != list(range(len(batch.rows)))[batch.mine]:
-                own_images, fields = self._process_rows([row - first_row for row in rows])
-            model = self.accelerator.unwrap_model(self.model_wrapped)
-            turn = super(DARTSGRPOTrainer, self)._generate_single_turn
-            if self.use_transformers_continuous_batching:
-                from .engines.hf_continuous import scheduled_batching  # not in every supported transformers
-
-                with scheduled_batching(model, share, self.eos_token_ids):
-                    turn(prompts, own_images, fields, num_generations)
-            else:
-                criterion = SchedulerCriterion(share, self.eos_token_ids)
-                with stopping_criterion(model, criterion):
-                    completions, _ = turn(prompts, own_images, fields, num_generations)
-                criterion.finish(completions)
-
-        return self._conductor.in_process(batch, decode).completion_ids
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a forward pass is a collective."""
-        sharded = self.is_fsdp_enabled or (self.is_deepspeed_enabled and is_deepspeed_zero3_enabled())
-        return sharded and self.accelerator.num_processes > 1
-
-    def _log_rollout(self, record: RolloutRecord) -> None:
-        self._rollout_log.rollout(record)
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
-        with self._streams.serving_rewards() if self.model.training else nullcontext():
+        training = self.model.training
+        with self._streams.serving_rewards() if training else nullcontext():
             rewards = super()._calculate_rewards(*args)
-        if self._conductor is None:
-            return rewards
-        rewards = repeat_rewards(rewards, self._conductor.repeats)
-        record = self._conductor.record
-        if self.model.training and record is not None:
-            size = self.args.num_generations
-            first_rows = {summary.group_id: summary.group_id * size for summary in record.summaries}
-            if self._rounds is not None:
-                first_rows = self._rounds.harvested.first_rows
-            self._rollout_log.bias(record, first_rows, rewards)
+        rewards = copy_rewards(rewards, self._fillers)
+        if training and self._record is not None:
+            first_rows = None if self._batches is None else self._batches.last.first_rows
+            self._log_all(bias_metrics(self._record, rewards, self.reward_weights, first_rows))
         return rewards
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._sampler = super()._get_train_sampler(dataset)
-        return self._sampler
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple:
-        if self._rounds is not None:
-            epoch_iterator = self._rounds.feed.follow(epoch_iterator)
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def _harvest(self, num_rows: int) -> list[dict[str, Any]]:
-        """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
-        rounds, conductor = self._rounds, self._conductor
-        if rounds.prepare(self.state.global_step):
-            with conductor.during(Turn.TRAINING):
-                super()._generate_single_turn([], None, {}, self.num_generations)
-            self._log_rollout(conductor.record)
-            harvested = rounds.harvested
-        else:
-            harvested = conductor.agree(lambda: rounds.end(None))
-            conductor.repeats, conductor.record = harvested.repeats, None
-        inputs, self._ready = rounds.finish(harvested, num_rows)
-        if self.args.mask_stale_after is not None:
-            forget_stale(self._ready, self._ages(num_rows), self.args.mask_stale_after)
-        self._rollout_log.harvest(harvested)
-        return inputs
-
-    def _ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
-        """How old the tokens of this process's rows are; see [`HarvestedRows`]."""
-        first = self.accelerator.process_index * num_rows
-        return self._rounds.harvested.ages[first : first + num_rows]
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._generated_at: float | None = None
-        rounds = self._rounds if self.model.training else None
-        with self._streams.serving(inputs if self.model.training else None) as streamed:
-            if rounds is not None:
-                inputs = self._harvest(len(inputs))
-            output = super()._generate_and_score_completions(inputs)
-        for name, value in streamed.items():
-            self._metrics["train"][name].append(value)
-        if self._conductor is not None:
-            take_weight(output, self._conductor.repeats, self.accelerator)
-        if rounds is not None and self.args.mask_stale_after is not None:
-            mask_stale(output, self._ages(len(inputs)), self.args.mask_stale_after, self.accelerator)
-        if self._generated_at is not None:
-            self._metrics["train"]["darts/score/seconds"].append(time.perf_counter() - self._generated_at)
-        return output
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -373,17 +422,29 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
         return stream.log_probs(name, input_ids, attention_mask, logits_to_keep, rest), None, None
 
+    # The loader, checkpoints, the model card
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._sampler = super()._get_train_sampler(dataset)
+        return self._sampler
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple:
+        if self._batches is not None:
+            epoch_iterator = self._batches.feed.follow(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
-            if self._rounds is not None:
-                self._rounds.forget()
+            if self._batches is not None:
+                self._batches.clear()
             return
-        self._conductor.agree(lambda: self._tracker_callback.load(Path(checkpoint)))
-        if self._rounds is None:
+        self._main.run(lambda: self._tracker_callback.load(Path(checkpoint)))
+        self._main.run(lambda: self._state_callback.load(Path(checkpoint)))
+        if self._batches is None:
             warn_of_lost_prompts(Path(checkpoint))
         else:
-            load_rounds(self._rounds, Path(checkpoint), skips=not self.args.ignore_data_skip)
+            load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
             epochs = int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)
             skip_epochs(self._sampler, epochs)
 

@@ -23,7 +23,7 @@ from task import accuracy_reward, make_dataset
 from transformers import PrinterCallback
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
-from trl_darts.plots import plot_comparison, series
+from trl_darts.analysis.plots import plot_comparison, series
 
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"

@@ -42,11 +42,11 @@ def settings(schedule: str = "darts", long_end_patience: Any = None, **kwargs: A
 
 def play(trainer: Any, prompts: list[str], counts: list[int], schedule_settings: Any) -> dict[str, Any]:
     """One rollout: rows as TRL hands them over, and everything that is known of the outcome."""
-    conductor = trainer._conductor
-    conductor.settings, conductor.admission = schedule_settings, FixedAdmission(counts)
+    vars(trainer.args).update(vars(schedule_settings))
+    trainer._admission = FixedAdmission(counts)
     prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
     completions, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, M)
-    record = conductor.record
+    record = trainer._record
     return {
         "prompts": prompts,
         "completions": completions,
@@ -54,7 +54,7 @@ def play(trainer: Any, prompts: list[str], counts: list[int], schedule_settings:
         "budgets": record.admission.num_candidates,
         "groups": [[s.lengths, s.finish_reasons, s.selected] for s in record.summaries],
         "metrics": {name: values[-1] for name, values in trainer._metrics["train"].items()},
-        "observed": conductor.admission.observed,
+        "observed": trainer._admission.observed,
         "peak": record.occupancy.peak,
     }
 
@@ -84,9 +84,9 @@ def main() -> None:
     }
     trainer.model.eval()
     prompt_ids = trainer.processing_class(text=rows[:8])["input_ids"]
-    before = trainer._conductor.admission.observed
+    before = trainer._admission.observed
     completions, _ = trainer._generate_single_turn(prompt_ids, None, {}, M)
-    learned = trainer._conductor.admission.observed - before
+    learned = trainer._admission.observed - before
     results["evaluation"] = {"prompts": rows[:8], "completions": completions, "learned": learned}
     if engine == "vllm_colocated":
         results["room"] = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs

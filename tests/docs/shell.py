@@ -26,13 +26,14 @@ from accelerate.commands.launch import launch_command_parser
 from trl import ModelConfig, TrlParser
 
 from trl_darts import DARTSGRPOConfig
-from trl_darts.cli import app, profile, serve, simulate
+from trl_darts.analysis.profile import ProfileOptions
+from trl_darts.analysis.simulation import parse_sweep, settings_of
+from trl_darts.cli import app, serve, simulate
 from trl_darts.hub.arguments import SCHEME
 from trl_darts.recipes import ScriptArguments, load_rewards
 from trl_darts.recipes.reading import WITHOUT_DEVICE
-from trl_darts.serving import checks
+from trl_darts.serving import options
 from trl_darts.serving.build import VLLMBuild
-from trl_darts.analysis.simulation import parse_sweep, settings_of
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +101,8 @@ def _trl_darts(words: list[str]) -> None:
     command = typer.main.get_command(app)
     for leaf in _leaves(command):
         leaf.callback = VALUES.get(leaf.name, _no_check)
-    command.main(words, prog_name="trl-darts", standalone_mode=False)
+    with patch("trl_darts.cli.exits.fail", _refuse):  # which would end the process
+        command.main(words, prog_name="trl-darts", standalone_mode=False)
 
 
 def _leaves(command: Any) -> Iterator[Any]:
@@ -112,11 +114,11 @@ def _leaves(command: Any) -> Iterator[Any]:
 
 
 def _serve(**values: Any) -> None:
-    with patch.object(serve, "_serve") as start:
+    with patch.object(serve, "start") as start:
         serve.serve(**values)
     # Which ports are free and which models are cached is this machine's.
-    with patch.multiple(checks, check_ports=DEFAULT, check_model=DEFAULT):
-        checks.check_options(start.call_args.args[0], GPUS)
+    with patch.multiple(options, check_ports=DEFAULT, check_model=DEFAULT):
+        options.check_options(start.call_args.args[0], GPUS)
 
 
 def _simulate(schedule: list[str], sweep: list[str] | None, num_generations: int | None, **values: Any) -> None:
@@ -125,7 +127,7 @@ def _simulate(schedule: list[str], sweep: list[str] | None, num_generations: int
 
 
 def _profile(urls: list[str], **values: Any) -> None:
-    profile._urls(urls)
+    ProfileOptions(tuple(urls))
 
 
 def _push(file: Path, without: list[str] | None, **values: Any) -> None:
@@ -187,12 +189,13 @@ def _train(words: list[str]) -> None:
 
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
     parser.allow_abbrev = False  # a page writes names out
-    with patch.object(parser, "error", refuse):  # which would end the process
+    with patch.object(parser, "error", _refuse):  # which would end the process
         return parser.parse_args(words)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
 
 
 def _make(words: list[str]) -> None:

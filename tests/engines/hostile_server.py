@@ -163,6 +163,7 @@ ROWS = {
     "chunks after the finish": _after_finish,
     "empty chunks": _empty_chunks,
     "huge chunk": _huge_chunk,
+    "log-prob is null": _logprob(None),  # TRL takes it for one that is not known
 }
 RESUMES = {
     "cut before the headers": lambda rng, messages: Reply(None, "cut"),
@@ -193,7 +194,6 @@ ERRORS = {
     "null for log-probs": (_field("logprobs", {"token_logprobs": None}), "without log-probs"),
     "log-prob is NaN": (_logprob(float("nan")), "could not be read"),
     "log-prob is infinite": (_logprob(float("-inf")), "could not be read"),
-    "log-prob is null": (_logprob(None), "returned None for a token's log-prob"),
     "log-prob is positive": (_logprob(0.5), "returned 0.5 for a token's log-prob"),
     "log-prob is a string": (_logprob("-1.0"), "returned '-1.0' for a token's log-prob"),
     "more log-probs": (_mutated(lambda rng, c: c["logprobs"]["token_logprobs"].append(-1.0)), "log-probs for"),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from trl_darts.distributed import Report, Share, Slot
+from trl_darts.engines.share import Report, Share, Slot
 
 
 NEVER = 10**9

@@ -9,9 +9,9 @@ import pytest
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
 from tests.engines.settings import engine_settings
-from trl_darts.distributed import Report, Share, Slot
 from trl_darts.engines import hf_continuous
 from trl_darts.engines.hf_continuous import ScheduledManager, scheduled_batching
+from trl_darts.engines.share import Report, Share, Slot
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import FinishReason
 

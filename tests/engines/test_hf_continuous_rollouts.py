@@ -15,9 +15,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
 from tests.engines.settings import engine_settings
-from trl_darts.distributed import DirectLink, Director, Report, Share
 from trl_darts.engines import hf_continuous
+from trl_darts.engines.director import Director
 from trl_darts.engines.hf_continuous import scheduled_batching
+from trl_darts.engines.share import Report, Share
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
 
@@ -46,11 +47,11 @@ def generating() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if "_run_generation_loop" in t.name]
 
 
-class RecordingLink(DirectLink):
+class RecordingLink:
     """Notes the reports; with an error, raises it after a few exchanges."""
 
     def __init__(self, director: Director, error: BaseException | None = None) -> None:
-        super().__init__(director)
+        self.director = director
         self.reports: list[Report] = []
         self.error = error
         self.num_exchanges = 0
@@ -60,7 +61,7 @@ class RecordingLink(DirectLink):
         self.num_exchanges += 1
         if self.error is not None and self.num_exchanges > 5:
             raise self.error
-        return super().exchange(reports)
+        return self.director.exchange(reports)
 
 
 def rollout(
@@ -75,7 +76,7 @@ def rollout(
 ) -> tuple[Director, Share, dict[str, GenerationOutput], RecordingLink]:
     """What TRL's path of continuous batching does: one call for all rows. Prompts differ in their first token."""
     policies = make_policies(schedule, 4, 8, 1, **options)
-    director = Director(Scheduler(policies, 4), [GroupPlan(index, count) for index, count in enumerate(counts)], 1)
+    director = Director(Scheduler(policies, 4), [GroupPlan(index, count) for index, count in enumerate(counts)])
     link = RecordingLink(director, error)
     share = Share(director.slots[0], link, director.scheduler.needs_progress)
     prompts = [[90 - group, 61] for group, count in enumerate(counts) for _ in range(count)]

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from trl_darts.distributed import DirectLink, Director, Share
+from trl_darts.engines.director import Director
 from trl_darts.engines.hf_generate import SchedulerCriterion, stopping_criterion
+from trl_darts.engines.share import Share
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
 
 
@@ -39,8 +40,8 @@ def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
 
 def rollout(model, counts, schedule="darts", max_new_tokens=200, seed=0, **kwargs):
     policies = make_policies(schedule, num_generations=4, max_num_generations=8, num_longest=1, **kwargs)
-    director = Director(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)], num_engines=1)
-    share = Share(director.slots[0], DirectLink(director), director.scheduler.needs_progress)
+    director = Director(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)])
+    share = Share(director.slots[0], director, director.scheduler.needs_progress)
     criterion = SchedulerCriterion(share, [EOS])
     prompts = [[60 + i, 61] for i, n in enumerate(counts) for _ in range(n)]
     completions = generate(model, criterion, prompts, max_new_tokens, seed)

@@ -16,6 +16,7 @@ from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import ServerPool, State
 from trl_darts.engines.vllm_api import VLLMServer, new_session
+from trl_darts.engines.vllm_server import bring_back
 from trl_darts.errors import GenerationError, GenerationTimeoutError
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 
@@ -37,8 +38,8 @@ class Log:
     def __init__(self):
         self.heard = []
 
-    def on_lost(self, url, words):
-        self.heard.append(("lost", words))
+    def on_lost(self, url, reason):
+        self.heard.append(("lost", reason))
 
     def on_joined(self, url, capacity):
         self.heard.append(("joined", capacity))
@@ -95,6 +96,25 @@ def with_pool(switch, play, **deadlines):
         asyncio.run(main(url))
 
 
+def test_a_strange_answer_does_not_end_the_watch(monkeypatch):
+    """A server that was lost would stay lost for good."""
+    switch, get_text = Switch(), VLLMServer.get_text
+
+    async def strange(self, *args):
+        if switch.num_probes == 0:
+            switch.num_probes = 1
+            raise RuntimeError("something that nobody thought of")
+        return await get_text(self, *args)
+
+    monkeypatch.setattr(VLLMServer, "get_text", strange)
+
+    async def play(servers, member, log):
+        servers.lose(next(iter(servers.members)), "gone")
+        await until(lambda: member.state is State.RETURNED)
+
+    with_pool(switch, play)
+
+
 async def until(condition, timeout_s=5.0):
     deadline = time.perf_counter() + timeout_s
     while not condition():
@@ -128,13 +148,13 @@ def test_life_of_a_server():
     with_pool(switch, play)
 
 
-def test_loss_is_told_once_and_its_last_words_are_kept():
+def test_loss_is_told_once_and_its_last_reason_is_kept():
     async def play(servers, member, log):
         (url,) = servers.members
         servers.lose(url, "first")
         servers.lose(url, "second")
         assert log.heard == [("lost", "first")]
-        assert (member.words, member.num_losses) == ("second", 1)
+        assert (member.reason, member.num_losses) == ("second", 1)
 
     with_pool(Switch(), play)
 
@@ -157,7 +177,7 @@ def test_server_that_does_not_answer_a_probe_is_lost():
 
     async def play(servers, member, log):
         await until(lambda: member.state is State.DOWN)
-        assert member.words == "no answer to `/health` after 0.1 s"
+        assert member.reason == "no answer to `/health` after 0.1 s"
         switch.status = 200
         await until(lambda: member.state is State.RETURNED)
 
@@ -196,9 +216,16 @@ def test_draining():
 # The engine and its pool
 
 
-def rollout(engine, num_candidates=2, prompt=(5,)):
+def rollout(engine, num_candidates=2, refresh=lambda url: True):
     scheduler = Scheduler(make_policies("grpo", num_candidates, num_candidates, 0), num_candidates)
-    return engine.run(scheduler, [GroupPlan(0, num_candidates)], [[ServerPrompt(list(prompt))]], BODY)
+    waiting = set()
+
+    def tend(_=None):
+        bring_back(engine, refresh, waiting)
+
+    tend()
+    plans = [GroupPlan(0, num_candidates)]
+    return engine.run(scheduler, plans, [[ServerPrompt([5])]], BODY, on_progress=tend)
 
 
 @contextmanager
@@ -219,8 +246,7 @@ def test_refreshed_server_serves_again():
         return True
 
     with switch.serve() as url, engine_on(url) as engine:
-        engine.refresh = refresh
-        (group,) = rollout(engine).groups
+        (group,) = rollout(engine, refresh=refresh).groups
         assert engine.states() == {url: State.UP}
         assert engine.num_losses == 1
     assert [c.tokens for c in group.candidates] == [[4, 5, 6]] * 2
@@ -234,21 +260,18 @@ def test_server_that_is_not_refreshed_stays_out():
     switch = Switch()
     switch.breaks = 2
     with switch.serve() as url, engine_on(url, return_s=0.5) as engine:
-        engine.refresh = lambda url: 1 / 0
         with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
-            rollout(engine)
+            rollout(engine, refresh=lambda url: 1 / 0)
         assert switch.num_completions <= 2
-        engine.refresh = None
-        assert len(rollout(engine).groups) == 1  # it is well; the next rollout may have it
+        assert len(rollout(engine).groups) == 1  # it is healthy; the next rollout may have it
 
 
 def test_server_that_waits_for_a_weight_sync_is_asked_about_once_and_used_when_it_has_had_one():
     switch, asked = Switch(), []
     switch.breaks = 2
     with switch.serve() as url, engine_on(url, return_s=0.5) as engine:
-        engine.refresh = lambda url: bool(asked.append(url))
         with pytest.raises(GenerationError, match="`vllm_server_timeout`"):
-            rollout(engine)
+            rollout(engine, refresh=lambda url: bool(asked.append(url)))
         assert asked == [url]
         assert engine.states() == {url: State.RETURNED}
         assert switch.num_completions <= 2
@@ -272,10 +295,9 @@ def test_open_files_are_shared_among_the_servers_that_there_are():
 def test_refresh_between_rollouts():
     switch, asked = Switch(), []
     with switch.serve() as url, engine_on(url) as engine:
-        engine.refresh = lambda url: asked.append(url) or True
         rollout(engine)
         engine.lose(url, "does not take the weights")
-        rollout(engine)
+        rollout(engine, refresh=lambda url: asked.append(url) or True)
     assert asked == [url]
 
 

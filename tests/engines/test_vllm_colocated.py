@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.engines.scripted_vllm import NEVER, World, tokens, vllm
-from trl_darts.distributed import DirectLink, Director, Report, Slot
+from trl_darts.engines.director import Director
+from trl_darts.engines.share import Report, Slot
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
 
@@ -254,9 +255,9 @@ def test_rollout():
     lengths = [[4, 90, 7, 30, 12, 500], [3, 40, 5]]
     policies = make_policies("darts", 3, 6, 1)
     plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]
-    director = Director(Scheduler(policies, 3), plans, num_engines=1)
+    director = Director(Scheduler(policies, 3), plans)
     flat = [length for group in lengths for length in group]
-    world = World(flat, link=DirectLink(director), slots=director.slots[0])
+    world = World(flat, link=director, slots=director.slots[0])
     world.generate(logprobs=0)
     saturated, other = director.result().groups
     assert saturated.selected == [0, 2, 4]

@@ -141,13 +141,3 @@ def test_reload_of_a_colocated_model():
     name = hook("vllm.model_executor.model_loader.reload", "weights/reload.py")
     assert parameters(reload.initialize_layerwise_reload) == ["model"], name
     assert callable(reload.finalize_layerwise_reload), name
-
-
-def test_weight_transfer_of_vllm():
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    assert callable(WeightTransferEngineFactory.register_engine), hook(
-        "WeightTransferEngineFactory", "weights/plugin.py"
-    )
-    assert callable(get_layerwise_info), hook("get_layerwise_info", "weights/reload.py")

@@ -15,13 +15,9 @@ def main() -> None:
     reader, turns = Reader(), []
     fields = {"max_completion_length": 400, "max_steps": 4, **engine_settings("vllm_server", url)}
     trainer = tool_trainer(model_dir, out / "run", reader, tools=[multiply], fields=fields)
-    generate = trainer.vllm_generation.generate
-
-    def counted(*args, **kwargs):
-        turns.append(trainer._conductor.turn.value)
-        return generate(*args, **kwargs)
-
-    trainer.vllm_generation.generate = counted
+    rollout, later_turn = trainer._rollout, trainer._engine.later_turn
+    trainer._rollout = lambda *args: turns.append("training") or rollout(*args)
+    trainer._engine.later_turn = lambda batch: turns.append("later") or later_turn(batch)
     trainer.train()
     rows = [row for batch in reader.batches for row in batch]
     result = {

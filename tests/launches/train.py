@@ -10,7 +10,7 @@ from tests.builders import compare_with_trl, letter_of, letters_dataset, make_ar
 from tests.engines.settings import engine_settings, prepare_colocated
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu
 from tests.launches.leaving import leave
-from trl_darts import in_process
+from trl_darts.engines import in_process
 
 
 def record_rollouts(trainer) -> tuple[list, list]:
@@ -18,9 +18,9 @@ def record_rollouts(trainer) -> tuple[list, list]:
     records, decoded = [], []
     log_rollout, share_class = trainer._log_rollout, in_process.Share
 
-    def logged(record):
+    def logged(record, training):
         records.append([record.admission.num_candidates, [[s.lengths, s.selected] for s in record.summaries]])
-        log_rollout(record)
+        log_rollout(record, training)
 
     def share(slots, *args, **kwargs):
         decoded.append(len(slots))

@@ -9,16 +9,19 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from tests.launches.leaving import leave
-from trl_darts.distributed import Agreement
+from trl_darts.engines.main_process import MainProcess
 
 
 def main() -> None:
     limit = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=3))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[limit])
-    agree = Agreement(accelerator)
-    values = [agree(lambda: "at once"), agree(lambda: time.sleep(8) or "after a while")]
+    main_process = MainProcess(accelerator)
+    values = [
+        main_process.broadcast(lambda: "at once"),
+        main_process.broadcast(lambda: time.sleep(8) or "after a while"),
+    ]
     try:
-        agree(lambda: 1 / 0)
+        main_process.run(lambda: 1 / 0)
     except ZeroDivisionError as error:
         values.append(str(error))
     Path(sys.argv[1], f"rank{accelerator.process_index}.txt").write_text("\n".join(values))

@@ -1,4 +1,4 @@
-"""The invariants of `trl_darts/policy/latency.py` and `curve_fitting.py`, and how well the fit does."""
+"""The invariants of `trl_darts/policy/latency.py`, and how well the fit does."""
 
 import json
 from pathlib import Path
@@ -31,8 +31,11 @@ def rollout_time_by_definition(lengths: list[int], curve: LatencyCurve) -> float
 
 @settings(max_examples=40, deadline=None)
 @given(measurements, st.integers(1, 4))
-def test_positive_continuous_and_non_decreasing(points: list[tuple[int, float]], num_segments: int) -> None:
-    curve = LatencyCurve.fit([size for size, _ in points], [latency for _, latency in points], num_segments)
+def test_positive_continuous_non_decreasing_and_a_segment_per_two_batch_sizes(
+    points: list[tuple[int, float]], num_segments: int
+) -> None:
+    measured = [size for size, _ in points]
+    curve = LatencyCurve.fit(measured, [latency for _, latency in points], num_segments)
     sizes = np.unique(np.concatenate([np.geomspace(0.1, 1e5, 400), curve.knots]))
     values = curve(sizes)
     assert (values > 0).all()
@@ -40,21 +43,13 @@ def test_positive_continuous_and_non_decreasing(points: list[tuple[int, float]],
     for knot, value in zip(curve.knots, curve.values, strict=True):
         assert curve(knot) == pytest.approx(value, rel=1e-9)
         assert curve(knot * (1 - 1e-13)) == pytest.approx(value, rel=0.01)
-
-
-@given(measurements, st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
-def test_at_most_one_segment_per_two_batch_sizes(points: list[tuple[int, float]], num_segments: int) -> None:
-    curve = LatencyCurve.fit([size for size, _ in points], [latency for _, latency in points], num_segments)
-    num_sizes = len({size for size, _ in points})
+    num_sizes = len(set(measured))
     assert len(curve.knots) - 1 <= min(num_segments, max(1, num_sizes // 2), num_sizes - 1)
-    assert curve.knots[0] == min(size for size, _ in points)
-    assert curve.knots[-1] == max(size for size, _ in points)
+    assert (curve.knots[0], curve.knots[-1]) == (min(measured), max(measured))
 
 
-@pytest.mark.parametrize("num_points", [10, 40])
-def test_recovers_a_three_stage_curve(num_points: int) -> None:
-    sizes = np.unique(np.geomspace(1, 512, num_points).round())
+def test_recovers_a_three_stage_curve() -> None:
+    sizes = np.unique(np.geomspace(1, 512, 40).round())
     curve = LatencyCurve.fit(sizes, THREE_STAGES(sizes))
     assert curve.knots == pytest.approx(THREE_STAGES.knots, rel=0.02)
     assert curve.values == pytest.approx(THREE_STAGES.values, rel=0.01)
@@ -69,16 +64,8 @@ def test_fits_measured_profiles(latencies: list[float], worst: float) -> None:
     assert errors.max() < np.abs(single(np.array(POWERS, float)) / latencies - 1).max() / 1.5
 
 
-def test_errors_count_relative_to_the_latency() -> None:
-    """A straight line through a curved profile is as far off, in per cent, at small batches as at large ones."""
-    curve = LatencyCurve.fit(POWERS, LARGER_MODEL, num_segments=1)
-    errors = np.abs(curve(np.array(POWERS, float)) / LARGER_MODEL - 1)
-    assert errors.max() < 0.12  # least squares in seconds is 18 % off at batch 1
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_outliers_and_noise_do_not_bend_the_curve(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_outliers_and_noise_do_not_bend_the_curve() -> None:
+    rng = np.random.default_rng(0)
     sizes = np.repeat(np.unique(np.geomspace(1, 512, 24).round()), 5)
     measured = THREE_STAGES(sizes) * np.exp(0.03 * rng.standard_normal(sizes.size))
     disturbed = rng.random(sizes.size) < 0.15
@@ -88,7 +75,7 @@ def test_outliers_and_noise_do_not_bend_the_curve(seed: int) -> None:
     assert np.abs(curve(grid) / THREE_STAGES(grid) - 1).max() < 0.08
 
 
-@pytest.mark.parametrize("spoilt", [0, 3, 6, 8, 9])
+@pytest.mark.parametrize("spoilt", [0, 6, 9])
 def test_one_disturbed_batch_size_does_not_bend_the_curve(spoilt: int) -> None:
     """Not even the last: its segment decides about every larger batch."""
     sizes = 2.0 ** np.arange(10)
@@ -123,14 +110,11 @@ def test_arrays_and_scalars_agree() -> None:
         ([], [], 3, "at least 1"),
         ([1, 2], [0.1], 3, r"shape \(2,\)"),
         ([1, 0], [0.1, 0.1], 3, "`batch_sizes` must be positive"),
-        ([1, 2], [0.1, -0.1], 3, "`latencies` must be positive"),
         ([1, 2], [0.1, float("nan")], 3, "`latencies` must be positive"),
         ([1, 2], [0.1, 0.1], 0, r"`num_segments` \(0\)"),
     ],
 )
-def test_impossible_fits_are_named(
-    batch_sizes: list[float], latencies: list[float], num_segments: int, message: str
-) -> None:
+def test_impossible_fits_are_named(batch_sizes, latencies, num_segments, message) -> None:
     with pytest.raises(ValueError, match=message):
         LatencyCurve.fit(batch_sizes, latencies, num_segments)
 
@@ -176,40 +160,39 @@ def test_file_round_trip(tmp_path: Path) -> None:
     assert LatencyCurve.from_dict(curve.to_dict()) == curve
 
 
+CURVE = '{"kind": "latency_curve", "version": 1, '
+
+
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (None, "No such file"),
         ("", "Expecting value"),
-        ("[1, 2]", "this is list"),
         ('{"kind": "recipe", "version": 1}', "`kind` \\('recipe'\\)"),
         ('{"kind": "latency_curve", "version": 2}', r"`version` \(2\)"),
-        ('{"kind": "latency_curve", "version": 1, "knots": [1]}', "KeyError 'values'"),
-        ('{"kind": "latency_curve", "version": 1, "knots": 1, "values": 2}', "TypeError"),
-        ('{"kind": "latency_curve", "version": 1, "knots": ["a"], "values": [1]}', "could not convert"),
-        ('{"kind": "latency_curve", "version": 1, "knots": [], "values": []}', "at least 1"),
-        ('{"kind": "latency_curve", "version": 1, "knots": [1, 2], "values": [1]}', "same length"),
-        ('{"kind": "latency_curve", "version": 1, "knots": [2, 1], "values": [1, 2]}', "strictly increasing"),
-        ('{"kind": "latency_curve", "version": 1, "knots": [1, 2], "values": [2, 1]}', "non-decreasing"),
-        ('{"kind": "latency_curve", "version": 1, "knots": [1, 2], "values": [0, 1]}', "positive"),
-        ('{"kind": "latency_curve", "version": 1, "knots": [1, 2], "values": [1, NaN]}', "non-decreasing"),
+        (CURVE + '"knots": [1]}', "`values`"),
+        (CURVE + '"knots": 1, "values": 2}', "not iterable"),
+        (CURVE + '"knots": [1, 2], "values": [1]}', "same length"),
+        (CURVE + '"knots": [2, 1], "values": [1, 2]}', "strictly increasing"),
+        (CURVE + '"knots": [1, 2], "values": [2, 1]}', "non-decreasing"),
+        (CURVE + '"knots": [1, 2], "values": [1, NaN]}', "non-decreasing"),
+        ('{"kind": "latency_profile", "version": 1}', "holds no latency curve"),
     ],
 )
-def test_bad_files_name_path_finding_and_remedy(tmp_path: Path, content: str | None, found: str) -> None:
+def test_bad_files_name_path_finding_and_remedy(tmp_path: Path, content: str, found: str) -> None:
     path = tmp_path / "curve.json"
-    if content is not None:
-        path.write_text(content)
+    path.write_text(content)
     with pytest.raises(ConfigurationError, match=found) as caught:
         LatencyCurve.load(path)
     assert str(path) in str(caught.value)
     assert "trl-darts profile" in str(caught.value)
 
 
-def test_file_that_is_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "curve.json"
-    path.write_bytes(b"\xff\xfe\x00")
+def test_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"`path`.*No such file"):
+        LatencyCurve.load(tmp_path / "nothing.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match="`path`"):
-        LatencyCurve.load(path)
+        LatencyCurve.load(tmp_path / "binary.json")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from trl_darts.policy import (
     PrefillLine,
     PrefillPoint,
 )
-from trl_darts.policy.held_out import held_out_error
+from trl_darts.policy.latency_profile import held_out_error
 
 
 CONTEXTS = (128, 512, 2048, 8192)
@@ -45,12 +45,8 @@ def test_the_curve_takes_the_context_that_the_most_batch_sizes_have() -> None:
         assert profile.curve(size) == pytest.approx(point(size, 512).seconds, rel=0.01)
 
 
-def test_the_surface_takes_all_points() -> None:
-    profile = LatencyProfile.fit(points())
-    assert profile.surface(4, 4 * 8212) == pytest.approx(point(4, 8192).seconds, rel=0.005)
-
-
 def test_one_context_makes_no_surface() -> None:
+    assert LatencyProfile.fit(points()).surface(4, 4 * 8212) == pytest.approx(point(4, 8192).seconds, rel=0.005)
     profile = LatencyProfile.fit(points(contexts=(512,)))
     assert profile.surface is None
     assert set(profile.held_out) == {"curve"}
@@ -71,46 +67,27 @@ def test_held_out_errors_grow_with_the_noise() -> None:
 
 
 def test_each_inner_point_is_left_out_once() -> None:
-    kept_sets = []
+    fitted = []
 
-    def predict(kept: np.ndarray) -> np.ndarray:
-        kept_sets.append(kept)
-        return np.array([1.1, 1.2, 1.3, 1.4, 1.5])
+    def fit(x: np.ndarray, y: np.ndarray):
+        fitted.append(x.tolist())
+        return lambda x: 1 + x / 10
 
-    error = held_out_error(np.ones(5), [False, True, True, True, True], predict)
-    assert np.sum([~kept for kept in kept_sets], axis=0).tolist() == [0, 1, 1, 1, 1]
-    assert error == HeldOutError(pytest.approx(0.35), pytest.approx(0.5), 4)
-    assert held_out_error([1.0], [False], predict) is None
+    columns = np.array([[0, 1, 2, 3, 4], [1, 1, 1, 1, 1]], float)
+    error = held_out_error(fit, columns, np.array([False, True, True, True, True]))
+    assert fitted == [[0, 2, 3], [0, 1, 3, 4], [0, 1, 2, 4]]
+    assert error == HeldOutError(pytest.approx(0.25), pytest.approx(0.4), 4)
+    assert held_out_error(fit, columns, np.zeros(5, bool)) is None
 
 
 def test_prefill_is_a_line() -> None:
     line = PrefillLine.fit([100, 1_000, 10_000], [0.011, 0.020, 0.110])
     assert (line.base_s, line.per_token_s) == (pytest.approx(0.010), pytest.approx(1e-5))
     assert line(2_000) == pytest.approx(0.030)
-
-
-@pytest.mark.parametrize("seconds", [[0.001, 0.02, 0.3], [0.3, 0.02, 0.001]])
-def test_prefill_never_is_negative(seconds: list[float]) -> None:
-    line = PrefillLine.fit([100, 1_000, 10_000], seconds)
-    assert line.base_s >= 0
-    assert line.per_token_s >= 0
-    assert line(1) > 0 or line.base_s == 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "seconds", "message"),
-    [([], [], "at least 1"), ([1, 2], [1.0], r"shape \(1,\)"), ([1], [0.0], "`seconds` must be positive")],
-)
-def test_impossible_prefills_are_named(tokens: list[float], seconds: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PrefillLine.fit(tokens, seconds)
+    assert PrefillLine.fit([100, 1_000, 10_000], [0.001, 0.02, 0.3]).base_s == 0
+    assert PrefillLine.fit([100, 1_000, 10_000], [0.3, 0.02, 0.001]).per_token_s == 0
     with pytest.raises(ConfigurationError, match="`base_s`"):
         PrefillLine(-1.0, 0.0)
-
-
-def test_no_points_no_profile() -> None:
-    with pytest.raises(ValueError, match="`points`"):
-        LatencyProfile.fit([])
 
 
 def test_one_file_for_profile_curve_and_surface(tmp_path: Path) -> None:
@@ -129,23 +106,15 @@ def test_one_file_for_profile_curve_and_surface(tmp_path: Path) -> None:
     ("content", "found"),
     [
         ('{"kind": "latency_curve", "version": 1}', "`kind` \\('latency_curve'\\) of a latency profile"),
-        ('{"kind": "latency_profile", "version": 1}', "lacks an entry: KeyError 'points'"),
-        ("{", "Expecting property name"),
+        ('{"kind": "latency_profile", "version": 1}', "must have the entries `points`, `prefill_points`, `curve`"),
     ],
 )
-def test_bad_files(tmp_path: Path, content: str, found: str) -> None:
+def test_bad_files_name_path_and_finding(tmp_path: Path, content: str, found: str) -> None:
     path = tmp_path / "latency.json"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match=found) as caught:
         LatencyProfile.load(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_profile_without_a_curve_is_no_curve(tmp_path: Path) -> None:
-    path = tmp_path / "latency.json"
-    path.write_text('{"kind": "latency_profile", "version": 1}')
-    with pytest.raises(ConfigurationError, match="no latency curve"):
-        LatencyCurve.load(path)
 
 
 def test_prefill_of_a_file(tmp_path: Path) -> None:
@@ -160,6 +129,6 @@ def test_prefill_of_a_file(tmp_path: Path) -> None:
     assert PrefillLine.load(tmp_path / "decoding.json") is None
     assert PrefillLine.load(tmp_path / "curve.json") is None
     (tmp_path / "broken.json").write_text('{"kind": "latency_profile", "prefill": {"base_s": 1.0}}')
-    for name, words in (("broken.json", "`base_s` and `per_token_s`"), ("nothing.json", "must name a JSON file")):
+    for name, words in (("broken.json", "per_token_s"), ("nothing.json", "must name a JSON file")):
         with pytest.raises(ConfigurationError, match=words):
             PrefillLine.load(tmp_path / name)

@@ -1,4 +1,4 @@
-"""The invariants of `trl_darts/policy/latency_surface.py` and `surface_fitting.py`, and how well the fit does."""
+"""The invariants of `trl_darts/policy/latency_surface.py`, and how well the fit does."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,10 @@ def truth(sizes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 @settings(max_examples=60, deadline=None)
-@given(measurements)
-def test_positive_and_non_decreasing_in_both_arguments(points: list[tuple[int, int, float]]) -> None:
+@given(measurements, st.floats(0, 1e5))
+def test_positive_continuous_and_non_decreasing_in_both_arguments(
+    points: list[tuple[int, int, float]], length: float
+) -> None:
     surface = LatencySurface.fit(*zip(*points, strict=True))
     sizes = np.unique(np.concatenate([np.geomspace(0.5, 3000, 25), surface.batch_sizes]))
     tokens = np.unique(np.concatenate([[0], np.geomspace(1, 1e8, 30), surface.reaches]))
@@ -36,23 +38,11 @@ def test_positive_and_non_decreasing_in_both_arguments(points: list[tuple[int, i
     assert (values > 0).all()
     assert (np.diff(values, axis=0) >= -1e-8 * values[1:]).all()
     assert (np.diff(values, axis=1) >= -1e-8 * values[:, 1:]).all()
-
-
-@settings(max_examples=30, deadline=None)
-@given(measurements)
-def test_continuous(points: list[tuple[int, int, float]]) -> None:
-    surface = LatencySurface.fit(*zip(*points, strict=True))
     for size, reach in zip(surface.batch_sizes, surface.reaches, strict=True):
         here = surface(size, reach)
         for near in (1 - 1e-12, 1 + 1e-12):
             assert surface(size * near, reach) == pytest.approx(here, rel=1e-3)
             assert surface(size, reach * near) == pytest.approx(here, rel=1e-3)
-
-
-@settings(max_examples=30, deadline=None)
-@given(measurements, st.floats(0, 1e5))
-def test_at_context_is_the_surface_along_a_ray(points: list[tuple[int, int, float]], length: float) -> None:
-    surface = LatencySurface.fit(*zip(*points, strict=True))
     curve = surface.at_context(length)
     assert curve.knots == surface.batch_sizes
     assert curve.values == pytest.approx([surface(size, size * length) for size in surface.batch_sizes])
@@ -66,7 +56,7 @@ def test_recovers_the_lines_it_was_made_of() -> None:
     assert surface(200, 50_000) == pytest.approx(made(200, 50_000), rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_and_outliers_do_not_bend_the_surface(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sizes, tokens = np.repeat(GRID, 3, axis=0).T
@@ -80,7 +70,7 @@ def test_noise_and_outliers_do_not_bend_the_surface(seed: int) -> None:
     assert np.median(errors) < 0.02
 
 
-@pytest.mark.parametrize("spoilt", [(1, 8192), (4, 2048), (16, 128), (16, 8192), (64, 512), (128, 128)])
+@pytest.mark.parametrize("spoilt", [(1, 8192), (16, 128), (128, 128)])
 def test_one_disturbed_point_does_not_bend_the_others(spoilt: tuple[int, int]) -> None:
     sizes, tokens = GRID.T
     measured = truth(sizes, tokens) * np.exp(0.01 * np.cos(2.3 * np.arange(sizes.size)))
@@ -90,19 +80,12 @@ def test_one_disturbed_point_does_not_bend_the_others(spoilt: tuple[int, int]) -
     assert errors[~hit].max() < 0.04
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_where_nothing_rises_is_averaged(seed: int) -> None:
     """A fit whose lines are put in order afterwards, each lifted to the one before, is 5 % too high on average."""
     noise = np.exp(0.05 * np.random.default_rng(seed).standard_normal(len(GRID)))
     surface = LatencySurface.fit(*GRID.T, 0.01 * noise)
     assert abs(np.mean(surface(*GRID.T)) / 0.01 - 1) < 0.02
-
-
-def test_a_context_that_was_not_measured_is_interpolated() -> None:
-    """Mixed batches too: the paper's predictor takes the tokens of all sequences, whoever has them."""
-    surface = LatencySurface.fit(*GRID.T, truth(*GRID.T))
-    for size, tokens in [(6, 30_000), (24, 20_000), (100, 100_000), (48, 60_000)]:
-        assert surface(size, tokens) == pytest.approx(truth(size, tokens), rel=0.03)
 
 
 def test_a_batch_size_with_one_context_takes_its_neighbours_slope() -> None:
@@ -133,68 +116,32 @@ def test_arrays_and_scalars_agree() -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (([], [], []), "at least 1"),
-        (([1, 2], [1, 2], [0.1]), r"shape \(1,\)"),
-        (([0], [1], [0.1]), "`batch_sizes` must be positive"),
-        (([1], [0], [0.1]), "`context_tokens` must be positive"),
-        (([1], [1], [float("nan")]), "`latencies` must be positive"),
-    ],
-)
-def test_impossible_fits_are_named(columns: tuple[list[float], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LatencySurface.fit(*columns)
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (([1, 2], [0.1], [0, 0], [1, 1]), "one entry per batch size"),
-        (([2, 1], [0.1, 0.1], [0, 0], [1, 1]), "`batch_sizes`.*strictly increasing"),
-        (([1, 2], [0.2, 0.1], [0, 0], [1, 1]), "`base_latencies`.*non-decreasing"),
-        (([1, 2], [0.1, 0.1], [0, -1], [1, 1]), "`token_latencies`.*not be negative"),
-        (([1, 2], [0.1, 0.1], [0, 0], [2, 1]), "`reaches`.*non-decreasing"),
-        (([1, 2], [0.1, 0.1], [1, 0], [1, 1]), "2 sequences with 1 tokens of context faster than 1"),
+        (([1, 2], [0.1], [0, 0], [1, 1]), "one per batch size"),
         (([1], [float("inf")], [0], [1]), "finite"),
+        (([2, 1], [0.1, 0.1], [0, 0], [1, 1]), "`batch_sizes`.*must not decrease"),
+        (([1, 2], [0.2, 0.1], [0, 0], [1, 1]), "`base_latencies`.*must not decrease"),
+        (([1, 2], [0.1, 0.1], [0, -1], [1, 1]), "`token_latencies` may be 0"),
+        (([1, 2], [0.1, 0.1], [0, 0], [2, 1]), "`reaches` must not decrease"),
     ],
 )
 def test_impossible_surfaces_are_named(columns: tuple[list[float], ...], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LatencySurface(*columns)
-
-
-def test_no_negative_context() -> None:
     with pytest.raises(ConfigurationError, match="`context_length`"):
         LatencySurface([1], [0.1], [0], [1]).at_context(-1)
-
-
-def test_file_round_trip(tmp_path: Path) -> None:
-    surface = LatencySurface.fit(*GRID.T, truth(*GRID.T))
-    surface = LatencySurface(*list(surface.to_dict().values())[2:6], metadata={"model": "tiny"})
-    surface.save(tmp_path / "surface.json")
-    loaded = LatencySurface.load(tmp_path / "surface.json")
-    assert loaded == surface
-    assert loaded.metadata == {"model": "tiny"}
-    assert json.loads((tmp_path / "surface.json").read_text())["kind"] == "latency_surface"
 
 
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (None, "No such file"),
-        ("[]", "this is list"),
-        (json.dumps(LatencyCurve([1], [0.1]).to_dict()), "`kind` \\('latency_curve'\\) of a latency surface"),
-        ('{"kind": "latency_surface", "version": 1, "batch_sizes": [1]}', "KeyError 'base_latencies'"),
-        (
-            '{"kind": "latency_profile", "version": 1, "surface": null}',
-            "This profile holds no latency surface. It was measured with one context",
-        ),
-        ('{"kind": "latency_profile", "version": 2}', r"`version` \(2\)"),
+        (LatencyCurve([1], [0.1]).to_dict(), "`kind` \\('latency_curve'\\) of a latency surface"),
+        ({"kind": "latency_surface", "version": 1, "batch_sizes": [1]}, "`base_latencies`"),
+        ({"kind": "latency_profile", "version": 1}, "holds no latency surface. It was measured with one context"),
     ],
 )
-def test_bad_files_name_path_finding_and_remedy(tmp_path: Path, content: str | None, found: str) -> None:
+def test_bad_files_name_path_finding_and_remedy(tmp_path: Path, content: dict, found: str) -> None:
     path = tmp_path / "surface.json"
-    if content is not None:
-        path.write_text(content)
+    path.write_text(json.dumps(content))
     with pytest.raises(ConfigurationError, match=found) as caught:
         LatencySurface.load(path)
     assert str(path) in str(caught.value)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from trl_darts.distributed import Director
+from trl_darts.engines.director import Director
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import (
     AssignedPlacement,
@@ -189,7 +189,7 @@ def test_scheduler_submits_each_candidate_to_its_engine():
     loads = {name: load.num_running for name, load in scheduler.ledger.engines.items()}
     assert loads == {str(i): sum(group.count(i) for group in engines) for i in range(3)}
 
-    director = Director(Scheduler(SchedulePolicies(placement=placement), 4), plans, num_engines=3)
+    director = Director(Scheduler(SchedulePolicies(placement=placement), 4), plans, range(3))
     for engine, slots in enumerate(director.slots):
         assert [s.candidate_id for s in slots] == [c.candidate_id for c in commands if c.engine_id == str(engine)]
         assert all(engines[slot.group_id][slot.index] == engine for slot in slots)

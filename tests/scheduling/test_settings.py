@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 
+from trl_darts.buffer.rounds import PartialRollout, Sorted, TailBatching, round_policy
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve, LengthTracker
 from trl_darts.scheduling import (
@@ -14,10 +15,7 @@ from trl_darts.scheduling import (
     LeastLoaded,
     LengthRanked,
     LongestFirst,
-    PartialRollout,
     ScheduleSettings,
-    Sorted,
-    TailBatching,
     UniformPool,
     WaitForAll,
 )
@@ -40,7 +38,8 @@ def test_every_setting_says_what_it_means():
 def test_rows_of_the_table(schedule, stop, rounds):
     settings = ScheduleSettings(schedule)
     assert type(settings.policies().group_stop) is stop
-    assert type(settings.rounds(4)) is rounds
+    assert type(round_policy(settings, 4)) is rounds
+    assert settings.buffers_prompts == (rounds is not type(None))
     assert settings.over_provisions == (schedule == "darts")
     assert settings.length_ranked == (schedule != "grpo")
 

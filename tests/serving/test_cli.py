@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from tests.test_imports import loaded
 from trl_darts import cli
-from trl_darts.cli import app, display, hide_api_key, serve, without_api_key
-from trl_darts.serving import checks
+from trl_darts.cli import app, hide_api_key, serve, without_api_key
+from trl_darts.serving import options
 
-from .builders import CPU, CUDA, fake_command
+from .builders import CPU, CUDA, fake_command, free_ports
 
 
 @pytest.fixture
@@ -27,18 +27,26 @@ def model(tmp_path, monkeypatch) -> str:
     return str(tmp_path)
 
 
+@pytest.fixture
+def started(monkeypatch) -> list:
+    """The options with which servers would be started."""
+    seen = []
+    monkeypatch.setattr(serve, "start", seen.append)
+    return seen
+
+
 def run(*args: str):
-    return CliRunner().invoke(app, ["serve", *args])
+    return CliRunner().invoke(app, ["serve", "--port", str(free_ports(1)[0]), *args])
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--host", "0.0.0.0"], "Error: `host` ('0.0.0.0')"),
         (["--devices", "0, 1"], "Error: `devices` (0,1)"),
         (["--timeout", "0"], "Error: `timeout` (0)"),
         (["--", "--port", "1"], "Error: `--port` after `--`"),
         (["other"], "Error: `other` is one argument too many"),
+        (["--log-dir", __file__], "Error: `log_dir`"),
     ],
 )
 def test_bad_input(model, monkeypatch, args, message):
@@ -46,6 +54,7 @@ def test_bad_input(model, monkeypatch, args, message):
     result = run(model, *args)
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
     assert result.stdout == ""
 
 
@@ -53,65 +62,36 @@ def test_a_wrong_argument_does_not_wait_for_torch():
     assert loaded("import trl_darts.cli") == set()
 
 
-def test_log_dir_that_is_a_file(model, tmp_path):
-    (tmp_path / "file").touch()
-    result = run(model, "--log-dir", str(tmp_path / "file"))
-    assert result.exit_code == 2
-    assert "`log_dir`" in result.stderr
-
-
-def test_options_arrive(model, monkeypatch):
-    seen = []
-    monkeypatch.setattr(serve, "_serve", lambda *args: seen.append(args))
+def test_options_arrive(model, monkeypatch, started):
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     run(model, "--num-servers", "2", "--devices", "0, 1", "--restart", "--timeout", "9", "--", "--seed", "1")
-    ((options, timeout_s, log_dir, restart),) = seen
-    assert (options.num_servers, options.devices, options.vllm_flags) == (2, ("0", "1"), ("--seed", "1"))
-    assert (timeout_s, log_dir, restart) == (9.0, None, True)
+    (arrived,) = started
+    assert (arrived.num_servers, arrived.devices, list(arrived.vllm_flags)) == (2, "0, 1", ["--seed", "1"])
+    assert (arrived.timeout, arrived.log_dir, arrived.restart, arrived.api_key) == (9.0, None, True, "s3cret")
+    assert "s3cret" not in run("--help").stdout
 
 
-def test_example_of_the_help_is_accepted(model, monkeypatch):
+def test_example_of_the_help_is_accepted(monkeypatch, started):
     text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
     (example,) = re.findall(r"trl-darts serve (Qwen.*?-- --\S+ \S+)", text)
-    started = []
-    monkeypatch.setattr(serve, "find_build", lambda: CUDA)
-    monkeypatch.setattr(checks, "check_model", lambda name: None)  # of the Hub
-    monkeypatch.setattr(checks, "check_ports", lambda host, ports: None)  # which ports are free is this machine's
-    monkeypatch.setattr(serve, "Supervisor", lambda servers, *args: started.append(servers) or Idle())
-    result = run(*shlex.split(example))
-    assert result.exit_code == 0, result.stderr
-    ((first, second),) = started
-    assert [server.command.env["CUDA_VISIBLE_DEVICES"] for server in (first, second)] == ["2", "3"]
-
-
-class Idle:
-    """A supervisor whose servers are never started."""
-
-    def run(self, display, stop) -> None:
-        pass
-
-
-def test_key_from_the_environment(model, monkeypatch):
-    seen = []
-    monkeypatch.setattr(serve, "_serve", lambda *args: seen.append(args))
-    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
-    run(model)
-    assert seen[0][0].api_key == "s3cret"
-    assert "s3cret" not in run("--help").stdout
+    run(*shlex.split(example))
+    monkeypatch.setattr(options, "check_model", lambda name: None)  # of the Hub
+    monkeypatch.setattr(options, "check_ports", lambda host, ports: None)  # which ports are free is this machine's
+    options.check_options(started[0], CUDA)
 
 
 def test_serves_prints_and_stops(model, monkeypatch):
     monkeypatch.setattr(serve, "make_commands", lambda options, build: [fake_command()])
-    echo = serve._print_arguments
+    echo = serve.typer.echo
 
-    def echo_and_stop(arguments):
-        echo(arguments)
+    def echo_and_stop(text):
+        echo(text)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(serve, "_print_arguments", echo_and_stop)
+    monkeypatch.setattr(serve.typer, "echo", echo_and_stop)
     result = run(model)
     assert result.exit_code == 0
-    assert "DARTSGRPOConfig(" in result.stdout
-    assert "--use_vllm --vllm_mode server" in result.stdout
+    assert result.stdout.count("DARTSGRPOConfig(") == result.stdout.count("--use_vllm --vllm_mode server") == 1
     assert "is healthy after" in result.stderr
     assert "All servers have ended" in result.stderr
 
@@ -126,7 +106,7 @@ def test_death_at_start(model, monkeypatch):
 
 
 def test_lines_where_there_is_no_terminal(model, monkeypatch):
-    monkeypatch.setattr(display, "LINE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(serve, "LINE_INTERVAL_S", 0.2)
     monkeypatch.setattr(serve, "make_commands", lambda options, build: [fake_command("--never-healthy")])
     result = run(model, "--timeout", "1")
     assert result.exit_code == 1

@@ -1,159 +1,173 @@
-"""Several servers: health, restarts, limits, signals. The servers are fake, the processes are not."""
+"""
+Servers behind their guards, one and several. The servers are fake, the processes are not.
+
+Nothing of a server remains, whoever ends it and however.
+"""
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from trl_darts.serving import ServerFailedError, StopRequest, Supervisor, supervisor
-from trl_darts.serving.supervisor import State
+from trl_darts.serving import supervisor
+from trl_darts.serving.supervisor import Server, ServerFailedError, State, Supervisor, counted_signals
 
-from .builders import Recorder, all_ended, fake_process, family, make_exit
+from .builders import assert_ended, fake_command, fake_server, family, make_exit, wait_for
 
 
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+STUBBORN = ("--ignore-sigterm", "--engine", "own")
+OWNER = """
+import sys, time
+from pathlib import Path
+from trl_darts.serving.command import ServerCommand
+from trl_darts.serving.supervisor import Server
+Server(ServerCommand("", "", tuple(sys.argv[2:])), Path(sys.argv[1]), grace_s=0.2).start(0)
+time.sleep(600)
+"""
+
+
+def members_of(*servers: Server) -> list:
+    return [member for server in servers for member in family(server.process.pid)]
+
+
+@pytest.mark.parametrize(
+    ("end", "options", "grace_s", "code"),
+    [
+        (lambda server, *_: server.ask_to_stop(), (), 600, 128 + signal.SIGTERM),
+        (lambda server, *_: server.ask_to_stop(), STUBBORN, 0.2, 128 + signal.SIGKILL),
+        (lambda server, *_: server.kill(), STUBBORN, 600, 128 + signal.SIGKILL),
+        (lambda server, *_: make_exit(server, 7), ("--engine", "own"), 600, 7),
+        (lambda _, guard, api, engine: api.kill(), STUBBORN, 600, 128 + signal.SIGKILL),
+        (lambda _, guard, api, engine: api.kill(), ("--engine", "same"), 600, 128 + signal.SIGKILL),
+        (lambda _, guard, api, engine: guard.kill(), ("--engine", "same"), 600, 128 + signal.SIGKILL),
+        (lambda _, guard, api, engine: guard.terminate(), STUBBORN, 0.2, 128 + signal.SIGKILL),
+    ],
+)
+def test_nothing_of_a_server_remains(tmp_path, end, options, grace_s, code):
+    server = fake_server(tmp_path, *options, grace_s=grace_s)
+    server.start(0.0)
+    try:
+        wait_for(server.is_healthy)
+        assert os.getsid(server.process.pid) == server.process.pid != os.getsid(0)
+        members = members_of(server)
+        end(server, *members)
+        wait_for(lambda: server.poll() is not None)
+        assert server.poll() == code
+        assert_ended(members)
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_its_owner(tmp_path, number):
+    command = fake_command(*STUBBORN)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "log"), *command.argv])
+    wait_for(Server(command, Path("unused")).is_healthy)
+    members = family(owner.pid)
+    assert len(members) == 4  # with a guard, the server, and its engine
+    owner.send_signal(number)
+    owner.wait()
+    assert_ended(members)
+
+
+@pytest.fixture
+def quick(monkeypatch):
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.05)
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
 
 
-class Killer(Recorder):
-    """Ends the first server each time it is healthy, and asks to stop after so many times."""
+def supervise(servers, *when_ready, restart: bool = False, timeout_s: float = 20.0) -> list[str]:
+    """Run until a signal or a failure; each time all are healthy, the next call of `when_ready`. What was reported."""
+    messages, calls = [], list(when_ready)
+    watcher = Supervisor(servers, timeout_s, restart)
 
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.times = times
-        self.process = None
+    def report(found: list[str]) -> None:
+        messages.extend(found)
+        if found and watcher.is_ready and calls:
+            calls.pop(0)()
 
-    def event(self, text: str) -> None:
-        super().event(text)
-        if self.num_ready and "is healthy" in text and self.process.command.base_url in text:
-            self.strike()
-
-    def ready(self) -> None:
-        super().ready()
-        self.strike()  # not before: a server that dies while others start is not started again
-
-    def strike(self) -> None:
-        if self.times == 0:
-            interrupt()
-        else:
-            make_exit(self.process, 3)
-        self.times -= 1
+    with counted_signals() as stop:
+        watcher.run(stop, report)
+    return messages
 
 
-@pytest.mark.parametrize("number", StopRequest.SIGNALS)
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_all(tmp_path, number):
-    processes = [fake_process(tmp_path, "--engine", "own", grace_s=1.0) for _ in range(2)]
+    servers = [fake_server(tmp_path, "--engine", "own", grace_s=1.0) for _ in range(2)]
     members = []
-
-    def stop_now() -> None:
-        members.extend(member for process in processes for member in family(process.pid))
-        os.kill(os.getpid(), number)
-
     before = signal.getsignal(number)
-    recorder = Recorder(stop_now)
-    with StopRequest() as stop:
-        Supervisor(processes, timeout_s=20).run(recorder, stop)
-    assert recorder.num_ready == 1
+    supervise(servers, lambda: (members.extend(members_of(*servers)), interrupt(number)))
     assert len(members) == 6
-    assert all_ended(members, timeout_s=0)
+    assert_ended(members, timeout_s=1)
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.usefixtures("quick")
 def test_second_signal_kills(tmp_path):
-    process = fake_process(tmp_path, "--ignore-sigterm", grace_s=600)
+    server = fake_server(tmp_path, "--ignore-sigterm", grace_s=600)
     members = []
-
-    def stop_twice() -> None:
-        members.extend(family(process.pid))
-        interrupt()
-        interrupt()
-
-    with StopRequest() as stop:
-        Supervisor([process], timeout_s=20).run(Recorder(stop_twice), stop)
-    assert all_ended(members, timeout_s=0)
+    supervise([server], lambda: (members.extend(members_of(server)), interrupt(), interrupt()))
+    assert_ended(members, timeout_s=1)
 
 
+@pytest.mark.usefixtures("quick")
 def test_death_ends_all_with_its_log_and_exit_code(tmp_path):
-    processes = [fake_process(tmp_path) for _ in range(2)]
+    servers = [fake_server(tmp_path) for _ in range(2)]
     members = []
-
-    def end_one() -> None:
-        members.extend(member for process in processes for member in family(process.pid))
-        make_exit(processes[1], 9)
-
-    with StopRequest() as stop, pytest.raises(ServerFailedError, match="as you wish") as caught:
-        Supervisor(processes, timeout_s=20).run(Recorder(end_one), stop)
+    with pytest.raises(ServerFailedError, match="as you wish") as caught:
+        supervise(servers, lambda: (members.extend(members_of(*servers)), make_exit(servers[1], 9)))
     assert caught.value.exit_code == 9
-    assert processes[1].command.base_url in str(caught.value)
-    assert all_ended(members, timeout_s=0)
+    assert servers[1].command.base_url in str(caught.value)
+    assert_ended(members, timeout_s=1)
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("code", "exit_code"), [(5, 5), (0, 1)])
 def test_death_at_start_is_final_also_with_restart(tmp_path, code, exit_code):
-    processes = [fake_process(tmp_path), fake_process(tmp_path, "--exit-at-start", str(code))]
-    with StopRequest() as stop, pytest.raises(ServerFailedError, match=f"exit code {code}") as caught:
-        Supervisor(processes, timeout_s=20, restart=True).run(Recorder(), stop)
+    servers = [fake_server(tmp_path), fake_server(tmp_path, "--exit-at-start", str(code))]
+    with pytest.raises(ServerFailedError, match=f"exit code {code}") as caught:
+        supervise(servers, restart=True)
     assert caught.value.exit_code == exit_code
-    assert all(process.poll() is not None for process in processes)
+    assert all(server.poll() is not None for server in servers)
 
 
-def test_timeout(tmp_path):
-    process = fake_process(tmp_path, "--never-healthy")
-    with StopRequest() as stop, pytest.raises(ServerFailedError, match=r"not healthy within `timeout` \(0.5 s\)"):
-        Supervisor([process], timeout_s=0.5).run(Recorder(), stop)
-    assert process.poll() is not None
+@pytest.mark.usefixtures("quick")
+def test_restart_and_its_log_goes_on(tmp_path):
+    servers = [fake_server(tmp_path, "--engine", "own") for _ in range(2)]
+    strike = lambda: make_exit(servers[0], 3)  # noqa: E731
+    messages = supervise(servers, strike, strike, interrupt, restart=True)
+    assert sum("ended with exit code 3; it is started again" in message for message in messages) == 2
+    assert servers[0].log_path.read_text().count("fake server") == 3
 
 
-def test_restart(tmp_path):
-    killer = Killer(times=2)
-    processes = [fake_process(tmp_path, "--engine", "own") for _ in range(2)]
-    killer.process = processes[0]
-    with StopRequest() as stop:
-        Supervisor(processes, timeout_s=20, restart=True).run(killer, stop)
-    assert sum("ended with exit code 3; it is started again" in event for event in killer.events) == 2
-    assert killer.num_ready == 1
-    assert processes[0].log_path.read_text().count("fake server") == 3
-
-
+@pytest.mark.usefixtures("quick")
 def test_crash_loop_ends(tmp_path):
-    killer = Killer(times=100)
-    process = killer.process = fake_process(tmp_path)
-    with StopRequest() as stop, pytest.raises(ServerFailedError, match="6 times in a row") as caught:
-        Supervisor([process], timeout_s=20, restart=True).run(killer, stop)
+    server = fake_server(tmp_path)
+    with pytest.raises(ServerFailedError, match="6 times in a row") as caught:
+        supervise([server], *[lambda: make_exit(server, 3)] * 100, restart=True)
     assert caught.value.exit_code == 3
 
 
 def test_backoff_doubles_and_a_stable_server_starts_anew(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 1.0)
-
-    class Dead:
-        command = fake_process(tmp_path).command
-        log_path = tmp_path / "log"
-
-        def poll(self):
-            return 1
-
-        def start(self):
-            pass
-
-        def log_tail(self):
-            return ""
-
-    watcher = Supervisor([Dead()], timeout_s=1e9, restart=True, clock=clock)
+    server = fake_server(tmp_path)
+    monkeypatch.setattr(server, "poll", lambda: 1)
+    monkeypatch.setattr(server, "start", lambda now: server.enter(State.STARTING, now))
+    watcher = Supervisor([server], timeout_s=1e9, restart=True, clock=clock)
     watcher.was_ready = True
-    (watched,) = watcher.servers
     waits = []
     for healthy_s in [0.0, 0.0, 0.0, supervisor.STABLE_S, 0.0]:
-        watched.enter(State.HEALTHY, clock())
+        server.enter(State.HEALTHY, clock())
         clock.advance(healthy_s)
-        watcher.look(Recorder())
-        waits.append(watched.restart_at - clock())
+        watcher.look()
+        waits.append(server.restart_at - clock())
         clock.advance(waits[-1])
-        watcher.look(Recorder())
+        watcher.look()
     assert waits == [1, 2, 4, 1, 2]

@@ -10,12 +10,14 @@ from trl_darts.streaming.plan import Limits, Track, hopeless, keep_chance, plan_
 @st.composite
 def any_tracks(draw):
     tracks = []
+    prompts = [draw(st.integers(1, 50)) for _ in range(4)]  # tokens by group: its candidates share the prompt
     for candidate_id in range(draw(st.integers(0, 12))):
         scored = draw(st.integers(0, 300))
         available = scored + draw(st.integers(0, 300))
         if not available:
             continue
-        track = Track(candidate_id, draw(st.integers(0, 3)), draw(st.integers(1, 50)), available, scored)
+        group = draw(st.integers(0, 3))
+        track = Track(candidate_id, group, prompts[group], available, scored)
         track.final = draw(st.booleans())
         track.chance = draw(st.sampled_from([1.0, 0.5, 0.25]))
         tracks.append(track)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.servers import VLLMServer, free_port, start_vllm_server
+from tests.servers import VLLMServer, start_vllm_server
 
 
 def put_back(server: VLLMServer) -> None:
@@ -25,29 +25,27 @@ def untied(vllm_server) -> Iterator[VLLMServer]:
 
 
 @pytest.fixture(scope="package")
-def tied_server(tied_model_dir, tmp_path_factory) -> Iterator[VLLMServer]:
-    """A server of a model whose LM head is its embedding."""
-    with start_vllm_server(tied_model_dir, log_path=tmp_path_factory.mktemp("tied") / "server.log") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def tied(tied_server) -> Iterator[VLLMServer]:
-    """The same, put back after the module."""
-    yield tied_server
-    put_back(tied_server)
+def pair(tied_model_dir, tmp_path_factory) -> Iterator[tuple[VLLMServer, VLLMServer]]:
+    """Two servers of a model whose LM head is its embedding. Only the package's last test may kill the second."""
+    logs = tmp_path_factory.mktemp("tied")
+    with (
+        start_vllm_server(tied_model_dir, log_path=logs / "first.log", wait=False) as first,
+        start_vllm_server(tied_model_dir, log_path=logs / "second.log", wait=False) as second,
+    ):
+        for server in (first, second):
+            server.wait_until_healthy(240)
+        yield first, second
 
 
 @pytest.fixture
 def client_of() -> Iterator[Callable[..., object]]:
-    """`client_of("gloo", server, …)`: a connected client, closed after the test."""
+    """`client_of(server, …)`: a connected client whose weights are files, closed after the test."""
     from trl_darts.weights import make_client
 
     clients = []
 
-    def connect(weight_sync: str, *servers: VLLMServer, **kwargs: object) -> object:
-        kwargs.setdefault("group_port", free_port())
-        client = make_client([server.base_url for server in servers], weight_sync, "cpu", **kwargs)
+    def connect(*servers: VLLMServer, **kwargs: object) -> object:
+        client = make_client([server.base_url for server in servers], "filesystem", "cpu", **kwargs)
         client.init_communicator("cpu")
         clients.append(client)
         return client

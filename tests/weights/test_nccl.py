@@ -1,5 +1,5 @@
 """
-The NCCL client without NCCL: TRL's packed producer is replaced by its own packing, which needs no GPU.
+Weights over NCCL without NCCL: TRL's packed producer is replaced by its own packing, which needs no GPU.
 
 The point is *when* tensors are read: TRL's iterator unmerges LoRA adapters in place after its last item.
 """
@@ -17,7 +17,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tests.weights.probes import load_model
 from tests.weights.stubs import stub_client
 from trl_darts.errors import WeightSyncError
-from trl_darts.weights import FleetVLLMClient, NCCLVLLMClient
+from trl_darts.weights import FleetVLLMClient
 
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
@@ -53,81 +53,104 @@ def sent(monkeypatch):
     return sent
 
 
-def sync_weights(generation, client):
-    metadata = [
+def metadata_of(generation):
+    return [
         (name, str(param.dtype).removeprefix("torch."), list(param.shape))
         for name, param in generation._iter_named_params()
     ]
-    client.update_named_params(metadata, generation._iter_named_params())
+
+
+def sync_weights(generation, client):
+    client.update_named_params(metadata_of(generation), generation._iter_named_params())
 
 
 def merged_bytes(generation):
     return torch.cat([param.clone().reshape(-1).view(torch.uint8) for _, param in generation._iter_named_params()])
 
 
-def base_bytes(generation):
-    """The base model's weights, which are those outside of a merge."""
-    names = [name for name, _ in generation._iter_named_params()]
-    base = {
-        name.removeprefix("base_model.model.").replace(".base_layer", ""): p.data
-        for name, p in generation.model.named_parameters()
-    }
-    return torch.cat([base[name].reshape(-1).view(torch.uint8) for name in names])
-
-
-def test_lora_is_merged_in_all_that_is_sent(generation, sent):
-    client = stub_client(NCCLVLLMClient)
-    client.communicator = "group"
-    sync_weights(generation, client)
-    assert torch.equal(torch.cat(sent["group"]), merged_bytes(generation))
-    assert not any(getattr(module, "merged", False) for module in generation.model.modules())
-    assert client.version == 1
-    assert client.session.paths == [
-        "/pause",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/reset_prefix_cache",
-        "/update_weight_version",
-        "/resume",
-    ]
-
-
-def test_trl_sends_the_last_buffer_unmerged(generation, sent):
-    """Why `NCCLVLLMClient` holds the iterator back. If this fails, TRL or vLLM was repaired."""
-    client = stub_client(VLLMClient)
-    client.communicator = "group"
-    sync_weights(generation, client)
-    assert not torch.equal(torch.cat(sent["group"]), merged_bytes(generation)), (
-        "`VLLMClient.update_named_params` of TRL sends merged LoRA weights now: the remark on NCCL in `whole` of "
-        "trl_darts/weights/client.py can go. `whole` itself is still needed for sharded models."
-    )
-    torch.testing.assert_close(
-        torch.cat(sent["group"]).view(torch.float32), base_bytes(generation).view(torch.float32), atol=1e-6, rtol=0
-    )
-
-
-def test_fleet_over_nccl_in_turn(generation, sent):
-    clients = [stub_client(NCCLVLLMClient, f"http://stub{index}") for index in range(2)]
+def fleet_of(*clients):
     for index, client in enumerate(clients):
         client.communicator = f"group{index}"
-    fleet = FleetVLLMClient(clients, chunk_bytes=30_000)
-    sync_weights(generation, fleet)
+    return FleetVLLMClient(clients, chunk_bytes=30_000)
+
+
+def is_merged(generation):
+    return any(getattr(module, "merged", False) for module in generation.model.modules())
+
+
+def test_each_server_gets_all_of_the_merged_weights(generation, sent):
+    clients = [stub_client(0), stub_client(1)]
+    sync_weights(generation, fleet_of(*clients))
     for index, client in enumerate(clients):
         assert len(sent[f"group{index}"]) > 3
         assert torch.equal(torch.cat(sent[f"group{index}"]), merged_bytes(generation))
         assert (client.version, client.session.weight_version) == (1, "v1")
-    assert not any(getattr(module, "merged", False) for module in generation.model.modules())
+        assert not client._updating_weights
+        assert list(dict.fromkeys(client.session.paths)) == [
+            "/pause",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/resume",
+        ]
+    assert not is_merged(generation)
+
+
+def test_trl_sends_the_last_buffer_unmerged(generation, sent):
+    """Why `whole` holds the iterator back. If this fails, TRL or vLLM was repaired."""
+    client = stub_client()
+    client.communicator = "group"
+    sync_weights(generation, client)
+    assert not torch.equal(torch.cat(sent["group"]), merged_bytes(generation)), (
+        "`VLLMClient.update_named_params` of TRL sends merged LoRA weights now: the remark on NCCL in `whole` of "
+        "trl_darts/weights/update.py can go. `whole` itself is still needed for sharded models."
+    )
 
 
 def test_failure_leaves_the_adapter_unmerged_and_the_server_running(generation, sent):
-    """The model would train on merged weights otherwise."""
-    client = stub_client(NCCLVLLMClient)
-    client.session.answers["/start_weight_update"] = (500, {"error": {"message": "no memory left"}})
-    with pytest.raises(WeightSyncError, match="no memory left"):
-        sync_weights(generation, client)
-    assert not any(getattr(module, "merged", False) for module in generation.model.modules())
-    assert client.session.paths[-1] == "/resume"
-    assert client.session.weight_version == "v1-incomplete"
-    assert client.version == 0
-    assert not client._updating_weights
+    """The model would train on merged weights otherwise. The other server has the new ones."""
+    clients = [stub_client(0), stub_client(1)]
+    clients[0].session.answers["/update_weights"] = (500, {"error": {"message": "no memory left"}})
+    fleet = fleet_of(*clients)
+    with pytest.raises(WeightSyncError, match=r"stub0: .*no memory left"):
+        sync_weights(generation, fleet)
+    assert not is_merged(generation)
+    assert torch.equal(torch.cat(sent["group1"]), merged_bytes(generation))
+    assert fleet.behind == ["http://stub0"]
+    assert clients[0].session.paths[-1] == "/resume"
+    assert clients[0].session.weight_version == "v1-incomplete"
+    assert not clients[0]._updating_weights
+
+
+def test_a_server_that_is_back_gets_the_weights_in_a_group_of_its_own(generation, sent, monkeypatch):
+    joined = []
+    monkeypatch.setattr(VLLMClient, "close_communicator", lambda client: None)
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda client, device: joined.append(client.base_url))
+    fleet = fleet_of(stub_client(0), stub_client(1))
+    fleet.excluded = {"http://stub1"}
+    sync_weights(generation, fleet)
+    assert not fleet.refresh("http://stub1", [], None)  # a sharded model, whose processes wait for a rollout
+    metadata = metadata_of(generation)
+    assert fleet.refresh("http://stub1", metadata, generation._iter_named_params())
+    assert joined == ["http://stub1"]
+    assert torch.equal(torch.cat(sent["group1"]), merged_bytes(generation))
+    assert (fleet.behind, fleet.version) == ([], 1)
+    assert not is_merged(generation)
+
+
+def test_update_that_a_lost_trainer_left_open(generation, sent):
+    """It started an update, then it was killed: `/start_weight_update` says so once."""
+    client = stub_client()
+    request = client.session.request
+
+    def left_open(method, url, **kwargs):
+        if url.endswith("/finish_weight_update"):
+            client.session.answers.pop("/start_weight_update", None)
+        return request(method, url, **kwargs)
+
+    client.session.request = left_open
+    client.session.answers["/start_weight_update"] = (500, {"error": "A weight update is already active"})
+    sync_weights(generation, fleet_of(client))
+    assert client.version == 1

@@ -40,28 +40,17 @@ def test_after_import(tmp_path, monkeypatch):
     del sys.modules["late_module"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_vllm_that_differs_is_a_warning_with_its_version(there, monkeypatch, caplog):
+def test_a_vllm_that_differs_is_a_warning_with_its_version(monkeypatch, caplog):
     vllm = ModuleType("vllm")
     vllm.__version__ = "9.9.9"
     monkeypatch.setitem(sys.modules, "vllm", vllm)
-    for name in list(sys.modules):
-        if name.startswith("vllm."):
-            monkeypatch.delitem(sys.modules, name)
-    worker = ModuleType(plugin.WORKER_MODULE)  # has no `Worker`
-    monkeypatch.setitem(sys.modules, plugin.WORKER_MODULE, worker)
-    if there:
-        transfer = ModuleType("vllm.distributed.weight_transfer")
-        transfer.WeightTransferEngineFactory = SimpleNamespace()  # has no registry
-        monkeypatch.setitem(sys.modules, "vllm.distributed", ModuleType("vllm.distributed"))
-        monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", transfer)
+    monkeypatch.setitem(sys.modules, plugin.WORKER_MODULE, ModuleType(plugin.WORKER_MODULE))  # has no `Worker`
     logger = logging.getLogger("vllm.trl_darts")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     plugin.register()
     assert {record.levelname for record in caplog.records} == {"WARNING"}
-    messages = {record.getMessage() for record in caplog.records}
-    assert len(messages) == 2  # one for the engine, one for the worker
-    assert all("9.9.9" in message for message in messages)
+    (message,) = {record.getMessage() for record in caplog.records}
+    assert "(9.9.9)" in message
 
 
 def test_reload_says_that_it_was_ours(monkeypatch):

@@ -9,9 +9,10 @@ import typer
 
 from ..serving.options import API_KEY_VARIABLE
 from . import config, profile, report, serve, simulate
+from .exits import OneLineErrors
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.command()(serve.serve)
 app.command()(profile.profile)
 app.command()(report.report)
@@ -22,7 +23,6 @@ app.add_typer(config.app, name="config")
 @app.callback()
 def _trl_darts() -> None:
     """GRPO training that does not wait for its slowest rollout."""
-    # With a callback, `serve` stays a subcommand although it is the only one.
 
 
 def main() -> None:
@@ -40,23 +40,11 @@ def hide_api_key() -> None:
 
 
 def without_api_key(args: list[str]) -> tuple[list[str], str | None]:
-    """
-    Arguments without `--api-key`, and its value. `None` if it is not given, or is given without one.
-
-    After `--`, arguments are vLLM's and stay.
-    """
+    """Arguments without `--api-key`, and its value if it has one. After `--`, arguments are vLLM's and stay."""
     end = args.index("--") if "--" in args else len(args)
-    kept: list[str] = []
-    key = None
-    words = iter(args[:end])
-    for word in words:
-        name, equals, value = word.partition("=")
-        found = value if equals else next(words, None) if name == "--api-key" else None
-        if name != "--api-key" or found is None:
-            kept.append(word)
-        else:
-            key = found
-    return kept + args[end:], key
-
-
-__all__ = ["app", "main"]
+    for at, word in enumerate(args[:end]):
+        if word.startswith("--api-key="):
+            return args[:at] + args[at + 1 :], word.partition("=")[2]
+        if word == "--api-key" and at + 1 < end:
+            return args[:at] + args[at + 2 :], args[at + 1]
+    return args, None

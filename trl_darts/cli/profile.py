@@ -1,26 +1,25 @@
-"""`trl-darts profile`: parses, hands over to `trl_darts.profiling`, and prints."""
+"""`trl-darts profile`: parses, hands over to `trl_darts.analysis.profile`, and prints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..analysis.output_files import check_writable, not_writable
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
-from ..output_files import check_writable, not_writable
 from ..serving.options import API_KEY_VARIABLE
 from .exits import fail
 
 
 if TYPE_CHECKING:
-    from ..profiling import ProfileResult
+    from ..analysis.profile import ProfileResult
 
 
 SERVER_FAILED = 1
@@ -31,34 +30,34 @@ def profile(
     urls: Annotated[list[str], typer.Argument(metavar="URL", help="Running, idle vLLM servers of one model.")],
     output: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("latency.json"),
     plot: Annotated[
-        Optional[Path],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
+        Path | None,
         typer.Option(help="The picture to write. By default beside the output, as .png.", show_default=False),
     ] = None,
     max_batch_size: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Largest batch. By default the server's max_num_seqs.", show_default=False),
     ] = None,
     batch_sizes: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Batch sizes, such as 1,8,64. By default powers of two.", metavar="LIST"),
     ] = None,
     context_lengths: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="Prompt lengths, such as 512,4096. By default 128 to 32768 by factors of 4.", metavar="LIST"
         ),
     ] = None,
     max_context_tokens: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Most prompt tokens of a batch. By default 131072, if they fit.", show_default=False),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Measurements of each point, in rounds of random order.")] = 3,
     hardware: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="What the servers run on, for the file. By default what they say.", metavar="TEXT"),
     ] = None,
     api_key: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Key of the servers.", envvar=API_KEY_VARIABLE, show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts, and of the order of measurements.")] = 0,
@@ -72,70 +71,35 @@ def profile(
 
         trl-darts profile http://localhost:8000 --output latency.json
     """
+    from ..analysis import profile as analysis  # loads an HTTP client, for which `--help` should not wait
+
     try:
         picture = _check_outputs(output, plot)
-        settings: dict[str, Any] = {
-            "urls": _urls(urls),
-            "batch_sizes": _numbers("batch_sizes", batch_sizes),
-            "max_batch_size": _at_least("max_batch_size", max_batch_size, 1),
-            "context_lengths": _numbers("context_lengths", context_lengths),
-            "max_context_tokens": _at_least("max_context_tokens", max_context_tokens, 1),
-            "repeats": _at_least("repeats", repeats, 1),
-            "hardware": hardware,
-            "api_key": api_key,
-            "seed": _at_least("seed", seed, 0),
-        }
-        _write(_measure(settings), output, picture)
+        options = analysis.ProfileOptions(
+            urls=tuple(urls),
+            batch_sizes=_numbers("batch_sizes", batch_sizes),
+            max_batch_size=max_batch_size,
+            context_lengths=_numbers("context_lengths", context_lengths),
+            max_context_tokens=max_context_tokens,
+            repeats=repeats,
+            hardware=hardware,
+            api_key=api_key,
+            seed=seed,
+        )
+        with _progress() as report:
+            result = analysis.profile_servers(options, report)
+        _write(result, output, picture)
     except ConfigurationError as error:
         fail(str(error))
     except GenerationError as error:
         fail(f"The measurement failed, and nothing was written: {error}", SERVER_FAILED)
 
 
-def _measure(settings: dict[str, Any]) -> ProfileResult:
-    # They load an HTTP client, for which a wrong option or `--help` should not wait.
-    from ..profiling import ProfileOptions, profile_servers
-
-    with _progress() as report:
-        return profile_servers(ProfileOptions(**settings), report)
-
-
-def _urls(urls: list[str]) -> tuple[str, ...]:
-    for url in urls:
-        if not _is_address(url):
-            raise ConfigurationError(f"`url` ({url!r}) must be an address such as 'http://localhost:8000'.")
-    distinct = [url.rstrip("/") for url in urls]
-    if repeated := {url for url in distinct if distinct.count(url) > 1}:
-        raise ConfigurationError(
-            f"`url` ({', '.join(map(repr, sorted(repeated)))}) must be named once. Leave one out."
-        )
-    return tuple(distinct)
-
-
-def _is_address(url: str) -> bool:
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket that is not closed, or a port that is no number
-        return False
-
-
-def _numbers(name: str, words: str | None) -> tuple[int, ...] | None:
-    if words is None:
-        return None
-    try:
-        numbers = tuple(int(word) for word in words.split(","))
+        return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigurationError(f"`{name}` ({words!r}) must be whole numbers and commas, such as 1,8,64.") from None
-    if min(numbers) < 1:
-        raise ConfigurationError(f"`{name}` ({words}) must be at least 1 each.")
-    return numbers
-
-
-def _at_least(name: str, value: int | None, least: int) -> int | None:
-    if value is not None and value < least:
-        raise ConfigurationError(f"`{name}` ({value}) must be at least {least}.")
-    return value
+        raise ConfigurationError(f"`{name}` ({text!r}) must be whole numbers and commas, such as 1,8,64.") from None
 
 
 def _check_outputs(output: Path, plot: Path | None) -> Path | None:
@@ -163,18 +127,17 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _write(result: ProfileResult, output: Path, picture: Path | None) -> None:
+    from ..analysis.profile.picture import draw
+    from ..analysis.profile.summary import summarize, warn
+
     try:
         result.profile.save(output)
     except OSError as error:
         raise not_writable("output", output, error.strerror) from error
-    from ..profiling.summary import summarize, warn
-
     lines = [*summarize(result.profile), "", f"Written: {output}"]
     if picture is None:
         lines.append("No picture, which needs matplotlib: `pip install 'trl-darts[plots]'`.")
     else:
-        from ..profiling.picture import draw
-
         try:
             draw(result.profile, picture)
         except OSError as error:

@@ -1,9 +1,9 @@
-"""`trl-darts report`: parses, hands over to `trl_darts.reporting`, and prints."""
+"""`trl-darts report`: parses, hands over to `trl_darts.analysis.report`, and prints."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,23 +21,23 @@ def report(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page. Its panels go beside it as PNG files.")
+        Path, typer.Option("--output", "-o", help="The page. Its figures go beside it as PNG files.")
     ] = Path("report.html"),
     name: Annotated[
-        Optional[list[str]],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
+        list[str] | None,
         typer.Option(help="What to call a run, once per run in their order. Its directory's name by default."),
     ] = None,
     step: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Step whose rollout is shown from within, from 1 on. A typical one by default."),
     ] = None,
     latency_curve: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="File of a latency curve: adds predicted against real times.", metavar="FILE"),
     ] = None,
 ) -> None:
     """
-    Write one HTML page about one or several trainings: what was gained, and why.
+    Write one HTML page about one or several trainings: rewards, times, lengths, budgets and faults.
 
     Trainings leave what it needs with `save_rollout_trace=True`. The page has everything in it: mail it, print it.
 
@@ -46,15 +46,13 @@ def report(
         trl-darts report outputs/grpo outputs/darts --output report.html
     """
     # pandas takes a second to load, for which a wrong option or `--help` should not wait.
-    from ..import_utils import require_matplotlib
-    from ..reporting import write_report
+    from ..analysis.report import write_report
 
     try:
-        require_matplotlib()
         paths = write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve)
     except (ConfigurationError, ImportError, OSError) as error:
         fail(str(error))
     console = Console(stderr=True)
-    pictures = f"{len(paths) - 1} pictures beside it, {paths[0].stem}-*.png"
+    pictures = f"{len(paths) - 1} figures beside it, {paths[0].stem}-*.png"
     console.print(f"{pictures}. Open the page in a browser.", markup=False, highlight=False, soft_wrap=True)
     typer.echo(paths[0])

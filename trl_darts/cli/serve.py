@@ -3,63 +3,55 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from ..errors import ConfigurationError
-from ..serving import (
-    ServeOptions,
-    ServerFailedError,
-    ServerProcess,
-    StopRequest,
-    Supervisor,
-    TrainerArguments,
-    check_options,
-    find_build,
-    make_commands,
-)
-from ..serving.options import API_KEY_VARIABLE
-from .display import ServeDisplay
-from .exits import fail
+from ..serving.build import find_build
+from ..serving.command import as_flags, as_python, make_commands, trainer_arguments, trainer_notes
+from ..serving.options import API_KEY_VARIABLE, ServeOptions, check_options
+from ..serving.supervisor import Server, Supervisor, counted_signals
+
+
+LINE_INTERVAL_S = 30.0
 
 
 def serve(
     model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a model of the Hugging Face Hub.")],
     vllm_flags: Annotated[
-        Optional[list[str]],  # noqa: UP045  typer reads the annotation at run time, also on Python 3.10
+        list[str] | None,
         typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vLLM, handed to every server.", show_default=False),
     ] = None,
     num_servers: Annotated[int, typer.Option(help="Number of servers, all with the same model.")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share one copy of the model.")] = 1,
     devices: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="GPUs of all servers together, such as 0,1,2,3. By default the last ones.", metavar="LIST"),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Any but a loopback one needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the first server. The next server takes the next one.")] = 8000,
     speculative: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Speculative decoding without a draft model: suffix or ngram.", metavar="METHOD"),
     ] = None,
     max_model_len: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens of prompt and completion together. The model's own limit by default."),
+        int | None, typer.Option(help="Tokens of prompt and completion together. The model's own limit by default.")
     ] = None,
     weight_sync: Annotated[
-        str, typer.Option(help="auto, nccl, gloo or filesystem: how the trainer's weights arrive.", metavar="WAY")
+        str, typer.Option(help="auto, nccl or filesystem: how the trainer's weights arrive.", metavar="WAY")
     ] = "auto",
     restart: Annotated[bool, typer.Option("--restart", help="Start a server again that died.")] = False,
     api_key: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Key that requests to /v1 must carry.", envvar=API_KEY_VARIABLE, show_default=False),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds in which a server must be healthy.")] = 600.0,
     log_dir: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Directory of the servers' logs. A temporary one by default."),
+        Path | None, typer.Option(help="Directory of the servers' logs. A temporary one by default.")
     ] = None,
 ) -> None:
     """
@@ -71,48 +63,33 @@ def serve(
 
         trl-darts serve Qwen/Qwen2.5-7B --num-servers 2 --devices 2,3 -- --gpu-memory-utilization 0.85
     """
-    options = ServeOptions(
-        model=model,
-        num_servers=num_servers,
-        tensor_parallel_size=tensor_parallel_size,
-        devices=None if devices is None else tuple(name.strip() for name in devices.split(",")),
-        host=host,
-        port=port,
-        speculative=speculative,
-        max_model_len=max_model_len,
-        weight_sync=weight_sync,
-        api_key=api_key,
-        vllm_flags=tuple(vllm_flags or ()),
-    )
-    try:
-        _serve(options, timeout, log_dir, restart)
-    except ConfigurationError as error:
-        fail(str(error))
-    except ServerFailedError as error:
-        fail(str(error), error.exit_code)
+    start(ServeOptions(**locals()))  # its fields are these parameters
 
 
-def _serve(options: ServeOptions, timeout_s: float, log_dir: Path | None, restart: bool) -> None:
-    if not timeout_s > 0:
-        raise ConfigurationError(f"`timeout` ({timeout_s:g}) must be a positive number of seconds.")
+def start(options: ServeOptions) -> None:
+    """Check the options, and run the servers until a signal or a failure ends them."""
     build = find_build()
     check_options(options, build)
     commands = make_commands(options, build)
-    log_dir = _make_log_dir(log_dir)
-    arguments = TrainerArguments.of(options, build, commands)
-    display = ServeDisplay(Console(stderr=True), on_ready=lambda: _print_arguments(arguments))
-    display.event(f"vLLM {build.version}{' (CPU build)' if build.cpu else ''}, logs in {log_dir}")
-    display.event(f"$ {commands[0]}")
-    servers = [ServerProcess(command, log_dir / f"server-{command.port}.log") for command in commands]
-    with StopRequest() as stop:
+    logs = _log_dir(options.log_dir)
+    servers = [
+        Server(command, logs / f"server-{port}.log") for command, port in zip(commands, options.ports, strict=True)
+    ]
+    arguments = trainer_arguments(options, build, commands)
+    shown = [as_python(arguments), "", "or, for a script:", "", as_flags(arguments), *trainer_notes(options, build)]
+    supervisor = Supervisor(servers, options.timeout, options.restart)
+    display = Display(supervisor, "\n".join(["The trainer's arguments:", "", *shown, ""]))
+    display.print(f"vLLM {build.version}{' (CPU build)' if build.cpu else ''}, logs in {logs}")
+    display.print(f"$ {commands[0]}")
+    with counted_signals() as stop:
         try:
-            Supervisor(servers, timeout_s, restart).run(display, stop)
+            supervisor.run(stop, display.report)
         finally:
-            display.close()
-    display.event(f"All servers have ended. Logs: {log_dir}")
+            display.status.stop()
+    display.print(f"All servers have ended. Logs: {logs}")
 
 
-def _make_log_dir(log_dir: Path | None) -> Path:
+def _log_dir(log_dir: Path | None) -> Path:
     if log_dir is None:
         return Path(tempfile.mkdtemp(prefix="trl_darts_serve_"))
     try:
@@ -125,6 +102,37 @@ def _make_log_dir(log_dir: Path | None) -> Path:
     return log_dir
 
 
-def _print_arguments(arguments: TrainerArguments) -> None:
-    lines = [arguments.as_python(), "", "or, for a script:", "", arguments.as_flags(), *arguments.notes]
-    typer.echo("\n".join(["The trainer's arguments:", "", *lines, ""]))
+class Display:
+    """What happens, on standard error, with a spinner while servers start; then the arguments on standard output."""
+
+    def __init__(self, supervisor: Supervisor, arguments: str) -> None:
+        self.supervisor = supervisor
+        self.console = Console(stderr=True)
+        self.status = self.console.status("")
+        self._arguments: str | None = arguments
+        self._next_line_at = 0.0
+
+    def print(self, text: str) -> None:
+        """A line, above the spinner if there is one."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def report(self, messages: list[str]) -> None:
+        """After each look of the supervisor."""
+        for message in messages:
+            self.print(message)
+        if not self.supervisor.is_ready:
+            self._progress()
+            return
+        self.status.stop()
+        if self._arguments is not None:
+            typer.echo(self._arguments)
+            self._arguments = None
+
+    def _progress(self) -> None:
+        """The spinner in a terminal, else a line every half minute."""
+        if self.console.is_terminal:
+            self.status.update("\n".join(self.supervisor.describe()))
+            self.status.start()
+        elif time.monotonic() >= self._next_line_at:
+            self._next_line_at = time.monotonic() + LINE_INTERVAL_S
+            self.print("; ".join(self.supervisor.describe()))

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from ..analysis.output_files import check_directory, check_writable
 from ..analysis.simulation import (
     ClusterSpec,
     LogNormalLengths,
@@ -24,7 +25,6 @@ from ..analysis.simulation import (
 )
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
-from ..output_files import check_directory, check_writable
 from ..policy import LatencyCurve, PrefillLine
 from ..scheduling import SCHEDULES
 from .exits import fail
@@ -223,7 +223,7 @@ def _measured_cluster(path: Path | None, trace: Path | None) -> ClusterSpec:
         return ClusterSpec(ASSUMED_CURVE)
     curve, prefill = LatencyCurve.load(path), PrefillLine.load(path)
     if trace is not None:
-        from ..logs import read_log  # loads pandas, for which a wrong option or `--help` should not wait
+        from ..telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
 
         model = read_log(trace)[0].get("model")
         if not curve.is_of(model):
@@ -251,7 +251,7 @@ def _check_output(directory: Path) -> None:
 
 
 def _write(outcomes: list[Outcome], directory: Path) -> None:
-    from ..plots import plot_simulation
+    from ..analysis.plots import plot_simulation
 
     table, picture = (directory / name for name in FILES)
     rows = [outcome.row() for outcome in outcomes]

@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ..distributed import Share
 from ..errors import GenerationError
 from ..scheduling import FinishReason
 from .hf_generate import replaced
+from .share import Share
 
 
 # How long a result is waited for before decisions are asked for again.

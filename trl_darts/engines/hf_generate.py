@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from ..distributed import Share
 from ..scheduling import FinishReason
+from .share import Share
 
 
 # Steps between two reports of progress, where the schedule needs them.
@@ -101,12 +101,13 @@ def stopping_criterion(model: Any, criterion: StoppingCriteria) -> Iterator[None
 @contextmanager
 def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
     """Gives an instance another attribute inside the context. A user may have set one as well."""
-    own = vars(instance).get(name)
+    own = name in vars(instance)
+    before = vars(instance).get(name)
     setattr(instance, name, value)
     try:
         yield
     finally:
-        if own is None:
-            delattr(instance, name)
+        if own:
+            setattr(instance, name, before)
         else:
-            setattr(instance, name, own)
+            delattr(instance, name)

@@ -1,5 +1,5 @@
 """
-Which servers are well, and what each can take. Lives in the engine's event loop, and longer than a rollout.
+Which servers are healthy. Lives in the engine's event loop, and longer than a rollout.
 
 ```
         fails, or does not answer in time                answers again
@@ -8,8 +8,7 @@ Which servers are well, and what each can take. Lives in the engine's event loop
     └──────────────────── has the current weights ────────────────────────────┘
 ```
 
-Nothing is asked of a server that is not UP but whether it is well: one that comes back has old weights, or none of
-ours.
+A server that is not UP is asked for its health alone: one that comes back has old weights, or none of ours.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from .vllm_api import ServerRefusedError, VLLMServer
 
 
 PROBE_INTERVAL_S = 2.0
-FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ServerRefusedError)
+FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class State(Enum):
 class Listener(Protocol):
     """Who must hear of changes while a rollout runs."""
 
-    def on_lost(self, url: str, words: str) -> None:
+    def on_lost(self, url: str, reason: str) -> None:
         """A server is lost."""
         ...
 
@@ -52,7 +51,7 @@ class Listener(Protocol):
         ...
 
     def on_resized(self, url: str, capacity: int) -> None:
-        """A server is drained, or takes candidates again."""
+        """A server takes no new candidates, or some again."""
         ...
 
 
@@ -61,9 +60,9 @@ class Member:
     """A server of the pool."""
 
     server: VLLMServer
-    limit: int  # of candidates at once: its share of our open files
+    limit: int  # most candidates at once: connections that this process can hold. vLLM itself queues what is too much
     state: State = State.UP
-    words: str = ""  # why it was lost last
+    reason: str = ""  # why it was lost last
     draining: bool = False
     num_losses: int = 0
 
@@ -104,7 +103,7 @@ class ServerPool:
             self._watchers[url] = asyncio.create_task(self._watch(url))
 
     def add(self, url: str, server: VLLMServer) -> None:
-        """Takes in a server that has answered, but has none of our weights yet."""
+        """Adds a server that has answered, but has none of our weights yet."""
         self.members[url] = Member(server, 1, State.RETURNED, "it is new")
         self._share_limit()
 
@@ -119,17 +118,17 @@ class ServerPool:
         for member in self.members.values():
             member.limit = max(1, self._limit // len(self.members))
 
-    def lose(self, url: str, words: str) -> None:
-        """Takes a server out."""
+    def lose(self, url: str, reason: str) -> None:
+        """Takes a server out until it answers again."""
         member = self.members[url]
         if member.state is State.UP:
             member.num_losses += 1
-            logger.warning("The vLLM server at %s is lost: %s", url, words)
-            self._tell(lambda listener: listener.on_lost(url, words))
-        member.state, member.words = State.DOWN, words
+            logger.warning("The vLLM server at %s is lost: %s", url, reason)
+            self._tell(lambda listener: listener.on_lost(url, reason))
+        member.state, member.reason = State.DOWN, reason
 
     def join(self, url: str) -> None:
-        """Takes a server in again that has the current weights."""
+        """Uses a server again that has the current weights."""
         member = self.members[url]
         if member.state is State.RETURNED:
             member.state = State.UP
@@ -149,7 +148,10 @@ class ServerPool:
     async def _watch(self, url: str) -> None:
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
-            await self._probe(url)
+            try:
+                await self._probe(url)
+            except Exception:  # a server must not stay lost for good because of one strange answer
+                logger.exception("Probing the vLLM server at %s failed; it is probed again.", url)
 
     async def _probe(self, url: str) -> None:
         member = self.members[url]
@@ -163,9 +165,9 @@ class ServerPool:
 
 
 def describe(error: BaseException, waited_for: str) -> str:
-    """An error's own words; a timeout has none."""
+    """An error's message; a timeout has none."""
     if isinstance(error, ServerRefusedError):
         return str(error)
-    if isinstance(error, asyncio.TimeoutError) and not str(error):
+    if isinstance(error, TimeoutError) and not str(error):
         return f"no answer to {waited_for}"
     return f"{type(error).__name__}: {error}"

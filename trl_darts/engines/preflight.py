@@ -163,10 +163,10 @@ def _check_architecture(url: str, served_model: str, config: PretrainedConfig) -
     own = config.get_text_config()
     different = [n for n in names if n in served and served[n] != getattr(own, n, None)]
     if different:
-        words = ", ".join(f"`{n}` {served[n]} instead of {getattr(own, n, None)}" for n in different)
+        differences = ", ".join(f"`{n}` {served[n]} instead of {getattr(own, n, None)}" for n in different)
         raise ConfigurationError(
-            f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {words}. Serve "
-            "the model that you train."
+            f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {differences}. "
+            "Serve the model that you train."
         )
 
 

@@ -5,6 +5,7 @@ What is asked of the server, and what comes back, was checked against vLLM 0.31.
 the engine process behind the API dies, a stream ends like a normal one, only without it.
 """
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from ..errors import GenerationError
 # The server closes an idle connection after 5 s. A client that keeps it longer sends requests into a closing socket.
 KEEPALIVE_TIMEOUT_S = 3.0
 CONTROL_TIMEOUT_S = 30.0
-MAX_WORDS = 2000  # of a server's own, in an error: they may be a proxy's web page
+MAX_MESSAGE = 2000  # characters of a server's own in an error: they may be a proxy's web page
 
 
 @dataclass(slots=True)
@@ -218,7 +219,7 @@ class VLLMServer:
         except orjson.JSONDecodeError:
             message = data.decode(errors="replace")
         kind = ServerBrokenError if response.status >= 500 else ServerRefusedError
-        raise kind(f"{self.base_url} answered {response.status}: {message[:MAX_WORDS] or response.reason}")
+        raise kind(f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}")
 
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
@@ -255,6 +256,8 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
     if logprobs is not None:
         content = logprobs.get("content")
         logprobs = logprobs["token_logprobs"] if content is None else [entry["logprob"] for entry in content]
+        # A server leaves out what is no JSON. TRL takes NaN for a log-prob that is not known: its ratio is 1.
+        logprobs = logprobs and [math.nan if logprob is None else logprob for logprob in logprobs]
     _check_numbers(tokens, logprobs)
     return Chunk(tokens, logprobs, choice.get("finish_reason"))
 
@@ -264,9 +267,9 @@ def _check_numbers(tokens: Any, logprobs: Any) -> None:
         raise ServerRefusedError(f"The server returned `token_ids` that are none: {str(tokens)[:100]}.")
     if logprobs is None:
         return
-    # NaN and infinities are no JSON, and a log-prob above 0 by more than rounding is none.
-    if not all(type(logprob) in (float, int) and logprob <= 1e-3 for logprob in logprobs):
-        wrong = next(x for x in logprobs if not (type(x) in (float, int) and x <= 1e-3))
+    # A log-prob above 0 by more than rounding is none; that of a token that was not known is NaN.
+    if not all(type(logprob) in (float, int) and not logprob > 1e-3 for logprob in logprobs):
+        wrong = next(x for x in logprobs if not (type(x) in (float, int) and not x > 1e-3))
         raise ServerRefusedError(f"The server returned {wrong!r} for a token's log-prob.")
     if len(logprobs) != len(tokens):
         raise ServerRefusedError(f"The server returned {len(logprobs)} log-probs for {len(tokens)} tokens.")

@@ -11,8 +11,10 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 
-from ..distributed import Share
 from ..scheduling import FinishReason
+from .batch import PromptBatch
+from .hf_generate import replaced
+from .share import Share, Slot
 
 
 # Steps between two reports of progress, where the schedule needs them.
@@ -45,6 +47,14 @@ def keep_expanded_images(llm: Any) -> None:
     processor._apply_prompt_updates = expand_once
 
 
+def decode_colocated(generation: Any, batch: PromptBatch, share: Share, feed: list[Slot]) -> None:
+    """Has TRL's generation decode a share: it calls `LLM.generate` once, with the prompts of this process's slots."""
+    rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
+    images = None if batch.images is None else [batch.images[row - batch.mine.start] for row in rows]
+    with replaced(generation, "llm", SteppedLLM(generation.llm, share)):
+        generation.generate([batch.rows[row] for row in rows], images, batch.num_generations)
+
+
 class SteppedLLM:
     """
     `vllm.LLM` with a `generate` that decodes a share.
@@ -66,18 +76,8 @@ class SteppedLLM:
 
     def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
         """
-        Decodes until every candidate has ended or was aborted.
-
-        Args:
-            prompts (`Sequence[dict]`):
-                vLLM's inputs, one per candidate in the order of the share.
-            sampling_params (`vllm.SamplingParams`):
-                Common to all.
-            use_tqdm (`bool`, *optional*, defaults to `False`):
-                Not used.
-
-        Returns:
-            `list`: Empty: the share has the results.
+        Decodes until every candidate has ended or was aborted; `prompts` has one per candidate in the order of the
+        share. Returns nothing: the share has the results.
         """
         engine = self._llm.llm_engine
         try:

@@ -97,9 +97,9 @@ class RolloutRun:
 
     # Of the pool
 
-    def on_lost(self, url: str, words: str) -> None:
+    def on_lost(self, url: str, reason: str) -> None:
         """What a lost server decoded goes on elsewhere, or waits."""
-        self._report(EngineLost(url, words, time.perf_counter()))
+        self._report(EngineLost(url, reason, time.perf_counter()))
         current = asyncio.current_task()
         for key, task in self.requests.items():
             if self.engine_of[key] == url and task is not current:
@@ -123,19 +123,18 @@ class RolloutRun:
             if self.pool.urls(State.UP):
                 since_up = now
             if now - since_up > self.deadlines.return_s:
-                words = "; ".join(f"{url}: {member.words}" for url, member in self.pool.members.items())
+                reasons = "; ".join(f"{url}: {member.reason}" for url, member in self.pool.members.items())
                 self._fail(
                     GenerationError(
                         f"No vLLM server is left, and none came back with the current weights within "
-                        f"`vllm_server_timeout` ({self.deadlines.return_s:g} s). {words}"
+                        f"`vllm_server_timeout` ({self.deadlines.return_s:g} s). {reasons}"
                     )
                 )
             elif now - start > self.deadlines.rollout_s:
-                words = f"{self.scheduler.ledger.num_open} candidates are still open"
                 self._fail(
                     GenerationTimeoutError(
                         f"The rollout took longer than `vllm_rollout_timeout_s` ({self.deadlines.rollout_s:g} s): "
-                        f"{words}."
+                        f"{self.scheduler.ledger.num_open} candidates are still open."
                     )
                 )
 
@@ -175,37 +174,44 @@ class RolloutRun:
         offset = len(command.prior_tokens)
         try:
             async for chunk in self._chunks(command):
-                self._take(key, offset, chunk)
+                self._add(key, offset, chunk)
                 offset += len(chunk.tokens)
         except asyncio.CancelledError:
-            if self.aborting.pop(key, None) is None:
+            if key not in self.aborting:
                 raise
             self._report(CandidateEnded(*key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
-        except GenerationTimeoutError as error:
+        except Exception as error:
+            self._report_error(command, key, offset, error)
+        finally:
+            self.aborting.pop(key, None)  # its answer is there, whatever it is: no abort is sent again
+
+    def _report_error(self, command: Submit, key: Key, offset: int, error: Exception) -> None:
+        """Whose failure it is: of the server, which is lost, or of the request."""
+        now = time.perf_counter()
+        if isinstance(error, GenerationTimeoutError):
             if self.scheduler.ledger.candidates[command.candidate_id].num_fruitless >= MAX_STALLS:
-                self._report(CandidateFailed(*key, str(error), time.perf_counter()))
+                self._report(CandidateFailed(*key, str(error), now))
             else:
                 self.pool.lose(command.engine_id, str(error))
-        except (aiohttp.ClientError, ServerBrokenError) as error:  # also a connection that could not be made in time
-            if self.aborting.pop(key, None) is not None:  # a stream that is aborted in its queue just ends
-                self._report(CandidateEnded(*key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
-                return
-            self.pool.lose(command.engine_id, describe(error, "a connection"))
-        except ServerRefusedError as error:
-            self._report(CandidateFailed(*key, str(error), time.perf_counter()))
-        except asyncio.TimeoutError:
-            words = f"no complete answer within `vllm_request_timeout_s` ({self.deadlines.request_s:g} s)"
-            self._report(CandidateFailed(*key, words, time.perf_counter()))
-        except Exception as error:  # an answer that makes no sense is the server's failure, not a hang
-            words = f"the answer could not be read ({type(error).__name__}: {error})"
-            self._report(CandidateFailed(*key, words, time.perf_counter()))
+        elif isinstance(error, aiohttp.ClientError | ServerBrokenError):  # also a connection not made in time
+            if key in self.aborting:  # a stream that is aborted in its queue just ends
+                self._report(CandidateEnded(*key, offset, (), None, FinishReason.ABORT, now))
+            else:
+                self.pool.lose(command.engine_id, describe(error, "a connection"))
+        elif isinstance(error, ServerRefusedError):
+            self._report(CandidateFailed(*key, str(error), now))
+        elif isinstance(error, TimeoutError):
+            reason = f"no complete answer within `vllm_request_timeout_s` ({self.deadlines.request_s:g} s)"
+            self._report(CandidateFailed(*key, reason, now))
+        else:  # an answer that makes no sense is the server's failure, not a hang
+            reason = f"the answer could not be read ({type(error).__name__}: {error})"
+            self._report(CandidateFailed(*key, reason, now))
 
-    def _take(self, key: Key, offset: int, chunk: Chunk) -> None:
+    def _add(self, key: Key, offset: int, chunk: Chunk) -> None:
         now = time.perf_counter()
         if chunk.finish_reason is None:
             self._report(TokensArrived(*key, offset, chunk.tokens, chunk.logprobs, now))
             return
-        self.aborting.pop(key, None)
         # vLLM's own cut, `repetition_detection`, is a cut like that at the limit.
         reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
         self._report(CandidateEnded(*key, offset, chunk.tokens, chunk.logprobs, reason, now))
@@ -229,11 +235,12 @@ class RolloutRun:
                     return
                 except aiohttp.ClientError:  # one of them, a connection not made in time, is a TimeoutError too
                     raise
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     if seconds >= left:  # of the whole request
                         raise
-                    words = f"no tokens within `{name}` ({seconds:g} s)"
-                    raise GenerationTimeoutError(f"{command.engine_id}: {words}") from None
+                    raise GenerationTimeoutError(
+                        f"{command.engine_id}: no tokens within `{name}` ({seconds:g} s)"
+                    ) from None
                 yield chunk
                 name, seconds = "vllm_token_timeout_s", self.deadlines.token_s
         finally:
@@ -261,7 +268,7 @@ class RolloutRun:
                 ids = [self.internal_ids.get((c.candidate_id, c.segment)) for c, _ in pending]
                 server = self.pool.members[engine_id].server
                 supported = await server.abort([name for name in ids if name is not None], ABORT_GRACE_S)
-            except (ServerRefusedError, aiohttp.ClientError, asyncio.TimeoutError):
+            except (ServerRefusedError, aiohttp.ClientError, TimeoutError):
                 supported = False
             deadline = time.perf_counter() - ABORT_GRACE_S
             for command, since in pending:

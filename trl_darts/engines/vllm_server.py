@@ -4,8 +4,7 @@ Decoding on vLLM servers: asyncio in one background thread, one request per cand
 The main thread hands over a scheduler and waits. In the thread, each Submit becomes a task with one HTTP request; each
 answer goes to the scheduler as an event; each Abort it returns goes to the server, and the pending answer then arrives
 with the tokens so far. When the trainer's process dies, its connections close, and the servers drop what they were
-decoding. A server that was lost and answers again is brought to the current weights by the main thread, which has
-them.
+decoding. A server that was lost and answers again is used once `join` says that it has the current weights.
 """
 
 import asyncio
@@ -50,12 +49,6 @@ class VLLMServerEngine:
             How long things may take.
         api_key (`str`, *optional*):
             Of the servers.
-
-    Attributes:
-        refresh (`Callable[[str], bool]`, *optional*):
-            Called in the waiting thread with the address of a server that has come back: brings it to the current
-            weights, and returns whether it has them; where it has not, it waits for [`join`]. Its errors take the
-            server out again. Without it, a server that comes back is used as it is.
     """
 
     def __init__(
@@ -65,8 +58,6 @@ class VLLMServerEngine:
             raise ConfigurationError("`base_urls` (empty) must name at least one server.")
         self.base_urls = list(base_urls)
         self.deadlines = deadlines or Deadlines()
-        self.refresh: Callable[[str], bool] | None = None
-        self._deferred: set[str] = set()  # have come back, and wait for the next weight sync
         self._api_key = api_key
         self._pool: ServerPool | None = None  # made by the loop
         self._loop = asyncio.new_event_loop()
@@ -108,14 +99,8 @@ class VLLMServerEngine:
         Raises:
             [`GenerationError`]: If a server refuses a candidate, breaks or is too slow. The message has its own words.
         """
-
-        def tend() -> None:
-            if on_progress is not None:
-                on_progress(scheduler.ledger)
-            self._refresh_returned()
-
-        self._refresh_returned()
-        return self._wait(self._rollout(scheduler, plans, prompts, body, overrides), tend)
+        rollout = self._rollout(scheduler, plans, prompts, body, overrides)
+        return self._wait(rollout, None if on_progress is None else lambda: on_progress(scheduler.ledger))
 
     def states(self) -> dict[str, State]:
         """What the pool knows of each server."""
@@ -128,13 +113,12 @@ class VLLMServerEngine:
         """How often a server was lost so far."""
         return 0 if self._pool is None else sum(member.num_losses for member in self._pool.members.values())
 
-    def lose(self, url: str, words: str) -> None:
+    def lose(self, url: str, reason: str) -> None:
         """Takes a server out until it answers again, for example one that does not take new weights."""
-        self._in_loop(lambda pool: pool.lose(url, words))
+        self._in_loop(lambda pool: pool.lose(url, reason))
 
     def join(self, url: str) -> None:
         """Uses a server again that has come back, and has been given the current weights."""
-        self._deferred.discard(url)
         self._in_loop(lambda pool: pool.join(url))
 
     def drain(self, url: str, draining: bool = True) -> None:
@@ -143,19 +127,8 @@ class VLLMServerEngine:
 
     def add(self, url: str, check: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> T:
         """
-        Takes in one more server, between two rollouts. It is used as soon as it has the current weights.
-
-        Args:
-            url (`str`):
-                Its address.
-            check (`Callable[[VLLMServer], Coroutine]`):
-                Asks it whether it fits. What it raises is raised here.
-
-        Returns:
-            `T`: What `check` returned.
-
-        Raises:
-            [`ConfigurationError`]: If it is one of the servers already.
+        Adds a server, between two rollouts, and returns what `check` says of it. It is used once it has the current
+        weights, see `join`. Raises [`ConfigurationError`] if it is one of the servers already, or what `check` raises.
         """
         if url in self.base_urls:
             raise ConfigurationError(f"`url` ({url!r}) is one of the servers already. Each address once.")
@@ -173,10 +146,7 @@ class VLLMServerEngine:
 
     def remove(self, url: str) -> None:
         """
-        Forgets a server, between two rollouts.
-
-        Raises:
-            [`ConfigurationError`]: If it is none of the servers, or the last.
+        Forgets a server, between two rollouts. Raises [`ConfigurationError`] if it is none of them, or the last.
         """
         if url not in self.base_urls or len(self.base_urls) == 1:
             raise ConfigurationError(
@@ -191,25 +161,6 @@ class VLLMServerEngine:
             act(await self._open_pool())
 
         self._wait(run())
-
-    def _refresh_returned(self) -> None:
-        states = self.states()
-        self._deferred &= {url for url, state in states.items() if state is State.RETURNED}
-        for url, state in states.items():
-            if state is not State.RETURNED or url in self._deferred:
-                continue
-            try:
-                fresh = self.refresh is None or self.refresh(url)
-            except Exception as error:  # it is out, whatever it is; the words are those of the last failure
-                words = f"{type(error).__name__}: {error}"
-                logger.warning("The vLLM server at %s is there, but %s", url, words)
-                self.lose(url, words)
-                continue
-            if fresh:
-                self.join(url)
-            else:
-                self._deferred.add(url)
-            logger.warning("The vLLM server at %s is there%s.", url, "" if fresh else ", and waits for a weight sync")
 
     def query(self, function: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> list[T]:
         """Runs `function` on each server at the same time and returns the answers in order."""
@@ -261,6 +212,30 @@ class VLLMServerEngine:
         except BaseException:
             future.cancel()
             raise
+
+
+def bring_back(engine: VLLMServerEngine, refresh: Callable[[str], bool], waiting: set[str]) -> None:
+    """
+    Uses servers again that have come back, once `refresh` says that they have the current weights. Those that must
+    wait for the next weight sync are noted in `waiting`, and not asked again; what `refresh` raises takes them out.
+    """
+    states = engine.states()
+    waiting &= {url for url, state in states.items() if state is State.RETURNED}
+    for url, state in states.items():
+        if state is not State.RETURNED or url in waiting:
+            continue
+        try:
+            fresh = refresh(url)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("The vLLM server at %s is back, but %s", url, reason)
+            engine.lose(url, reason)
+            continue
+        if fresh:
+            engine.join(url)
+        else:
+            waiting.add(url)
+        logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else ", and waits for a weight sync")
 
 
 def _shut_down(

@@ -2,19 +2,18 @@
 The papers' maths: which candidates are kept, how many there are, what they cost, and what is remembered of their
 lengths.
 
-NumPy and the standard library only. Nothing here reads a clock or draws a random number.
+NumPy and the standard library only; fitting a latency loads scipy. Nothing here reads a clock or draws a random
+number.
 """
 
 from trl_darts.policy.allocation import allocate_redundancy
 from trl_darts.policy.bias import LengthBias, RewardBias, length_bias, reward_bias
 from trl_darts.policy.budget import BudgetController, redundancy_budget
 from trl_darts.policy.censoring import GroupMoments, group_moments
-from trl_darts.policy.held_out import HeldOutError
 from trl_darts.policy.latency import LatencyCurve, rollout_time
-from trl_darts.policy.latency_profile import DecodePoint, LatencyProfile, PrefillPoint
+from trl_darts.policy.latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillLine, PrefillPoint
 from trl_darts.policy.latency_surface import LatencySurface
 from trl_darts.policy.lengths import LengthTracker
-from trl_darts.policy.prefill import PrefillLine
 from trl_darts.policy.prior import PromptLengthPrior
 from trl_darts.policy.selection import select_dual_end, select_shortest
 

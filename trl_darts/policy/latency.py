@@ -8,30 +8,125 @@ hence a rollout never gets faster by adding a response or lengthening one.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import Any, overload
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trl_darts.errors import ConfigurationError
-from trl_darts.policy import latency_file
-from trl_darts.policy.curve_fitting import fit_piecewise_linear
+from ..errors import ConfigurationError
 
 
-_NOUN = "latency curve"
-_KIND = "latency_curve"
-_LARGEST_KNEE = 65_536  # of a curve that does not rise
-_VERSION = 1
+T = TypeVar("T")
+Array = NDArray[np.float64]
+
+PROFILE_KIND = "latency_profile"  # one file with a curve, a surface and a prefill line as entries
+FILE_VERSION = 1
+
+HUBER_DELTA = 0.03
+"""Relative error up to which a measurement counts as noise (squared) and beyond which as an outlier (absolute)."""
+
+MIN_LATENCY = 0.1
+"""Of the fastest measurement: keeps a fit positive whatever the noise."""
+
+MAX_REPEATS = 8
+"""A median of n repeats weighs as much as n measurements, up to here: beyond, the model errs more than the median."""
+
+MAX_COMBINATIONS = 500
+"""Of breakpoints that are tried: as many as 32 candidates make for three segments."""
+
+_REWEIGHTINGS = 8
+_IMPOSSIBLE = 1e9  # loss of breakpoints that leave a segment with too few measurements
+
+
+class SavedModel:
+    """JSON with a `kind` and a `version`, in a file of its own or as an entry of what `trl-darts profile` wrote."""
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a dictionary that can be serialised as JSON."""
+        return {"kind": self.kind, "version": FILE_VERSION, **asdict(cast(Any, self))}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What [`to_dict`] described. Raises [`ConfigurationError`] if it is something else, or lacks an entry."""
+        cls.check(data)
+        return cls(**{name: data[name] for name in cls._entries() if data.get(name) is not None})
+
+    @classmethod
+    def check(cls, data: Any) -> None:
+        """Refuses data that describe something else, are of another version or lack an entry."""
+        noun = _noun(cls.kind)
+        if not isinstance(data, Mapping):
+            raise ConfigurationError(f"A {noun} must be a mapping, and this is {type(data).__name__}.")
+        for key, expected in (("kind", cls.kind), ("version", FILE_VERSION)):
+            if data.get(key) != expected:
+                raise ConfigurationError(f"`{key}` ({data.get(key)!r}) of a {noun} must be {expected!r}.")
+        if missing := [f"`{name}`" for name in cls._entries() if name not in data and name != "metadata"]:
+            raise ConfigurationError(f"A {noun} must have the entries {', '.join(missing)}.")
+
+    @classmethod
+    def _entries(cls) -> list[str]:
+        return [entry.name for entry in fields(cast(Any, cls))]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """
+        Read it from a JSON file.
+
+        Args:
+            path (`str` or `os.PathLike`):
+                A file that `save` or `trl-darts profile` wrote.
+
+        Returns:
+            `Self`: What was saved.
+
+        Raises:
+            [`ConfigurationError`]: If the file is missing or holds something else.
+        """
+        return read_json(path, cls.kind, cls._from_file)
+
+    @classmethod
+    def _from_file(cls, data: Any) -> Self:
+        if cls.kind != PROFILE_KIND and isinstance(data, Mapping) and data.get("kind") == PROFILE_KIND:
+            data = data.get(cls.kind.removeprefix("latency_"))
+            if data is None:
+                why = " It was measured with one context length, and a surface needs two."
+                why = why if cls.kind == "latency_surface" else ""
+                raise ConfigurationError(f"This profile holds no {_noun(cls.kind)}.{why}")
+        return cls.from_dict(data)
+
+
+def read_json(path: str | os.PathLike[str], kind: str, parse: Callable[[Any], T]) -> T:
+    """Reads a file; a [`ConfigurationError`] names the path, the reason and the remedy."""
+    try:
+        return parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:  # a `ConfigurationError` is a `ValueError`
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ConfigurationError(
+            f"`path` ({os.fspath(path)!r}) must name a JSON file with a {_noun(kind)}, and reading it failed: "
+            f"{reason} Write one with `trl-darts profile`."
+        ) from error
+
+
+def _noun(kind: str) -> str:
+    return kind.replace("_", " ")
 
 
 @dataclass(frozen=True)
-class LatencyCurve:
+class LatencyCurve(SavedModel):
     """
     Per-token latency PTL in seconds as a continuous piecewise-linear function of the number of running sequences
     ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.1 and Appendix A).
@@ -59,6 +154,8 @@ class LatencyCurve:
     ```
     """
 
+    kind = "latency_curve"
+
     knots: Sequence[float]
     values: Sequence[float]
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -70,9 +167,9 @@ class LatencyCurve:
                 f"`knots` ({len(knots)} entries) and `values` ({len(values)} entries) must have the same length, at "
                 "least 1."
             )
-        if not (knots[0] > 0 and _rises(knots, strictly=True) and math.isfinite(knots[-1])):
+        if not (knots[0] > 0 and all(a < b for a, b in pairwise(knots)) and math.isfinite(knots[-1])):
             raise ConfigurationError(f"`knots` ({list(knots)}) must be finite, positive and strictly increasing.")
-        if not (values[0] > 0 and _rises(values, strictly=False) and math.isfinite(values[-1])):
+        if not (values[0] > 0 and all(a <= b for a, b in pairwise(values)) and math.isfinite(values[-1])):
             raise ConfigurationError(
                 f"`values` ({list(values)}) must be finite, positive and non-decreasing: more sequences are never "
                 "faster."
@@ -103,14 +200,21 @@ class LatencyCurve:
         Raises:
             [`ValueError`]: If there is nothing to fit, the lengths differ, or an entry is not positive and finite.
         """
-        knots, values = fit_piecewise_linear(batch_sizes, latencies, num_segments)
-        return cls(knots, values)
+        if num_segments < 1:
+            raise ValueError(f"`num_segments` ({num_segments}) must be at least 1.")
+        sizes, times = positive_columns(batch_sizes=batch_sizes, latencies=latencies)
+        x, groups, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+        y = np.array([np.median(times[groups == i]) for i in range(len(x))])
+        if len(x) == 1:
+            return cls(x.tolist(), y.tolist())
+        knots, values = _CurveFit(x, y, counts, min(num_segments, max(1, len(x) // 2))).best()
+        return cls(knots.tolist(), values.tolist())
 
     @overload
     def __call__(self, batch_size: float) -> float: ...
     @overload
-    def __call__(self, batch_size: NDArray[Any]) -> NDArray[np.float64]: ...
-    def __call__(self, batch_size: float | NDArray[Any]) -> float | NDArray[np.float64]:
+    def __call__(self, batch_size: NDArray[Any]) -> Array: ...
+    def __call__(self, batch_size: float | NDArray[Any]) -> float | Array:
         """
         Per-token latency of each of `batch_size` running sequences.
 
@@ -123,9 +227,9 @@ class LatencyCurve:
         """
         knots, values = self.knots, self.values
         if isinstance(batch_size, np.ndarray):
-            inside: NDArray[np.float64] = np.interp(batch_size, knots, values)
+            inside: Array = np.interp(batch_size, knots, values)
             return inside + self._last_slope * np.maximum(batch_size - knots[-1], 0.0)
-        i = bisect_right(knots, batch_size)
+        i = bisect_right(knots, batch_size)  # a single number is what the simulator asks for, in its innermost loop
         if i == 0:
             return values[0]
         if i == len(knots):
@@ -138,60 +242,6 @@ class LatencyCurve:
         if len(self.knots) == 1:
             return 0.0
         return (self.values[-1] - self.values[-2]) / (self.knots[-1] - self.knots[-2])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The curve as a dictionary that can be serialised as JSON."""
-        return {
-            "kind": _KIND,
-            "version": _VERSION,
-            "knots": list(self.knots),
-            "values": list(self.values),
-            "metadata": dict(self.metadata),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LatencyCurve:
-        """
-        The curve that [`~LatencyCurve.to_dict`] described.
-
-        Args:
-            data (`Mapping[str, Any]`):
-                Dictionary with the keys `kind`, `version`, `knots`, `values` and, optionally, `metadata`.
-
-        Returns:
-            [`LatencyCurve`]: The curve.
-
-        Raises:
-            [`ConfigurationError`]: If it does not describe a curve.
-        """
-        latency_file.check_kind(data, _NOUN, _KIND, _VERSION)
-        try:
-            return cls(data["knots"], data["values"], dict(data.get("metadata") or {}))
-        except (KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"A latency curve needs lists of numbers `knots` and `values`: {type(error).__name__} {error}."
-            ) from error
-
-    def knee(self, slowdown: float = 0.25) -> int:
-        """
-        How many sequences an engine decodes at nearly the speed of one.
-
-        Args:
-            slowdown (`float`, *optional*, defaults to `0.25`):
-                By how much more a token may take than it takes for a single sequence, as a share. Not negative.
-
-        Returns:
-            `int`: The largest such batch size; at least 1.
-        """
-        bound = float(self(1)) * (1 + slowdown)
-        size = 1
-        while size < _LARGEST_KNEE and float(self(2 * size)) <= bound:
-            size *= 2
-        low, high = size, 2 * size  # latencies never fall, so the bound is passed once
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if float(self(middle)) <= bound else (low, middle)
-        return low
 
     def is_of(self, model: Any) -> bool:
         """
@@ -206,35 +256,6 @@ class LatencyCurve:
         """
         own = self.metadata.get("model")
         return not own or not model or _base_name(own) == _base_name(model)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the curve to a JSON file."""
-        latency_file.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LatencyCurve:
-        """
-        Read a curve from a JSON file.
-
-        Args:
-            path (`str` or `os.PathLike`):
-                A file that [`~LatencyCurve.save`], [`LatencyProfile.save`] or `trl-darts profile` wrote.
-
-        Returns:
-            [`LatencyCurve`]: The curve.
-
-        Raises:
-            [`ConfigurationError`]: If the file is missing or does not hold a latency curve.
-        """
-        return latency_file.read(path, _NOUN, "curve", cls.from_dict)
-
-
-def _base_name(model: Any) -> str:
-    return str(model).rstrip("/").rpartition("/")[2].lower()
-
-
-def _rises(numbers: Sequence[float], strictly: bool) -> bool:
-    return all(a < b if strictly else a <= b for a, b in pairwise(numbers))
 
 
 def rollout_time(lengths: ArrayLike, latency: Callable[[NDArray[Any]], Any]) -> float:
@@ -265,3 +286,90 @@ def rollout_time(lengths: ArrayLike, latency: Callable[[NDArray[Any]], Any]) -> 
     steps = np.diff(ordered, prepend=0.0)
     ends = np.flatnonzero(steps)  # responses of equal length end together
     return float(steps[ends] @ latency(ordered.size - ends))
+
+
+class _CurveFit:
+    """
+    Distinct batch sizes, their latencies, and how many measurements each counts for. Breakpoints are places in the
+    list of batch sizes: 2.5 is in the middle between the third and the fourth.
+    """
+
+    def __init__(self, x: Array, y: Array, counts: NDArray[np.int64], num_segments: int) -> None:
+        self.x, self.y = x, y
+        weights = np.minimum(counts, MAX_REPEATS)
+        self.weights = weights / weights.sum()
+        self.num_breakpoints = num_segments - 1
+        # Two batch sizes determine a segment, but through two goes every outlier at an end of the profile.
+        self.min_points = 3 if len(x) >= 3 * num_segments else 2
+
+    def best(self) -> tuple[Array, Array]:
+        """Knots and values of the smallest loss."""
+        from scipy.optimize import brute, fmin
+
+        breakpoints = np.array([])
+        if num := self.num_breakpoints:
+            per_axis = (MAX_COMBINATIONS * math.factorial(num)) ** (1 / num)
+            last = len(self.x) - 1
+            axis = slice(1, last, max(1.0, (last - 1) / per_axis))
+            breakpoints = np.atleast_1d(brute(self.loss, (axis,) * num, finish=fmin))
+        knots = self.knots(breakpoints)
+        return knots, self.values(knots)[0]
+
+    def knots(self, breakpoints: Array) -> Array:
+        last = len(self.x) - 1
+        return np.asarray(np.interp([0, *breakpoints, last], range(last + 1), self.x), np.float64)
+
+    def loss(self, breakpoints: Array) -> float:
+        knots = self.knots(np.atleast_1d(breakpoints))
+        if np.any(np.diff(knots) <= 0):
+            return _IMPOSSIBLE
+        held = np.searchsorted(self.x, knots[1:], "right") - np.searchsorted(self.x, knots[:-1], "left")
+        return self.values(knots)[1] if held.min() >= self.min_points else _IMPOSSIBLE
+
+    def values(self, knots: Array) -> tuple[Array, float]:
+        """
+        Best values at the knots, and their Huber loss. The curve is linear in its first value and its increments from
+        knot to knot, none of which may be negative.
+        """
+        from scipy.optimize import nnls
+        from scipy.special import huber
+
+        floor = MIN_LATENCY * self.y.min()
+        shares = np.clip((self.x[:, None] - knots[:-1]) / np.diff(knots), 0.0, 1.0)  # of each increment, (P, S)
+        design = np.column_stack([np.ones_like(self.x), shares]) / self.y[:, None]  # relative errors
+        target = 1.0 - floor / self.y
+        steps = robust_least_squares(design, target, self.weights, lambda *problem: nnls(*problem)[0])
+        loss = float(self.weights @ huber(HUBER_DELTA, design @ steps - target))
+        steps[0] += floor
+        return np.cumsum(steps), loss
+
+
+def robust_least_squares(
+    design: Array, target: Array, weights: Array, solve: Callable[[Array, Array], Array]
+) -> Array:
+    """Minimises the Huber loss of `design @ x - target`: least squares by `solve`, again with smaller weights."""
+    root = np.sqrt(weights)
+    for _ in range(_REWEIGHTINGS):
+        solution = solve(design * root[:, None], target * root)
+        error = np.abs(design @ solution - target)
+        if error.max() <= HUBER_DELTA:
+            break
+        root = np.sqrt(weights * HUBER_DELTA / np.maximum(error, HUBER_DELTA))
+    return solution
+
+
+def positive_columns(**columns: ArrayLike) -> list[Array]:
+    """Measurements as arrays of one length; a `ValueError` names those that can't be fitted."""
+    arrays = {name: np.asarray(column, float) for name, column in columns.items()}
+    shapes = [array.shape for array in arrays.values()]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1 or shapes[0] == (0,):
+        words = ", ".join(f"`{name}` (shape {array.shape})" for name, array in arrays.items())
+        raise ValueError(f"{words} must be lists of the same length, at least 1.")
+    for name, array in arrays.items():
+        if not (np.isfinite(array).all() and (array > 0).all()):
+            raise ValueError(f"`{name}` must be positive and finite, and holds {array.min():g} to {array.max():g}.")
+    return list(arrays.values())
+
+
+def _base_name(model: Any) -> str:
+    return str(model).rstrip("/").rpartition("/")[2].lower()

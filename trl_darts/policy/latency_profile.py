@@ -1,57 +1,41 @@
 """
 What `trl-darts profile` learned of a server: the measurements, the models fitted to them, and how well these predict.
 
-One file holds it all. [`LatencyCurve.load`] and [`LatencySurface.load`] take their part of it.
+One file holds it all. [`LatencyCurve.load`], [`LatencySurface.load`] and [`PrefillLine.load`] take their part of it.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from trl_darts.errors import ConfigurationError
-from trl_darts.policy import latency_file
-from trl_darts.policy.held_out import HeldOutError, held_out_error
-from trl_darts.policy.latency import LatencyCurve
-from trl_darts.policy.latency_surface import LatencySurface
-from trl_darts.policy.prefill import PrefillLine
+from ..errors import ConfigurationError
+from .latency import PROFILE_KIND, LatencyCurve, SavedModel, positive_columns, read_json
+from .latency_surface import LatencySurface
 
 
-_NOUN = "latency profile"
+Array = NDArray[Any]
+
+HELD_OUT_EVERY = 3
+"""Every third point is left out: three fits, and each inner point is predicted once."""
 
 
 @dataclass(frozen=True)
 class DecodePoint:
-    """
-    Latency of one batch size and context length.
+    """Latency of one batch size and context length."""
 
-    Args:
-        batch_size (`int`):
-            Sequences that decoded together.
-        context_length (`int`):
-            Tokens of each one's prompt.
-        context_tokens (`float`):
-            Tokens in all contexts together, prompt and completion, in the middle of the measurement.
-        seconds (`float`):
-            Per token of each sequence. Of several servers: their median.
-        spread (`float`):
-            How far the slowest repetition was above the fastest one, relatively. The largest of several servers'.
-        server_seconds (`tuple[float, ...]`):
-            Seconds per token of each server.
-    """
-
-    batch_size: int
-    context_length: int
-    context_tokens: float
-    seconds: float
-    spread: float
-    server_seconds: tuple[float, ...]
+    batch_size: int  # sequences that decoded together
+    context_length: int  # tokens of each one's prompt
+    context_tokens: float  # in all contexts, prompt and completion, in the middle of the measurement
+    seconds: float  # per token of each sequence; of several servers their median
+    spread: float  # the slowest repetition over the fastest one, minus 1; the largest of several servers'
+    server_seconds: tuple[float, ...]  # per token, of each server
 
 
 @dataclass(frozen=True)
@@ -64,7 +48,60 @@ class PrefillPoint:
 
 
 @dataclass(frozen=True)
-class LatencyProfile:
+class PrefillLine:
+    """
+    Seconds until the first token, linear in the tokens of a prompt that is not cached.
+
+    Args:
+        base_s (`float`):
+            Seconds that any prompt takes: the request's way, and one pass through the model. Not negative.
+        per_token_s (`float`):
+            Seconds per token of the prompt. Not negative.
+    """
+
+    base_s: float
+    per_token_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("base_s", "per_token_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
+
+    @classmethod
+    def fit(cls, num_tokens: ArrayLike, seconds: ArrayLike) -> PrefillLine:
+        """Least squares of the relative errors. Raises `ValueError` if an entry is not positive and finite."""
+        from scipy.optimize import nnls
+
+        tokens, times = positive_columns(num_tokens=num_tokens, seconds=seconds)
+        (base, slope), _ = nnls(np.column_stack([np.ones_like(tokens), tokens]) / times[:, None], np.ones_like(times))
+        return cls(float(base), float(slope))
+
+    def __call__(self, num_tokens: Any) -> Any:
+        """Seconds until the first token of a prompt of which `num_tokens` (a number or an array) are not cached."""
+        return self.base_s + self.per_token_s * num_tokens
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PrefillLine | None:
+        """The line of a file that `trl-darts profile` wrote. `None` if it has none, like a file with a curve alone."""
+
+        def parse(data: Any) -> PrefillLine | None:
+            is_profile = isinstance(data, Mapping) and data.get("kind") == PROFILE_KIND
+            return cls(**data["prefill"]) if is_profile and data.get("prefill") else None
+
+        return read_json(path, "latency_model", parse)
+
+
+@dataclass(frozen=True)
+class HeldOutError:
+    """Relative errors |predicted / measured - 1| at `num_points` points that were left out of the fit, each once."""
+
+    median: float
+    worst: float
+    num_points: int
+
+
+@dataclass(frozen=True)
+class LatencyProfile(SavedModel):
     """
     Measurements of one kind of server, and what was fitted to them.
 
@@ -86,6 +123,8 @@ class LatencyProfile:
             What was measured, for humans: model, hardware, vLLM's version. Must be serialisable as JSON.
     """
 
+    kind = PROFILE_KIND
+
     points: Sequence[DecodePoint]
     prefill_points: Sequence[PrefillPoint]
     curve: LatencyCurve
@@ -100,159 +139,82 @@ class LatencyProfile:
         points: Sequence[DecodePoint],
         prefill_points: Sequence[PrefillPoint] = (),
         metadata: Mapping[str, Any] | None = None,
-        num_segments: int = 3,
     ) -> LatencyProfile:
         """
         Fit everything to measurements, and measure how well that predicts.
 
-        The curve takes the points of the context length that the most batch sizes have; of several, the longest.
-
-        Args:
-            points (`Sequence[DecodePoint]`):
-                Decoding.
-            prefill_points (`Sequence[PrefillPoint]`, *optional*):
-                Prompts.
-            metadata (`Mapping[str, Any]`, *optional*):
-                What was measured.
-            num_segments (`int`, *optional*, defaults to `3`):
-                Number of linear segments of the curve.
-
-        Returns:
-            [`LatencyProfile`]: Points and fits.
-
-        Raises:
-            [`ValueError`]: If there is no point.
+        The curve takes the points of the context length that the most batch sizes have; of several, the longest. Curve
+        and surface get the words and numbers of the metadata.
         """
         if not points:
             raise ValueError("`points` (empty) must hold at least one measurement.")
         points = sorted(points, key=lambda point: (point.batch_size, point.context_length))
         counts = Counter(point.context_length for point in points)
         context = max(counts, key=lambda length: (counts[length], length))
-        on_curve = [point for point in points if point.context_length == context]
         about = {key: value for key, value in (metadata or {}).items() if isinstance(value, str | int | float)}
-        curve = LatencyCurve.fit([p.batch_size for p in on_curve], [p.seconds for p in on_curve], num_segments)
+        held_out: dict[str, HeldOutError | None] = {}
+
+        on_curve = np.array([(p.batch_size, p.seconds) for p in points if p.context_length == context], float).T
+        curve = LatencyCurve.fit(*on_curve)
         curve = LatencyCurve(curve.knots, curve.values, {**about, "context_length": context})
-        surface = None
+        held_out["curve"] = held_out_error(LatencyCurve.fit, on_curve, _inside(on_curve[0]))
+        surface = prefill = None
         if len(counts) > 1:
-            fitted = _fit_surface(points)
-            surface = LatencySurface(
-                fitted.batch_sizes, fitted.base_latencies, fitted.token_latencies, fitted.reaches, about
-            )
-        prefill = PrefillLine.fit(*_columns(prefill_points)) if prefill_points else None
-        errors = {
-            "curve": _curve_error(on_curve, num_segments),
-            "surface": _surface_error(points) if surface else None,
-            "prefill": _prefill_error(prefill_points),
-        }
-        held_out = {name: error for name, error in errors.items() if error is not None}
-        return cls(points, list(prefill_points), curve, surface, prefill, held_out, dict(metadata or {}))
+            columns = np.array([(p.batch_size, p.context_tokens, p.seconds) for p in points], float).T
+            surface = LatencySurface.fit(*columns)
+            surface.metadata.update(about)
+            held_out["surface"] = held_out_error(LatencySurface.fit, columns, _inside_of_lines(points))
+        if prefill_points:
+            prompts = np.array([(p.num_tokens, p.seconds) for p in prefill_points], float).T
+            prefill = PrefillLine.fit(*prompts)
+            held_out["prefill"] = held_out_error(PrefillLine.fit, prompts, _inside(prompts[0]))
+        found = {name: error for name, error in held_out.items() if error is not None}
+        return cls(points, list(prefill_points), curve, surface, prefill, found, dict(metadata or {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as a dictionary that can be serialised as JSON."""
-        return {
-            "kind": latency_file.PROFILE_KIND,
-            "version": latency_file.PROFILE_VERSION,
-            "metadata": dict(self.metadata),
-            "held_out": {name: error.to_dict() for name, error in self.held_out.items()},
-            "curve": self.curve.to_dict(),
-            "surface": self.surface.to_dict() if self.surface else None,
-            "prefill": self.prefill.to_dict() if self.prefill else None,
-            "points": [asdict(point) for point in self.points],
-            "prefill_points": [asdict(point) for point in self.prefill_points],
-        }
+        """As a dictionary that can be serialised as JSON."""
+        models = {"curve": self.curve.to_dict(), "surface": self.surface.to_dict() if self.surface else None}
+        return super().to_dict() | models
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LatencyProfile:
-        """
-        The profile that [`~LatencyProfile.to_dict`] described.
-
-        Args:
-            data (`Mapping[str, Any]`):
-                The dictionary.
-
-        Returns:
-            [`LatencyProfile`]: The profile.
-
-        Raises:
-            [`ConfigurationError`]: If it does not describe a profile.
-        """
-        latency_file.check_kind(data, _NOUN, latency_file.PROFILE_KIND, latency_file.PROFILE_VERSION)
-        try:
-            return cls(
-                [DecodePoint(**{**p, "server_seconds": tuple(p["server_seconds"])}) for p in data["points"]],
-                [PrefillPoint(**point) for point in data["prefill_points"]],
-                LatencyCurve.from_dict(data["curve"]),
-                LatencySurface.from_dict(data["surface"]) if data["surface"] else None,
-                PrefillLine.from_dict(data["prefill"]) if data["prefill"] else None,
-                {name: HeldOutError.from_dict(error) for name, error in data["held_out"].items()},
-                dict(data["metadata"]),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigurationError(f"A latency profile lacks an entry: {type(error).__name__} {error}.") from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to a JSON file."""
-        latency_file.write(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LatencyProfile:
-        """
-        Read a profile from a JSON file.
-
-        Args:
-            path (`str` or `os.PathLike`):
-                A file that [`~LatencyProfile.save`] or `trl-darts profile` wrote.
-
-        Returns:
-            [`LatencyProfile`]: The profile.
-
-        Raises:
-            [`ConfigurationError`]: If the file is missing or does not hold a profile.
-        """
-        return latency_file.read(path, _NOUN, None, cls.from_dict)
+        """The profile that [`~LatencyProfile.to_dict`] described."""
+        cls.check(data)
+        return cls(
+            [DecodePoint(**{**p, "server_seconds": tuple(p["server_seconds"])}) for p in data["points"]],
+            [PrefillPoint(**point) for point in data["prefill_points"]],
+            LatencyCurve.from_dict(data["curve"]),
+            LatencySurface.from_dict(data["surface"]) if data["surface"] else None,
+            PrefillLine(**data["prefill"]) if data["prefill"] else None,
+            {name: HeldOutError(**error) for name, error in data["held_out"].items()},
+            dict(data["metadata"]),
+        )
 
 
-def _fit_surface(points: Sequence[DecodePoint]) -> LatencySurface:
-    columns = ((p.batch_size, p.context_tokens, p.seconds) for p in points)
-    return LatencySurface.fit(*zip(*columns, strict=True))
+def held_out_error(fit: Callable[..., Any], columns: Array, inside: Array) -> HeldOutError | None:
+    """
+    Leaves out every third inner point, fits, predicts it, and begins again with the next one. The last of `columns` is
+    what is predicted. Points at the edge stay: without them a fit would extrapolate, which is another question.
+    """
+    *inputs, measured = columns
+    order, errors = np.flatnonzero(inside), []
+    for start in range(min(HELD_OUT_EVERY, len(order))):
+        left_out = order[start::HELD_OUT_EVERY]
+        model = fit(*np.delete(columns, left_out, axis=1))
+        predicted = model(*(column[left_out] for column in inputs))
+        errors += np.abs(predicted / measured[left_out] - 1).tolist()
+    return HeldOutError(float(np.median(errors)), max(errors), len(errors)) if errors else None
 
 
-def _columns(points: Sequence[PrefillPoint]) -> tuple[list[int], list[float]]:
-    return [point.num_tokens for point in points], [point.seconds for point in points]
+def _inside(numbers: Array) -> Array:
+    return np.asarray((numbers > numbers.min()) & (numbers < numbers.max()))
 
 
-def _curve_error(points: Sequence[DecodePoint], num_segments: int) -> HeldOutError | None:
-    sizes, times = np.array([(p.batch_size, p.seconds) for p in points], float).T
-
-    def predict(kept: NDArray[np.bool_]) -> NDArray[np.float64]:
-        return LatencyCurve.fit(sizes[kept], times[kept], num_segments)(sizes)
-
-    return held_out_error(times, (sizes > sizes.min()) & (sizes < sizes.max()), predict)
-
-
-def _surface_error(points: Sequence[DecodePoint]) -> HeldOutError | None:
-    sizes, lengths, tokens, times = np.array(
-        [(p.batch_size, p.context_length, p.context_tokens, p.seconds) for p in points], float
-    ).T
-    ends = [(lengths[sizes == size].min(), lengths[sizes == size].max()) for size in sizes]
-    inner = [low < length < high for length, (low, high) in zip(lengths, ends, strict=True)]
-    if not any(inner):  # two contexts: whatever is left out leaves a batch size with one
-        inner = [sizes.min() < size < sizes.max() for size in sizes]
-
-    def predict(kept: NDArray[np.bool_]) -> NDArray[np.float64]:
-        fitted = _fit_surface([point for point, keep in zip(points, kept, strict=True) if keep])
-        return fitted(sizes, tokens)
-
-    return held_out_error(times, inner, predict)
-
-
-def _prefill_error(points: Sequence[PrefillPoint]) -> HeldOutError | None:
-    if len(points) < 3:
-        return None
-    tokens, times = (np.array(column, float) for column in _columns(points))
-
-    def predict(kept: NDArray[np.bool_]) -> NDArray[np.float64]:
-        line = PrefillLine.fit(tokens[kept], times[kept])
-        return np.array([line(num_tokens) for num_tokens in tokens])
-
-    return held_out_error(times, (tokens > tokens.min()) & (tokens < tokens.max()), predict)
+def _inside_of_lines(points: Sequence[DecodePoint]) -> Array:
+    """Contexts between the shortest and the longest of their batch size."""
+    sizes, lengths = np.array([(point.batch_size, point.context_length) for point in points]).T
+    inside = np.zeros(len(points), bool)
+    for size in set(sizes.tolist()):
+        inside[sizes == size] = _inside(lengths[sizes == size])
+    # With two contexts only, whatever is left out leaves a batch size with one.
+    return inside if inside.any() else _inside(sizes)

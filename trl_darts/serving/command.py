@@ -1,53 +1,34 @@
-"""What runs: arguments and environment of each server."""
+"""What runs: arguments and environment of each server, and what the trainer must be told about them."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .build import VISIBLE_DEVICES, VLLMBuild
-from .checks import split_devices
-from .flags import names
-from .options import API_KEY_VARIABLE, ServeOptions
-from .ports import local_url, public_url
+from .options import API_KEY_VARIABLE, SPECULATIVE, ServeOptions
 
 
 # The `vllm` command of this very environment, whatever PATH holds.
 _VLLM_SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
 # The CPU build's `vllm` command does not start: it looks up its version under the name `vllm`.
 _API_SERVER = ("-m", "vllm.entrypoints.openai.api_server", "--model")
-# `suffix` needs no numbers. `ngram` needs the first one; both are those of vLLM's documentation.
-_SPECULATIVE = {
-    "suffix": {"method": "suffix"},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
-}
+# Addresses that mean every address of this machine, and under which of them this process asks for health.
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_PARALLEL_FLAGS = {"--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend"}
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """
-    One server that can be started.
+    """One server that can be started. The key is in `env` only, which is not shown: everyone can read `argv`."""
 
-    Args:
-        port (`int`):
-            Where it listens.
-        health_url (`str`):
-            Base URL for this process, to ask whether it is healthy.
-        base_url (`str`):
-            Base URL for the trainer.
-        argv (`tuple[str, ...]`):
-            Program and arguments. Everyone on the machine can read them, so no key is among them.
-        env (`dict[str, str]`):
-            Variables over those of this process. Not shown, since the key is one of them.
-    """
-
-    port: int
-    health_url: str
-    base_url: str
+    health_url: str  # for this process
+    base_url: str  # for the trainer
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict, repr=False)
 
@@ -59,33 +40,73 @@ class ServerCommand:
 def make_commands(
     options: ServeOptions, build: VLLMBuild, environ: Mapping[str, str] = os.environ
 ) -> list[ServerCommand]:
-    """
-    One command per server. The options are taken for checked.
-
-    Args:
-        options ([`ServeOptions`]):
-            What is asked for.
-        build ([`VLLMBuild`]):
-            The vLLM that runs it.
-        environ (`Mapping[str, str]`, *optional*):
-            The environment that the servers inherit: what it sets, we do not set by default.
-    """
-    flags = {**_flags(options, build), **(_cpu_flags(options) if build.cpu else {})}
+    """One command per server, of checked options. What `environ` sets, which servers inherit, is kept."""
     commands = []
-    for port, devices in zip(options.ports, split_devices(options, build), strict=True):
+    for port, devices in zip(options.ports, options.split_devices(build), strict=True):
         argv = [sys.executable, *(_API_SERVER if build.cpu else _VLLM_SERVE), options.model]
-        for name, value in {**flags, "--port": str(port)}.items():
+        for name, value in {**_flags(options, build), "--port": str(port)}.items():
             argv += [name] if value is None else [name, value]
         commands.append(
             ServerCommand(
-                port=port,
-                health_url=local_url(options.host, port),
-                base_url=public_url(options.host, port),
-                argv=(*argv, *options.vllm_flags),
+                health_url=_url(_WILDCARDS.get(options.host, options.host), port),
+                # Others reach it by the machine's name where it listens on every address.
+                base_url=_url(socket.gethostname() if options.host in _WILDCARDS else options.host, port),
+                argv=(*argv, *(options.vllm_flags or ())),
                 env=_env(options, build, devices, environ),
             )
         )
     return commands
+
+
+def trainer_arguments(options: ServeOptions, build: VLLMBuild, commands: Sequence[ServerCommand]) -> dict[str, object]:
+    """The arguments of `DARTSGRPOConfig` for these servers."""
+    return {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": ",".join(command.base_url for command in commands),
+        "weight_sync": _weight_sync(options, build),
+    }
+
+
+def as_python(arguments: Mapping[str, object]) -> str:
+    """A call of `DARTSGRPOConfig`."""
+    # Double quotes, as formatters have them. None of these values has a quote or a backslash.
+    shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in arguments.items()}
+    return "\n".join(["DARTSGRPOConfig(", *(f"    {name}={value}," for name, value in shown.items()), ")"])
+
+
+def as_flags(arguments: Mapping[str, object]) -> str:
+    """The same for a script that parses its arguments with `TrlParser`."""
+    pairs = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in arguments.items()]
+    return shlex.join(word for pair in pairs for word in pair)
+
+
+def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
+    """What no argument can say. Never the key, only the variable that holds it."""
+    notes = []
+    if options.api_key is not None:
+        notes.append(f"The servers ask for a key: {API_KEY_VARIABLE} must be set in the trainer's environment too.")
+    if options.host in _WILDCARDS:
+        notes.append("The address is this machine's name. Put 127.0.0.1, or another name of it, in its place.")
+    if _weight_sync(options, build) == "nccl":
+        used = {name for devices in options.split_devices(build) for name in devices}
+        left = ",".join(name for name in build.devices if name not in used)
+        notes.append(
+            f"The trainer needs other GPUs than the servers: {VISIBLE_DEVICES}={left}"
+            if left
+            else "The servers use every GPU here, and with 'nccl' the trainer needs others: run it on another machine."
+        )
+    return notes
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _weight_sync(options: ServeOptions, build: VLLMBuild) -> str:
+    if options.weight_sync != "auto":
+        return options.weight_sync
+    return "filesystem" if build.cpu else "nccl"
 
 
 def _flags(options: ServeOptions, build: VLLMBuild) -> dict[str, str | None]:
@@ -99,27 +120,29 @@ def _flags(options: ServeOptions, build: VLLMBuild) -> dict[str, str | None]:
         flags["--tensor-parallel-size"] = str(options.tensor_parallel_size)
     if options.max_model_len is not None:
         flags["--max-model-len"] = str(options.max_model_len)
-    backend = build.resolve_weight_sync(options.weight_sync)
-    if backend != "filesystem":
-        flags["--weight-transfer-config"] = json.dumps({"backend": backend})
+    if _weight_sync(options, build) == "nccl":  # files need no engine: the server is asked to load a directory
+        flags["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
     if options.speculative is not None:
-        flags["--speculative-config"] = json.dumps(_SPECULATIVE[options.speculative])
-    return flags
+        flags["--speculative-config"] = json.dumps(SPECULATIVE[options.speculative])
+    return flags | (_cpu_flags(options) if build.cpu else {})
 
 
 def _cpu_flags(options: ServeOptions) -> dict[str, str | None]:
-    flags: dict[str, str | None] = {"--dtype": "float32"}
-    if not names(options.vllm_flags) & {"--enforce-eager", "--no-enforce-eager"}:
-        flags["--enforce-eager"] = None  # healthy in a third of the time
-    flags["--block-size"] = "32"  # the CPU's 128 would keep short prompts out of the prefix cache
-    flags["--distributed-executor-backend"] = "uni" if _in_one_process(options) else "mp"
-    return {name: value for name, value in flags.items() if name not in names(options.vllm_flags)}
+    flags: dict[str, str | None] = {
+        "--dtype": "float32",
+        "--enforce-eager": None,  # healthy in a third of the time
+        "--block-size": "32",  # the CPU's 128 would keep short prompts out of the prefix cache
+        "--distributed-executor-backend": "uni" if _in_one_process(options) else "mp",
+    }
+    if "--no-enforce-eager" in options.flags:
+        del flags["--enforce-eager"]
+    return {name: value for name, value in flags.items() if name not in options.flags}
 
 
 def _env(
     options: ServeOptions, build: VLLMBuild, devices: tuple[str, ...], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    env = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONUNBUFFERED": "1"}  # the last words of a dying server reach its log
+    env = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONUNBUFFERED": "1"}  # what a dying server prints last reaches its log
     if devices:
         env[VISIBLE_DEVICES] = ",".join(devices)
     if options.api_key is not None:
@@ -135,5 +158,4 @@ def _env(
 
 
 def _in_one_process(options: ServeOptions) -> bool:
-    several = {"--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend"}
-    return options.tensor_parallel_size == 1 and not names(options.vllm_flags) & several
+    return options.tensor_parallel_size == 1 and not _PARALLEL_FLAGS & options.flags.keys()

@@ -1,58 +1,239 @@
-"""What the user asks for."""
+"""What `trl-darts serve` is asked for, and what it refuses before a process exists."""
 
 from __future__ import annotations
 
+import errno
+import importlib.util
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from ..errors import ConfigurationError
+from ..weights import WEIGHT_SYNCS
+from .build import VLLMBuild, split_devices
 
 
 API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name: its servers read the key there
-WEIGHT_SYNCS = ("auto", "nccl", "gloo", "filesystem")
-SPECULATIVE_METHODS = ("suffix", "ngram")
+# Methods without a draft model, which would go stale with every weight update. `suffix` needs no numbers, `ngram` the
+# first one; both numbers are those of vLLM's documentation.
+SPECULATIVE = {
+    "suffix": {"method": "suffix"},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+}
+CONFIG_FILES = ("config.json", "params.json")  # transformers' and Mistral's
+# What to do instead of handing these flags to vLLM: they decide something that we decide.
+_REMEDIES = {
+    "the model is the argument before `--`": ("--model",),
+    "use `--host` before `--`": ("--host",),
+    "use `--port` before `--`": ("--port",),
+    "use `--tensor-parallel-size` before `--`": ("--tensor-parallel-size", "-tp"),
+    "use `--devices` before `--`": ("--device-ids",),
+    "use `--max-model-len` before `--`": ("--max-model-len",),
+    f"use `--api-key` before `--`, or the environment variable {API_KEY_VARIABLE}": ("--api-key",),
+    "use `--speculative` before `--`": (
+        *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
+    ),
+    "use `--weight-sync` before `--`": ("--weight-transfer-config",),
+    "the trainer needs the value that is set here. Leave it out": (
+        *("--logprobs-mode", "--max-logprobs", "--enable-prefix-caching"),
+    ),
+    "the trainer's resumed candidates need the prefix cache. Leave it out": ("--no-enable-prefix-caching",),
+    "the trainer connects to host and port. Leave it out": ("--uds", "--headless", "--grpc"),
+    "the servers speak plain HTTP. Put a proxy that ends TLS in front of them": ("--ssl-certfile", "--ssl-keyfile"),
+    "a file could contradict what is set here. Give its flags one by one": ("--config",),
+}
+_REMEDY = {flag: remedy for remedy, flags in _REMEDIES.items() for flag in flags}
+_FLAG = re.compile(r"-(?!\d)")
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """
-    The servers that are wanted. Nothing is checked here, see [`check_options`].
-
-    Args:
-        model (`str`):
-            Directory of a checkpoint, or a model of the Hugging Face Hub.
-        num_servers (`int`, *optional*, defaults to `1`):
-            Number of servers. All serve the same model.
-        tensor_parallel_size (`int`, *optional*, defaults to `1`):
-            GPUs that share one copy of the model.
-        devices (`tuple[str, ...]`, *optional*):
-            GPUs of all servers together, as in `CUDA_VISIBLE_DEVICES`. By default the last ones, as many as needed.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address that the servers listen on.
-        port (`int`, *optional*, defaults to `8000`):
-            Port of the first server. The next server takes the next one.
-        speculative (`str`, *optional*):
-            `"suffix"` or `"ngram"`.
-        max_model_len (`int`, *optional*):
-            Tokens of prompt and completion together. The model's own limit by default.
-        weight_sync (`str`, *optional*, defaults to `"auto"`):
-            As in [`DARTSGRPOConfig`]; `"auto"` is NCCL on CUDA and gloo elsewhere.
-        api_key (`str`, *optional*):
-            Key that requests to vLLM's `/v1` must carry.
-        vllm_flags (`tuple[str, ...]`, *optional*):
-            Further flags of vLLM, handed to every server.
-    """
+    """The parameters of `trl-darts serve`, whose help documents each. Nothing is checked before `check_options`."""
 
     model: str
+    vllm_flags: Sequence[str] | None = None
     num_servers: int = 1
     tensor_parallel_size: int = 1
-    devices: tuple[str, ...] | None = None
+    devices: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     speculative: str | None = None
     max_model_len: int | None = None
     weight_sync: str = "auto"
+    restart: bool = False
     api_key: str | None = field(default=None, repr=False)
-    vllm_flags: tuple[str, ...] = ()
+    timeout: float = 600.0
+    log_dir: Path | None = None
 
     @property
     def ports(self) -> range:
         """One port per server."""
         return range(self.port, self.port + self.num_servers)
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """vLLM's flags with their values, under the names that its parser reads: `--a_b.c=1` is `--a-b`."""
+        values = {}
+        for word, following in pairwise([*(self.vllm_flags or ()), "-"]):
+            if _FLAG.match(word):
+                value = word.partition("=")[2] or ("" if _FLAG.match(following) else following)
+                values[re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")] = value
+        return values
+
+    def split_devices(self, build: VLLMBuild) -> list[tuple[str, ...]]:
+        """The GPUs of each server."""
+        devices = None if self.devices is None else tuple(name.strip() for name in self.devices.split(","))
+        per_server = self.tensor_parallel_size
+        for spellings in (("--data-parallel-size", "-dp"), ("--pipeline-parallel-size", "-pp")):
+            for name in spellings:
+                value = self.flags.get(name, "1")
+                if not value.isdigit() or int(value) < 1:
+                    raise ConfigurationError(f"`{name}` ({value!r}) must be a positive number.")
+                per_server *= int(value)
+        return split_devices(build, devices, self.num_servers, per_server)
+
+
+def check_options(options: ServeOptions, build: VLLMBuild) -> None:
+    """Refuses what can't work with this vLLM, naming the argument, its value, the rule and the remedy."""
+    for name in ("num_servers", "tensor_parallel_size", "max_model_len", "timeout"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigurationError(f"`{name}` ({value:g}) must be positive.")
+    _check_flags(options)
+    if options.weight_sync not in WEIGHT_SYNCS:
+        raise _not_one_of("weight_sync", options.weight_sync, WEIGHT_SYNCS)
+    if options.weight_sync == "nccl" and build.cpu:
+        raise ConfigurationError(
+            "`weight_sync` ('nccl') needs CUDA, and the vLLM here is a CPU build. Use 'filesystem'."
+        )
+    if options.speculative is not None:
+        _check_speculative(options.speculative, build)
+    _check_key(options)
+    check_ports(options.host, options.ports)
+    check_model(options.model)
+    options.split_devices(build)
+
+
+def _not_one_of(name: str, value: str, choices: Sequence[str]) -> ConfigurationError:
+    return ConfigurationError(f"`{name}` ({value!r}) must be one of {', '.join(map(repr, choices))}.")
+
+
+def _check_flags(options: ServeOptions) -> None:
+    """A message never has a flag's value: it could be a key."""
+    if options.vllm_flags and not _FLAG.match(options.vllm_flags[0]):
+        raise ConfigurationError(
+            f"`{options.vllm_flags[0]}` is one argument too many: there is one model. Flags of vLLM follow `--` and "
+            "begin with a dash."
+        )
+    for name in options.flags:
+        # vLLM's parser completes a flag from its beginning, so `--weight` would be one of ours too.
+        completes = len(name) > 2 and name.startswith("--")
+        ours = next((flag for flag in _REMEDY if flag == name or (completes and flag.startswith(name))), None)
+        if ours is not None:
+            raise ConfigurationError(f"`{name}` after `--` contradicts `trl-darts serve`: {_REMEDY[ours]}.")
+
+
+def _check_speculative(method: str, build: VLLMBuild) -> None:
+    if method not in SPECULATIVE:
+        raise _not_one_of("speculative", method, tuple(SPECULATIVE))
+    if build.cpu:
+        raise ConfigurationError(
+            f"`speculative` ({method!r}) must be unset with a CPU build of vLLM ({build.version}): at temperatures "
+            "above 0 its samples and log-probs are wrong there, seen with 0.31.0. Leave it out."
+        )
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigurationError(
+            "`speculative` ('suffix') needs Arctic Inference: `pip install arctic-inference`, or use 'ngram'."
+        )
+
+
+def _check_key(options: ServeOptions) -> None:
+    if options.api_key is not None and (not options.api_key.isascii() or not options.api_key.strip()):
+        raise ConfigurationError(
+            f"`api_key` must be one or more ASCII characters: it travels in an HTTP header. Set {API_KEY_VARIABLE}, "
+            "or leave it out."
+        )
+    if options.api_key is None and not _is_loopback(options.host):
+        raise ConfigurationError(
+            f"`host` ({options.host!r}) must be a loopback address without `api_key`: others could reach servers "
+            "whose development endpoints replace weights and run arbitrary reloads. Use `--host 127.0.0.1`, or set "
+            f"{API_KEY_VARIABLE} and keep the address in a private network, since vLLM does not ask for the key on "
+            "those endpoints."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A name counts if all its addresses are."""
+    try:
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses)
+
+
+def check_ports(host: str, ports: range) -> None:
+    """Refuses ports that are taken, and an address that is not one of this machine."""
+    if ports[0] < 1 or ports[-1] > 65535:
+        raise ConfigurationError(
+            f"`port` ({ports[0]}) must leave {len(ports)} port(s), one per server, between 1 and 65535."
+        )
+    try:
+        taken = [str(port) for port in ports if not _is_free(host, port)]
+    except OSError as error:
+        raise ConfigurationError(
+            f"`host` ({host!r}) must be an address of this machine, and `port` ({ports[0]}) one that this user may "
+            f"open: {error.strerror}. Use 127.0.0.1 for trainers here, and a port of 1024 or more."
+        ) from error
+    if taken:
+        raise ConfigurationError(
+            f"`port` ({ports[0]}) must be the first of {len(ports)} free port(s), one per server, and something "
+            f"listens on {', '.join(taken)} already. Choose another `--port`, or end what runs there."
+        )
+
+
+def _is_free(host: str, port: int) -> bool:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as sock:
+        # As vLLM does, so that a server which ended a moment ago does not count. vLLM also sets SO_REUSEPORT: two
+        # servers would then share one port without an error, which is why nobody but us finds a port that is taken.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
+
+
+def check_model(model: str) -> None:
+    """Refuses what is neither a checkpoint's directory nor a model that the Hub can have, or offline its cache has."""
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        if not any((path / name).is_file() for name in CONFIG_FILES):
+            raise ConfigurationError(
+                f"`model` ({model!r}) must be the directory of a checkpoint, and it has no {CONFIG_FILES[0]}. Save "
+                "the model there with `save_pretrained`, or name the directory that has it."
+            )
+        return
+    if path.is_file() or "://" in model:
+        return  # a GGUF file, or an object store: vLLM's own message is the best
+    # Here, because they load an HTTP client, for which errors of other arguments should not wait.
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = any(isinstance(try_to_load_from_cache(model, name), str) for name in CONFIG_FILES)
+    except HFValidationError as error:
+        raise ConfigurationError(
+            f"`model` ({model!r}) must be a directory that exists, or a model of the Hub. Correct the path."
+        ) from error
+    if constants.HF_HUB_OFFLINE and not cached:
+        raise ConfigurationError(
+            f"`model` ({model!r}) must be a directory that exists, or a model that the Hub's cache holds: "
+            "HF_HUB_OFFLINE is set. Correct the path, or unset HF_HUB_OFFLINE to download a model of that name."
+        )

@@ -1,5 +1,5 @@
 """
-All servers together: start, wait until healthy, watch, start a dead one again, end all.
+Servers as processes: start them, wait until they are healthy, watch them, start a dead one again, end them all.
 
     WAITING ── its time comes ──> STARTING ── /health ──> HEALTHY
        ^                             │                       │
@@ -10,24 +10,41 @@ Single-threaded: one look at every server, then a short sleep.
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from pathlib import Path
 
-from .processes import ServerFailedError, ServerProcess
+from ..errors import TRLDARTSError
+from . import guard
+from .command import ServerCommand
 
 
 POLL_S = 0.2
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+GRACE_S = 10.0  # from SIGTERM to SIGKILL: vLLM takes about 2 s when idle
+KILL_MARGIN_S = 15.0  # what a guard may need beyond that, to kill and to collect
+HEALTH_TIMEOUT_S = 2.0
+TAIL_LINES = 30
+FIRST_BACKOFF_S = 1.0
 # A server that stays healthy this long did not fail because of how it was started: its failures are counted anew.
 STABLE_S = 10.0
-MAX_FAILURES = 5  # in a row. With the backoff, the last start comes 15 s of waiting after the first failure
-KILL_MARGIN_S = 15.0  # what a guard may need beyond its grace period, to kill and to collect
+MAX_FAILURES = 5  # in a row. With the backoff, the last start comes 31 s of waiting after the first failure
+_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy in the environment is not for us
+
+
+class ServerFailedError(TRLDARTSError, RuntimeError):
+    """A server died, or did not become healthy. Has the end of its log, and what the command should exit with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code or 1  # a server that ended with 0 was not asked to
 
 
 class State(str, Enum):
@@ -38,176 +55,185 @@ class State(str, Enum):
     HEALTHY = "healthy"
 
 
-@dataclass
-class Watched:
-    """
-    A server and its history.
+@dataclass(eq=False)
+class Server:
+    """One server: its process behind a guard, its log, and what it has been doing since when."""
 
-    Args:
-        process ([`ServerProcess`]):
-            The server.
-        state ([`State`], *optional*):
-            What it is doing.
-        since (`float`, *optional*):
-            When it began to.
-        failures (`int`, *optional*):
-            How often it failed in a row.
-        restart_at (`float`, *optional*):
-            When it is to be started again.
-    """
-
-    process: ServerProcess
+    command: ServerCommand
+    log_path: Path
+    grace_s: float = GRACE_S
     state: State = State.STARTING
     since: float = 0.0
-    failures: int = 0
+    failures: int = 0  # in a row
     restart_at: float = 0.0
+    process: subprocess.Popen[bytes] | None = None  # the guard's
+
+    def start(self, now: float) -> None:
+        """Start it, or start it again; the log then goes on."""
+        self.ask_to_stop()  # the ended guard's pipe is still open here
+        self.enter(State.STARTING, now)
+        with self.log_path.open("wb" if self.process is None else "ab") as log:
+            self.process = subprocess.Popen(
+                # -P: the file's directory is no place to import from.
+                [sys.executable, "-P", guard.__file__, str(self.grace_s), *self.command.argv],
+                stdin=subprocess.PIPE,  # never written to, closed by `ask_to_stop` or our death
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.command.env},
+                start_new_session=True,  # Ctrl-C in the terminal is for us
+            )
 
     def enter(self, state: State, now: float) -> None:
         """Take a state."""
         self.state, self.since = state, now
 
+    def poll(self) -> int | None:
+        """The exit code, 128 + signal if one killed it. `None` while it runs, or if it was never started."""
+        if self.process is None:
+            return None
+        if self.process.returncode is None and (self.process.poll() or 0) < 0:
+            guard.kill_family(self.process.pid)  # someone killed the guard, which would have done this
+        code = self.process.returncode
+        return 128 - code if code is not None and code < 0 else code
 
-class Reporter(Protocol):
-    """Who is told what happens."""
+    def is_healthy(self) -> bool:
+        """Whether `/health` answers 200."""
+        with suppress(OSError), _LOCAL.open(f"{self.command.health_url}/health", timeout=HEALTH_TIMEOUT_S) as response:
+            return bool(response.status == 200)
+        return False
 
-    def progress(self, servers: Sequence[Watched], now: float) -> None:
-        """A look at the servers while not all are healthy; called often."""
+    def ask_to_stop(self) -> None:
+        """Let the guard end the server. Returns at once; safe to call twice."""
+        if self.process is not None and self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
 
-    def ready(self) -> None:
-        """All servers are healthy, for the first time."""
+    def kill(self) -> None:
+        """End every process of the server now, the guard last: while it lives, none can get another parent."""
+        self.ask_to_stop()
+        if self.process is not None and self.poll() is None:
+            guard.kill_family(self.process.pid)
+            self.process.kill()
+            self.process.wait()
 
-    def event(self, text: str) -> None:
-        """Something happened that a user wants to know."""
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
-class StopRequest(AbstractContextManager["StopRequest"]):
-    """Counts SIGINT, SIGTERM and SIGHUP instead of dying of them: the first asks to stop, the second to hurry."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: list[Any] = []
-
-    def __enter__(self) -> StopRequest:
-        self._before = [signal.signal(number, self._count) for number in self.SIGNALS]
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in zip(self.SIGNALS, self._before, strict=True):
+@contextmanager
+def counted_signals() -> Iterator[list[int]]:
+    """Collects SIGINT, SIGTERM and SIGHUP instead of dying of them: one asks to stop, two to hurry."""
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _count(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 class Supervisor:
     """
     Runs servers until it is told to stop, or until one fails for good.
 
-    Args:
-        servers (`Sequence[ServerProcess]`):
-            The servers, not started yet.
-        timeout_s (`float`):
-            Seconds in which a server must be healthy after a start.
-        restart (`bool`, *optional*, defaults to `False`):
-            Whether a server that dies after all were healthy is started again. One that dies before is not: a second
-            try would not make a wrong flag right.
-        clock (`Callable`, *optional*):
-            Seconds, from anywhere.
+    With `restart`, a server that dies after all were healthy is started again. One that dies before is not: a second
+    try would not make a wrong flag right.
     """
 
     def __init__(
         self,
-        servers: Sequence[ServerProcess],
+        servers: Sequence[Server],
         timeout_s: float,
         restart: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.servers = [Watched(server) for server in servers]
+        self.servers = servers
         self.timeout_s = timeout_s
         self.restart = restart
         self.clock = clock
         self.was_ready = False
 
-    def run(self, reporter: Reporter, stop: StopRequest) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Whether all servers are healthy now."""
+        return all(server.state is State.HEALTHY for server in self.servers)
+
+    def describe(self) -> list[str]:
+        """What each server is doing, and for how long."""
+        now = self.clock()
+        return [f"{one.command.base_url} {one.state.value} for {now - one.since:.0f} s" for one in self.servers]
+
+    def run(self, stop: Sequence[int], report: Callable[[list[str]], None]) -> None:
+        """Start all, report what each look finds until `stop` has a signal, and end all, whatever happens."""
+        try:
+            for server in self.servers:
+                server.start(self.clock())
+            while not stop:
+                report(self.look())
+                time.sleep(POLL_S)
+            report(["Stopping. Once more to kill." if len(stop) == 1 else "Killing."])
+        finally:
+            self.end(stop)
+
+    def look(self) -> list[str]:
         """
-        Start all, watch until `stop` counts a signal, and end all, whatever happens.
+        One look at every server, and what follows from it. Returns what a user wants to know.
 
         Raises:
             [`ServerFailedError`]: If a server died or did not become healthy, and is not to be started again.
         """
-        try:
-            for watched in self.servers:
-                self._start(watched)
-            while not stop.count:
-                self.look(reporter)
-                time.sleep(POLL_S)
-            reporter.event("Stopping. Once more to kill." if stop.count == 1 else "Killing.")
-        finally:
-            self.stop(stop)
+        messages = [message for server in self.servers if (message := self._look_at(server))]
+        self.was_ready = self.was_ready or self.is_ready
+        return messages
 
-    def look(self, reporter: Reporter) -> None:
-        """One look at every server, and what follows from it."""
-        for watched in self.servers:
-            if watched.state is State.WAITING:
-                if self.clock() >= watched.restart_at:
-                    self._start(watched)
-                continue
-            code = watched.process.poll()
-            if code is not None:
-                self._failed(watched, reporter, f"ended with exit code {code}", code)
-            elif watched.state is State.STARTING:
-                self._look_at_start(watched, reporter)
-        if all(watched.state is State.HEALTHY for watched in self.servers):
-            if not self.was_ready:
-                self.was_ready = True
-                reporter.ready()
-        else:
-            reporter.progress(self.servers, self.clock())
-
-    def stop(self, stop: StopRequest) -> None:
+    def end(self, stop: Sequence[int]) -> None:
         """End all servers at the same time: politely, then surely; surely at once if asked twice."""
-        running = [watched.process for watched in self.servers]
-        for process in running:
-            process.ask_to_stop()
-        deadline = self.clock() + max((process.grace_s for process in running), default=0.0) + KILL_MARGIN_S
-        while any(process.pid and process.poll() is None for process in running):
-            if stop.count > 1 or self.clock() > deadline:
+        for server in self.servers:
+            server.ask_to_stop()
+        deadline = self.clock() + max(server.grace_s for server in self.servers) + KILL_MARGIN_S
+        while any(server.process is not None and server.poll() is None for server in self.servers):
+            if len(stop) > 1 or self.clock() > deadline:
                 break
             time.sleep(POLL_S / 4)
-        for process in running:
-            process.kill()
+        for server in self.servers:
+            server.kill()
 
-    def _start(self, watched: Watched) -> None:
-        watched.process.start()
-        watched.enter(State.STARTING, self.clock())
-
-    def _look_at_start(self, watched: Watched, reporter: Reporter) -> None:
-        if watched.process.is_healthy():
-            seconds = self.clock() - watched.since
-            watched.enter(State.HEALTHY, self.clock())
-            reporter.event(f"{watched.process.command.base_url} is healthy after {seconds:.0f} s.")
-        elif self.clock() - watched.since > self.timeout_s:
-            watched.process.kill()
-            self._failed(watched, reporter, f"was not healthy within `timeout` ({self.timeout_s:g} s)", 1)
-
-    def _failed(self, watched: Watched, reporter: Reporter, what: str, exit_code: int) -> None:
+    def _look_at(self, server: Server) -> str | None:
         now = self.clock()
-        stable = watched.state is State.HEALTHY and now - watched.since >= STABLE_S
-        watched.failures = 1 if stable else watched.failures + 1
-        what = f"The vLLM server at {watched.process.command.base_url} {what}"
-        log = f"The end of its log, {watched.process.log_path}:\n{watched.process.log_tail()}"
-        if not (self.restart and self.was_ready):
+        if server.state is State.WAITING:
+            if now >= server.restart_at:
+                server.start(now)
+            return None
+        code = server.poll()
+        if code is not None:
+            return self._failed(server, f"ended with exit code {code}", code)
+        if server.state is State.HEALTHY:
+            return None
+        if server.is_healthy():
+            seconds = now - server.since
+            server.enter(State.HEALTHY, now)
+            return f"{server.command.base_url} is healthy after {seconds:.0f} s."
+        if now - server.since > self.timeout_s:
+            server.kill()
+            return self._failed(server, f"was not healthy within `timeout` ({self.timeout_s:g} s)", 1)
+        return None
+
+    def _failed(self, server: Server, what: str, exit_code: int) -> str:
+        """The one place that decides what a failure means: the end of all, or a restart of this one."""
+        now = self.clock()
+        stable = server.state is State.HEALTHY and now - server.since >= STABLE_S
+        server.failures = 1 if stable else server.failures + 1
+        what = f"The vLLM server at {server.command.base_url} {what}"
+        if server.failures > MAX_FAILURES:
+            what += f", {server.failures} times in a row and each within {STABLE_S:g} s of being healthy"
+        if not (self.restart and self.was_ready) or server.failures > MAX_FAILURES:
+            log = f"The end of its log, {server.log_path}:\n{server.log_tail()}"
             raise ServerFailedError(f"{what}. {log}", exit_code)
-        if watched.failures > MAX_FAILURES:
-            raise ServerFailedError(
-                f"{what}, {watched.failures} times in a row and each within {STABLE_S:g} s of being healthy. {log}",
-                exit_code,
-            )
-        delay_s = min(FIRST_BACKOFF_S * 2 ** (watched.failures - 1), MAX_BACKOFF_S)
-        watched.restart_at = now + delay_s
-        watched.enter(State.WAITING, now)
-        reporter.event(f"{what}; it is started again in {delay_s:g} s. Log: {watched.process.log_path}")
+        delay_s = FIRST_BACKOFF_S * 2 ** (server.failures - 1)
+        server.restart_at = now + delay_s
+        server.enter(State.WAITING, now)
+        return f"{what}; it is started again in {delay_s:g} s. Log: {server.log_path}"

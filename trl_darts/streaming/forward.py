@@ -9,8 +9,11 @@ row 2   · · · · · · · · · · | n n n n n        windows need them
 ```
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,37 +21,32 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from ..errors import ConfigurationError
+from .plan import Chunk, Round, Tokens
 
 
 IGNORED = -100  # no log-prob is computed for such a label
-# By layer, keys and values of shape (tokens, heads, size).
-KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
+KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # by layer, of shape (tokens, heads, size)
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """
-    One row of a forward pass.
+    """One row of a forward pass."""
 
-    Args:
-        past (`list[tuple[torch.Tensor, torch.Tensor]]` of shape `(layers, 2, D, heads, size)`, *optional*):
-            Keys and values of the D tokens before. `None` where there are none.
-        inputs (`list[int]` of shape `(n,)`):
-            Token IDs.
-        labels (`list[int]` of shape `(n,)`, *optional*):
-            For each input, the token after it. `None` where no log-probs are wanted.
-        ends (`bool`, *optional*, defaults to `False`):
-            Whether no tokens follow: the keys and values are not wanted.
-    """
-
-    past: KeyValues | None
+    past: KeyValues | None  # of the tokens before; `None` where there are none
     inputs: Sequence[int]
-    labels: Sequence[int] | None = None
-    ends: bool = False
+    labels: Sequence[int] | None = None  # for each input, the token after it; `None` where no log-probs are wanted
+    ends: bool = False  # no tokens follow: the keys and values are not wanted
+
+
+def row_digest(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
+    """Identity of a row: equal tokens have equal log-probs."""
+    digest = hashlib.sha1(array("q", prompt).tobytes(), usedforsecurity=False)
+    digest.update(b"|" + array("q", completion).tobytes())
+    return digest.digest()
 
 
 def num_cached(past: KeyValues | None) -> int:
-    """D, the tokens of a cache."""
+    """Tokens of a cache."""
     return 0 if past is None else len(past[0][0])
 
 
@@ -56,24 +54,8 @@ def forward_new(
     model: Callable[..., Any], rows: Sequence[NewTokens], device: torch.device, routes: bool = False
 ) -> tuple[list[torch.Tensor], list[KeyValues | None]]:
     """
-    Computes log-probs, and keys and values, of new tokens alone.
-
-    Args:
-        model (`Callable`):
-            A model with TRL's fused LM head, which has its temperature and computes in chunks.
-        rows (`Sequence[NewTokens]`):
-            At least one, each with at least one input.
-        device (`torch.device`):
-            Of the model.
-        routes (`bool`, *optional*, defaults to `False`):
-            Whether the model has experts and takes `output_router_logits`.
-
-    Returns:
-        `tuple[list[torch.Tensor], list[KeyValues | None]]`: For each row, log-probs of shape `(n,)` of its labels, and
-        the keys and values of all its tokens so far.
-
-    Raises:
-        [`ConfigurationError`]: If the model keeps no keys and values that could be cut.
+    For each row, log-probs of its labels, and the keys and values of all its tokens so far. There must be at least one
+    row, each with at least one input.
     """
     lengths = [num_cached(row.past) for row in rows]
     context, width = max(lengths), max(len(row.inputs) for row in rows)
@@ -99,15 +81,12 @@ def forward_new(
         fused_lm_head=True,
         **extra,
     )
+    layers = _layers(cache, context + width)
     log_probs = [output.log_probs[b, : len(row.inputs)] for b, row in enumerate(rows)]
-    _check_cache(cache, context + width)
-    starts = [context - length for length in lengths]
-    ends = [context + len(row.inputs) for row in rows]
+    spans = [(context - length, context + len(row.inputs)) for length, row in zip(lengths, rows, strict=True)]
     return log_probs, [
-        None
-        if rows[b].ends
-        else [(_own(layer.keys, b, start, end), _own(layer.values, b, start, end)) for layer in cache.layers]
-        for b, (start, end) in enumerate(zip(starts, ends, strict=True))
+        None if row.ends else [(_own(keys, b, *span), _own(values, b, *span)) for keys, values in layers]
+        for b, (row, span) in enumerate(zip(rows, spans, strict=True))
     ]
 
 
@@ -130,10 +109,119 @@ def _own(batched: torch.Tensor, row: int, start: int, end: int) -> torch.Tensor:
     return batched[row, :, start:end].transpose(0, 1).clone()  # no view, which would keep the whole batch
 
 
-def _check_cache(cache: DynamicCache, length: int) -> None:
-    layers = [getattr(layer, "keys", None) for layer in cache.layers]
-    if not layers or any(keys is None or keys.shape[-2] != length for keys in layers):
+def _layers(cache: DynamicCache, length: int) -> KeyValues:
+    layers: list[Any] = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    if not layers or any(keys is None or keys.shape[-2] != length for keys, _ in layers):
         raise ConfigurationError(
             "`stream_logprobs` (True) needs a model whose layers all keep the keys and values of every token, and "
             "this one's do not. Set it to `False`."
         )
+    return layers
+
+
+@dataclass(slots=True)
+class _Scoring:
+    """A candidate whose scoring has begun."""
+
+    past: KeyValues | None
+    tokens: Tokens = field(default_factory=list)
+    log_probs: list[torch.Tensor] = field(default_factory=list)
+
+
+class Scorer:
+    """
+    What one process scores with one model: the caches of its candidates, and the log-probs of those that are complete.
+
+    The model has TRL's fused LM head, and is called inside of `within()`, for example without its adapter. `routes`:
+    it has experts. `sharded`: a forward pass is a collective, and is run also where there is nothing to score here.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        within: Callable[[], AbstractContextManager[Any]],
+        device: torch.device,
+        sharded: bool = False,
+        routes: bool = False,
+    ) -> None:
+        self._model = model
+        self._within = within
+        self._device = device
+        self._sharded = sharded
+        self._routes = routes
+        self.bytes_per_token = 0  # of keys and values; known after the first pass
+        self._begin(0)
+
+    def _begin(self, rollout: int) -> None:
+        self._rollout = rollout
+        self._prompts: dict[int, Tokens] = {}
+        self._prefixes: dict[int, KeyValues | None] = {}
+        self._open: dict[int, _Scoring] = {}
+        self.complete: dict[bytes, torch.Tensor] = {}  # by `row_digest`
+        self.peak_tokens = 0  # whose keys and values were kept
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are kept now."""
+        return sum(map(num_cached, [*self._prefixes.values(), *(scoring.past for scoring in self._open.values())]))
+
+    def forget(self) -> None:
+        """Lets go of everything: the weights will change."""
+        self._begin(self._rollout)
+
+    def execute(self, work: Round) -> None:
+        """Scores one round. The first one of another rollout makes the scorer forget the last."""
+        if work.rollout != self._rollout:
+            self._begin(work.rollout)
+        for candidate_id in work.dropped:
+            self._open.pop(candidate_id, None)
+        if work.prefills:
+            self._prefill(work.prompts)
+        if work.scores:
+            self._score([chunk for chunk in work.chunks if chunk.tokens])
+        self.peak_tokens = max(self.peak_tokens, self.num_cached)
+        for group_id in work.released:
+            self._prefixes.pop(group_id, None)
+        for chunk in work.chunks:
+            if chunk.final:
+                self._close(chunk)
+
+    def _prefill(self, prompts: Mapping[int, Tokens]) -> None:
+        """The tokens that all candidates of a group share; the prompt's last one has another label for each."""
+        self._prompts.update(prompts)
+        self._prefixes.update(dict.fromkeys(prompts))
+        long = [group_id for group_id, prompt in prompts.items() if len(prompt) > 1]
+        _, caches = self._forward([NewTokens(None, prompts[group_id][:-1]) for group_id in long])
+        self._prefixes.update(zip(long, caches, strict=True))
+
+    def _score(self, chunks: Sequence[Chunk]) -> None:
+        scorings, rows = [], []
+        for chunk in chunks:
+            scoring = self._open.get(chunk.candidate_id)
+            if scoring is None:
+                scoring = self._open[chunk.candidate_id] = _Scoring(self._prefixes[chunk.group_id])
+            last = scoring.tokens[-1] if scoring.tokens else self._prompts[chunk.group_id][-1]
+            scoring.tokens.extend(chunk.tokens)
+            scorings.append(scoring)
+            rows.append(NewTokens(scoring.past, [last, *chunk.tokens[:-1]], chunk.tokens, chunk.final))
+        for scoring, own, cache in zip(scorings, *self._forward(rows), strict=True):
+            scoring.log_probs.append(own.clone())  # no view, which would keep the whole pass
+            scoring.past = cache
+
+    def _forward(self, rows: Sequence[NewTokens]) -> tuple[list[torch.Tensor], list[KeyValues | None]]:
+        if not rows and not self._sharded and self.bytes_per_token:
+            return [], []
+        with torch.no_grad(), self._within():
+            padded = rows or [NewTokens(None, [0], [0])]  # a token that means nothing
+            log_probs, caches = forward_new(self._model, padded, self._device, self._routes)
+        if not self.bytes_per_token:
+            pairs = caches[0] or []
+            self.bytes_per_token = sum(keys[0].nbytes + values[0].nbytes for keys, values in pairs)
+        return (log_probs, caches) if rows else ([], [])
+
+    def _close(self, chunk: Chunk) -> None:
+        """Keeps the log-probs of a candidate that has come to its end, and frees its cache."""
+        scoring = self._open.pop(chunk.candidate_id, None)
+        if scoring is not None:
+            key = row_digest(self._prompts[chunk.group_id], scoring.tokens)
+            self.complete[key] = torch.cat(scoring.log_probs).cpu()

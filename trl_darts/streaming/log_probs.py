@@ -2,19 +2,27 @@
 Log-probs that are computed while answers are still being written
 ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.3.2 and Appendix E), and served to TRL when it asks for
 them.
+
+```
+servers ──tokens──▶ ledger ──▶ ScoringPlan ──Round──▶ Scorer               this process
+                                           ──Round──▶ mailbox ──▶ Scorer   the others
+                                           ◀──done──
+```
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import gather_object
 
-from ..distributed import Mailbox
-from ..scheduling import RolloutResult, Scheduler
+from ..engines.mailbox import Mailbox
+from ..errors import GenerationError
+from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
-from .director import StreamDirector
-from .rounds import Round, RoundDone, Tokens
-from .worker import LogProbs, ScoredModel, StreamWorker, row_digest
+from .forward import Scorer, row_digest
+from .plan import Limits, Round, ScoringPlan, Tokens
 
 
 GIB = 2**30
@@ -22,134 +30,176 @@ POLICY, REFERENCE = "policy", "reference"
 # TRL's `_get_per_token_logps_and_entropies`, for some of the rows: input IDs and attention mask to log-probs.
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+# The thread that scores is the one that shows progress and takes back servers: it returns to that this often.
+TURN_S = 0.5
+POLL_S = 0.002
+# Rounds that another process may have in front of it: with one, it would wait for the next.
+AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """A process's answer to a round: done, or what went wrong."""
+
+    rollout: int
+    process: int
+    error: str | None = None
+
 
 class LogprobStream:
     """
-    Scores the candidates of each rollout while they decode.
-
-    Args:
-        models (`Mapping[str, ScoredModel]`):
-            Whose log-probs TRL will ask for: `"policy"`, `"reference"`, or both.
-        device (`torch.device`):
-            Of the models.
-        num_generations (`int`):
-            M, rows per group.
-        chunk_tokens (`int`):
-            Fewest new tokens of a candidate that goes on decoding.
-        batch_tokens (`int`):
-            Most tokens of a forward pass, padding included.
-        cache_gib (`float`):
-            For keys and values on each process.
-        process_index (`int`, *optional*, defaults to `0`):
-            This process.
-        num_processes (`int`, *optional*, defaults to `1`):
-            How many there are.
-        sharded (`bool`, *optional*, defaults to `False`):
-            Whether a forward pass is a collective.
-        open_mailbox (`Callable[[], Mailbox]`, *optional*):
-            Gives the mailbox; needed where there are several processes.
+    Scores the candidates of each rollout while they decode, with each model whose log-probs TRL will ask for: the
+    policy, the reference, or both.
     """
 
     def __init__(
         self,
-        models: Mapping[str, ScoredModel],
-        device: torch.device,
+        scorers: Mapping[str, Scorer],
         num_generations: int,
         chunk_tokens: int,
         batch_tokens: int,
         cache_gib: float,
-        process_index: int = 0,
         num_processes: int = 1,
+        mailbox: Mailbox | None = None,
         sharded: bool = False,
-        open_mailbox: Callable[[], Mailbox] | None = None,
     ) -> None:
-        self.worker = StreamWorker(models, device, sharded)
-        self._names = frozenset(models)
+        self.scorers = scorers
+        self.num_missed = 0  # rows of the last call of `log_probs` that TRL computed
         self._num_generations = num_generations
-        self._limits = (chunk_tokens, batch_tokens, int(cache_gib * GIB))
-        self._process_index = process_index
+        self._chunk_tokens, self._batch_tokens = chunk_tokens, batch_tokens
+        self._cache_bytes = int(cache_gib * GIB)
         self._num_processes = num_processes
+        self._mailbox = mailbox
         self._sharded = sharded
-        self._open_mailbox = open_mailbox
-        self._num_rollouts = 0
-        self._director: StreamDirector | None = None
+        self._rollout = 0
+        self._plan: ScoringPlan | None = None  # of the rollout that runs, on the main process
+        self._outstanding = [0] * num_processes  # rounds that are not answered
         self._active = False  # whether what was scored is of the weights that TRL asks about
-        self._digests: list[bytes] | None = None
-        self._borrowed: dict[bytes, LogProbs] = {}
-        self._num_missed = 0
-        self._exposed_seconds = 0.0  # of the end of the rollout, on the main process
+        self._digests: list[bytes] | None = None  # of the rows that TRL asks about
+        self._known: dict[str, dict[bytes, torch.Tensor]] = {}
+        # On the main process: of all forward passes while candidates decode, and of the end of the rollout.
+        self._hidden_seconds = self._exposed_seconds = 0.0
+        self._num_chunks = 0
 
     # While candidates decode
 
-    def watch(self, scheduler: Scheduler, prompts: Sequence[Tokens]) -> Callable[[Ledger], None]:
-        """
-        Begins a rollout, on the main process.
-
-        Args:
-            scheduler ([`Scheduler`]):
-                The rollout's.
-            prompts (`Sequence[list[int]]` of shape `(N,)`):
-                Tokens of each group's prompt, by `group_id`.
-
-        Returns:
-            `Callable[[Ledger], None]`: To be called again and again while it runs.
-        """
-        self._num_rollouts += 1
-        several = self._num_processes > 1
-        self._director = StreamDirector(
-            self._num_rollouts,
-            scheduler,
-            prompts,
-            self._num_generations,
-            *self._limits,
-            worker=self.worker,
-            mailbox=self._open_mailbox() if several else None,
-            num_processes=self._num_processes,
-            sharded=self._sharded,
+    def watch(self, prompts: Sequence[Tokens]) -> Callable[[Ledger], None]:
+        """Begins a rollout, on the main process. What it returns is to be called again and again while it runs."""
+        self._rollout += 1
+        self._outstanding = [0] * self._num_processes
+        if not self._bytes_per_token:
+            # A first pass over a token that means nothing: how many bytes one takes.
+            self._send({process: Round(self._rollout, prefills=True) for process in self._collective([0])})
+        limits = Limits(self._chunk_tokens, self._batch_tokens, self._cache_bytes // self._bytes_per_token)
+        self._plan = ScoringPlan(
+            self._rollout, prompts, limits, self._num_generations, self._num_processes, self._sharded
         )
-        return self._director.step
+        return self._step
+
+    def _step(self, ledger: Ledger) -> None:
+        """Scores what has arrived, for at most half a second."""
+        assert self._plan is not None
+        deadline = time.perf_counter() + TURN_S
+        while ledger.num_open and (start := time.perf_counter()) < deadline:
+            for candidate in ledger.candidates:
+                self._plan.note(candidate, ledger.groups[candidate.group_id])
+            if self._advance(self._plan):
+                self._hidden_seconds += time.perf_counter() - start
+                continue
+            if not any(self._outstanding):
+                return
+            time.sleep(POLL_S)
 
     def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> None:
-        """Scores what is left of the rows that are trained on, once the rollout is over. On the main process."""
-        self._exposed_seconds = self._director.finish(result, completion_ids)
-        self._director = None
+        """
+        Scores what is left of the rows that are trained on, once the rollout is over. On the main process.
+        `completion_ids` are those rows, where they are not all that the rollout gave.
+        """
+        assert self._plan is not None
+        plan, self._plan = self._plan, None
+        end = result.timeline.times[-1] if result.timeline.times else time.perf_counter()
+        rows = [row for group in result.groups for row in group.rows]
+        if completion_ids is not None:
+            trained = set(map(tuple, completion_ids))
+            rows = [row for row in rows if tuple(row.tokens) in trained]
+        plan.finish(rows)
+        while self._advance(plan) or any(self._outstanding):
+            if any(self._outstanding):
+                time.sleep(POLL_S)
+        plan.give_up()
+        self._advance(plan)
+        self._exposed_seconds = time.perf_counter() - end
+
+    def _advance(self, plan: ScoringPlan) -> bool:
+        """One round on each process that has something to do; whether there was any."""
+        self._count_done()
+        free = [process for process, number in enumerate(self._outstanding) if number < AHEAD]
+        rounds = plan.rounds(self._collective(free))
+        self._send(rounds)
+        return bool(rounds)
+
+    def _collective(self, processes: list[int]) -> list[int]:
+        return list(range(self._num_processes)) if self._sharded else processes
+
+    def _send(self, rounds: Mapping[int, Round]) -> None:
+        for process in sorted(rounds, reverse=True):  # this one last: its pass takes time, or waits for the others
+            if process == 0:
+                self._score(rounds[process])
+            else:
+                assert self._mailbox is not None
+                self._outstanding[process] += 1
+                self._mailbox.post(process, rounds[process])
+
+    def _score(self, work: Round) -> None:
+        for scorer in self.scorers.values():
+            scorer.execute(work)
+        self._num_chunks += sum(bool(chunk.tokens) for chunk in work.chunks)
+
+    @property
+    def _bytes_per_token(self) -> int:
+        return sum(scorer.bytes_per_token for scorer in self.scorers.values())
+
+    def _count_done(self) -> None:
+        for message in self._mailbox.receive() if self._mailbox is not None else ():
+            if isinstance(message, RoundDone) and message.rollout == self._rollout:
+                if message.error is not None:
+                    raise GenerationError(f"Streaming failed on process {message.process}: {message.error}")
+                self._outstanding[message.process] -= 1
 
     def execute(self, work: Round) -> None:
         """What the other processes do: a round that the main one has planned."""
+        assert self._mailbox is not None
         error = None
         try:
-            self.worker.execute(work)
+            self._score(work)
         except Exception as failure:  # the main process waits for an answer
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            self._open_mailbox().post(0, RoundDone(work.rollout, self._process_index, error))
+            self._mailbox.post(0, RoundDone(work.rollout, self._mailbox.process_index, error))
 
     # When TRL asks
 
     def open(self) -> None:
         """From now on, TRL is served when it asks. Called on every process before a batch is generated."""
         self._active = True
-        self._digests, self._borrowed, self._num_missed, self._exposed_seconds = None, {}, 0, 0.0
+        self._digests, self._known, self.num_missed = None, {}, 0
+        self._hidden_seconds = self._exposed_seconds = 0.0
+        self._num_chunks = 0
 
     def close(self) -> dict[str, float]:
-        """
-        Forgets the rollout: the weights will change.
-
-        Returns:
-            `dict[str, float]`: Its metrics on this process, see `docs/metrics.md`. Zeros where there was no rollout.
-        """
-        worker = self.worker
-        metrics = {
-            "darts/stream/hidden_seconds": worker.hidden_seconds,
+        """Forgets the rollout: the weights will change. Returns its metrics on this process."""
+        peak_bytes = sum(scorer.peak_tokens * scorer.bytes_per_token for scorer in self.scorers.values())
+        self._active, self._known = False, {}
+        for scorer in self.scorers.values():
+            scorer.forget()
+        return {
+            "darts/stream/hidden_seconds": self._hidden_seconds,
             "darts/stream/exposed_seconds": self._exposed_seconds,
-            "darts/stream/chunks": float(worker.num_chunks),
-            "darts/stream/cache_bytes": float(worker.peak_bytes),
-            "darts/stream/missed_rows": float(self._num_missed),
+            "darts/stream/chunks": float(self._num_chunks),
+            "darts/stream/cache_bytes": float(peak_bytes),
+            "darts/stream/missed_rows": float(self.num_missed),
         }
-        self._active, self._borrowed = False, {}
-        worker.forget()
-        return metrics
 
     @property
     def active(self) -> bool:
@@ -158,65 +208,45 @@ class LogprobStream:
 
     def serves(self, name: str) -> bool:
         """Whether to ask for these log-probs here."""
-        return self.active and name in self._names
+        return self.active and name in self.scorers
 
     def log_probs(
         self, name: str, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_logits: int, compute: Compute
     ) -> torch.Tensor:
-        """
-        The log-probs of a batch, called on every process at once.
-
-        Args:
-            name (`str`):
-                `"policy"` or `"reference"`.
-            input_ids (`torch.Tensor` of shape `(B, P+C)`):
-                Prompts, padded on the left, and completions, padded on the right.
-            attention_mask (`torch.Tensor` of shape `(B, P+C)`):
-                Zero for padding.
-            num_logits (`int`):
-                C.
-            compute (`Callable`):
-                TRL's own way, for the rows that were not scored.
-
-        Returns:
-            `torch.Tensor` of shape `(B, C)`: Log-probs; zero for padding.
-        """
-        rows = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
+        """The log-probs of a batch, called on every process at once."""
         lengths = attention_mask[:, -num_logits:].sum(1).tolist()
         if self._digests is None:
-            pairs = [(row[: len(row) - n], row[len(row) - n :]) for row, n in zip(rows, lengths, strict=True)]
-            self._digests = [row_digest(*pair) for pair in pairs]
-            self._borrow()
-        known = {**self._borrowed, **self.worker.complete}
-        missing = [b for b, digest in enumerate(self._digests) if lengths[b] and digest not in known]
-        self._num_missed = len(missing)
-        output = torch.zeros(len(rows), num_logits, device=input_ids.device)
-        for b, digest in enumerate(self._digests):
-            if lengths[b] and digest in known:
-                output[b, : lengths[b]] = known[digest][name].to(output.device)
-        if asked := self._padded(missing):
+            rows = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
+            starts = [len(row) - length for row, length in zip(rows, lengths, strict=True)]
+            self._digests = [row_digest(row[:start], row[start:]) for row, start in zip(rows, starts, strict=True)]
+            self._known = self._with_others(self._digests)
+        output = torch.zeros(len(lengths), num_logits, device=input_ids.device)
+        missing = []
+        for b, (length, digest) in enumerate(zip(lengths, self._digests, strict=True)):
+            if length and digest in self._known[name]:
+                output[b, :length] = self._known[name][digest].to(output.device)
+            elif length:
+                missing.append(b)
+        self.num_missed = len(missing)
+        if asked := self._filled_up(missing, len(lengths)):
             output[asked] = compute(input_ids[asked], attention_mask[asked]).to(output.dtype)
         return output
 
-    def _borrow(self) -> None:
-        """Rows of this process whose groups belong to another one."""
+    def _with_others(self, digests: Sequence[bytes]) -> dict[str, dict[bytes, torch.Tensor]]:
+        """What this process has scored, and what others have of its rows: a group can straddle processes."""
+        own = {name: scorer.complete for name, scorer in self.scorers.items()}
         if self._num_processes == 1:
-            return
-        wanted = gather_object([set(self._digests) - self.worker.complete.keys()])
-        own = self.worker.complete
-        lent = {
-            digest: {name: values.cpu() for name, values in own[digest].items()}
-            for process, digests in enumerate(wanted)
-            if process != self._process_index
-            for digest in digests & own.keys()
-        }
-        for share in gather_object([lent]):
-            self._borrowed |= {digest: share[digest] for digest in share.keys() & set(self._digests)}
+            return own
+        missing = {digest for digest in digests if any(digest not in complete for complete in own.values())}
+        wanted = set().union(*gather_object([missing]))
+        lent = {name: {d: complete[d] for d in wanted & complete.keys()} for name, complete in own.items()}
+        shares = gather_object([lent])
+        return {name: {d: v for share in [*shares, own] for d, v in share[name].items()} for name in own}
 
-    def _padded(self, missing: list[int]) -> list[int]:
+    def _filled_up(self, missing: list[int], num_rows: int) -> list[int]:
         """As many rows on each process, where a forward pass is a collective."""
         if not self._sharded or self._num_processes == 1:
             return missing
         most = max(gather_object([len(missing)]))
-        others = [b for b in range(len(self._digests)) if b not in set(missing)]
+        others = [b for b in range(num_rows) if b not in missing]
         return [*missing, *others[: most - len(missing)]]

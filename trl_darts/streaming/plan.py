@@ -3,49 +3,63 @@ Which candidates are scored next, and with how many tokens: decisions without to
 
 A candidate's log-probs are computed in chunks while it decodes. A chunk of n tokens takes n inputs: the token before
 the first, up to the one before the last. Its keys and values stay in a cache, so that no token is computed twice.
+
+Each group belongs to one process. Where the model is sharded, a forward pass is a collective, and all processes go
+through the same passes; otherwise each has its own pace.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ..scheduling import Candidate, CandidateState, Group
 
 
+Tokens = list[int]
+
 # Planning is done beside the thread that reads what servers send: it looks at no more candidates than a pass can take.
 MAX_TRIED = 512
 NUM_WIDTHS = 8
+NEVER_KEPT = (CandidateState.ABORTING, CandidateState.ABORTED, CandidateState.LOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one candidate: those that follow the ones sent before. The last ones where it is `final`."""
+
+    candidate_id: int
+    group_id: int
+    tokens: Tokens
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one process does next. A round of a new `rollout` begins with nothing."""
+
+    rollout: int
+    prompts: dict[int, Tokens] = field(default_factory=dict)  # of groups that are new to the process
+    chunks: list[Chunk] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)  # candidates whose caches can go
+    released: list[int] = field(default_factory=list)  # groups whose candidates have all begun, after this round
+    prefills: bool = False  # whether there is a forward pass of prompts; with a sharded model, on any process
+    scores: bool = False  # the same for chunks
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks or self.dropped or self.released or self.prefills or self.scores)
 
 
 @dataclass(slots=True)
 class Track:
-    """
-    How far the scoring of one candidate is, as long as there is something to score.
-
-    Args:
-        candidate_id (`int`):
-            Of the rollout.
-        group_id (`int`):
-            Its prompt.
-        num_prompt (`int`):
-            Tokens of the prompt.
-        available (`int`, *optional*, defaults to `0`):
-            Tokens of the completion that have arrived.
-        scored (`int`, *optional*, defaults to `0`):
-            Those of them that have log-probs.
-        chance (`float`, *optional*, defaults to `1.0`):
-            How likely it is to be kept, see [`keep_chance`].
-        final (`bool`, *optional*, defaults to `False`):
-            Whether no token will be added.
-    """
+    """How far the scoring of one candidate is, as long as there is something to score."""
 
     candidate_id: int
     group_id: int
     num_prompt: int
-    available: int = 0
-    scored: int = 0
-    chance: float = 1.0
-    final: bool = False
+    available: int = 0  # tokens of the completion that have arrived
+    scored: int = 0  # those of them that have log-probs
+    chance: float = 1.0  # see `keep_chance`
+    final: bool = False  # no token will be added
 
     @property
     def pending(self) -> int:
@@ -66,51 +80,9 @@ class Track:
         return self.final or self.pending >= chunk_tokens
 
 
-def keep_chance(group: Group, candidate: Candidate, num_generations: int) -> float:
-    """
-    How likely a candidate is to be among its group's rows, whatever they are selected by. Only the order of scoring
-    depends on it.
-
-    Args:
-        group ([`Group`]):
-            As it is now.
-        candidate ([`Candidate`]):
-            One of its candidates.
-        num_generations (`int`):
-            M, rows that the group yields.
-
-    Returns:
-        `float`: 1 for what is selected, or complete and among the M shortest; 0 for what is discarded; the share of
-        rows still to come for what runs.
-    """
-    if group.selected is not None:
-        return float(candidate.index in group.selected)
-    if group.error is not None or candidate.state in (
-        CandidateState.ABORTING,
-        CandidateState.ABORTED,
-        CandidateState.LOST,
-    ):
-        return 0.0
-    if candidate.state is CandidateState.FINISHED:
-        return 1.0 if bisect_left(group.complete_lengths, candidate.length) < num_generations else 0.25
-    missing = max(0.5, num_generations - group.num_complete)  # a long end may still take one
-    return min(1.0, missing / max(1, group.num_unfinished))
-
-
 @dataclass(frozen=True)
 class Limits:
-    """
-    Bounds of one forward pass.
-
-    Args:
-        chunk_tokens (`int`):
-            Fewest new tokens of a candidate that goes on decoding.
-        batch_tokens (`int`):
-            Most tokens of a forward pass, padding included.
-        cache_tokens (`int`):
-            Tokens whose keys and values fit. A third is for what is kept, the rest for a pass: the rows padded to one
-            batch, and what comes out of it before it replaces what was kept.
-    """
+    """Bounds of one forward pass: the `stream_*` fields, and how many tokens' keys and values fit."""
 
     chunk_tokens: int
     batch_tokens: int
@@ -118,8 +90,26 @@ class Limits:
 
     @property
     def room(self) -> int:
-        """Tokens that can be kept, or padded to a batch."""
+        """
+        Tokens that can be kept, or padded to a batch: a third. A pass has the rows padded to one batch, and what comes
+        out of it before it replaces what was kept.
+        """
         return self.cache_tokens // 3
+
+
+def keep_chance(group: Group, candidate: Candidate, num_generations: int) -> float:
+    """
+    How likely a candidate is to be among its group's rows, however they are selected: 1 for what is selected, or
+    complete and among the M shortest; 0 for what is discarded. Only the order of scoring depends on it.
+    """
+    if group.selected is not None:
+        return float(candidate.index in group.selected)
+    if group.error is not None or candidate.state in NEVER_KEPT:
+        return 0.0
+    if candidate.state is CandidateState.FINISHED:
+        return 1.0 if bisect_left(group.complete_lengths, candidate.length) < num_generations else 0.25
+    missing = max(0.5, num_generations - group.num_complete)  # a long end may still take one
+    return min(1.0, missing / max(1, group.num_unfinished))
 
 
 def hopeless(tracks: Iterable[Track], limits: Limits) -> list[Track]:
@@ -129,22 +119,11 @@ def hopeless(tracks: Iterable[Track], limits: Limits) -> list[Track]:
 
 def plan_batch(tracks: Iterable[Track], limits: Limits, prefixes: Mapping[int, int]) -> list[tuple[Track, int]]:
     """
-    The next forward pass of one process.
+    The next forward pass of one process: candidates with the number of tokens to score, zero for one that has come to
+    its end with nothing left to score. `prefixes` are the tokens that it keeps of prompts, by group.
 
     First come candidates that have ended, whose caches are freed, then those that are likely to be kept, and among
     them those with most to do. One whose cache has no room to grow waits with what it has; at its end it needs none.
-
-    Args:
-        tracks (`Iterable[Track]`):
-            Those of the process that are open.
-        limits ([`Limits`]):
-            Its bounds.
-        prefixes (`Mapping[int, int]`):
-            Tokens that it keeps of prompts, by group.
-
-    Returns:
-        `list[tuple[Track, int]]`: Candidates with the number of tokens to score. Zero for one that has come to its end
-        with nothing left to score.
     """
     tracks = list(tracks)
     held = sum(track.cached for track in tracks) + sum(prefixes.values())
@@ -187,3 +166,115 @@ def _fill(
             new.add(track.group_id)
             prompt_width = max(prompt_width, track.num_prompt)
     return batch
+
+
+class ScoringPlan:
+    """What every process has scored of one rollout, and scores next."""
+
+    def __init__(
+        self,
+        rollout: int,
+        prompts: Sequence[Tokens],
+        limits: Limits,
+        num_generations: int,
+        num_processes: int = 1,
+        sharded: bool = False,
+    ) -> None:
+        self._rollout = rollout
+        self._prompts = prompts
+        self._limits = limits
+        self._num_generations = num_generations
+        self._sharded = sharded
+        self._candidates: dict[int, Candidate] = {}
+        self._seen: dict[int, tuple[bool, int, CandidateState, bool]] = {}  # candidates as they were noted last
+        self._closed: set[int] = set()
+        self._tracks: list[dict[int, Track]] = [{} for _ in range(num_processes)]  # by candidate; the open ones
+        self._prefixes: list[dict[int, int]] = [{} for _ in range(num_processes)]  # tokens of prompts, by group
+        self._dropped: list[list[int]] = [[] for _ in range(num_processes)]
+
+    def note(self, candidate: Candidate, group: Group) -> None:
+        """Looks at a candidate that may have changed."""
+        # The engine's thread goes on meanwhile. `ended` is read first: an end that is seen comes with all its tokens.
+        now = (candidate.ended is not None, candidate.length, candidate.state, group.closed)
+        key = candidate.candidate_id
+        if key in self._closed or self._seen.get(key) == now:
+            return
+        self._seen[key] = now
+        track = self._track(candidate)
+        track.final, track.available = now[:2]
+        track.chance = keep_chance(group, candidate, self._num_generations)
+        if not track.chance or (track.final and not track.available):
+            self._close(track)
+
+    def finish(self, rows: Sequence[Candidate]) -> None:
+        """The rollout is over and these rows are trained on: their rests are scored, the other candidates let go."""
+        kept = {row.candidate_id for row in rows}
+        for track in self._open():
+            if track.candidate_id not in kept:
+                self._close(track)
+        for row in rows:
+            if row.candidate_id not in self._closed:
+                track = self._track(row)
+                track.available, track.final, track.chance = row.length, True, 1.0
+        self._limits = replace(self._limits, chunk_tokens=1)
+
+    def give_up(self) -> None:
+        """Lets go of what is left: together, these candidates do not fit, whatever the order."""
+        for track in self._open():
+            self._close(track)
+
+    def rounds(self, processes: Iterable[int]) -> dict[int, Round]:
+        """The next rounds of these processes; none where there is nothing to do. They count as done from now on."""
+        rounds = {process: self._round(process) for process in processes}
+        if self._sharded:
+            prefills, scores = any(r.prefills for r in rounds.values()), any(r.scores for r in rounds.values())
+            rounds = {process: replace(r, prefills=prefills, scores=scores) for process, r in rounds.items()}
+        return {process: own for process, own in rounds.items() if own}
+
+    def _round(self, process: int) -> Round:
+        tracks, prefixes = self._tracks[process], self._prefixes[process]
+        for track in hopeless(tracks.values(), self._limits):
+            self._close(track)
+        batch = plan_batch(tracks.values(), self._limits, prefixes)
+        new = {track.group_id for track, num_tokens in batch if num_tokens} - prefixes.keys()
+        prompts = {group_id: list(self._prompts[group_id]) for group_id in sorted(new)}
+        prefixes |= {group_id: len(prompt) - 1 for group_id, prompt in prompts.items()}
+        chunks = [self._chunk(track, num_tokens) for track, num_tokens in batch]
+        not_begun = {track.group_id for track in tracks.values() if not track.scored}
+        released = [group_id for group_id in prefixes if group_id not in not_begun]
+        for group_id in released:
+            del prefixes[group_id]
+        dropped, self._dropped[process] = self._dropped[process], []
+        scores = any(num_tokens for _, num_tokens in batch)
+        return Round(self._rollout, prompts, chunks, dropped, released, bool(prompts), scores)
+
+    def _chunk(self, track: Track, num_tokens: int) -> Chunk:
+        start, end = track.scored, track.scored + num_tokens
+        track.scored = end
+        final = track.final and end == track.available
+        if final:
+            self._close(track, scored=True)
+        tokens = self._candidates[track.candidate_id].tokens
+        return Chunk(track.candidate_id, track.group_id, list(tokens[start:end]), final)
+
+    def _open(self) -> list[Track]:
+        return [track for tracks in self._tracks for track in tracks.values()]
+
+    def _process_of(self, group_id: int) -> int:
+        return group_id * len(self._tracks) // len(self._prompts)
+
+    def _track(self, candidate: Candidate) -> Track:
+        key, group_id = candidate.candidate_id, candidate.group_id
+        self._candidates[key] = candidate
+        tracks = self._tracks[self._process_of(group_id)]
+        if key not in tracks:
+            tracks[key] = Track(key, group_id, len(self._prompts[group_id]))
+        return tracks[key]
+
+    def _close(self, track: Track, scored: bool = False) -> None:
+        """It needs no more scoring. Where it is not scored as a whole, its cache is of no use any more."""
+        process = self._process_of(track.group_id)
+        self._closed.add(track.candidate_id)
+        del self._tracks[process][track.candidate_id]
+        if track.scored and not scored:
+            self._dropped[process].append(track.candidate_id)

@@ -1,224 +1,157 @@
 """
-Calls of reward functions on some rows of a batch.
+Calls of reward functions on some rows of a batch, and where they run: async functions in one event loop, all at once;
+the others in one thread beside it, one call after another, since they are often not thread-safe.
 
-A call ends in one way only, and the first one wins: with its result, with the function's error, expired at its
-deadline, or cancelled. Whoever waits for it never waits for longer, even where the function itself can't be stopped.
-
-Worker processes import this module too: the standard library only.
+A call ends once, whichever comes first: with rewards or an error, late, or cancelled. Whoever waits for it waits no
+longer, even where the function itself goes on.
 """
 
+import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from queue import SimpleQueue
 from typing import Any
+
+from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 
 RewardFunction = Callable[..., Any]
+Rewards = list[float | None]
+GRACE_S = 1.0
 
 
-@dataclass
-class CallLog:
-    """
-    What a reward function logs in one call, until the calls of the batch's other rows are there too.
-
-    Args:
-        name (`str`):
-            The function's name, for messages.
-        num_rows (`int`):
-            Rows of the call.
-    """
-
-    name: str
-    num_rows: int
-    columns: dict[str, list[list[Any]]] = field(default_factory=dict)  # as often as a column was logged
-    metrics: list[tuple[str, float]] = field(default_factory=list)
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Takes the place of TRL's, with its arguments."""
-        values = list(values)
-        if len(values) != self.num_rows:
-            raise ValueError(
-                f"The reward function '{self.name}' logged {len(values)} values of `{column}` for {self.num_rows} "
-                "completions. With `stream_rewards`, `log_extra` takes one value for each completion of the call."
-            )
-        self.columns.setdefault(column, []).append(values)
-
-    def log_metric(self, name: str, value: float) -> None:
-        """Takes the place of TRL's, with its arguments."""
-        self.metrics.append((name, value))
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """What a call gave. Times are those of `time.monotonic`, which all processes of a machine share."""
-
-    rewards: list[float | None]
-    log: CallLog
-    started_at: float
-    ended_at: float
-    timed_out: bool = False
-
-
-@dataclass(eq=False)
 class RewardCall:
     """
-    One call of a reward function on some rows.
-
-    Args:
-        function (`Callable`):
-            The reward function.
-        name (`str`):
-            Its name, for messages.
-        rows (`list[int]`):
-            Rows of this process, ascending.
-        arguments (`dict[str, Any]`):
-            TRL's keyword arguments for these rows, but for `log_extra` and `log_metric`.
+    One call of a reward function on some rows, with TRL's arguments for them but for `log_extra` and `log_metric`. The
+    future has the rewards, the function's error, or `None` for a call that is late.
     """
 
-    function: RewardFunction
-    name: str
-    rows: list[int]
-    arguments: dict[str, Any]
-    future: "Future[CallResult]" = field(default_factory=Future)
+    def __init__(self, function: RewardFunction, name: str, rows: list[int], arguments: dict[str, Any]) -> None:
+        self.function = function
+        self.name = name
+        self.rows = rows
+        self.future: Future[Rewards | BaseException | None] = Future()
+        self.started_at: float | None = None
+        self.ended_at = 0.0
+        self.columns: dict[tuple[str, int], list[Any]] = {}  # by name, and how often it was logged before
+        self.metrics: list[tuple[str, float]] = []
+        self._arguments = {**arguments, "log_extra": self._log_extra, "log_metric": self._log_metric}
 
-    def settle(self, result: CallResult | None = None, error: BaseException | None = None) -> bool:
-        """Ends the call, unless it has ended. Returns whether this did it."""
+    def run(self) -> None:
+        """Calls the function."""
+        self.started_at = time.monotonic()
         try:
-            if result is not None:
-                self.future.set_result(result)
-            else:
-                self.future.set_exception(error)
+            self._end(self._checked(self.function(**self._arguments)))
+        except BaseException as error:
+            self._end(error)
+
+    async def run_async(self) -> None:
+        """Calls the async function."""
+        self.started_at = time.monotonic()
+        try:
+            self._end(self._checked(await self.function(**self._arguments)))
+        except BaseException as error:
+            self._end(error)
+
+    def expire(self) -> bool:
+        """Ends the call without rewards, unless it has ended. Returns whether this did it."""
+        return self._end(None)
+
+    def _end(self, outcome: Rewards | BaseException | None) -> bool:
+        self.ended_at = self.ended_at or time.monotonic()
+        try:
+            self.future.set_result(outcome)
         except InvalidStateError:
             return False
         return True
 
-    def expire(self, timeout_s: float) -> bool:
-        """Ends the call without rewards, unless it has ended. Returns whether this did it."""
-        now = time.monotonic()
-        log = CallLog(self.name, len(self.rows))
-        return self.settle(CallResult([None] * len(self.rows), log, now - timeout_s, now, timed_out=True))
+    def _checked(self, rewards: Iterable[float | None]) -> Rewards:
+        rewards = list(rewards)
+        if len(rewards) != len(self.rows):
+            raise ValueError(
+                f"The reward function '{self.name}' returned {len(rewards)} rewards, but {len(self.rows)} were "
+                "expected in this call. With `stream_rewards` it is called for some rows of the batch at a time, and "
+                "must return exactly one reward for each of their completions."
+            )
+        return rewards
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the call has ended, for so long at most. Returns whether it has."""
-        with suppress(FutureTimeoutError, CancelledError):
-            self.future.exception(timeout_s)
-        return self.future.done()
+    def _log_extra(self, column: str, values: Iterable[Any]) -> None:
+        values = list(values)
+        if len(values) != len(self.rows):
+            raise ValueError(
+                f"The reward function '{self.name}' logged {len(values)} values of `{column}` for {len(self.rows)} "
+                "completions. With `stream_rewards`, `log_extra` takes one value for each completion of the call."
+            )
+        self.columns[column, sum(name == column for name, _ in self.columns)] = values
 
-    @property
-    def was_stopped(self) -> bool:
-        """Whether the call ended while its function may still run."""
-        future = self.future
-        return future.cancelled() or (future.exception() is None and future.result().timed_out)
+    def _log_metric(self, name: str, value: float) -> None:
+        self.metrics.append((name, value))
 
 
-def score(function: RewardFunction, name: str, arguments: dict[str, Any]) -> CallResult:
+class RewardLoop:
     """
-    Calls a function.
-
-    Args:
-        function (`Callable`):
-            The reward function.
-        name (`str`):
-            Its name.
-        arguments (`dict[str, Any]`):
-            See [`RewardCall`].
-
-    Returns:
-        [`CallResult`]
-
-    Raises:
-        [`ValueError`]: If there is not one reward for each row.
+    An event loop in a thread of its own, and a worker thread beside it. A deadline counts from the moment when a
+    call's turn has come. A late call keeps its thread, and the next ones get another.
     """
-    started_at = time.monotonic()
-    log = CallLog(name, len(arguments["completion_ids"]))
-    rewards = function(**arguments, log_extra=log.log_extra, log_metric=log.log_metric)
-    return _result(rewards, log, started_at)
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._thread, self._loop, _ = start_event_loop_in_daemon("trl_darts-reward-loop")
+        self._turn = asyncio.Lock()  # of functions that are not async
+        self._worker = _Worker()
+
+    def submit(self, call: RewardCall) -> None:
+        """Starts a call when its turn comes; returns at once."""
+        asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
+
+    def close(self) -> None:
+        """Ends the threads, at once or when what blocks them ends. Calls are to be cancelled first. Safe to repeat."""
+        if self._loop.is_closed():
+            return
+        self._worker.calls.put(None)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        self._thread.join(GRACE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _run(self, call: RewardCall) -> None:
+        if is_async_callable(call.function):
+            if not call.future.done():
+                task = asyncio.create_task(call.run_async())
+                await self._within_deadline(call)
+                task.cancel()  # and not awaited: a coroutine can refuse
+            return
+        async with self._turn:
+            if call.future.done() or call.started_at is not None:  # cancelled; or in the loop that took this one over
+                return
+            self._worker.calls.put(call)
+            if not await self._within_deadline(call):
+                self._worker.calls.put(None)
+                self._worker = _Worker()
+
+    async def _within_deadline(self, call: RewardCall) -> bool:
+        """Waits for the end of a call. Returns whether its function has ended too."""
+        await asyncio.wait({asyncio.wrap_future(call.future)}, timeout=self._timeout_s)
+        return not call.expire() and not call.future.cancelled()
+
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=GRACE_S / 2)
+        self._loop.stop()
 
 
-async def score_async(call: RewardCall) -> CallResult:
-    """Makes a call of a function that is a coroutine. See [`score`]."""
-    started_at = time.monotonic()
-    log = CallLog(call.name, len(call.rows))
-    rewards = await call.function(**call.arguments, log_extra=log.log_extra, log_metric=log.log_metric)
-    return _result(rewards, log, started_at)
-
-
-def _result(rewards: Any, log: CallLog, started_at: float) -> CallResult:
-    rewards = list(rewards)
-    if len(rewards) != log.num_rows:
-        raise ValueError(
-            f"The reward function '{log.name}' returned {len(rewards)} rewards, but {log.num_rows} were expected in "
-            "this call. With `stream_rewards` it is called for some rows of the batch at a time, and must return "
-            "exactly one reward for each of their completions."
-        )
-    return CallResult(rewards, log, started_at, time.monotonic())
-
-
-def pass_on(
-    results: Sequence[CallResult],
-    cells: Sequence[tuple[CallResult, int]],
-    log_extra: Callable[[str, list[Any]], None],
-    log_metric: Callable[[str, float], None],
-) -> None:
-    """
-    Logs what calls have logged.
-
-    Args:
-        results (`Sequence[CallResult]`):
-            Of the calls, in the order of their first rows.
-        cells (`Sequence[tuple[CallResult, int]]` of shape `(B,)`):
-            For each row of the process, the result that it is in, and its place there.
-        log_extra (`Callable`):
-            TRL's. Called once for all rows, with `None` for rows of which nothing was logged.
-        log_metric (`Callable`):
-            TRL's. Called as often as the function did.
-    """
-    times: dict[str, int] = {}  # by column, how often it was logged
-    for result in results:
-        for column, logged in result.log.columns.items():
-            times[column] = max(times.get(column, 0), len(logged))
-    for column, count in times.items():
-        for nth in range(count):
-            log_extra(column, [_value(result, column, nth, index) for result, index in cells])
-    for result in results:
-        for name, value in result.log.metrics:
-            log_metric(name, value)
-
-
-def _value(result: CallResult, column: str, nth: int, index: int) -> Any:
-    logged = result.log.columns.get(column, [])
-    return logged[nth][index] if nth < len(logged) else None
-
-
-class ServingClock:
-    """How much of the functions' time was spent before serving, and how long serving took."""
+class _Worker:
+    """A thread that makes calls until it is given `None`."""
 
     def __init__(self) -> None:
-        self.hidden_s = 0.0
-        self.exposed_s = 0.0
-        self._served_at = 0.0
-        self._num_waiting = 0  # functions that are coroutines wait at the same time
-        self._waiting_since = 0.0
+        self.calls: SimpleQueue[RewardCall | None] = SimpleQueue()
+        threading.Thread(target=self._work, name="trl_darts-rewards", daemon=True).start()
 
-    def begin(self) -> None:
-        self._served_at = time.monotonic()
-
-    def count(self, result: CallResult) -> None:
-        """Adds a call's time before serving."""
-        self.hidden_s += max(0.0, min(result.ended_at, self._served_at) - result.started_at)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what a function's place is served with."""
-        if self._num_waiting == 0:
-            self._waiting_since = time.monotonic()
-        self._num_waiting += 1
-        try:
-            yield
-        finally:
-            self._num_waiting -= 1
-            if self._num_waiting == 0:
-                self.exposed_s += time.monotonic() - self._waiting_since
+    def _work(self) -> None:
+        while (call := self.calls.get()) is not None:
+            call.run()

@@ -1,62 +1,42 @@
-"""What is done while candidates decode, on all processes: one object for the rollout to call."""
+"""What is done while candidates decode, on all processes: one object for the trainer and its rollouts."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-from ..distributed import Mailbox
-from ..scheduling import GroupResult, RolloutResult, Scheduler
+from accelerate.utils import is_peft_model
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from ..engines.mailbox import Mailbox
+from ..errors import ConfigurationError
+from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
-from .log_probs import LogprobStream
-from .rewards import RewardStream
-from .rounds import Round, Tokens
+from .forward import Scorer
+from .log_probs import POLICY, REFERENCE, LogprobStream
+from .plan import Round, Tokens
+from .rewards import RewardStream, SettledRows
 
 
-@dataclass(frozen=True, slots=True)
-class SettledRows:
-    """Rows of one process whose completions are final: their places on that process, and their tokens."""
-
-    rows: list[int]
-    completion_ids: list[Tokens]
+CACHED_LAYERS = {"full_attention", "sliding_attention"}
+# Their positions, or what they make of them, depend on how long the text will be.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class Streams:
-    """
-    The streams of a trainer. Without any, all of this does nothing.
-
-    Args:
-        log_probs ([`LogprobStream`], *optional*):
-            Scores tokens as they arrive.
-        rewards ([`RewardStream`], *optional*):
-            Calls reward functions as groups are complete.
-        num_generations (`int`, *optional*, defaults to `1`):
-            M, rows per group.
-        process_index (`int`, *optional*, defaults to `0`):
-            This process.
-        num_processes (`int`, *optional*, defaults to `1`):
-            How many there are.
-        open_mailbox (`Callable[[], Mailbox]`, *optional*):
-            Gives this process's mailbox; needed where there are several. First called on every process at once.
-    """
+    """The streams of a trainer. Without any, all of this does nothing."""
 
     def __init__(
         self,
         log_probs: LogprobStream | None = None,
         rewards: RewardStream | None = None,
-        num_generations: int = 1,
-        process_index: int = 0,
-        num_processes: int = 1,
-        open_mailbox: Callable[[], Mailbox] | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
         self.log_probs = log_probs
         self.rewards = rewards
-        self._num_generations = num_generations
-        self._process_index = process_index
-        self._num_processes = num_processes
-        self._open_mailbox = open_mailbox
-        self._settled: set[int] = set()
-        self._num_groups = 0
+        self._mailbox = mailbox
 
     def __bool__(self) -> bool:
         return self.log_probs is not None or self.rewards is not None
@@ -66,14 +46,8 @@ class Streams:
     @contextmanager
     def serving(self, inputs: Sequence[dict[str, Any]] | None) -> Iterator[dict[str, float]]:
         """
-        Inside, TRL generates and scores a batch of training, and is served with what is ready by then.
-
-        Args:
-            inputs (`Sequence[dict[str, Any]]` of shape `(B,)`, *optional*):
-                Rows of this process. `None` in evaluation, where there is nothing to do.
-
-        Returns:
-            `dict[str, float]`: Filled with the metrics of the batch at the end, see `docs/metrics.md`.
+        Inside, TRL generates and scores these rows of this process, and is served with what is ready by then. `None`
+        in evaluation: nothing is done. The metrics are filled in at the end, see `docs/metrics.md`.
         """
         metrics: dict[str, float] = {}
         if inputs is None:
@@ -92,86 +66,163 @@ class Streams:
                 metrics |= self.rewards.metrics()
 
     def serving_rewards(self) -> AbstractContextManager[None]:
-        """Inside, TRL calls reward functions for the whole batch, and is given what they have said of its groups."""
+        """Inside, TRL calls reward functions for the whole batch, and is given their results for its groups."""
         return nullcontext() if self.rewards is None else self.rewards.serving()
 
     def close(self) -> None:
-        """Ends the threads and processes of reward functions."""
+        """Ends the threads of reward functions."""
         if self.rewards is not None:
             self.rewards.close()
 
     # On the main process
 
-    def watch(
-        self, scheduler: Scheduler, prompts: Sequence[Tokens], progress: Callable[[Ledger], None]
-    ) -> Callable[[Ledger], None]:
+    def watch(self, prompts: Sequence[Tokens], progress: Callable[[Ledger], None]) -> Callable[[Ledger], None]:
         """
-        Begins a rollout.
-
-        Args:
-            scheduler ([`Scheduler`]):
-                The rollout's.
-            prompts (`Sequence[list[int]]` of shape `(N,)`):
-                Tokens of each group's prompt, by `group_id`.
-            progress (`Callable[[Ledger], None]`):
-                What else is to be called while it runs.
-
-        Returns:
-            `Callable[[Ledger], None]`: All in one.
+        Begins a rollout of these prompts, by `group_id`. What it returns calls `progress` and the streams, and is to
+        be called again and again while the rollout runs. Meanwhile the ledger may change in another thread.
         """
-        self._settled, self._num_groups = set(), len(prompts)
-        score = None if self.log_probs is None else self.log_probs.watch(scheduler, prompts)
+        steps = [progress]
+        if self.rewards is not None:
+            steps.append(self.rewards.watch(len(prompts)))
+        if self.log_probs is not None:
+            steps.append(self.log_probs.watch(prompts))
 
-        def watch(ledger: Ledger) -> None:
-            progress(ledger)
-            if self.rewards is not None:
-                for group in ledger.groups.values():
-                    if group.settled and group.group_id not in self._settled:
-                        self._submit(GroupResult(group.plan, group.candidates, group.selected or []))
-            if score is not None:
-                score(ledger)
+        def step(ledger: Ledger) -> None:
+            for each in steps:
+                each(ledger)
 
-        return watch if self else progress
+        return step
 
     def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> None:
         """
-        Ends the rollout: all that is trained on is scored, and all reward functions are called.
-
-        Args:
-            result ([`RolloutResult`]):
-                The rollout.
-            completion_ids (`Sequence[list[int]]` of shape `(N·M,)`, *optional*):
-                What is trained on, where that is not all that the rollout yielded.
+        Ends the rollout: all that is trained on is scored, and all reward functions are called. `completion_ids` are
+        the rows that are trained on, where they are not all that the rollout gave.
         """
         if self.rewards is not None:
-            for group in result.groups:
-                if group.plan.group_id not in self._settled:
-                    self._submit(group)
+            self.rewards.finish(result)
         if self.log_probs is not None:
             self.log_probs.finish(result, completion_ids)
-
-    def _submit(self, group: GroupResult) -> None:
-        """Sends a group's rows to the processes that they belong to."""
-        group_id = group.plan.group_id
-        self._settled.add(group_id)
-        per_process = self._num_groups * self._num_generations // self._num_processes
-        shares: dict[int, SettledRows] = {}
-        for row, candidate in enumerate(group.rows, start=group_id * self._num_generations):
-            share = shares.setdefault(row // per_process, SettledRows([], []))
-            share.rows.append(row % per_process)
-            share.completion_ids.append(list(candidate.tokens))
-        for process, share in shares.items():
-            if process == self._process_index:
-                self.rewards.submit(share.rows, share.completion_ids)
-            else:
-                self._open_mailbox().post(process, share)
 
     # On the others
 
     def follow(self) -> None:
         """Does what the main process has sent. Called again and again while that runs the rollout, and once after."""
-        for message in self._open_mailbox().receive() if self else ():
-            if isinstance(message, Round):
+        for message in self._mailbox.receive() if self._mailbox is not None else ():
+            if isinstance(message, Round) and self.log_probs is not None:
                 self.log_probs.execute(message)
-            elif isinstance(message, SettledRows):
-                self.rewards.submit(message.rows, message.completion_ids)
+            elif isinstance(message, SettledRows) and self.rewards is not None:
+                self.rewards.submit(message)
+
+
+def make_streams(trainer: Any) -> Streams:
+    """
+    Builds what `stream_logprobs` and `stream_rewards` ask for. Called on every process at once.
+
+    Raises:
+        [`ConfigurationError`]: If model, data or other settings don't allow it. Names the setting.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    asked = [name for name in ("stream_logprobs", "stream_rewards") if getattr(args, name)]
+    for name in asked:
+        _check_rollouts(trainer, name)
+    num_processes = accelerator.num_processes
+    mailbox = trainer._main.mailbox if asked and num_processes > 1 else None
+    log_probs = rewards = None
+    if args.stream_logprobs:
+        check_model(accelerator.unwrap_model(trainer.model))
+        log_probs = LogprobStream(
+            _scorers(trainer),
+            args.num_generations,
+            args.stream_chunk_tokens,
+            args.stream_batch_tokens,
+            args.stream_cache_gib,
+            num_processes,
+            mailbox,
+            trainer.is_sharded,
+        )
+    if args.stream_rewards:
+        # No cycle: the threads end with the trainer.
+        rewards = RewardStream(weakref.proxy(trainer), args.stream_reward_timeout_s, num_processes, mailbox)
+        weakref.finalize(trainer, rewards.close)
+    return Streams(log_probs, rewards, mailbox)
+
+
+def called_model(trainer: Any, model: Any) -> str:
+    """Which model TRL means when it asks for log-probs: the policy without its adapter is the reference."""
+    if model is trainer.ref_model:
+        return REFERENCE
+    unwrapped = trainer.accelerator.unwrap_model(model)
+    if not is_peft_model(unwrapped):
+        return POLICY
+    status = unwrapped.get_model_status()
+    return POLICY if status.enabled is True and "ref" not in status.active_adapters else REFERENCE
+
+
+def _scorers(trainer: Any) -> dict[str, Scorer]:
+    """For what TRL will ask for before the loss does. Models are looked up in each pass: training wraps them."""
+    args = trainer.args
+    misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0
+    asked = {POLICY: misaligned or trainer.vllm_importance_sampling_correction, REFERENCE: trainer.beta != 0.0}
+    config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
+    fields = trainer.accelerator.device, trainer.is_sharded, hasattr(config, "output_router_logits")
+    return {
+        name: Scorer(partial(_forward, trainer, name), partial(_as_trl_scores, trainer, name), *fields)
+        for name, wanted in asked.items()
+        if wanted
+    }
+
+
+def _forward(trainer: Any, name: str, **inputs: Any) -> Any:
+    own = name == REFERENCE and trainer.ref_model is not None
+    return (trainer.ref_model if own else trainer.model)(**inputs)
+
+
+@contextmanager
+def _as_trl_scores(trainer: Any, name: str) -> Iterator[None]:
+    kwargs = trainer.args.gradient_checkpointing_kwargs
+    with ExitStack() as stack:
+        stack.enter_context(disable_gradient_checkpointing(trainer.model, kwargs))
+        stack.enter_context(trainer.accelerator.autocast())
+        if name == REFERENCE and trainer.ref_model is not None:
+            stack.enter_context(disable_gradient_checkpointing(trainer.ref_model, kwargs))
+        elif name == REFERENCE:
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            stack.enter_context(use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None))
+        yield
+
+
+# What can't work
+
+
+def _check_rollouts(trainer: Any, name: str) -> None:
+    cause = None
+    if trainer.rollout_func is not None:
+        cause = "`rollout_func`, which generates by itself"
+    elif trainer.tools or trainer.environment_factories is not None:
+        cause = "tools or environments: what a server has written is not the whole completion"
+    elif trainer._is_vlm:
+        cause = f"a vision-language model yet ({type(trainer.processing_class).__name__})"
+    if cause is not None:
+        raise ConfigurationError(f"`{name}` (True) does not run with {cause}. Set it to `False`.")
+
+
+def check_model(model: Any) -> None:
+    """Refuses models whose log-probs can't be computed chunk by chunk."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    kinds = {kind for part in parts if (kind := part.get("rope_type"))}
+    layers = set(getattr(config, "layer_types", None) or ())
+    base = model.get_base_model() if is_peft_model(model) else model
+    cause = None
+    if getattr(base, "_is_stateful", False) or layers - CACHED_LAYERS:
+        kinds_left = ", ".join(sorted(layers - CACHED_LAYERS)) or "all"
+        cause = f"has layers whose keys and values can't be kept chunk by chunk ({kinds_left})"
+    elif not kinds:
+        cause = "has no rotary positions: TRL counts padding in the positions of others, and log-probs would differ"
+    elif kinds & LENGTH_DEPENDENT_ROPE:
+        cause = f"has positions that depend on how long the text will be ({', '.join(sorted(kinds))})"
+    if cause is not None:
+        raise ConfigurationError(
+            f"`stream_logprobs` (True) does not run with this model: {type(base).__name__} {cause}. Set it to `False`."
+        )

@@ -1,9 +1,8 @@
 """
-Weights from the trainer to vLLM servers: over NCCL (TRL's way), over gloo where there is no CUDA, or through a
-directory.
+Weights from the trainer to vLLM servers: over NCCL (TRL's way), or through files where there is no CUDA.
 
-`plugin`, `gloo_engine` and `reload` run in the server's processes, `gloo` there and in the trainer, the rest in the
-trainer alone. Every vLLM process imports this package, so nothing is loaded before it is asked for.
+`plugin` and `reload` run in the servers' processes, the rest in the trainer. Every vLLM process imports this package,
+so nothing is loaded before it is asked for.
 """
 
 from importlib import import_module
@@ -11,33 +10,20 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from .client import NCCLVLLMClient
-    from .factory import make_client, resolve_weight_sync
-    from .filesystem import FilesystemVLLMClient
-    from .fleet import FleetVLLMClient
-    from .gloo_client import GlooVLLMClient
+    from .client import SyncedVLLMClient
+    from .fleet import FleetVLLMClient, make_client, resolve_weight_sync
 
 # The settings of `weight_sync`.
-WEIGHT_SYNCS = ("auto", "nccl", "gloo", "filesystem")
+WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
 
 _MODULES = {
-    "FilesystemVLLMClient": "filesystem",
     "FleetVLLMClient": "fleet",
-    "GlooVLLMClient": "gloo_client",
-    "NCCLVLLMClient": "client",
-    "make_client": "factory",
-    "resolve_weight_sync": "factory",
+    "SyncedVLLMClient": "client",
+    "make_client": "fleet",
+    "resolve_weight_sync": "fleet",
 }
 
-__all__ = [
-    "WEIGHT_SYNCS",
-    "FilesystemVLLMClient",
-    "FleetVLLMClient",
-    "GlooVLLMClient",
-    "NCCLVLLMClient",
-    "make_client",
-    "resolve_weight_sync",
-]
+__all__ = ["WEIGHT_SYNCS", "FleetVLLMClient", "SyncedVLLMClient", "make_client", "resolve_weight_sync"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,9 +1,9 @@
 """
 Our vLLM plugin. vLLM calls [`register`] in each of its processes, before a model is loaded.
 
-It adds the weight-transfer backend `"gloo"`, and makes `reload_weights` safe to train with. vLLM's worker is not
-imported before vLLM does so itself: importing it early would cost each process seconds, and let it bind kernels that
-the platform replaces later. And nothing here may break a server: where vLLM's interfaces differ, it warns.
+It makes `reload_weights` safe to train with. vLLM's worker is not imported before vLLM does so itself: importing it
+early would cost each process seconds, and let it bind kernels that the platform replaces later. And nothing here may
+break a server: where vLLM's interfaces differ, it warns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 
-BACKEND = "gloo"
 WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # its `Worker` is the base of the CPU's and XPU's workers too
 
 logger = logging.getLogger("vllm.trl_darts")
@@ -27,17 +26,7 @@ logger = logging.getLogger("vllm.trl_darts")
 
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`. May be called any number of times."""
-    _guarded(_register_engine)
-    _guarded(functools.partial(when_imported, WORKER_MODULE, _patch_worker))
-
-
-def _register_engine() -> None:
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "trl_darts.weights.gloo_engine", "GlooWeightTransferEngine"
-        )
+    when_imported(WORKER_MODULE, _patch_worker)
 
 
 def _patch_worker(module: ModuleType) -> None:
@@ -68,17 +57,9 @@ def _patch_worker(module: ModuleType) -> None:
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """
-    Call `action(module)` right after the module `name` is imported: now, if it already is.
-
-    Args:
-        name (`str`):
-            Full name of the module.
-        action (`Callable[[ModuleType], None]`):
-            What to do with it. A failure is a warning.
-    """
+    """Call `action(module)` right after a module is imported: now, if it already is. A failure is a warning."""
     if name in sys.modules:
-        _guarded(functools.partial(action, sys.modules[name]))
+        _act(action, sys.modules[name])
     elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(name, action))
 
@@ -101,22 +82,20 @@ class _AfterImport(MetaPathFinder):
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
-            _guarded(functools.partial(self.action, module))
+            _act(self.action, module)
 
         spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
         return spec
 
 
-def _guarded(action: Callable[[], None]) -> None:
-    """Run `action`; a failure must never break the server, so it is a warning that names vLLM's version."""
+def _act(action: Callable[[ModuleType], None], module: ModuleType) -> None:
     try:
-        action()
+        action(module)
     except Exception as error:
-        version = getattr(sys.modules.get("vllm"), "__version__", "unknown")
         logger.warning(
             "trl_darts does not know this vLLM (%s): %s: %s. The server works, but weights may not be synchronized "
-            "with `weight_sync='gloo'` or 'filesystem'. Install a vLLM version that trl_darts supports.",
-            version,
+            "with `weight_sync='filesystem'`. Install a vLLM version that trl_darts supports.",
+            getattr(sys.modules.get("vllm"), "__version__", "unknown"),
             type(error).__name__,
             error,
         )

@@ -1,4 +1,4 @@
-"""What vLLM's layerwise reload leaves undone. Runs in the server's workers."""
+"""What vLLM's layerwise reload leaves undone. Runs in the server's workers, and around a colocated engine's sync."""
 
 from __future__ import annotations
 
@@ -28,10 +28,6 @@ def repack_tied_lm_heads(model: torch.nn.Module) -> None:
     log-probs are off by 0.1 to 1.1, without any error. It is the second limitation that
     `vllm/model_executor/model_loader/reload/__init__.py` lists ("tied parameters will only reflect processing from one
     of the parent layers"). This function can go once vLLM processes every parent of a tied parameter.
-
-    Args:
-        model (`torch.nn.Module`):
-            vLLM's model, after `finalize_layerwise_reload`.
     """
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for module in model.modules():
@@ -40,16 +36,8 @@ def repack_tied_lm_heads(model: torch.nn.Module) -> None:
 
 
 def finish_reload(model: torch.nn.Module, model_config: ModelConfig) -> None:
-    """
-    Put the new weights into place, tied ones included.
-
-    Args:
-        model (`torch.nn.Module`):
-            vLLM's model, after `initialize_layerwise_reload` and its `load_weights`.
-        model_config (`ModelConfig`):
-            vLLM's.
-    """
-    finalize_layerwise_reload(model, model_config)
+    """Put the new weights into place, tied ones included."""
+    finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
     repack_tied_lm_heads(model)
 
 
@@ -60,12 +48,6 @@ def restore_unfinished_layers(model: torch.nn.Module, vllm_config: VllmConfig) -
     Without it they have no memory, so the next request kills the engine, and what was buffered for them counts towards
     the next reload, which then processes them too early. The model is a mixture of old and new layers afterwards. This
     function can go once vLLM offers an abort of its own.
-
-    Args:
-        model (`torch.nn.Module`):
-            vLLM's model, between `initialize_layerwise_reload` and `finalize_layerwise_reload`.
-        vllm_config (`VllmConfig`):
-            The worker's configuration.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from trl_darts.analysis.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
-from trl_darts.metrics import RolloutRecord
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import GroupSummary, Occupancy, ScheduleSettings
+from trl_darts.telemetry.log import append_entry
+from trl_darts.telemetry.metrics import RolloutRecord
+from trl_darts.telemetry.traces import write_trace
 
 
 SECOND_PER_TOKEN = LatencyCurve([1], [1.0])
@@ -59,8 +59,10 @@ def end_of(result) -> float:
     return result.timeline.times[-1]
 
 
-def record(directory: Path, settings: ScheduleSettings, workload: Workload, spec: ClusterSpec, steps: int) -> None:
-    """A simulated training leaves the traces and the log of a real one with `save_rollout_trace=True`."""
+def record(
+    directory: Path, settings: ScheduleSettings, workload: Workload, spec: ClusterSpec, steps: int
+) -> SimulatedRun:
+    """A simulated training leaves the traces and the log of a real one. Returns the truth."""
     training = SimulatedTraining(workload, settings, spec)
     run, records = training.cluster.run, []
 
@@ -72,10 +74,11 @@ def record(directory: Path, settings: ScheduleSettings, workload: Workload, spec
         return result
 
     training.cluster.run = recorded
-    training.run(steps)
-    (directory / "rollouts").mkdir(parents=True)
+    truth = training.run(steps)
+    header = {"name": directory.name, "model": "some/Tiny-1B", "schedule": settings.schedule}
+    append_entry(directory, {"run": {**header, "max_completion_length": workload.max_completion_length}})
     for step, own in enumerate(records):
-        trace = pd.DataFrame(own.trace()).assign(step=step)
-        trace.to_parquet(directory / "rollouts" / f"rollout_{step:05d}_00.parquet")
-    header = {"run": {"model": "some/Tiny-1B", "max_completion_length": workload.max_completion_length}}
-    (directory / "rollouts" / "log.jsonl").write_text(json.dumps(header) + '\n{"step": 1}\n')
+        write_trace(directory, step, 0, own)
+        seconds = {"step_time": own.seconds + 1, "darts/rollout/seconds": own.seconds, "darts/score/seconds": 0.5}
+        append_entry(directory, {"step": step + 1, "reward": 0.5, **seconds})
+    return truth

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from tests.reporting.builders import write_run
+from tests.analysis.report.builders import write_run
 from trl_darts.cli import app, simulate
 from trl_darts.policy import DecodePoint, LatencyCurve, LatencyProfile, PrefillPoint
 
@@ -113,7 +113,7 @@ def test_an_engine_is_as_it_was_profiled_unless_it_is_said_otherwise(tmp_path, m
     profile = save_profile(tmp_path / "latency.json", **limits)
     assert run(*SMALL, "--schedule", "grpo", "--latency-curve", profile, *options).exit_code == 0
     (cluster,) = clusters
-    assert (cluster.max_num_seqs, cluster.kv_tokens, cluster.prefill_seconds_per_token) == expected
+    assert (cluster.max_num_seqs, cluster.kv_tokens, cluster.prefill_seconds_per_token) == pytest.approx(expected)
 
 
 def test_what_a_profile_limits_waits(recorded, tmp_path):

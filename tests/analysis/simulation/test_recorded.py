@@ -4,6 +4,8 @@ import pandas as pd
 import pytest
 
 from tests.analysis.simulation.builders import end_of, record
+from trl_darts.analysis.report import read_run
+from trl_darts.analysis.report.tables import rollouts
 from trl_darts.analysis.simulation import (
     ClusterSpec,
     LogNormalLengths,
@@ -34,9 +36,9 @@ WORKLOAD = Workload(LogNormalLengths(64, 200.0, 0.6, 0.5), 16, 2048, redraws=Tru
 def test_a_replay_is_the_rollout_itself(tmp_path, schedule, fields):
     settings = ScheduleSettings(schedule, num_generations=4, **fields)
     record(tmp_path / "run", settings, WORKLOAD, QUEUED, 12)
-    rollouts = list(recorded_rollouts(tmp_path / "run"))
-    assert len(rollouts) == 12
-    for rollout in rollouts:
+    recorded = list(recorded_rollouts(tmp_path / "run"))
+    assert len(recorded) == 12
+    for rollout in recorded:
         result = rollout.replay(settings, QUEUED, WORKLOAD.max_completion_length)
         assert end_of(result) == pytest.approx(rollout.seconds)
         assert [group.selected for group in result.groups] == rollout.selected
@@ -50,6 +52,19 @@ def test_schedules_that_look_ahead_leave_a_workload_but_no_replay(tmp_path, sche
     assert (workload.prompts_per_step, workload.max_completion_length, rows) == (16, 2048, 4)
     with pytest.raises(ConfigurationError, match=rf"`schedule` \('{schedule}'\) can't be replayed"):
         next(recorded_rollouts(tmp_path / "run")).replay(settings, QUEUED, WORKLOAD.max_completion_length)
+
+
+@pytest.mark.parametrize("schedule", ["grpo", "darts", "tail_batching", "partial_rollout", "sorted"])
+def test_tokens_of_a_report_are_those_that_were_decoded(tmp_path, schedule):
+    truth = record(tmp_path / "run", ScheduleSettings(schedule, num_generations=4), WORKLOAD, QUEUED, 12)
+    table = rollouts(read_run(tmp_path / "run"))
+    assert table[["kept", "unused", "aborted"]].sum(axis=1).tolist() == truth.pool_tokens
+    assert table["rows"].tolist() == [16 * 4] * 12
+    # Tokens count as kept in the rollout that decoded them; the last ones may still be trained on.
+    assert 0 <= sum(truth.kept_tokens) - table["kept"].sum() <= truth.buffered_tokens[-1] + max(truth.kept_tokens)
+    if schedule == "partial_rollout":
+        assert table["aborted"].sum() == 0
+        assert table["unused"].sum() == truth.buffered_tokens[-1]
 
 
 def test_workload_of_a_run(tmp_path):

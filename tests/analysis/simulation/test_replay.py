@@ -6,10 +6,10 @@ import pytest
 
 from tests.builders import letters_dataset, make_trainer
 from tests.test_trainer_server import server_args
+from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import ClusterSpec, recorded_rollouts
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
-from trl_darts.profiling import ProfileOptions, profile_servers
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...buffer.rounds import round_policy
 from ...errors import ConfigurationError
 from ...scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
 from .cluster import SimulatedCluster
@@ -120,7 +121,7 @@ class RecordedRollout:
         Raises:
             [`ConfigurationError`]: If the schedule decides more than a trace tells: which prompts go into a rollout.
         """
-        if settings.rounds(len(self.plans)) is not None:
+        if round_policy(settings, len(self.plans)) is not None:
             raise ConfigurationError(
                 f"`schedule` ({settings.schedule!r}) can't be replayed: a rollout's trace does not tell when its "
                 "prompts were added. Replay a run of 'grpo' or 'darts', or simulate this run's workload."
@@ -160,7 +161,7 @@ def _plan(index: int, group: pd.DataFrame) -> GroupPlan:
 
 
 def _traces(run_dir: Path) -> pd.DataFrame:
-    from ...traces import read_traces  # reads Parquet with pandas, which takes a second to import
+    from ...telemetry.traces import read_traces  # reads Parquet with pandas, which takes a second to import
 
     traces, _ = read_traces(run_dir)
     if not len(traces):
@@ -173,7 +174,7 @@ def _traces(run_dir: Path) -> pd.DataFrame:
 
 def _limit(run_dir: Path, traces: pd.DataFrame) -> int:
     """`max_completion_length` of the run, as its log says, or else its longest candidate."""
-    from ...logs import read_log  # loads pandas, as above
+    from ...telemetry.log import read_log  # loads pandas, as above
 
     limit = read_log(run_dir)[0].get("max_completion_length")
     return limit if isinstance(limit, int) else int(traces["length"].max())

@@ -21,21 +21,18 @@ from itertools import count, islice
 
 import numpy as np
 
+from ...buffer.buffer import BufferEntry, Collected, RolloutBuffer, Round
+from ...buffer.rounds import RoundPolicy, round_policy
 from ...errors import ConfigurationError
 from ...scheduling import (
     Admission,
     BatchStop,
-    BufferEntry,
     FinishReason,
     GroupPlan,
     GroupSummary,
-    Harvest,
     Occupancy,
     PromptInfo,
-    RolloutBuffer,
     RolloutResult,
-    Round,
-    RoundPolicy,
     Scheduler,
     ScheduleSettings,
     bubble_ratio,
@@ -201,7 +198,7 @@ class SimulatedTraining:
 
     def _steps(self) -> Iterator[StepOutcome]:
         numbers = count()
-        rounds = self.settings.rounds(self.workload.prompts_per_step)
+        rounds = round_policy(self.settings, self.workload.prompts_per_step)
         for epoch in self.workload.epochs(self.seed):
             batches = (BatchLengths(self.workload.lengths, self.seed, next(numbers), prompts) for prompts in epoch)
             yield from map(self._step, batches) if rounds is None else _EpochOfRounds(self, rounds).steps(batches)
@@ -271,11 +268,11 @@ class _EpochOfRounds:
             own.begun = self.version if own.begun is None else own.begun
         return own.lengths
 
-    def _outcome(self, result: RolloutResult | None, harvest: Harvest, saturated: int) -> StepOutcome:
-        rows = [row for group in harvest.groups for row in group.rows]
+    def _outcome(self, result: RolloutResult | None, collected: Collected, saturated: int) -> StepOutcome:
+        rows = [row for group in collected.groups for row in group.rows]
         settled = [GroupSummary.of(group) for group in (result.groups if result else [])]
         deferred = [GroupSummary.of(group) for group in (result.deferred if result else [])]
-        taken = [self.sampled.pop(group.entry.entry_id) for group in harvest.groups]
+        taken = [self.sampled.pop(group.entry.entry_id) for group in collected.groups]
         return StepOutcome(
             settled,
             deferred,

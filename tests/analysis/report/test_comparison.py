@@ -1,0 +1,176 @@
+"""
+What is compared, and what is said of it.
+
+Invariants: numbers of several runs are over the same steps; runs that did different work are not compared in silence.
+"""
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_darts.analysis.report import read_runs
+from trl_darts.analysis.report.comparison import (
+    Window,
+    cautions,
+    common_traces,
+    common_window,
+    compare_settings,
+    number,
+    percent,
+    plus_minus,
+    reward_ends,
+    summary,
+    typical_step,
+    weighted_mean,
+)
+from trl_darts.scheduling import ScheduleSettings
+
+from .builders import ROLLOUT, SETTINGS, make_entry, make_trace, write_run
+
+
+def entries(steps):
+    return st.lists(st.integers(1, 5), min_size=1, max_size=steps).map(
+        lambda widths: pd.DataFrame({"num_steps": widths}, index=pd.Index(widths).to_series().cumsum().to_numpy())
+    )
+
+
+@given(st.lists(entries(12), min_size=1, max_size=4))
+def test_all_tables_cover_the_common_steps(tables):
+    window = common_window(tables)
+    assert window == Window(1, min(int(table.index[-1]) for table in tables))
+    for table in tables:
+        part = window.of(table)
+        assert part["num_steps"].sum() <= window.last
+        assert (part.index <= window.last).all()
+
+
+def test_no_common_step():
+    assert common_window([pd.DataFrame({"x": 0}, index=steps) for steps in ([1, 2], [3, 4])]) is None
+    assert common_window([]) is None
+    assert str(Window(3, 3)) == "step 3"
+
+
+def read(tmp_path, **runs):
+    return read_runs([write_run(tmp_path / name, **kwargs) for name, kwargs in runs.items()])
+
+
+def slow(step):
+    """Nothing is called off: 20 s, and 26 tokens, all kept."""
+    everything = {
+        key: [(length, "stop", True, start, 2 * end) for length, _, _, start, end in group]
+        for key, group in ROLLOUT.items()
+    }
+    return make_trace(everything, step=step)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A slow run of four steps and a fast one of two."""
+    traces = {f"rollout_{step:05d}_00.parquet": slow(step) for step in range(4)}
+    log = [make_entry(s, **{"step_time": 30.0 * s, "darts/rollout/seconds": 20.0}) for s in (1, 2, 3, 4)]
+    grpo = {"traces": traces, "log": log, "settings": {**SETTINGS, "schedule": "grpo"}}
+    return read(tmp_path, grpo=grpo, darts={"traces": 2, "log": 2})
+
+
+def test_summary_is_over_the_common_steps(pair):
+    rows = {row.key: row for row in summary(pair)}
+    expected = {
+        "step": [45, 18],  # (30 + 60) / 2: the third and the fourth step don't count
+        "share": [20 / 45, 10 / 18],
+        "rollout": [20, 10],
+        "longest": [9, 9],
+        "tokens": [26, 26],
+        "waste": [0, 8 / 26],
+        "aborted": [0, 4 / 26],
+        "candidates": [1, 1.5],
+        "shape": [1, (18 / 4) / (26 / 6)],
+        "reward_first": [0.1, 0.1],
+        "reward_last": [0.2, 0.2],
+    }
+    assert set(rows) == {*expected, "bubble"}
+    for key, values in expected.items():
+        assert rows[key].values == pytest.approx(values), key
+        assert "steps 1 to 2" in rows[key].over
+    assert rows["waste"].cells == ["0 %", "31 %"]
+    assert [rows["rollout"].ratio(i) for i in (0, 1)] == ["", "0.50×"]
+    assert rows["reward_last"].ratio(1) == ""  # a ratio of rewards says nothing
+    (steps,) = cautions(pair, compare_settings(pair))
+    assert steps.startswith("The runs have different numbers of steps: grpo 4, darts 2. Comparisons are over")
+
+
+def test_other_work_is_said(tmp_path):
+    other = {**SETTINGS, "model": "some/Other-7B", "num_longest": 3}
+    runs = read(
+        tmp_path,
+        a={"traces": 1, "log": 1},
+        b={"traces": {"rollout_00000_00.parquet": make_trace({5: ROLLOUT[7]})}, "log": 1, "settings": other},
+        c={"log": 1, "settings": None},
+    )
+    settings = {setting.name: setting for setting in compare_settings(runs)}
+    assert settings["model"].matters
+    assert settings["prompts per rollout"].matters
+    assert not settings["num_longest"].differs  # one run tells it
+    assert not settings["schedule"].differs
+    first, unknown, prompts = cautions(runs, [*settings.values()])
+    assert "differ in model, prompts per rollout" in first
+    assert unknown.startswith("Settings are unknown: c.")
+    assert "same prompts in 0 of 1 common steps" in prompts
+    assert cautions(runs[:1], compare_settings(runs[:1])) == []
+
+
+def test_what_a_schedule_sets_is_not_other_work(tmp_path):
+    """All of the trainer's own settings, as its log has them: two schedules differ in many."""
+    runs = {}
+    for schedule in ("grpo", "sorted"):
+        own = vars(ScheduleSettings(schedule, num_generations=2))
+        runs[schedule] = {"traces": 1, "log": 1, "settings": {**SETTINGS, **own}}
+    settings = compare_settings(read(tmp_path, **runs))
+    assert "selection" in {setting.name for setting in settings}
+    assert not any(setting.matters for setting in settings)
+
+
+def test_no_common_steps_are_said(tmp_path):
+    late = {f"rollout_{step:05d}_00.parquet": make_trace(step=step) for step in (5, 6)}
+    runs = read(tmp_path, a={"traces": 2}, b={"traces": late})
+    text = " ".join(cautions(runs, compare_settings(runs)))
+    assert "Settings are unknown: a, b" in text
+    assert "No step has rollouts of all runs" in text
+    assert summary(runs) == []
+
+
+def test_log_and_traces_have_windows_of_their_own(tmp_path):
+    runs = read(tmp_path, a={"traces": 4, "log": 4}, b={"log": 3}, c={"traces": 2})
+    over = {row.key: row.over for row in summary(runs)}
+    assert over["step"] == "steps 1 to 3, from the log"
+    assert over["rollout"] == "rollouts of steps 1 to 2"
+    traces, window = common_traces(runs)
+    assert [len(table) for table in traces] == [12, 0, 12]
+    assert window == Window(1, 2)
+
+
+def test_typical_step(tmp_path):
+    def took(seconds, step):
+        return make_trace({1: [(5, "stop", True, 0.0, seconds)]}, step=step)
+
+    traces = {f"rollout_{step:05d}_00.parquet": took(s, step) for step, s in enumerate([9.0, 1.0, 4.0, 8.0])}
+    runs = read(tmp_path, a={"traces": traces}, b={"log": 2})
+    assert typical_step(runs) == 3  # 4 s, the lower of the two in the middle
+    assert typical_step(runs[1:]) is None
+
+
+def test_reward_ends():
+    first, last = reward_ends(pd.Series([0.0, 1.0, 5.0, None, 5.0, 2.0, 4.0]))
+    assert (list(first), list(last)) == ([0, 1], [2, 4])
+    assert plus_minus(first) == "0.50 ± 0.71"
+    assert plus_minus(pd.Series([0.25])) == "0.250"
+
+
+def test_entries_weigh_as_many_steps_as_they_stand_for():
+    table = pd.DataFrame({"total": [1.0, 4.0, None], "num_steps": [1, 3, 9]})
+    assert weighted_mean(table, "total") == 13 / 4
+
+
+def test_formats():
+    assert [number(x) for x in (0, 1234.5, 12.345, 0.012345, float("nan"))] == ["0", "1,234", "12.3", "0.0123", "–"]
+    assert [percent(x) for x in (0, 0.0312, 0.5, 1)] == ["0 %", "3.1 %", "50 %", "100 %"]

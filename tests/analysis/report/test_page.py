@@ -1,0 +1,210 @@
+"""
+The page, its pictures, and the command that writes them.
+
+Invariants: the page loads nothing; it is the same for the same runs; what a run's log says is text on it and never
+code; whatever is missing is said on it; an error is one line.
+"""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.browser import show
+from tests.builders import letters_dataset, make_args, make_trainer
+from tests.test_imports import loaded
+from trl_darts.analysis.report import page, write_report
+from trl_darts.cli import app
+from trl_darts.policy import LatencyCurve
+
+from .builders import SETTINGS, make_entry, make_trace, write_run
+
+
+PANELS = ("reward", "time", "occupancy", "lengths", "budget", "faults", "prediction")
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["report", *map(str, args)], env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Most of a report's time goes into its figures."""
+    monkeypatch.setattr(page, "figure", lambda *args: b"figure")
+
+
+@pytest.mark.browser
+def test_two_trainings_as_a_reader_sees_them(model_dir, tmp_path):
+    for schedule in ("grpo", "darts"):
+        args = make_args(
+            tmp_path / schedule, schedule=schedule, max_steps=6, save_rollout_trace=True, learning_rate=0.0
+        )
+        make_trainer(model_dir, args, train_dataset=letters_dataset(8)).train()
+    LatencyCurve([1, 32], [0.001, 0.004]).save(tmp_path / "curve.json")
+    directories = [tmp_path / "grpo", tmp_path / "darts"]
+    path, *pictures = write_report(directories, tmp_path / "report.html", latency_curve=tmp_path / "curve.json")
+
+    text = path.read_text()
+    assert text.count("<section id=") == 2 + len(PANELS)
+    assert "is left out" not in text
+    assert "did different work" not in text
+    assert "same prompts in" not in text  # they did see the same
+    references = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(["']?([^"')]+)""", text)
+    assert all((a or b).startswith(("#", "data:")) for a, b in references)
+    assert "<script" not in text
+
+    assert [picture.name for picture in pictures] == [f"report-{key}.png" for key in PANELS if key != "faults"]
+    for picture in pictures:
+        pixels = np.asarray(Image.open(picture).convert("RGB"))
+        assert (pixels[0] == 255).all()  # on white, also on dark pages
+        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
+
+    for name, dark, behind in (("light", False, (255, 255, 255)), ("dark", True, (20, 24, 29))):
+        (tmp_path / name).mkdir()
+        shot = show(path, tmp_path / name, dark=dark, height=3000)
+        assert shot.messages == shot.requests == []
+        assert 0.3 < (shot.pixels == behind).all(axis=-1).mean() < 0.97  # neither blank nor another colour
+
+
+@pytest.mark.browser
+def test_what_a_page_complains_about_and_asks_for_is_seen(tmp_path):
+    source = tmp_path / "page.html"
+    source.write_text('<img src="http://example.invalid/a.png"><script>nothing()</script>')
+    shot = show(source, tmp_path)
+    assert shot.requests == ["http://example.invalid/a.png"]
+    assert "nothing is not defined" in shot.messages[0]
+
+
+def test_command(tmp_path):
+    runs = [write_run(tmp_path / name, traces=2, log=2) for name in ("a", "b")]
+    LatencyCurve([1], [1.0]).save(tmp_path / "curve.json")
+    options = ["-o", tmp_path / "new" / "page.html", "--name", "A", "--name", "B", "--step", "2"]
+    result = run(*runs, *options, "--latency-curve", tmp_path / "curve.json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == str(tmp_path / "new" / "page.html")
+    assert "6 figures beside it" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "new").glob("*.png"))[0] == "page-budget.png"
+    text = (tmp_path / "new" / "page.html").read_text()
+    assert "as a multiple of A" in text
+    assert "This is step 2" in text
+
+
+def test_same_runs_same_page(tmp_path):
+    source = write_run(tmp_path / "run", traces=2, log=2)
+    pages = [write_report([source], tmp_path / f"{i}" / "report.html")[0].read_text() for i in range(2)]
+    assert pages[0] == pages[1]
+
+
+def test_figures_of_an_earlier_report_go(tmp_path):
+    (tmp_path / "report-budget.png").write_bytes(b"old")
+    write_report([write_run(tmp_path / "run", log=1)], tmp_path / "report.html")
+    assert not (tmp_path / "report-budget.png").exists()
+
+
+def test_text_of_a_run_is_text(tmp_path, no_figures):
+    settings = {**SETTINGS, "model": "<script>alert(1)</script>"}
+    source = write_run(tmp_path / "a&b <i>", traces=2, log=2, settings=settings)
+    text = write_report([source], tmp_path / "report.html")[0].read_text()
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "a&amp;b &lt;i&gt;" in text
+    assert "<i>" not in text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "notes"),
+    [
+        ({"traces": 3}, ["No log: rewards", "the log has no <code>reward</code>", "No latency curve was given"]),
+        ({"log": 3}, ["No traces: length", "no distribution", "budgets need them", "no trace of this step"]),
+        ({"traces": 1, "log": 1}, ["No prompt came back within these steps"]),
+        ({"log": [{"step": 1, "reward": 1.0}]}, ["no curve against time", "lacks <code>step_time</code>"]),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path, kwargs, notes):
+    text = write_report([write_run(tmp_path / "run", **kwargs)], tmp_path / "report.html")[0].read_text()
+    for note in notes:
+        assert note in text
+    for key in PANELS:
+        assert f'<section id="{key}"' in text
+
+
+def test_faults_and_settings_of_two_runs(tmp_path, no_figures):
+    other = {**SETTINGS, "schedule": "grpo", "model": "some/Other-7B"}
+    lost = [make_entry(step, **{"darts/rollout/resumed_candidates": 2.0 * (step > 1)}) for step in (1, 2, 3)]
+    runs = [write_run(tmp_path / "a", log=lost), write_run(tmp_path / "b", log=2, settings=other)]
+    text = write_report(runs, tmp_path / "report.html")[0].read_text()
+    assert "<td>4.00 (steps 2 to 3)</td><td>–</td>" in text
+    assert '<tr class="matters"><th scope="row">‼ model' in text
+    assert '<tr class="differs"><th scope="row">≠ schedule' in text
+    assert "The runs did different work: they differ in model." in text
+
+
+def test_six_runs(tmp_path):
+    runs = [
+        write_run(
+            tmp_path / f"a run with a long name, number {i}",
+            traces={f"rollout_{s:05d}_00.parquet": make_trace(step=s) for s in range(i + 1)},
+            log=[make_entry(s + 1) for s in range(i + 1)],
+        )
+        for i in range(6)
+    ]
+    _, *pictures = write_report(runs, tmp_path / "report.html")
+    with Image.open(io.BytesIO(pictures[0].read_bytes())) as picture:
+        assert picture.width > 2000
+
+
+@pytest.mark.parametrize(
+    ("metadata", "fits"),
+    [({}, True), ({"model": "/models/tiny-1b/"}, True), ({"model": "some/Other-7B"}, False)],
+)
+def test_curve_must_be_of_the_runs_model(tmp_path, no_figures, metadata, fits):
+    write_run(tmp_path / "run", traces=3, log=3)
+    LatencyCurve([1, 8], [0.5, 1.0], metadata).save(tmp_path / "curve.json")
+    result = run(tmp_path / "run", "-o", tmp_path / "r.html", "--latency-curve", tmp_path / "curve.json")
+    assert result.exit_code == (0 if fits else 2)
+    if fits:
+        assert f"curve of {metadata.get('model', 'a model it does not tell')}" in (tmp_path / "r.html").read_text()
+    else:
+        assert re.search(r"`latency_curve` \('.*curve.json'\).*'some/Other-7B'.*Tiny-1B", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere"], "`run_dir` ('nowhere') must be a training's `output_dir`, and does not exist."),
+        (["a", "--name", "x", "--name", "y"], "`name` (2 given) must be given once per run (1)"),
+        (["a", "--step", "9"], "`step` (9) must be a step with a trace, and traces are there 1 to 1"),
+        (["a", "--output", "."], "`output` ('.') must be the name of an HTML file."),
+        (["a", "--output", "a.pdf"], "`output` ('a.pdf') must be the name of an HTML file."),
+        (["a", "--output", "file/report.html"], "`output` ('file/report.html') must be in a directory"),
+        (["a", "--output", "x" * 300 + ".html"], f"`output` ('{'x' * 300}.html') must be a file that can be written"),
+        (["a", "--output", "/proc/report.html"], "`output` ('/proc/report.html') must be a file that can be written"),
+        (["a", "--output", "d/r.html"], "`output` ('d/r-reward.png') must be a file that can be written: it is a dir"),
+        (["a", "--latency-curve", "none.json"], "`path` ('none.json') must name a JSON file with a latency curve"),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", traces=1, log=1)
+    (tmp_path / "file").touch()
+    (tmp_path / "d" / "r-reward.png").mkdir(parents=True)
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: {message}")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_darts.import_utils.is_matplotlib_available", lambda: False)
+    result = run(write_run(tmp_path / "a", log=1))
+    assert result.exit_code == 2
+    assert "pip install 'trl-darts[plots]'" in result.stderr
+
+
+def test_a_report_does_not_wait_for_torch():
+    assert loaded("import trl_darts.analysis.report") == set()

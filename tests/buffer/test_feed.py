@@ -1,0 +1,61 @@
+"""The look ahead in the loader: the loop gets what it would have got, and each batch of prompts is pulled once."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_darts.buffer.feed import PromptFeed
+
+
+def items(num_batches: int, repeats: int) -> list[list[dict]]:
+    return [[{"prompt": batch}] for batch in range(num_batches) for _ in range(repeats)]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(0, 3), max_size=20), st.integers(1, 2))
+def test_look_ahead(num_batches, repeats, pulls, epochs):
+    feed = PromptFeed(repeats)
+    for _ in range(epochs):
+        source = iter(items(num_batches, repeats))
+        seen, pulled, wanted = [], [], iter(pulls)
+        while (item := next(feed.follow(source), None)) is not None:
+            seen.append(item)
+            assert feed.position == len(seen)
+            pulled += feed.arrived()
+            for _ in range(next(wanted, 0)):
+                batch = feed.pull()
+                pulled += [] if batch is None else [batch]
+            assert feed.num_taken == len(pulled)
+            assert len(pulled) * repeats >= len(seen)  # never behind the loop
+        assert seen == items(num_batches, repeats)
+        assert pulled == items(num_batches, 1)
+        assert feed.pull() is None
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 17), st.integers(0, 4))
+def test_resumed_in_the_middle(num_batches, repeats, stop_at, ahead):
+    """What had been pulled is not pulled again, and what had not is; whatever part of it the loop had got."""
+    everything = items(num_batches, repeats)
+    stop_at %= len(everything)
+    first = PromptFeed(repeats)
+    source, pulled = iter(everything), []
+    for _ in range(stop_at):
+        next(first.follow(source))
+        pulled += first.arrived()
+    for _ in range(ahead if stop_at else 0):
+        batch = first.pull()
+        pulled += [] if batch is None else [batch]
+    again = PromptFeed(repeats)
+    next(again.follow(iter(everything)))  # it may have been in use before
+    again.pull()
+    again.restore(first.position, first.num_taken)
+    source = iter(everything[stop_at:])
+    rest = []
+    while (item := next(again.follow(source), None)) is not None:
+        rest.append(item)
+        pulled += again.arrived()
+    assert rest == everything[stop_at:]
+    assert pulled == items(num_batches, 1)
+    other = iter(items(2, repeats))  # the next epoch begins anew
+    next(again.follow(other))
+    assert again.arrived() == items(1, 1)

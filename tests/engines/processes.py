@@ -1,0 +1,166 @@
+"""
+A rollout over several processes: each a thread that decodes by a script, over a real key-value store.
+
+A candidate's tokens can't be pickled, so that a test fails in which one leaves its process.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tests.engines.threads import TIMEOUT_S, at_once, open_mailboxes
+from trl_darts.engines.director import Director
+from trl_darts.engines.links import RemoteLink
+from trl_darts.engines.mailbox import Mailbox
+from trl_darts.engines.share import Link, Report, Share
+from trl_darts.scheduling import AssignedPlacement, FinishReason, GroupPlan, RolloutResult, Scheduler, make_policies
+
+
+M, M_UP = 3, 6
+NEVER = 10**9  # a length that only an abort ends
+Lengths = list[list[int]]  # by group and index
+
+
+class Token:
+    """A token that stays where it is."""
+
+    def __reduce__(self) -> Any:
+        raise AssertionError("a token left its process")
+
+
+class Watched:
+    """A link that counts the reports that go through it, and notes the aborts that come."""
+
+    def __init__(self, inner: Link) -> None:
+        self.inner = inner
+        self.num_sent = 0
+        self.aborts: list[int] = []
+
+    def exchange(self, reports: Sequence[Report]) -> Sequence[int]:
+        self.num_sent += len(reports)
+        aborts = self.inner.exchange(reports)
+        self.aborts += aborts
+        return aborts
+
+
+class WatchedDirector(Director):
+    """A director that notes what it was told, in order, and what it decided."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told: list[Report] = []
+        self.decided: list[tuple[int, int]] = []
+
+    def handle(self, reports: Sequence[Report]) -> list[tuple[int, int]]:
+        aborts = super().handle(reports)
+        self.decided += aborts
+        self.told += reports
+        return aborts
+
+
+class Decoder:
+    """Decodes a share: each step gives each running candidate a token, until it is as long as the script says."""
+
+    def __init__(self, share: Share, lengths: Lengths) -> None:
+        self.share = share
+        self.lengths = lengths
+        self.steps = 0
+
+    def step(self) -> None:
+        self.grow()
+        self.exchange()
+
+    def grow(self) -> None:
+        self.steps += 1
+        for slot in self.share.slots:
+            if slot.candidate_id in self.share.running and self.lengths[slot.group_id][slot.index] == self.steps:
+                self._end(slot.candidate_id, FinishReason.STOP)
+        if self.share.needs_progress:
+            for candidate_id in self.share.running:
+                self.share.progress(candidate_id, self.steps)
+
+    def exchange(self) -> None:
+        for candidate_id in self.share.exchange():
+            self._end(candidate_id, FinishReason.ABORT)
+
+    def _end(self, candidate_id: int, reason: FinishReason) -> None:
+        self.share.end(candidate_id, [Token() for _ in range(self.steps)], None, reason)
+
+    def decode(self, pause: Callable[[], float] = lambda: 0.0) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.share.running:
+            self.step()
+            time.sleep(pause())
+            assert time.monotonic() < deadline, f"{self.share.running} never end"
+        self.share.exchange()
+
+
+def make_director(
+    lengths: Lengths, num_engines: int, mailbox: Mailbox | None = None, rollout: int = 1, **options: Any
+) -> WatchedDirector:
+    """Candidates are dealt out in turn, so that every group has some on every engine."""
+    policies = make_policies("darts", M, M_UP, 1, **options)
+    numbers = iter(range(10**6))
+    placement = AssignedPlacement([[str(next(numbers) % num_engines) for _ in group] for group in lengths])
+    plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]
+    scheduler = Scheduler(replace(policies, placement=placement), M)
+    return WatchedDirector(scheduler, plans, range(num_engines), mailbox, rollout)
+
+
+class Processes:
+    """A rollout on several processes: the first decides, and each has a share."""
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        num_processes: int,
+        boxes: list[Mailbox] | None = None,
+        rollout: int = 1,
+        **options: Any,
+    ) -> None:
+        main, *others = boxes or open_mailboxes(num_processes)
+        self.director = make_director(lengths, num_processes, main, rollout, **options)
+        self.director.listen()
+        self.links = [self.director, *(RemoteLink(box, rollout) for box in others)]
+        self.watched = [Watched(link) for link in self.links]
+        needs_progress = self.director.scheduler.needs_progress
+        self.shares = [Share(*pair, needs_progress) for pair in zip(self.director.slots, self.watched, strict=True)]
+        self.decoders = [Decoder(share, lengths) for share in self.shares]
+
+    def run(self, pauses: Sequence[Callable[[], float]]) -> RolloutResult:
+        """Each process at its own pace."""
+        at_once(*(lambda d=d, p=p: d.decode(p) for d, p in zip(self.decoders, pauses, strict=True)))
+        return self.director.result()
+
+    def run_in_step(self) -> RolloutResult:
+        """All processes take each step together, and every decision arrives before the next."""
+        while not self.director.scheduler.done:
+            for decoder in self.decoders:
+                decoder.grow()
+            self._settle()
+        return self.director.result()
+
+    def _settle(self) -> None:
+        """Until the director knows everything, and everybody knows what it decided."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            for decoder in self.decoders:
+                decoder.exchange()
+            running = {number for share in self.shares for number in share.running}
+            told = len(self.director.told) == sum(link.num_sent for link in self.watched)
+            if told and not running & {candidate_id for _, candidate_id in self.director.decided}:
+                return
+            assert time.monotonic() < deadline, "messages got lost"
+
+
+def random_lengths(seed: int, highest: int = 60) -> Lengths:
+    """No two end at the same time: then it does not matter in which order processes report."""
+    draw = random.Random(seed)
+    counts = [draw.randint(M, M_UP) for _ in range(draw.randint(2, 5))]
+    lengths = iter(draw.sample(range(1, highest), sum(counts)))
+    return [[next(lengths) for _ in range(count)] for count in counts]
+
+
+OPTIONS = {"darts": {}, "no pruning": {"tail_pruning": False}, "patience": {"long_end_patience": 1.5}}

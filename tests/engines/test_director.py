@@ -1,0 +1,155 @@
+"""The director and a process's share by themselves: what is reported, decided and refused."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from trl_darts.engines.director import Director
+from trl_darts.engines.share import Report, Share, Slot
+from trl_darts.errors import GenerationError
+from trl_darts.scheduling import (
+    AssignedPlacement,
+    CandidateState,
+    FinishReason,
+    GroupPlan,
+    SchedulePolicies,
+    Scheduler,
+    make_policies,
+)
+
+
+STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
+
+
+def darts_director(counts: Sequence[int], num_engines: int = 1, **kwargs) -> Director:
+    """M = 2 of at most 4."""
+    scheduler = Scheduler(make_policies("darts", 2, 4, 1, **kwargs), 2)
+    return Director(scheduler, [GroupPlan(index, count) for index, count in enumerate(counts)], range(num_engines))
+
+
+class Recorder:
+    """A link that notes what it is sent, and answers with what the test says."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[Report]] = []
+        self.answer: list[int] = []
+
+    def exchange(self, reports: Sequence[Report]) -> list[int]:
+        self.sent.append(list(reports))
+        answer, self.answer = self.answer, []
+        return answer
+
+
+# Director
+
+
+def test_slots_are_in_the_order_of_submission_by_engine():
+    placement = AssignedPlacement([["1", "0"], ["0", "0", "1"]], [5.0, 50.0])
+    policies = SchedulePolicies(make_policies("darts", 2, 4, 1).group_stop, placement=placement)
+    director = Director(Scheduler(policies, 2), [GroupPlan(0, 2), GroupPlan(1, 3)], leaders=(0, 1))
+    assert director.slots == [[Slot(2, 1, 0), Slot(3, 1, 1), Slot(1, 0, 1)], [Slot(4, 1, 2), Slot(0, 0, 0)]]
+
+
+def test_aborts_name_the_engine():
+    director = darts_director([4], num_engines=3)  # least loaded: candidates 0 and 3 on engine 0, 1 on 1, 2 on 2
+    assert [[slot.candidate_id for slot in slots] for slots in director.slots] == [[0, 3], [1], [2]]
+    assert director.handle([Report(1, 5, STOP)]) == []
+    assert director.handle([Report(0, 9, STOP)]) == [(2, 2), (0, 3)]
+    assert not director.scheduler.done
+    assert director.handle([Report(2, 9, ABORT), Report(3, 8, STOP)]) == []  # it ended by itself just then
+    assert director.scheduler.done
+    group = director.result().groups[0]
+    assert group.selected == [0, 1]
+    assert [c.length for c in group.candidates] == [9, 5, 9, 8]
+    assert group.candidates[3].state is CandidateState.ABORTED
+
+
+def test_reports_of_one_message_are_handled_in_turn():
+    director = darts_director([4])
+    assert director.handle([Report(0, 5, STOP), Report(1, 6, STOP), Report(2, 7, STOP)]) == [(0, 2), (0, 3)]
+    assert director.handle([Report(3, 7, ABORT)]) == []
+    assert director.result().groups[0].selected == [0, 1]  # the third came after the decision
+
+
+def test_director_counts_tokens_without_having_any():
+    director = darts_director([3], long_end_patience=2.0)
+    director.handle([Report(0, 3), Report(0, 7), Report(0, 5)])  # the last one was overtaken
+    assert director.scheduler.ledger.candidates[0].length == 7
+    director.handle([Report(0, 8, STOP), Report(1, 10, STOP)])
+    assert director.handle([Report(2, 19)]) == []
+    assert director.handle([Report(2, 20)]) == [(0, 2)]
+    director.handle([Report(2, 21, ABORT)])
+    assert [c.tokens for c in director.result().groups[0].candidates] == [[0] * 8, [0] * 10, [0] * 21]
+    assert all(c.logprobs is None for c in director.scheduler.ledger.candidates)
+
+
+def test_a_candidate_that_cannot_be_decoded_ends_the_rollout():
+    director = darts_director([2, 2], num_engines=2)
+    assert director.handle([Report(2, 0, error="out of blocks")]) == [(0, 0), (1, 1), (1, 3)]
+    director.handle([Report(number, 4, ABORT) for number in (0, 1, 3)])
+    assert director.scheduler.done
+    with pytest.raises(GenerationError, match="candidate 0 of prompt 1 on 0: out of blocks"):
+        director.result()
+
+
+def test_an_empty_completion_is_an_error_not_a_row():
+    director = darts_director([2])
+    director.handle([Report(0, 0, STOP), Report(1, 3, ABORT)])
+    with pytest.raises(GenerationError, match="without a single token"):
+        director.result()
+
+
+def test_result_before_the_end_is_refused():
+    director = darts_director([2])
+    with pytest.raises(GenerationError, match="2 candidates are still open"):
+        director.result()
+
+
+# Share
+
+
+def test_share_sends_each_report_once_and_keeps_the_tokens():
+    link, calls = Recorder(), []
+    share = Share([Slot(7, 0, 0), Slot(8, 0, 1)], link, needs_progress=True, on_exchange=lambda: calls.append(1))
+    share.progress(7, 3)
+    share.end(8, [5, 6], [-0.5, -0.25], LENGTH)
+    assert share.exchange() == []
+    assert share.exchange() == []
+    assert link.sent == [[Report(7, 3), Report(8, 2, LENGTH)], []]
+    assert share.rows == {8: ([5, 6], [-0.5, -0.25])}
+    assert share.running == {7}
+    assert len(calls) == 2
+
+
+def test_share_passes_on_only_aborts_of_what_still_runs():
+    link = Recorder()
+    share = Share([Slot(number, 0, number) for number in range(3)], link, needs_progress=False)
+    share.end(1, [4], None, STOP)
+    link.answer = [2, 1, 0]
+    assert share.exchange() == [2, 0]
+
+
+def test_share_ends_a_candidate_once():
+    share = Share([Slot(0, 0, 0), Slot(1, 0, 1)], Recorder(), needs_progress=False)
+    share.end(0, [4], None, STOP)
+    share.fail(1, "broken")
+    for number in (0, 1):
+        with pytest.raises(KeyError):
+            share.end(number, [4, 4], None, STOP)
+        with pytest.raises(KeyError):
+            share.fail(number, "again")
+    assert share.rows == {0: ([4], None)}
+
+
+def test_one_process_hears_of_aborts_in_the_same_exchange():
+    director = darts_director([4])
+    share = Share(director.slots[0], director, director.scheduler.needs_progress)
+    share.end(3, [1], None, STOP)
+    assert share.exchange() == []
+    share.end(1, [1, 1], None, STOP)
+    assert share.exchange() == [0, 2]
+    for number in (0, 2):
+        share.end(number, [1, 1], None, ABORT)
+    assert share.exchange() == []
+    assert director.scheduler.done
+    assert director.result().groups[0].selected == [1, 3]

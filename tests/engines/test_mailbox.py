@@ -1,0 +1,365 @@
+"""
+Messages, announcements and what the main process runs, over a real store: between threads with a connection each, and
+two processes.
+"""
+
+import multiprocessing
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.threads import TIMEOUT_S, at_once, in_threads, open_mailboxes, store
+from trl_darts.engines import mailbox, main_process
+from trl_darts.engines.mailbox import Mailbox
+from trl_darts.engines.main_process import MainProcess
+from trl_darts.errors import GenerationError
+
+
+def receive_all(inbox: Mailbox, count: int) -> list[Any]:
+    """What comes, until there are `count` messages."""
+    messages: list[Any] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(messages) < count and time.monotonic() < deadline:
+        messages += inbox.receive()
+    return messages
+
+
+# Messages
+
+
+def test_messages_arrive_once_in_order_at_their_receiver():
+    first, second, third = open_mailboxes(3)
+    first.post(1, "a")
+    first.post(2, {"b": [1, 2]})
+    third.post(1, ("c", None))
+    first.post(1, "d")
+    assert second.receive() == ["a", ("c", None), "d"]
+    assert second.receive() == []
+    assert third.receive() == [{"b": [1, 2]}]
+    first.post(1, "e")
+    assert second.receive() == ["e"]
+    assert first.receive() == []
+
+
+def test_nothing_is_lost_or_doubled_under_concurrent_posting():
+    num_messages = 150
+    inbox, *boxes = open_mailboxes(4)
+
+    def post(box: Mailbox, thread: int) -> None:
+        for number in range(num_messages):
+            box.post(0, (box.process_index, thread, number))
+
+    senders = [(box, thread) for box in boxes for thread in range(2)]  # two threads of a process share a mailbox
+    jobs = [lambda sender=sender: post(*sender) for sender in senders]
+    *_, messages = at_once(*jobs, lambda: receive_all(inbox, num_messages * len(senders)))
+    assert inbox.receive() == []
+    assert len(messages) == len(set(messages)) == num_messages * len(senders)
+    for box, thread in senders:
+        numbers = [number for process, sender, number in messages if (process, sender) == (box.process_index, thread)]
+        assert numbers == list(range(num_messages))
+
+
+def test_two_threads_of_a_process_send_and_receive_at_once():
+    """On the main process the director's thread reads while the one that decodes posts aborts."""
+    main, remote = open_mailboxes(2)
+    sent = [("abort", number) for number in range(200)]
+
+    def answer() -> list[Any]:
+        answered = []
+        while len(answered) < len(sent):
+            for message in receive_all(remote, 1):
+                remote.post(0, message)
+                answered.append(message)
+        return answered
+
+    _, answered, received = at_once(
+        lambda: [main.post(1, message) for message in sent], answer, lambda: receive_all(main, len(sent))
+    )
+    assert answered == received == sent
+
+
+class Paused:
+    """A store whose `set` waits for a sign: the sender has drawn a number, and its message is not there yet."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def set(self, key: str, value: bytes) -> None:
+        self.reached.set()
+        assert self.go_on.wait(TIMEOUT_S)
+        self._inner.set(key, value)
+
+
+def test_a_message_on_its_way_is_waited_for():
+    inbox, slow, fast = open_mailboxes(3)
+    slow._store = paused = Paused(slow._store)
+
+    def overtake() -> None:
+        assert paused.reached.wait(TIMEOUT_S)
+        fast.post(0, "second")
+        threading.Timer(0.05, paused.go_on.set).start()
+
+    def read() -> list[Any]:
+        assert paused.reached.wait(TIMEOUT_S)
+        return receive_all(inbox, 2)
+
+    assert at_once(lambda: slow.post(0, "first"), overtake, read)[2] == ["first", "second"]
+
+
+# Announcements
+
+
+def test_announcements_come_in_turn_to_everybody():
+    main, *others = open_mailboxes(4)
+    for number in range(5):
+        words = [f"{number}a".encode(), f"{number}b".encode()]
+        for word in words:  # two in a row, before anybody has read the first
+            main.announce(word)
+        assert [[other.await_announcement() for _ in words] for other in others] == [words] * 3
+
+
+def test_an_announcement_that_comes_late_is_waited_for(monkeypatch):
+    monkeypatch.setattr(mailbox, "WAIT_S", 0.05)
+    main, other, another = open_mailboxes(3)
+    timer = threading.Timer(0.3, main.announce, [b"at last"])
+    timer.start()
+    assert at_once(other.await_announcement, another.await_announcement) == [b"at last"] * 2
+    timer.join()
+
+
+def test_waiting_ends_when_the_store_is_gone():
+    class Gone:
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            raise torch.distributed.DistStoreError("Connection reset by peer")
+
+    with pytest.raises(torch.distributed.DistStoreError, match="reset by peer"):
+        Mailbox(Gone(), 1, 2).await_announcement()
+
+
+# The store
+
+
+def test_keys_are_cleaned_up():
+    main, other = open_mailboxes(2)
+
+    def rounds(count: int) -> int:
+        for number in range(count):
+            for _ in range(3):
+                main.post(1, number)
+                other.post(0, number)
+            assert main.receive() == other.receive() == [number] * 3
+            main.announce(b"done")
+            assert other.await_announcement() == b"done"
+        return store().num_keys()
+
+    assert rounds(3) == rounds(100)
+
+
+def test_open_connects_all_processes(monkeypatch):
+    port: queue.Queue = queue.Queue()
+
+    def broadcast(box: list[Any], from_process: int) -> None:
+        assert from_process == 0
+        if box[0] is None:
+            box[0] = port.get(timeout=TIMEOUT_S)
+        else:
+            port.put(box[0])
+
+    monkeypatch.setattr(mailbox, "broadcast_object_list", broadcast)
+    main, other = at_once(lambda: Mailbox.open(0, 2), lambda: Mailbox.open(1, 2))
+    other.post(0, "hello")
+    assert main.receive() == ["hello"]
+    assert (main.process_index, other.process_index) == (0, 1)
+
+
+def send_back(port: int, count: int) -> None:
+    """The other process: returns what it gets, waits to be let go, and says so."""
+    box = Mailbox(torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
+    for message in receive_all(box, count):
+        box.post(0, ("back", message))
+    box.post(0, box.await_announcement())
+
+
+def test_two_processes():
+    """Both ends are busy at once, and the one that waits is let go by the other."""
+    count = 300
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    child = multiprocessing.get_context("spawn").Process(target=send_back, args=(server.port, count), daemon=True)
+    child.start()
+    main = Mailbox(server, 0, 2)
+    _, messages = at_once(
+        lambda: [main.post(1, (number, b"x" * number)) for number in range(count)],
+        lambda: receive_all(main, count),
+    )
+    main.announce(b"go")
+    messages += receive_all(main, 1)
+    child.join(TIMEOUT_S)
+    assert child.exitcode == 0
+    assert messages == [("back", (number, b"x" * number)) for number in range(count)] + [b"go"]
+
+
+# The main process
+
+
+class Processes:
+    """The main process as several see it, with a broadcast that lets them wait for each other as a collective does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.rank = threading.local()
+        self.barrier = threading.Barrier(count, timeout=TIMEOUT_S)
+        self.num_broadcasts = 0
+        self.payload = b""
+        monkeypatch.setattr(main_process, "broadcast_object_list", self.broadcast)
+        self.mains = []
+        for process, box in enumerate(open_mailboxes(count)):
+            accelerator = SimpleNamespace(process_index=process, num_processes=count, is_main_process=process == 0)
+            self.mains.append(MainProcess(accelerator))
+            self.mains[-1]._mailbox = box
+
+    def broadcast(self, box: list[Any], from_process: int) -> None:
+        if self.rank.value == from_process:
+            self.payload = pickle.dumps(box)
+            self.num_broadcasts += 1
+        self.barrier.wait()
+        box[:] = pickle.loads(self.payload)
+        self.barrier.wait()
+
+    def run(self, act: Callable[[MainProcess], Any]) -> tuple[list[Any], dict[int, BaseException]]:
+        def process(rank: int) -> Any:
+            self.rank.value = rank
+            return act(self.mains[rank])
+
+        return in_threads(*(lambda rank=rank: process(rank) for rank in range(len(self.mains))))
+
+
+def test_all_processes_go_on_with_what_the_main_process_found(monkeypatch):
+    processes = Processes(monkeypatch, 3)
+    computed = []
+
+    def act(main: MainProcess) -> list[Any]:
+        return [main.broadcast(lambda number=number: computed.append(number) or {"n": number}) for number in range(4)]
+
+    results, errors = processes.run(act)
+    assert not errors
+    assert results == [[{"n": number} for number in range(4)]] * 3
+    assert computed == list(range(4))  # on one process
+
+
+def test_the_others_wait_outside_of_the_broadcast(monkeypatch):
+    """A collective that waits for a long rollout would time out."""
+    processes = Processes(monkeypatch, 2)
+    seen = []
+
+    def slow() -> str:
+        time.sleep(0.2)
+        seen.append(processes.barrier.n_waiting)
+        return "value"
+
+    assert processes.run(lambda main: main.broadcast(slow))[0] == ["value"] * 2
+    assert seen == [0]
+
+
+def test_one_process_has_the_value_at_once():
+    main = MainProcess(SimpleNamespace(num_processes=1))
+    assert main.run(lambda: "value") == main.broadcast(lambda: "value") == "value"
+    with pytest.raises(KeyError, match="words"):
+        main.broadcast(lambda: {}["words"])
+
+
+def test_the_value_stays_on_the_main_process_without_a_broadcast(monkeypatch):
+    processes = Processes(monkeypatch, 3)
+    results, errors = processes.run(lambda main: [main.run(lambda n=n: n) for n in range(5)])
+    assert not errors
+    assert results == [list(range(5)), [None] * 5, [None] * 5]
+    assert processes.num_broadcasts == 0
+
+
+def test_a_late_process_finds_every_announcement(monkeypatch):
+    """The main process does not wait for the others, in NCCL's broadcasts neither: it may be several steps ahead."""
+    processes = Processes(monkeypatch, 3)
+
+    def act(main: MainProcess) -> int:
+        if main.index == 2:
+            time.sleep(0.3)
+        for _ in range(4):
+            main.run(lambda: None)
+        return main.index
+
+    assert processes.run(act) == ([0, 1, 2], {})
+
+
+class Locked(Exception):
+    """An error that can't be pickled."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [(GenerationError("boom"), GenerationError, "boom"), (Locked("boom"), GenerationError, "Locked: boom")],
+)
+def test_an_error_of_the_main_process_is_raised_on_all(monkeypatch, error, expected, words):
+    """And leaves nothing behind that would disturb the next call."""
+    processes = Processes(monkeypatch, 3)
+
+    def fail() -> None:
+        raise error
+
+    def act(main: MainProcess) -> Any:
+        try:
+            main.run(fail)
+        except Exception as problem:
+            return problem, main.broadcast(lambda: "next")
+
+    start = time.monotonic()
+    results, errors = processes.run(act)
+    assert not errors
+    assert results[0][0] is error
+    assert [(type(problem), str(problem)) for problem, _ in results[1:]] == [(expected, words)] * 2
+    assert [value for _, value in results] == ["next"] * 3
+    assert time.monotonic() - start < main_process.HEARING_S  # as soon as all have heard of it
+    assert processes.mains[0].mailbox.receive() == []
+
+
+def test_the_main_process_waits_until_the_others_have_heard_of_its_error(monkeypatch):
+    """The store ends with it. One that comes late still finds the error there."""
+    processes = Processes(monkeypatch, 2)
+    gone = threading.Event()
+
+    def act(main: MainProcess) -> None:
+        if processes.rank.value == 0:
+            try:
+                main.run(lambda: {}["words"])
+            finally:
+                gone.set()
+        else:
+            time.sleep(0.2)
+            assert not gone.is_set()
+            main.run(lambda: None)
+
+    errors = processes.run(act)[1]
+    assert {rank: repr(error) for rank, error in errors.items()} == dict.fromkeys(range(2), "KeyError('words')")
+
+
+def test_the_main_process_does_not_wait_forever_for_one_that_is_gone(monkeypatch):
+    monkeypatch.setattr(main_process, "HEARING_S", 0.2)
+    processes = Processes(monkeypatch, 2)
+    processes.mains.pop()
+    start = time.monotonic()
+    errors = processes.run(lambda main: main.run(lambda: {}["words"]))[1]
+    assert isinstance(errors[0], KeyError)
+    assert 0.2 <= time.monotonic() - start < 5

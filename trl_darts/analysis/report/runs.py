@@ -1,0 +1,188 @@
+"""
+What a training left behind: its settings, its log and its traces, as tables.
+
+Invariants: steps count from 1, as in the trainer's log, also those of traces, whose files count from 0. What is
+missing or was left out stands in [`Run.notes`]; what can't be used at all is a [`ConfigurationError`].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...errors import ConfigurationError
+from ...telemetry.log import LOG_FILE, read_log
+from ...telemetry.traces import TRACE_PATTERN, read_traces
+
+
+MAX_RUNS = 6  # as many colours can be told apart, also by the colour-blind
+OUTCOMES = ("kept", "unused", "aborted")
+SIGNS = (f"rollouts/{LOG_FILE}", f"rollouts/{TRACE_PATTERN}", "checkpoint-*/trainer_state.json")
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    One training, as far as it can be read.
+
+    Args:
+        name (`str`):
+            What the report calls it.
+        directory (`Path`):
+            Its `output_dir`.
+        settings (`dict[str, Any]`):
+            What the first line of its log says; empty where there is none.
+        log (`pd.DataFrame`):
+            One row per log entry, indexed by `step`. The column `num_steps` is the number of optimizer steps that the
+            entry is a mean of, `num_rollouts` the number of rollouts in them; the others are the metrics. Empty where
+            there is no log.
+        traces (`pd.DataFrame`):
+            One row per candidate, with the columns of a trace, `micro`, which tells rollouts of one step apart, and
+            `outcome`: `"kept"`, `"aborted"`, or `"unused"` (complete and not kept). Empty where there are none.
+        notes (`tuple[str, ...]`):
+            What is missing, and what was left out.
+    """
+
+    name: str
+    directory: Path
+    settings: dict[str, Any]
+    log: pd.DataFrame
+    traces: pd.DataFrame
+    notes: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """The last step of which anything is known."""
+        return int(max([*self.log.index[-1:], *self.traces["step"].tail(1)], default=0))
+
+    def logged(self, *metrics: str) -> bool:
+        """Whether the log has all of these metrics."""
+        return all(metric in self.log and bool(self.log[metric].notna().any()) for metric in metrics)
+
+
+def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> list[Run]:
+    """
+    Reads runs.
+
+    Args:
+        directories (`Sequence[str | Path]`):
+            The `output_dir` of each, at most six.
+        names (`Sequence[str]`, *optional*):
+            What to call them. Defaults to the directories' names, or their paths where names are not unique.
+
+    Returns:
+        `list[Run]`: In the same order.
+
+    Raises:
+        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, or names don't fit.
+    """
+    paths = [Path(directory) for directory in directories]
+    if not 1 <= len(paths) <= MAX_RUNS:
+        raise ConfigurationError(
+            f"`run_dir` ({len(paths)} directories) must be 1 to {MAX_RUNS}: more colours can't be told apart. Write "
+            "several reports."
+        )
+    return [read_run(path, name) for path, name in zip(paths, _names(paths, names), strict=True)]
+
+
+def read_run(directory: str | Path, name: str | None = None) -> Run:
+    """
+    Reads one run: the traces of `output_dir/rollouts`, and `log.jsonl` beside them or, where there is none, the newest
+    checkpoint's `trainer_state.json`.
+
+    Args:
+        directory (`str` or `Path`):
+            Its `output_dir`.
+        name (`str`, *optional*):
+            What to call it. Defaults to the directory's name.
+
+    Returns:
+        [`Run`]: What was found.
+
+    Raises:
+        [`ConfigurationError`]: If the directory is no run, or the run is empty or broken.
+    """
+    directory = Path(directory)
+    _check_directory(directory)
+    settings, log, restarted, notes = read_log(directory)
+    traces, trace_notes = read_traces(directory)
+    if log.empty and traces.empty:
+        raise ConfigurationError(
+            f"`run_dir` ({str(directory)!r}) is a run without a single finished step: there is nothing to report. Let "
+            "it train for a step."
+        )
+    notes = [*notes, *trace_notes]
+    if traces.empty:
+        notes.append("No traces: length distributions, budgets and occupancy need `save_rollout_trace=True`.")
+    if log.empty:
+        notes.append("No log: rewards, times of steps and faults are unknown. `save_rollout_trace=True` writes one.")
+    elif restarted and (stale := traces["step"] > log.index[-1]).any():
+        notes.append(
+            f"Traces of steps {traces['step'][stale].min()} to {traces['step'].max()} are left out: the run was "
+            "started again, and has not logged these steps since."
+        )
+        traces = traces[~stale]
+    traces = traces.assign(outcome=outcomes(traces))
+    log = log.assign(num_rollouts=_count_rollouts(log, traces))
+    return Run(name or directory.resolve().name, directory, settings, log, traces, tuple(notes))
+
+
+def _check_directory(directory: Path) -> None:
+    where = f"`run_dir` ({str(directory)!r})"
+    if not directory.is_dir():
+        state = "is a file" if directory.exists() else "does not exist"
+        raise ConfigurationError(f"{where} must be a training's `output_dir`, and {state}. Check the path.")
+    if any(any(directory.glob(sign)) for sign in SIGNS):
+        return
+    inside = next((found for sign in SIGNS for found in sorted(directory.glob(f"*/{sign}"))), None)
+    hint = "Train with `save_rollout_trace=True`, or check the path."
+    if inside is not None:
+        hint = f"Did you mean {str(directory / inside.relative_to(directory).parts[0])!r}?"
+    raise ConfigurationError(
+        f"{where} must be a training's `output_dir`, and has neither {', nor '.join(SIGNS)}. {hint}"
+    )
+
+
+def _names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
+    if names and len(names) != len(paths):
+        raise ConfigurationError(
+            f"`name` ({len(names)} given) must be given once per run ({len(paths)}), in their order, or not at all."
+        )
+    found = list(names) or [path.resolve().name for path in paths]
+    if not names and len(set(found)) < len(found):
+        found = [str(path) for path in paths]
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise ConfigurationError(
+            f"`{'name' if names else 'run_dir'}` ({twice[0]!r}) is there twice: runs must be told apart. Leave one "
+            f"out{', or name it differently' if names else ''}."
+        )
+    return found
+
+
+def outcomes(traces: pd.DataFrame) -> pd.Series:
+    """
+    What became of each candidate. One that was carried over into a later rollout has a row in each, and what became of
+    it in the last one is true of all of them: its tokens count where they were decoded. Where the run ended before it
+    did, it is unused.
+    """
+    aborted = traces["finish_reason"].eq("abort")
+    own = np.select([traces["selected"], aborted], ["kept", "aborted"], "unused")
+    known = pd.Series(own, traces.index, dtype=object).mask(traces["carried_over"])
+    return known.groupby([traces["prompt_key"], traces["candidate"]]).bfill().fillna("unused")
+
+
+def _count_rollouts(log: pd.DataFrame, traces: pd.DataFrame) -> pd.Series:
+    """Rollouts of each entry: as many as there are traces in its steps, else one per step that logged any."""
+    if "darts/rollout/seconds" not in log:
+        return pd.Series(0.0, log.index)
+    per_step = traces.drop_duplicates(["step", "micro"]).groupby("step").size()
+    counts = [
+        (per_step[(per_step.index > step - width) & (per_step.index <= step)].sum() or width) if logged else 0
+        for step, width, logged in zip(log.index, log["num_steps"], log["darts/rollout/seconds"].notna(), strict=True)
+    ]
+    return pd.Series(counts, log.index, dtype=float)

@@ -1,0 +1,229 @@
+"""
+The numbers behind the panels: runs and traces in, tables out. Nothing here draws.
+
+Invariants: traces are preferred, the log stands in where there are none; shares sum to 1; kept, unused and aborted
+tokens sum to the generated ones; the parts of a step's time sum to the step's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from ...policy import rollout_time
+from .runs import OUTCOMES, Run
+
+
+PHASES = ("generate", "score", "train", "sync")
+FIRST_SEEN = "new"
+FAULTS = {
+    "resumed": "darts/rollout/resumed_candidates",
+    "dropped": "darts/rollout/dropped_groups",
+    "timeouts": "darts/stream/reward_timeouts",
+}
+POOL = {stat: f"darts/pool/length_{stat}" for stat in ("mean", "p50", "p99", "max")}
+KEPT = {"mean": "completions/mean_length", "max": "completions/max_length"}
+
+
+def decoded(traces: pd.DataFrame) -> pd.Series:
+    """Tokens of each candidate that its rollout decoded, and no earlier one."""
+    return traces["length"] - traces["num_carried_tokens"]
+
+
+def ended(traces: pd.DataFrame) -> pd.DataFrame:
+    """Those candidates whose lengths will not change any more."""
+    return traces[~traces["carried_over"]]
+
+
+def length_stats(run: Run, kept: bool = False) -> pd.DataFrame:
+    """
+    `mean`, `p50`, `p99` and `max` of the response lengths by step (Figures 14 and 15 of
+    [DARTS](https://huggingface.co/papers/2605.30859)), of all candidates or of the `kept` rows. From the log, those
+    that it has.
+    """
+    traces = run.traces[run.traces["selected"]] if kept else ended(run.traces)
+    if not traces.empty:
+        lengths = traces.groupby("step")["length"]
+        stats = {"mean": lengths.mean(), "p50": lengths.median(), "p99": lengths.quantile(0.99), "max": lengths.max()}
+        return pd.DataFrame(stats).astype(float)
+    columns = {stat: run.log[name] for stat, name in (KEPT if kept else POOL).items() if run.logged(name)}
+    return pd.DataFrame(columns, index=run.log.index).dropna(how="all")
+
+
+def length_edges(longest: int, num_bins: int = 32) -> np.ndarray:
+    """Edges of at most `num_bins` bins of whole tokens, from 0 to beyond `longest`, equal on a logarithmic scale."""
+    return np.unique([0, *np.ceil(np.geomspace(1, max(2, longest + 1), num_bins))]).astype(float)
+
+
+def length_shares(traces: pd.DataFrame, edges: np.ndarray) -> pd.DataFrame:
+    """
+    How lengths are distributed, before and after selection (Figure 10 of
+    [DARTS](https://huggingface.co/papers/2605.30859)): by bin, shares of all candidates in `pool`, of the kept ones in
+    `kept`. The edges must cover all lengths.
+    """
+    parts = {"pool": ended(traces)["length"], "kept": traces["length"][traces["selected"]]}
+    counts = {name: np.histogram(lengths, edges)[0] for name, lengths in parts.items()}
+    return pd.DataFrame({name: count / max(1, count.sum()) for name, count in counts.items()})
+
+
+def budget_shares(traces: pd.DataFrame) -> pd.Series:
+    """Share of the groups by `num_candidates`, rising."""
+    return _groups(traces)["num_candidates"].value_counts(normalize=True).sort_index()
+
+
+def budget_by_spread(traces: pd.DataFrame, num_bins: int = 5) -> pd.DataFrame:
+    """
+    Candidates per prompt by how much the prompt's earlier answers differed in length: the mean over its earlier
+    rollouts of the standard deviation (Bessel's) of its candidates' lengths, with aborted ones at the length they had.
+    [`LengthTracker`] estimates the same quantity for the budget, and takes aborted lengths for lower bounds.
+
+    `candidates` (mean), `spread` (mean, in tokens) and `groups` (count) by bin: `"new"` for prompts without an earlier
+    rollout, then `"1"` (least spread) to `num_bins`, equally full. Empty bins are left out.
+    """
+    groups = _groups(traces)
+    earlier = groups.groupby("prompt_key")["spread"].transform(lambda spread: spread.expanding().mean().shift())
+    rank = earlier.rank(method="first")  # ties are broken by order, so that bins are equally full
+    bins = np.ceil(rank * num_bins / max(1, rank.count()))
+    label = bins.map(lambda number: FIRST_SEEN if np.isnan(number) else str(int(number)))
+    table = groups.assign(earlier=earlier, bin=label).groupby("bin")
+    stats = table.agg(candidates=("num_candidates", "mean"), spread=("earlier", "mean"), groups=("earlier", "size"))
+    return stats.reindex([name for name in (FIRST_SEEN, *map(str, range(1, num_bins + 1))) if name in stats.index])
+
+
+def _groups(traces: pd.DataFrame) -> pd.DataFrame:
+    """One row per group, in the order of the rollouts: prompt, budget, and the spread of its lengths."""
+    grouped = ended(traces).groupby(["step", "micro", "group"], sort=True)
+    return grouped.agg(
+        prompt_key=("prompt_key", "first"), num_candidates=("num_candidates", "first"), spread=("length", "std")
+    )
+
+
+def occupancy(rollout: pd.DataFrame) -> pd.DataFrame:
+    """
+    How many candidates of one rollout ran, by what became of them: `kept`, `unused`, `aborted` and their sum
+    `running`, from each time in seconds (the index) until the next. The last row is all zeros.
+    """
+    begin = rollout["start_seconds"].min()
+    changes = [
+        pd.DataFrame({"seconds": rollout[column] - begin, "outcome": rollout["outcome"], "change": change})
+        for column, change in (("start_seconds", 1), ("end_seconds", -1))
+    ]
+    table = pd.concat(changes).pivot_table("change", "seconds", "outcome", "sum", fill_value=0)
+    running = table.reindex(columns=list(OUTCOMES), fill_value=0).sort_index().cumsum().astype(int)
+    return running.assign(running=running.sum(axis=1))
+
+
+def bubble(rollout: pd.DataFrame) -> float:
+    """Share of one rollout's decoding slots that stood idle (SortedRL, Eq. 4), as `darts/rollout/bubble_ratio`."""
+    starts, ends = rollout["start_seconds"].to_numpy(), rollout["end_seconds"].to_numpy()
+    times = np.concatenate([starts, ends])
+    order = np.argsort(times, kind="stable")
+    running = np.cumsum(np.repeat([1, -1], len(starts))[order])
+    settled = np.append(np.diff(times[order]) > 0, True)  # what happens at one time counts together
+    slots = running[settled].max() * (times.max() - times.min())
+    return float(max(0.0, 1 - (ends - starts).sum() / slots)) if slots > 0 else 0.0
+
+
+def rollouts(run: Run) -> pd.DataFrame:
+    """
+    What each step's rollouts cost and brought, by step; from the log, one row per entry that has a rollout.
+
+    `num_steps` (the steps a row stands for) and `num_rollouts`; summed over these `seconds`, `kept`, `unused` and
+    `aborted` (tokens that these rollouts decoded), `candidates` (that ended) and `rows` (that are trained on); and the
+    means `longest` (tokens of the longest candidate) and `bubble`.
+    """
+    if run.traces.empty:
+        return _rollouts_of_log(run)
+    traces = run.traces.assign(decoded=decoded(run.traces), ended=~run.traces["carried_over"])
+    keys = ["step", "micro"]
+    each = traces.groupby(keys)
+    tokens = traces.pivot_table("decoded", keys, "outcome", "sum", fill_value=0)
+    sums = tokens.reindex(columns=list(OUTCOMES), fill_value=0).assign(
+        num_rollouts=1,
+        seconds=each["end_seconds"].max() - each["start_seconds"].min(),
+        candidates=each["ended"].sum(),
+        rows=each["selected"].sum(),
+    )
+    means = pd.DataFrame(
+        {"longest": each["length"].max(), "bubble": each[["start_seconds", "end_seconds"]].apply(bubble)}
+    )
+    return sums.groupby("step").sum().join(means.groupby("step").mean()).assign(num_steps=1).astype(float)
+
+
+def _rollouts_of_log(run: Run) -> pd.DataFrame:
+    names = {
+        "darts/rollout/seconds": "seconds",
+        "darts/rollout/generated_tokens": "generated",
+        "darts/rollout/kept_tokens": "kept",
+        "darts/rollout/aborted_tokens": "aborted",
+        "darts/budget/total": "candidates",
+        "darts/budget/redundancy": "redundancy",
+        "darts/pool/length_max": "longest",
+        "darts/rollout/bubble_ratio": "bubble",
+    }
+    table = run.log.reindex(columns=[*names, "num_steps", "num_rollouts"]).rename(columns=names)
+    table = table.query("num_rollouts > 0")
+    table = table.assign(
+        rows=table["candidates"] / table["redundancy"],
+        # An aborted candidate is never kept: a group stops when it has enough complete ones.
+        unused=(table["generated"] - table["kept"] - table["aborted"]).clip(lower=0),
+    )
+    sums = ["seconds", *OUTCOMES, "candidates", "rows"]
+    table[sums] = table[sums].mul(table["num_rollouts"], axis=0)
+    return table.drop(columns=["generated", "redundancy"]).astype(float)
+
+
+def time_split(run: Run) -> pd.DataFrame:
+    """
+    Where a step's time goes: by log entry, seconds per optimizer step: `total` (TRL's `step_time`), `generate`,
+    `score`, `sync` (0 where weights were not sent), `train` (what is left), and `num_steps`. NaN where the log lacks
+    what is needed.
+    """
+    metrics = ("step_time", "darts/rollout/seconds", "darts/score/seconds", "darts/sync/seconds")
+    total, generate, score, sync = (run.log.get(name, pd.Series(np.nan, run.log.index)) for name in metrics)
+    per_step = run.log["num_rollouts"] / run.log["num_steps"]
+    idle = per_step.eq(0)  # a step that reuses an earlier rollout
+    split = pd.DataFrame(
+        {
+            "total": total,
+            "generate": (generate * per_step).mask(idle, 0.0),
+            "score": (score * per_step).mask(idle, 0.0),
+            "sync": sync.fillna(0.0) * per_step.clip(upper=1),  # at most once per optimizer step
+            "num_steps": run.log["num_steps"],
+        }
+    )
+    train = total - split["generate"] - split["score"] - split["sync"]
+    return split.assign(train=train.where(train >= 0))
+
+
+def reward_curve(run: Run) -> pd.DataFrame:
+    """
+    `reward` by step, and `seconds`: the sum of `step_time` until then, NaN from where one is missing. Evaluation,
+    checkpoints and the optimizer's update are not in it.
+    """
+    log = run.log.reindex(columns=["reward", "step_time", "num_steps"])
+    seconds = (log["step_time"] * log["num_steps"]).cumsum(skipna=False)
+    return pd.DataFrame({"reward": log["reward"], "seconds": seconds}).dropna(subset="reward")
+
+
+def faults(run: Run) -> pd.DataFrame:
+    """How often each of `FAULTS` occurred in each log entry's rollouts, for those that the log counts."""
+    counted = {name: metric for name, metric in FAULTS.items() if run.logged(metric)}
+    return pd.DataFrame(
+        {name: run.log[metric].fillna(0.0) * run.log["num_rollouts"] for name, metric in counted.items()},
+        index=run.log.index,
+    )
+
+
+def predicted_times(traces: pd.DataFrame, latency: Callable[[np.ndarray], np.ndarray]) -> pd.DataFrame:
+    """
+    What the cost model makes of each rollout's lengths ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 4) in
+    `predicted` seconds, and the `real` ones, by `step` and `micro`. Carried-over candidates count with what the
+    rollout decoded of them.
+    """
+    rolls = traces.assign(decoded=decoded(traces)).groupby(["step", "micro"])
+    predicted = rolls["decoded"].agg(lambda lengths: rollout_time(lengths, latency))
+    real = rolls["end_seconds"].max() - rolls["start_seconds"].min()
+    return pd.DataFrame({"predicted": predicted.astype(float), "real": real.astype(float)})

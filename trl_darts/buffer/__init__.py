@@ -1,0 +1,1 @@
+"""Prompts that outlive a step: between the data loader and the optimizer."""

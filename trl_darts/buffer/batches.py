@@ -1,0 +1,251 @@
+"""
+Batches that are not the loader's: prompts enter the rollout buffer, rounds decide which of them are sampled, and those
+that are done become the rows of TRL's next batch.
+
+```
+loader ──▶ PromptFeed ──▶ rows, on every process                          ┌──▶ `inputs` of this process
+                └───────▶ RolloutBuffer, on the main process ──▶ rollout ──┴──▶ its completions, once TRL asks
+```
+
+Only the main process knows what has been sampled; all know the rows of the data set, since any may have to train on
+them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from ..engines.batch import PromptBatch
+from ..engines.main_process import MainProcess
+from ..errors import GenerationError
+from ..rows import UNKNOWN, KeptRows
+from ..scheduling import (
+    Admission,
+    AdmissionPolicy,
+    BatchStop,
+    GroupPlan,
+    PromptInfo,
+    RolloutResult,
+    prompt_key,
+)
+from .buffer import Round, SampledCandidate
+from .feed import PromptFeed, Rows
+from .rounds import RoundPolicy
+
+
+@dataclass
+class BufferedRows:
+    """
+    What a round yielded for the optimizer, on every process.
+
+    Args:
+        kept ([`KeptRows`]):
+            Completions and log-probs of the whole batch.
+        entry_ids (`list[int]` of shape `(N,)`):
+            The prompt of each group.
+        left (`list[int]`):
+            Prompts that have left the buffer, also those that were dropped.
+        ages (`list[list[tuple[int, int]]]` of shape `(≤ N·M,)`):
+            For each row but the filler rows, how many optimizer steps old the policy was that sampled how many tokens
+            in a row.
+        states (`dict[str, int]`):
+            How many prompts the buffer has now, by what has become of them.
+        first_rows (`dict[int, int]`):
+            First row of each group that came to its end in this round, by its `group_id` there.
+    """
+
+    kept: KeptRows
+    entry_ids: list[int]
+    left: list[int]
+    ages: list[list[tuple[int, int]]]
+    states: dict[str, int]
+    first_rows: dict[int, int]
+
+    @property
+    def fillers(self) -> dict[int, int]:
+        """See [`KeptRows`]."""
+        return self.kept.fillers
+
+
+class BufferedBatches:
+    """
+    Decides what is sampled and what is trained on, for schedules with a [`RoundPolicy`].
+
+    Args:
+        policy ([`RoundPolicy`]):
+            The schedule's.
+        admission ([`AdmissionPolicy`]):
+            Candidates per prompt.
+        num_generations (`int`):
+            M.
+        feed ([`PromptFeed`]):
+            The loader.
+        main ([`MainProcess`]):
+            Of the trainer.
+        tokenize (`Callable[[list], list[list[int]]]`):
+            The token IDs of prompts.
+        mid_batch (`Callable[[], bool]`):
+            Whether the last batch is still in use: several optimizer steps can share one.
+    """
+
+    def __init__(
+        self,
+        policy: RoundPolicy,
+        admission: AdmissionPolicy,
+        num_generations: int,
+        feed: PromptFeed,
+        main: MainProcess,
+        tokenize: Callable[[list[Any]], list[list[int]]],
+        mid_batch: Callable[[], bool],
+    ) -> None:
+        self.policy = policy
+        self.admission = admission
+        self.num_generations = num_generations
+        self.feed = feed
+        self.main = main
+        self.tokenize = tokenize
+        self.mid_batch = mid_batch
+        self.buffer = policy.buffer()
+        self.rows: dict[int, dict[str, Any]] = {}  # of the data set, by entry ID, on every process
+        self.prompt_ids: dict[int, list[int]] = {}
+        self.last: BufferedRows | None = None  # of the last round, on every process
+        self.trained: dict[int, tuple[dict[str, Any], list[int]]] = {}  # its rows of the data set and prompts, by ID
+        self._round: Round | None = None  # the one in progress, on the main process
+        self._step = 0  # of the optimizer: the version of the policy that samples now
+
+    # Prompts come in
+
+    def next_round(self, step: int) -> PromptBatch | None:
+        """
+        Adds the prompts that the next round needs, and decides it. Called on every process at once.
+
+        Args:
+            step (`int`):
+                Optimizer steps so far.
+
+        Returns:
+            [`PromptBatch`]: What has to be sampled, each prompt in as many rows as it yields; `None` for nothing.
+        """
+        self._step = step
+        self.add_arrived()
+        while self.main.broadcast(lambda: self.policy.lacking(self.buffer)):
+            batch = self.feed.pull()
+            if batch is None:
+                break
+            self._add(batch)
+        entry_ids = self.main.broadcast(self._decide)
+        rows = [self.prompt_ids[entry_id] for entry_id in entry_ids for _ in range(self.num_generations)]
+        return PromptBatch.alone(rows, self.num_generations) if rows else None
+
+    def add_arrived(self) -> None:
+        """Adds batches whose turn in the training loop has come. Called on every process at once."""
+        for batch in self.feed.arrived():
+            self._add(batch)
+
+    def _add(self, batch: Rows) -> None:
+        """The groups of a batch straddle processes; the first row of each stands for it."""
+        first = self.main.index * len(batch)
+        own = [row for place, row in enumerate(batch) if (first + place) % self.num_generations == 0]
+        rows = gather_object(own)
+        tokens = self.main.broadcast(lambda: self.tokenize([row["prompt"] for row in rows]))
+        ids = self.buffer.enter([PromptInfo(prompt_key(ids), len(ids)) for ids in tokens])
+        self.rows.update(zip(ids, rows, strict=True))
+        self.prompt_ids.update(zip(ids, tokens, strict=True))
+
+    def _decide(self) -> list[int]:
+        self._round = self.policy.next(self.buffer)
+        return [entry.entry_id for entry in self._round.entries]
+
+    # A round, on the main process
+
+    def plan(self) -> tuple[Admission, list[GroupPlan]]:
+        """How many candidates each prompt gets, and which go on."""
+        return self.buffer.begin(self._round, self.num_generations, self.admission)
+
+    @property
+    def batch_stop(self) -> BatchStop:
+        """When the rollout ends."""
+        return self._round.batch_stop
+
+    def collect(self, result: RolloutResult | None = None) -> BufferedRows:
+        """
+        What is trained on now, after a rollout, or where nothing had to be sampled.
+
+        Raises:
+            [`GenerationError`]: If there is nothing to train on.
+        """
+        collected = self.buffer.absorb(self._round, result, self._step)
+        groups, size = collected.groups, self._round.num_groups
+        if not groups:
+            return self._repeat_last([entry.entry_id for entry, _ in collected.dropped])
+        repeated = dict(zip(range(len(groups), size), cycle(range(len(groups))), strict=False))
+        rows = {place: [_row(row) for row in group.rows] for place, group in enumerate(groups)}
+        own = [group.entry.entry_id for group in groups]
+        places = {entry.entry_id: place for place, entry in enumerate(self._round.entries)}
+        states = [entry.state.value for entry in self.buffer.entries.values()]
+        return BufferedRows(
+            kept=KeptRows.of_groups(rows, repeated, self.num_generations),
+            entry_ids=own + [own[other] for other in repeated.values()],
+            left=own + [entry.entry_id for entry, _ in collected.dropped],
+            ages=[
+                [(self._step - version, count) for version, count in row.versions]
+                for group in groups
+                for row in group.rows
+            ],
+            states={state: states.count(state) for state in ("waiting", "partial", "complete")},
+            first_rows={places[i]: row * self.num_generations for row, i in enumerate(own) if i in places},
+        )
+
+    def _repeat_last(self, dropped: list[int]) -> BufferedRows:
+        """The last batch again, without weight: prompts were dropped, and the epoch has more steps than are needed."""
+        last = self.last
+        if last is None:
+            raise GenerationError("There is nothing to train on: no prompt came to its end.")
+        kept = last.kept
+        logprobs = None if kept.logprobs is None else [[UNKNOWN] * len(tokens) for tokens in kept.completion_ids]
+        fillers = {row: row for row in range(len(kept.completion_ids))}
+        return BufferedRows(
+            KeptRows(kept.completion_ids, logprobs, fillers), last.entry_ids, dropped, [], last.states, {}
+        )
+
+    # Rows go out
+
+    def finish(self, rows: BufferedRows, num_rows: int) -> tuple[Rows, KeptRows]:
+        """
+        The part of a round's rows that this process trains on. Called on every process at once.
+
+        Args:
+            rows ([`BufferedRows`]):
+                Of all processes.
+            num_rows (`int`):
+                Rows of each process.
+
+        Returns:
+            `tuple[list[dict], KeptRows]`: TRL's `inputs`, and their completions.
+        """
+        self.last = rows
+        mine = slice(self.main.index * num_rows, (self.main.index + 1) * num_rows)
+        if rows.entry_ids[0] in self.rows:  # else the last batch is repeated
+            self.trained = {i: (self.rows[i], self.prompt_ids[i]) for i in {*rows.entry_ids}}
+        for entry_id in rows.left:
+            del self.rows[entry_id], self.prompt_ids[entry_id]
+            self.buffer.entries.pop(entry_id, None)  # of a process that only counts
+        inputs = [dict(self.trained[i][0]) for i in rows.entry_ids for _ in range(self.num_generations)][mine]
+        return inputs, rows.kept[mine]
+
+    def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
+        """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""
+        return self.last.ages[self.main.index * num_rows : (self.main.index + 1) * num_rows]
+
+    def clear(self) -> None:
+        """Begins a training with an empty buffer."""
+        self.buffer.entries.clear()
+        self.rows, self.prompt_ids, self.trained, self.last = {}, {}, {}, None
+
+
+def _row(row: SampledCandidate) -> tuple[list[int], list[float] | None]:
+    partial = row.partial
+    return list(partial.tokens), None if partial.logprobs is None else list(partial.logprobs)

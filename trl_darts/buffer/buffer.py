@@ -1,0 +1,283 @@
+"""
+The rollout buffer: prompts between the data loader and the optimizer, with what has been sampled for them
+(SortedRL, Section 3.3).
+
+```
+enter ──▶ WAITING ──begin──▶ IN_FLIGHT ──absorb──┬── taken ────────────────────▶ TRAINED (left)
+             ▲                  ▲  │             ├── kept with its tokens ─────▶ PARTIAL ──begin──▶ IN_FLIGHT
+             │                  │  │             ├── done, and not taken yet ──▶ COMPLETE ──taken──▶ TRAINED
+             └── to begin anew ─┼──┴── a prompt that can't be completed ───────▶ DROPPED (left)
+```
+
+Invariants (`tests/buffer/test_buffer.py` checks each under its name, over random rollouts, saves and restores):
+
+- trained_once: a prompt that enters leaves exactly once, trained or dropped.
+- not_starved: a prompt leaves within the number of rounds that its schedule says.
+- logprobs_of_their_time: every token keeps the log-prob that it was sampled with, and the version of the policy.
+- restored_as_saved: a restored buffer goes on exactly as the saved one would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from ..scheduling import (
+    Admission,
+    AdmissionPolicy,
+    Candidate,
+    FinishReason,
+    FirstGroups,
+    GroupPlan,
+    GroupResult,
+    PartialCandidate,
+    PromptInfo,
+    RolloutResult,
+)
+
+
+Version = tuple[int, int]  # (version of the policy, number of tokens in a row that it sampled)
+
+
+class Lifecycle(str, Enum):
+    """Where a prompt is between the data loader and the optimizer."""
+
+    WAITING = "waiting"
+    IN_FLIGHT = "in_flight"
+    PARTIAL = "partial"
+    COMPLETE = "complete"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledCandidate:
+    """
+    A candidate between two rollouts, or a row on its way to the optimizer.
+
+    Args:
+        partial ([`PartialCandidate`]):
+            Its tokens and log-probs.
+        versions (`tuple[tuple[int, int], ...]`):
+            Which version of the policy sampled how many of its tokens, in their order.
+    """
+
+    partial: PartialCandidate
+    versions: tuple[Version, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.partial.tokens)
+
+
+@dataclass(slots=True)
+class BufferEntry:
+    """
+    One prompt in the buffer.
+
+    `num_candidates` is decided when it first goes into a rollout. `num_rounds` counts the rollouts since its oldest
+    token was sampled, and `num_deferrals` all those that ended without it.
+    """
+
+    entry_id: int
+    prompt: PromptInfo
+    state: Lifecycle = Lifecycle.WAITING
+    num_candidates: int = 0
+    num_rounds: int = 0
+    num_deferrals: int = 0
+    candidates: list[SampledCandidate] = field(default_factory=list)
+
+    @property
+    def mean_length(self) -> float:
+        """Mean length of what it has, in tokens."""
+        return sum(c.length for c in self.candidates) / max(1, len(self.candidates))
+
+
+@dataclass(frozen=True)
+class Round:
+    """
+    What the next rollout is to do.
+
+    Args:
+        entries (`list[BufferEntry]`):
+            Prompts that are started or resumed. Their place in the list is their `group_id` in the rollout.
+        num_groups (`int`):
+            How many prompts the optimizer takes, those that are complete already included.
+        num_finishing (`int`):
+            How many of the entries the rollout brings to their end.
+        redundant (`bool`, *optional*, defaults to `True`):
+            Whether prompts that begin now may get more than `num_generations` candidates.
+        must_finish (`frozenset[int]`, *optional*, defaults to an empty set):
+            Places of the entries that must be among the first.
+        long (`bool`, *optional*, defaults to `False`):
+            Whether it is a long round of tail batching.
+    """
+
+    entries: list[BufferEntry]
+    num_groups: int
+    num_finishing: int
+    redundant: bool = True
+    must_finish: frozenset[int] = frozenset()
+    long: bool = False
+
+    @property
+    def batch_stop(self) -> FirstGroups:
+        """When the rollout ends."""
+        return FirstGroups(self.num_finishing, self.must_finish)
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    """A prompt on its way to the optimizer, with its `num_generations` rows."""
+
+    entry: BufferEntry
+    rows: list[SampledCandidate]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """
+    What a round yielded: the groups to train on, in the order in which their prompts entered, and the entries that
+    were dropped, with the reason.
+    """
+
+    groups: list[TrainedGroup]
+    dropped: list[tuple[BufferEntry, str]] = field(default_factory=list)
+
+
+class RolloutBuffer:
+    """
+    Prompts that have entered and have not been trained on.
+
+    Args:
+        keeps_tokens (`bool`):
+            Whether what has been sampled for a prompt is kept when a rollout ends without it. Otherwise it begins anew
+            under the new weights.
+        order (`Callable[[BufferEntry], float]`, *optional*):
+            Which of the complete prompts are trained on first: the smallest. Defaults to the order in which they
+            entered.
+    """
+
+    def __init__(self, keeps_tokens: bool, order: Callable[[BufferEntry], float] | None = None) -> None:
+        self.keeps_tokens = keeps_tokens
+        self.order = order or (lambda entry: entry.entry_id)
+        self.entries: dict[int, BufferEntry] = {}  # by ID, in the order in which they entered
+        self.num_entered = 0
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def enter(self, prompts: Iterable[PromptInfo]) -> list[int]:
+        """Adds prompts of the loader; returns their IDs, which are counted through the whole training."""
+        ids = []
+        for prompt in prompts:
+            self.entries[self.num_entered] = BufferEntry(self.num_entered, prompt)
+            ids.append(self.num_entered)
+            self.num_entered += 1
+        return ids
+
+    def select(self, *states: Lifecycle) -> list[BufferEntry]:
+        """Entries in one of these states, in the order in which they entered."""
+        return [entry for entry in self.entries.values() if entry.state in states]
+
+    def begin(self, plan: Round, num_generations: int, policy: AdmissionPolicy) -> tuple[Admission, list[GroupPlan]]:
+        """
+        Puts a round's entries in flight.
+
+        Args:
+            plan ([`Round`]):
+                Which.
+            num_generations (`int`):
+                M.
+            policy ([`AdmissionPolicy`]):
+                Decides how many candidates the prompts get that begin now. It stays with them while their tokens are
+                kept.
+
+        Returns:
+            `tuple[Admission, list[GroupPlan]]`: What was decided, and plans by place.
+        """
+        fresh = [entry for entry in plan.entries if not entry.candidates]
+        decided = policy.plan([entry.prompt for entry in fresh])
+        if not plan.redundant:
+            decided = replace(decided, num_candidates=[num_generations] * len(fresh), saturated=0)
+        for entry, count in zip(fresh, decided.num_candidates, strict=True):
+            entry.num_candidates, entry.num_rounds = count, 0
+        for entry in plan.entries:
+            entry.state = Lifecycle.IN_FLIGHT
+            entry.num_rounds += 1
+        prompts = [entry.prompt for entry in plan.entries]
+        counts = [entry.num_candidates for entry in plan.entries]
+        admission = replace(decided, num_candidates=counts, expected_lengths=policy.expected_lengths(prompts))
+        resumed = [tuple(c.partial for c in entry.candidates) for entry in plan.entries]
+        return admission, [replace(p, resumed=r) for p, r in zip(admission.plans(prompts), resumed, strict=True)]
+
+    def absorb(self, plan: Round, result: RolloutResult | None, version: int) -> Collected:
+        """
+        Takes what a rollout yielded.
+
+        Args:
+            plan ([`Round`]):
+                What it was to do.
+            result ([`RolloutResult`], *optional*):
+                What it did. `None` where nothing had to be started.
+            version (`int`):
+                Of the policy that sampled in it.
+
+        Returns:
+            [`Collected`]: What is trained on now. It has left the buffer.
+        """
+        dropped: list[tuple[BufferEntry, str]] = []
+        if result is not None:
+            for group in [*result.groups, *result.deferred]:
+                self._take_back(plan.entries[group.plan.group_id], group, version)
+            dropped = [(plan.entries[place], reason) for place, reason in result.dropped.items()]
+        for entry, _ in dropped:
+            del self.entries[entry.entry_id]
+        done = self.select(Lifecycle.COMPLETE)
+        must = {plan.entries[place].entry_id for place in plan.must_finish}
+        done.sort(key=lambda entry: (entry.entry_id not in must, self.order(entry), entry.entry_id))
+        num_taken = max(1, plan.num_groups - len(dropped))  # the loader counts on so many prompts leaving
+        taken = sorted(done[:num_taken], key=lambda entry: entry.entry_id)
+        for entry in taken:
+            del self.entries[entry.entry_id]
+        if not self.keeps_tokens:  # what is complete and not taken was sampled by a policy that is the old one then
+            for entry in done[num_taken:]:
+                entry.num_deferrals += 1
+                _begin_anew(entry)
+        return Collected([TrainedGroup(entry, entry.candidates) for entry in taken], dropped)
+
+    def _take_back(self, entry: BufferEntry, group: GroupResult, version: int) -> None:
+        before = entry.candidates
+        known = [*before, *[None] * (len(group.candidates) - len(before))]
+        candidates = [_sampled(c, old, version) for c, old in zip(group.candidates, known, strict=True)]
+        if group.harvested:
+            entry.state = Lifecycle.COMPLETE
+            entry.candidates = [candidates[index] for index in group.selected]
+            return
+        entry.num_deferrals += 1
+        if self.keeps_tokens and any(c.length for c in candidates):
+            entry.state = Lifecycle.PARTIAL
+            entry.candidates = candidates
+            entry.num_candidates = len(candidates)
+        else:
+            _begin_anew(entry)
+
+
+def _begin_anew(entry: BufferEntry) -> None:
+    entry.state = Lifecycle.WAITING
+    entry.candidates = []
+    entry.num_rounds = 0
+
+
+def _sampled(candidate: Candidate, old: SampledCandidate | None, version: int) -> SampledCandidate:
+    """A candidate after a rollout; one that was called off in the moment of its end has come to its end."""
+    versions = () if old is None else old.versions
+    num_new = candidate.length - (0 if old is None else old.length)
+    if num_new and versions and versions[-1][0] == version:
+        versions = (*versions[:-1], (version, versions[-1][1] + num_new))
+    elif num_new:
+        versions = (*versions, (version, num_new))
+    reason = candidate.finish_reason
+    ended = None if reason is None or reason is FinishReason.ABORT else reason
+    partial = PartialCandidate(candidate.tokens, candidate.logprobs, ended, candidate.segment + 1)
+    return SampledCandidate(partial, versions)

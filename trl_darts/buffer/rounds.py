@@ -1,0 +1,188 @@
+"""
+Which prompts go into the next rollout, and how many of them the trainer waits for: the schedules whose batches are not
+the loader's.
+
+| schedule | started | ends with | the others |
+|---|---|---|---|
+| tail batching, short round | N' > N new prompts | the first N | wait for a long round, and begin anew |
+| tail batching, long round | the N that wait longest | all N | – |
+| partial rollout | N', those in flight first | the first N, and those that are too old | go on with their tokens |
+| sorted | n·N, no new ones until all are used | the first N | begin anew, or go on with their tokens |
+
+All read the buffer alone and keep no state of their own: a restored buffer goes on as the saved one would have.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..scheduling import ScheduleSettings
+from .buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
+
+
+class RoundPolicy(Protocol):
+    """Which prompts go into the next rollout?"""
+
+    def buffer(self) -> RolloutBuffer:
+        """An empty buffer that keeps what this policy needs."""
+        ...
+
+    def lacking(self, buffer: RolloutBuffer) -> int:
+        """How many more prompts it wants from the loader before the next round."""
+        ...
+
+    def next(self, buffer: RolloutBuffer) -> Round:
+        """The next round. Called with as many prompts as `lacking` asked for, or with all that are left."""
+        ...
+
+
+@dataclass(frozen=True)
+class TailBatching:
+    """
+    Short rounds that leave their slowest prompts to a long one (RollPacker;
+    [DARTS](https://huggingface.co/papers/2605.30859), Appendix H). On-policy: what was sampled for a prompt that is
+    deferred is thrown away.
+
+    Args:
+        num_groups (`int`):
+            N, prompts per batch.
+        oversampling (`float`):
+            N' / N of short rounds, above 1.
+    """
+
+    num_groups: int
+    oversampling: float
+
+    def buffer(self) -> RolloutBuffer:
+        """One that keeps prompts only."""
+        return RolloutBuffer(keeps_tokens=False)
+
+    def lacking(self, buffer: RolloutBuffer) -> int:
+        """Up to N' that were never deferred; none before a long round."""
+        new, deferred = _by_age(buffer)
+        return 0 if len(deferred) >= self.num_groups else max(0, self._num_started - len(new))
+
+    def next(self, buffer: RolloutBuffer) -> Round:
+        """A long round once N are deferred. At the end of an epoch, deferred ones fill up the last batches."""
+        new, deferred = _by_age(buffer)
+        size = self.num_groups
+        if len(deferred) >= size:
+            return Round(deferred[:size], size, size, redundant=False, long=True)
+        entries = new[: self._num_started]
+        entries += deferred[: max(0, size - len(entries))]
+        return Round(entries, size, min(size, len(entries)))
+
+    @property
+    def _num_started(self) -> int:
+        return _num_started(self.oversampling, self.num_groups)
+
+
+@dataclass(frozen=True)
+class PartialRollout:
+    """
+    A constant number of prompts in flight; what is unfinished when the batch is ready goes on in the next rollout,
+    under the new weights (Kimi k1.5, APRIL).
+
+    Args:
+        num_groups (`int`):
+            N, prompts per batch.
+        oversampling (`float`):
+            N' / N, prompts in flight over prompts per batch, above 1.
+        max_age (`int`):
+            Rollouts after which a prompt must come to its end: in the next one it is waited for.
+    """
+
+    num_groups: int
+    oversampling: float
+    max_age: int
+
+    def buffer(self) -> RolloutBuffer:
+        """One that keeps tokens."""
+        return RolloutBuffer(keeps_tokens=True)
+
+    def lacking(self, buffer: RolloutBuffer) -> int:
+        """Up to N' in flight."""
+        return max(0, _num_started(self.oversampling, self.num_groups) - len(buffer))
+
+    def next(self, buffer: RolloutBuffer) -> Round:
+        """Those in flight first, then new ones."""
+        num_complete = len(buffer.select(Lifecycle.COMPLETE))
+        missing = self.num_groups - num_complete
+        if missing <= 0:
+            return Round([], self.num_groups, 0)
+        in_flight = buffer.select(Lifecycle.PARTIAL)
+        room = _num_started(self.oversampling, self.num_groups) - num_complete - len(in_flight)
+        entries = in_flight + buffer.select(Lifecycle.WAITING)[: max(0, room)]
+        old = frozenset(place for place, entry in enumerate(entries) if entry.num_deferrals >= self.max_age)
+        return Round(entries, self.num_groups, min(missing, len(entries)), must_finish=old)
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """
+    SortedRL: n batches of prompts enter together, and each optimizer step takes those that finish first (SortedRL,
+    Section 3.1). Responses of similar length so come together, and the engines' queues stay full.
+
+    Args:
+        num_groups (`int`):
+            N, prompts per batch.
+        num_batches (`int`):
+            n, batches that enter together.
+        mode (`str`):
+            What becomes of the rest when a batch is ready: `"on_policy"` begins it anew, `"partial"` keeps its tokens
+            (Section 3.2).
+    """
+
+    num_groups: int
+    num_batches: int
+    mode: str
+
+    def buffer(self) -> RolloutBuffer:
+        """One that keeps tokens, unless all is on-policy. The shortest complete prompts are trained on first."""
+        return RolloutBuffer(self.mode != "on_policy", lambda entry: entry.mean_length)
+
+    def lacking(self, buffer: RolloutBuffer) -> int:
+        """n batches once all are used; before that, none."""
+        return max(0, self._num_wanted(buffer) - len(buffer))
+
+    def next(self, buffer: RolloutBuffer) -> Round:
+        """What is left of the n batches, or the next n."""
+        used = self._in_use(buffer)
+        new = [entry for entry in buffer.select(Lifecycle.WAITING) if not entry.num_deferrals]
+        entries = [entry for entry in used if entry.state is not Lifecycle.COMPLETE]
+        entries += new[: max(0, self._num_wanted(buffer) - len(used))]
+        missing = self.num_groups - len(buffer.select(Lifecycle.COMPLETE))
+        if missing <= 0:
+            return Round([], self.num_groups, 0)
+        return Round(entries, self.num_groups, min(missing, len(entries)))
+
+    def _num_wanted(self, buffer: RolloutBuffer) -> int:
+        """Prompts in the buffer: n batches at the beginning, and one at the end of their use."""
+        return self.num_groups if self._in_use(buffer) else self.num_groups * self.num_batches
+
+    def _in_use(self, buffer: RolloutBuffer) -> list[BufferEntry]:
+        """Those that were in a rollout."""
+        return [e for e in buffer.entries.values() if e.num_deferrals or e.state is not Lifecycle.WAITING]
+
+
+def _num_started(oversampling: float, num_groups: int) -> int:
+    """N'; the small number, so that 1.1 × 10 is 11."""
+    return math.ceil(oversampling * num_groups - 1e-9)
+
+
+def _by_age(buffer: RolloutBuffer) -> tuple[list[BufferEntry], list[BufferEntry]]:
+    waiting = buffer.select(Lifecycle.WAITING)
+    return [e for e in waiting if not e.num_deferrals], [e for e in waiting if e.num_deferrals]
+
+
+def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | None:
+    """The policy of a schedule, for batches of `num_groups` prompts; `None` where batches are the loader's."""
+    if settings.schedule == "tail_batching":
+        return TailBatching(num_groups, settings.prompt_oversampling or 0.0)
+    if settings.schedule == "partial_rollout":
+        return PartialRollout(num_groups, settings.prompt_oversampling or 0.0, settings.max_partial_age or 0)
+    if settings.schedule == "sorted":
+        return Sorted(num_groups, settings.sorted_group_batches or 0, settings.sorted_mode or "")
+    return None

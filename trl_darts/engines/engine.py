@@ -1,0 +1,57 @@
+"""What every engine can do: decode one rollout."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..scheduling import Admission, GroupPlan, Placement, RolloutResult, Scheduler
+from ..scheduling.ledger import Ledger
+from .batch import PromptBatch
+
+
+OnProgress = Callable[[Ledger], None]
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """What is decided before a rollout, on the main process: the groups, and who decides about them meanwhile."""
+
+    admission: Admission
+    groups: list[GroupPlan]
+    scheduler: Scheduler
+
+
+class Engine(Protocol):
+    """Decodes rollouts. Both methods are called on every process at once."""
+
+    def placement(self, admission: Admission, batch: PromptBatch) -> Placement | None:
+        """Which candidate runs where, if that must be known before the rollout. Called on the main process."""
+        ...
+
+    def run(
+        self,
+        plan: RolloutPlan | None,
+        batch: PromptBatch,
+        on_progress: OnProgress | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> RolloutResult | None:
+        """
+        Decodes one rollout.
+
+        Args:
+            plan ([`RolloutPlan`], *optional*):
+                What to decode, on the main process; `None` on the others.
+            batch ([`PromptBatch`]):
+                The prompts.
+            on_progress (`Callable[[Ledger], None]`, *optional*):
+                Called on the main process again and again while candidates decode.
+            meanwhile (`Callable`, *optional*):
+                Called on the other processes, while they wait for servers.
+
+        Returns:
+            [`RolloutResult`]: On the main process, with tokens and log-probs of the rows; `None` on the others.
+
+        Raises:
+            [`GenerationError`]: If the engine fails. Raised on every process.
+        """
+        ...

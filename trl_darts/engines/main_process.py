@@ -1,0 +1,104 @@
+"""One process decides: run on rank 0, and broadcast the result or the exception."""
+
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from ..errors import GenerationError
+from .mailbox import POLL_S, Mailbox
+
+
+T = TypeVar("T")
+
+DONE = b"done"
+HEARD = (0, "heard")  # rollouts are counted from 1
+HEARING_S = 5.0
+
+
+class MainProcess:
+    """
+    Runs functions on the main process while the others wait, outside of any collective: a rollout may take longer
+    than the process group's timeout. All methods but `fail` are called on every process at once.
+
+    Args:
+        accelerator (`Accelerator`):
+            The trainer's.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._mailbox: Mailbox | None = None
+
+    @property
+    def index(self) -> int:
+        """Rank of this process."""
+        return self._accelerator.process_index
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return self._accelerator.num_processes
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the main process."""
+        return self._accelerator.is_main_process
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """This process's mailbox."""
+        if self._mailbox is None:
+            self._mailbox = Mailbox.open(self.index, self.num_processes)
+        return self._mailbox
+
+    def run(self, compute: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T | None:
+        """
+        Runs a function on the main process and returns its value there, and `None` on the others, which call
+        `meanwhile` again and again until it is done. Its exception is raised on every process.
+        """
+        if self.num_processes == 1:
+            return compute()
+        if self.is_here:
+            try:
+                value = compute()
+            except Exception as error:
+                self.fail(error)
+                raise
+            self.mailbox.announce(DONE)
+            return value
+        announcement = self.mailbox.await_announcement(meanwhile)
+        if announcement != DONE:
+            self.mailbox.post(0, HEARD)
+            raise pickle.loads(announcement)
+        return None
+
+    def broadcast(self, compute: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
+        """As `run`, with the value on every process."""
+        box: list[Any] = [self.run(compute, meanwhile)]
+        if self.num_processes > 1:
+            broadcast_object_list(box, from_process=0)
+        return box[0]
+
+    def fail(self, error: Exception) -> None:
+        """
+        Raises an error on the processes that wait, or will wait, for the main process, which calls this. It gives them
+        a moment to hear of it: the store ends with its process.
+        """
+        self.mailbox.announce(_pickled(error))
+        deadline, waiting = time.monotonic() + HEARING_S, self.num_processes - 1
+        while waiting and time.monotonic() < deadline:
+            waiting -= self.mailbox.receive().count(HEARD)
+            time.sleep(POLL_S)
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:  # an error that holds a lock or a socket, or that is not made of its arguments
+        return pickle.dumps(GenerationError(f"{type(error).__name__}: {error}"))

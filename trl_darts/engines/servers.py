@@ -1,0 +1,177 @@
+"""vLLM servers as a trainer's engine: prompts become requests, from the main process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from ..errors import ConfigurationError
+from ..rows import KeptRows
+from ..scheduling import Admission, RolloutResult, SchedulePolicies, Scheduler, Submit, UniformAdmission
+from ..scheduling.ledger import Ledger
+from .batch import PromptBatch
+from .engine import OnProgress, RolloutPlan
+from .pool import State
+from .vllm_api import ServerPrompt
+from .vllm_generation import SyncedGeneration
+from .vllm_rollout import Overrides
+from .vllm_server import VLLMServerEngine
+
+
+class ServerEngine:
+    """
+    An [`Engine`] on vLLM servers. The main process asks them; in the later turns of a tool loop each process does.
+
+    Args:
+        generation ([`SyncedGeneration`]):
+            The servers, their weights, and TRL's sampling options.
+
+    Attributes:
+        overrides (`Callable[[Submit], Mapping[str, Any]]`, *optional*):
+            Gives more fields for the request of one candidate. Benchmarks replay lengths with it.
+    """
+
+    def __init__(self, generation: SyncedGeneration) -> None:
+        self.overrides: Overrides | None = None
+        self._generation = generation
+        self._main = generation.main
+        self._left_out: list[str] = []  # servers that the main process did not use in its last rollout
+
+    def placement(self, admission: Admission, batch: PromptBatch) -> None:
+        """Servers take candidates at any time: the schedule's own placement."""
+        return None
+
+    def run(
+        self,
+        plan: RolloutPlan | None,
+        batch: PromptBatch,
+        on_progress: OnProgress | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> RolloutResult | None:
+        """See [`Engine`]."""
+        images = gather_object(batch.images or [None] * batch.sizes[self._main.index]) if batch.multimodal else None
+        result = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
+        if self._main.num_processes > 1:
+            self._left_out = self._main.broadcast(self._lost_servers)
+        return result
+
+    def later_turn(self, batch: PromptBatch) -> KeptRows:
+        """
+        The next turn of a tool loop on this process alone: tool loops differ in length. A prompt is a whole
+        conversation here, and TRL trains on what fits.
+        """
+        if self._generation.engine is None:  # a process other than the main one
+            settings = self._generation.settings
+            self._generation.engine = VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key)
+        if not self._main.is_here:
+            self._follow_the_main_process()
+        admission = UniformAdmission(batch.num_generations).plan(batch.infos)
+        scheduler = Scheduler(SchedulePolicies(), batch.num_generations)
+        plan = RolloutPlan(admission, admission.plans(batch.infos), scheduler)
+        return KeptRows.of_result(self._run(plan, batch, batch.images, room=1), batch.num_generations)
+
+    def check_prompts(
+        self, prompts: Sequence[Sequence[int]], where: str, first_index: int = 0, room: int | None = None
+    ) -> None:
+        """
+        Refuses prompts that leave no room for a completion.
+
+        Args:
+            prompts (`Sequence[Sequence[int]]` of shape `(N, ≤ P)`):
+                Token IDs.
+            where (`str`):
+                What they belong to, for the message.
+            first_index (`int`, *optional*, defaults to `0`):
+                Index of the first one there.
+            room (`int`, *optional*):
+                Tokens that must be left. A whole completion unless given.
+
+        Raises:
+            [`ConfigurationError`]: If one is too long. Names the first five by index.
+        """
+        max_completion_length = self._generation.max_completion_length
+        room = max_completion_length if room is None else room
+        limit = self._generation.facts.max_model_len - room
+        lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) > limit}
+        if lengths:
+            first = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
+            raise ConfigurationError(
+                f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({first}): {room} more (of "
+                f"`max_completion_length`, {max_completion_length}) would pass the server's `max_model_len` "
+                f"({self._generation.facts.max_model_len}). Filter the data set, lower `max_completion_length`, or "
+                "restart the server with a larger `--max-model-len`."
+            )
+
+    def _run(
+        self,
+        plan: RolloutPlan,
+        batch: PromptBatch,
+        images: Sequence[Any] | None,
+        on_progress: OnProgress | None = None,
+        room: int | None = None,
+    ) -> RolloutResult:
+        """One rollout from this process; with `room`, a completion may be cut short where the server's limit is."""
+        self.check_prompts(batch.longest, "this batch", room=room)
+
+        def tend(ledger: Ledger) -> None:
+            if on_progress is not None:
+                on_progress(ledger)
+            self._generation.bring_back()
+
+        def overrides(command: Submit) -> dict[str, Any]:
+            own = dict(self.overrides(command)) if self.overrides is not None else {}
+            if room is None:
+                return own
+            prompt = batch.rows[batch.row_of(command.group_id, command.index)]
+            left = self._generation.facts.max_model_len - len(prompt)
+            return {"max_tokens": min(self._generation.max_completion_length, left), **own}
+
+        self._generation.bring_back()
+        prompts = self._server_prompts(batch, images)
+        return self._generation.engine.run(
+            plan.scheduler, plan.groups, prompts, self._request_body(), overrides, on_progress=tend
+        )
+
+    def _server_prompts(self, batch: PromptBatch, images: Sequence[Any] | None) -> list[list[ServerPrompt]]:
+        """The prompt of each group, or of each of its rows where they differ."""
+        size = batch.num_generations
+        rows = [
+            range(start, start + (size if mixed else 1))
+            for start, mixed in zip(range(0, len(batch.rows), size), batch.mixed, strict=True)
+        ]
+        flat = [row for group in rows for row in group]
+        features: dict[int, Any] = {}
+        if images is not None and any(images):
+            processed = self._generation.image_features([images[row] for row in flat])
+            placed = map(self._generation._place_features, processed, (batch.rows[row] for row in flat))
+            features = dict(zip(flat, placed, strict=True))
+        return [[ServerPrompt(batch.rows[row], features.get(row)) for row in group] for group in rows]
+
+    def _request_body(self) -> dict[str, Any]:
+        """The fields that all completion requests share: TRL's sampling options under the server's names."""
+        own = self._generation
+        body = {
+            "model": own.facts.model,
+            "max_tokens": own.max_completion_length,
+            "temperature": own.temperature,
+            "top_p": own.top_p,
+            "top_k": own.top_k,
+            "min_p": 0.0 if own.min_p is None else own.min_p,
+            "repetition_penalty": own.repetition_penalty,
+            "logprobs": 0,  # the sampled token's alone
+        }
+        if own.structured_outputs_regex is not None:
+            body["structured_outputs"] = {"regex": own.structured_outputs_regex}
+        return body | own.generation_kwargs
+
+    def _lost_servers(self) -> list[str]:
+        return [url for url, state in self._generation.engine.states().items() if state is not State.UP]
+
+    def _follow_the_main_process(self) -> None:
+        """Uses the servers that the main process used in its last rollout: they have the weights."""
+        engine = self._generation.engine
+        for url, state in engine.states().items():
+            if url in self._left_out and state is State.UP:
+                engine.lose(url, "the main process has left it out")
+            elif url not in self._left_out and state is State.RETURNED:
+                engine.join(url)

@@ -1,0 +1,134 @@
+"""A run's log, written and read: `rollouts/log.jsonl`, or the newest checkpoint's `trainer_state.json`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..errors import ConfigurationError
+from ..scheduling import ScheduleSettings
+
+
+LOG_FILE = "log.jsonl"
+# What a reader must know of a run before comparing it with another one: arguments of the trainer.
+SETTINGS = (
+    *(field.name for field in fields(ScheduleSettings)),
+    "max_completion_length",
+    "latency_curve",
+    "learning_rate",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "world_size",
+    "num_engines",
+    "temperature",
+    "beta",
+    "loss_type",
+    "seed",
+)
+
+Attempt = list[dict[str, Any]]  # what was logged between two starts of a run
+
+
+def append_entry(directory: Path, entry: Mapping[str, Any]) -> None:
+    """Writes one line: `{"run": settings}` where a training starts, then `{"step": step, **metrics}`."""
+    path = directory / "rollouts" / LOG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def read_log(directory: Path) -> tuple[dict[str, Any], pd.DataFrame, bool, list[str]]:
+    """
+    Reads what a run logged. Of two entries of a step the later counts, and what an earlier attempt logged after the
+    step at which the later one began is dropped.
+
+    Args:
+        directory (`Path`):
+            Its `output_dir`.
+
+    Returns:
+        `tuple`: The settings (empty where unknown), one row per entry by `step` with `num_steps`, the optimizer steps
+        that it is a mean of, whether the run was started more than once, and notes.
+
+    Raises:
+        [`ConfigurationError`]: If a log is there and can't be read.
+    """
+    path = directory / "rollouts" / LOG_FILE
+    states = sorted(directory.glob("checkpoint-*/trainer_state.json"), key=lambda path: (len(path.parts[-2]), path))
+    if path.exists():
+        settings, attempts, notes = _read_lines(path)
+    elif states:
+        settings, attempts, notes = _read_state(states[-1])
+    else:
+        return {}, _table({}), False, []
+    entries: dict[int, dict[str, Any]] = {}
+    for attempt in attempts:
+        first = min(entry["step"] for entry in attempt)
+        entries = {step: entry for step, entry in entries.items() if step < first}
+        entries |= {entry["step"]: entry for entry in attempt if _is_training(entry)}
+    return settings, _table(entries), len(attempts) > 1, notes
+
+
+def _read_lines(path: Path) -> tuple[dict[str, Any], list[Attempt], list[str]]:
+    settings: list[dict[str, Any]] = []
+    attempts: list[Attempt] = [[]]
+    broken = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+        except ValueError:  # a run that was killed while it wrote
+            entry = None
+        if isinstance(entry, dict) and isinstance(entry.get("run"), dict):
+            settings.append(entry["run"])
+            attempts.append([])
+        elif isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            attempts[-1].append(entry)
+        else:
+            broken.append(number)
+    attempts = [attempt for attempt in attempts if attempt]
+    if broken and not settings and not attempts:
+        raise ConfigurationError(
+            f"`run_dir`: {str(path)!r} must have one JSON object per line, and line {broken[0]} has none. Remove the "
+            "file: the report then takes the newest checkpoint's log."
+        )
+    notes = []
+    if broken:
+        notes.append(f"{LOG_FILE}: {len(broken)} lines can't be read and are left out, the first is line {broken[0]}.")
+    if any(other != settings[-1] for other in settings):
+        notes.append("The run was started again with other settings. Those shown are the last.")
+    return (settings[-1] if settings else {}), attempts, notes
+
+
+def _read_state(path: Path) -> tuple[dict[str, Any], list[Attempt], list[str]]:
+    try:
+        history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
+        entries = [entry for entry in history if isinstance(entry["step"], int)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"`run_dir`: {str(path)!r} must be a trainer's state with a `log_history`, and reading it failed: "
+            f"{type(error).__name__} {error}. Remove this checkpoint, or name another run."
+        ) from error
+    note = f"No {LOG_FILE}: log entries are those of {path.parent.name}, and the run's settings are unknown."
+    return {}, [entries] if entries else [], [note]
+
+
+def _is_training(entry: Mapping[str, Any]) -> bool:
+    """Entries of evaluations, and the one at the end of a training, have neither of these."""
+    return "step_time" in entry or "reward" in entry or "darts/rollout/seconds" in entry
+
+
+def _table(entries: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
+    steps = sorted(entries)
+    log = pd.DataFrame([entries[step] for step in steps], index=pd.Index(steps, name="step", dtype="int64"))
+    log = log.drop(columns="step", errors="ignore").apply(pd.to_numeric, errors="coerce")
+    widths = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    # The first entry of a run that was resumed elsewhere does not stand for all the steps before it.
+    first = [min([*steps[:1], *widths[:1]])] if steps else []
+    return log.assign(num_steps=pd.Series([*first, *widths], index=log.index, dtype="int64"))

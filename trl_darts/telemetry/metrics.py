@@ -1,0 +1,215 @@
+"""`darts/*`: what a rollout's record says in TRL's log stream. Each metric is defined in `docs/metrics.md`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..buffer.batches import BufferedRows
+from ..engines.batch import PromptBatch
+from ..policy.bias import length_bias, reward_bias
+from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """
+    What is known of a rollout once it is over, over all processes.
+
+    Args:
+        admission ([`Admission`]):
+            What was decided before it.
+        summaries (`list[GroupSummary]` of shape `(≤ N,)`):
+            The groups that were completed, in the order of the batch.
+        occupancy ([`Occupancy`]):
+            How many candidates ran over time.
+        num_generations (`int`):
+            M, rows per group.
+        num_mixed (`int`, *optional*, defaults to `0`):
+            Groups whose rows have different prompts.
+        num_resumed (`int`, *optional*, defaults to `0`):
+            Submissions that were made again because a server was lost or full.
+        num_dropped (`int`, *optional*, defaults to `0`):
+            Groups that could not be completed; `summaries` has the others.
+        deferred (`list[GroupSummary]`, *optional*, defaults to `[]`):
+            Groups that the rollout ended without.
+        carries_over (`bool`, *optional*, defaults to `False`):
+            Whether deferred groups go on in a later rollout with the tokens that they have.
+    """
+
+    admission: Admission
+    summaries: list[GroupSummary]
+    occupancy: Occupancy
+    num_generations: int
+    num_mixed: int = 0
+    num_resumed: int = 0
+    num_dropped: int = 0
+    deferred: list[GroupSummary] = field(default_factory=list)
+    carries_over: bool = False
+
+    @classmethod
+    def of(
+        cls, admission: Admission, result: RolloutResult, batch: PromptBatch, carries_over: bool = False
+    ) -> "RolloutRecord":
+        """The record of a rollout; `carries_over` as below."""
+        return cls(
+            admission,
+            [GroupSummary.of(group) for group in result.groups],
+            Occupancy.of(result),
+            batch.num_generations,
+            num_mixed=sum(batch.mixed),
+            num_resumed=result.num_resumed,
+            num_dropped=len(result.dropped),
+            deferred=[GroupSummary.of(group) for group in result.deferred],
+            carries_over=carries_over,
+        )
+
+    @property
+    def groups(self) -> list[GroupSummary]:
+        """Those that were completed, and those that were deferred."""
+        return [*self.summaries, *self.deferred]
+
+    @property
+    def ended(self) -> list[GroupSummary]:
+        """Those whose candidates have the length that they will ever have: none that is carried over."""
+        return self.summaries if self.carries_over else self.groups
+
+    @property
+    def seconds(self) -> float:
+        """From the first submission to the last end, over all processes."""
+        return self.occupancy.seconds
+
+
+def rollout_metrics(record: RolloutRecord) -> dict[str, float]:
+    """
+    The metrics of one rollout.
+
+    Args:
+        record ([`RolloutRecord`]):
+            A rollout of at least one group.
+
+    Returns:
+        `dict[str, float]`: By name, `darts/<noun>/<stat>`. Those that are not known yet (ρ before the first
+        rollout) are left out.
+    """
+    summaries = record.summaries
+    lengths = np.concatenate([s.lengths for s in record.ended])
+    reasons = [reason for s in record.ended for reason in s.finish_reasons]
+    kept = np.array([s.lengths[i] for s in summaries for i in s.selected])
+    aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
+    return {
+        **_pool(lengths, reasons),
+        **_budget(record),
+        **_rollout(record, lengths, kept, aborted),
+        "darts/selection/kept_vs_pool_length_ratio": float(kept.mean() / lengths.mean()),
+        "darts/selection/kept_longest": float(np.mean([max(s.lengths[i] for i in s.selected) for s in summaries])),
+    }
+
+
+def _pool(lengths: np.ndarray, reasons: Sequence[str]) -> dict[str, float]:
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
+    return {
+        "darts/pool/length_mean": float(lengths.mean()),
+        "darts/pool/length_p50": float(p50),
+        "darts/pool/length_p90": float(p90),
+        "darts/pool/length_p99": float(p99),
+        "darts/pool/length_max": float(lengths.max()),
+        "darts/pool/truncated_ratio": sum(r == FinishReason.LENGTH.value for r in reasons) / len(reasons),
+    }
+
+
+def _budget(record: RolloutRecord) -> dict[str, float]:
+    admission, num_groups = record.admission, len(record.admission.num_candidates)
+    total = sum(admission.num_candidates)
+    metrics = {
+        "darts/budget/total": float(total),
+        "darts/budget/redundancy": total / (num_groups * record.num_generations),
+        "darts/budget/saturated_ratio": admission.saturated / num_groups,
+        "darts/budget/mixed_ratio": record.num_mixed / num_groups,
+    }
+    if admission.rho is not None:
+        metrics["darts/budget/rho"] = admission.rho
+    return metrics
+
+
+def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, aborted: np.ndarray) -> dict[str, float]:
+    seconds = record.seconds
+    generated = float(sum(sum(s.lengths) - s.num_carried_tokens for s in record.groups))
+    return {
+        "darts/rollout/seconds": seconds,
+        "darts/rollout/generated_tokens": generated,
+        "darts/rollout/kept_tokens": float(kept.sum()),
+        "darts/rollout/aborted_candidates": float(aborted.sum()),
+        "darts/rollout/aborted_tokens": float(lengths[aborted].sum()),
+        "darts/rollout/resumed_candidates": float(record.num_resumed),
+        "darts/rollout/dropped_groups": float(record.num_dropped),
+        "darts/rollout/deferred_groups": float(len(record.deferred)),
+        "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
+        "darts/rollout/tokens_per_second": generated / seconds if seconds > 0 else 0.0,
+    }
+
+
+def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str, float]:
+    """
+    The metrics of a batch that is not the loader's.
+
+    Args:
+        rows ([`BufferedRows`]):
+            The batch.
+        mask_stale_after (`int`, *optional*):
+            Optimizer steps after which a token has no weight.
+    """
+    runs = np.array([run for row in rows.ages for run in row], dtype=float).reshape(-1, 2)
+    ages, counts = runs[:, 0], runs[:, 1]
+    metrics = {f"darts/buffer/{state}": float(count) for state, count in rows.states.items()}
+    if not len(runs):  # a batch without weight
+        return metrics
+    stale = ages > (np.inf if mask_stale_after is None else mask_stale_after)
+    return metrics | {
+        "darts/staleness/off_policy_share": float(counts[ages > 0].sum() / counts.sum()),
+        "darts/staleness/age_mean": float(ages @ counts / counts.sum()),
+        "darts/staleness/age_max": float(ages.max()),
+        "darts/staleness/masked_share": float(counts[stale].sum() / counts.sum()),
+    }
+
+
+def bias_metrics(
+    record: RolloutRecord,
+    rewards_per_func: torch.Tensor,
+    reward_weights: torch.Tensor,
+    first_rows: Mapping[int, int] | None = None,
+) -> dict[str, float]:
+    """
+    What the selection does to the lengths and rewards that are trained on.
+
+    Args:
+        record ([`RolloutRecord`]):
+            The rollout.
+        rewards_per_func (`torch.Tensor` of shape `(N·M, F)`):
+            Of the batch that is trained on, over all processes; NaN for none.
+        reward_weights (`torch.Tensor` of shape `(F,)`):
+            TRL's.
+        first_rows (`Mapping[int, int]`, *optional*):
+            By `group_id`, the first row of each of the rollout's groups in that batch, where it is not the group's
+            place. The rewards of the others are not known: they are of a later batch.
+    """
+    size = record.num_generations
+    if first_rows is None:
+        first_rows = {summary.group_id: summary.group_id * size for summary in record.summaries}
+    totals = (rewards_per_func * reward_weights.to(rewards_per_func.device)).nansum(dim=1)
+    totals[rewards_per_func.isnan().all(dim=1)] = torch.nan
+    rewards = totals.tolist()
+    groups = record.ended
+    lengths = [group.lengths for group in groups]
+    finished = [[reason != FinishReason.ABORT.value for reason in group.finish_reasons] for group in groups]
+    selected = [group.selected for group in groups]
+    starts = [first_rows.get(group.group_id) for group in groups]
+    known = [
+        [math.nan] * len(rows) if start is None else list(rewards[start : start + len(rows)])
+        for rows, start in zip(selected, starts, strict=True)
+    ]
+    report = length_bias(lengths, finished, selected, size)._asdict()
+    report |= reward_bias(lengths, finished, selected, known, size)._asdict()
+    return {f"darts/bias/{name}": value for name, value in report.items() if not math.isnan(value)}

@@ -1,0 +1,140 @@
+"""A run's traces, written and read: `rollouts/rollout_<step>_<micro step>.parquet`, one row per candidate."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from ..errors import ConfigurationError
+
+
+if TYPE_CHECKING:
+    from .metrics import RolloutRecord
+
+TRACE_PATTERN = "rollout_*.parquet"
+COLUMNS = {
+    "step": "int64",
+    "group": "int64",
+    "prompt_key": "uint64",  # a hash of 64 bits: read as anything else, it loses its last digits
+    "candidate": "int64",
+    "num_candidates": "int64",
+    "length": "int64",
+    "finish_reason": "str",
+    "selected": "bool",
+    "num_prompt_tokens": "int64",
+    "start_seconds": "float64",
+    "end_seconds": "float64",
+    "num_carried_tokens": "int64",
+    "carried_over": "bool",
+    "expected_length": "float64",
+}
+
+
+def write_trace(directory: Path, step: int, micro_step: int, record: RolloutRecord) -> None:
+    """
+    Writes one rollout. Seconds count from its first submission.
+
+    Args:
+        directory (`Path`):
+            The run's `output_dir`.
+        step (`int`):
+            The optimizer step, counted from 0.
+        micro_step (`int`):
+            Tells the rollouts of one step apart.
+        record ([`RolloutRecord`]):
+            The rollout.
+    """
+    groups = sorted(record.groups, key=lambda group: group.group_id)
+    carried_over = {group.group_id for group in record.deferred} if record.carries_over else set()
+    begin = min((start for group in groups for start, _ in group.times), default=0.0)
+    rows = [
+        {
+            "step": step,
+            "group": group.group_id,
+            "prompt_key": group.prompt_key,
+            "candidate": index,
+            "num_candidates": len(group.lengths),
+            "length": length,
+            "finish_reason": group.finish_reasons[index],
+            "selected": index in group.selected,
+            "num_prompt_tokens": group.num_prompt_tokens,
+            "start_seconds": group.times[index][0] - begin,
+            "end_seconds": group.times[index][1] - begin,
+            "num_carried_tokens": group.carried[index] if group.carried else 0,
+            "carried_over": group.group_id in carried_over,
+            "expected_length": math.nan if group.expected_length is None else group.expected_length,
+        }
+        for group in groups
+        for index, length in enumerate(group.lengths)
+    ]
+    path = directory / "rollouts" / f"rollout_{step:05d}_{micro_step:02d}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS).to_parquet(path)
+
+
+def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
+    """
+    Reads all traces of a run.
+
+    Args:
+        directory (`Path`):
+            Its `output_dir`.
+
+    Returns:
+        `tuple[pd.DataFrame, list[str]]`: One row per candidate, in the order of the rollouts, with `step` counted from
+        1 and a column `micro`; and notes on files that were left out.
+
+    Raises:
+        [`ConfigurationError`]: If a trace has other columns than those written here, or none can be read.
+    """
+    frames, broken = [], []
+    paths = {path: numbers for path in (directory / "rollouts").glob(TRACE_PATTERN) if (numbers := _numbers(path))}
+    for path in sorted(paths, key=paths.__getitem__):
+        try:
+            frame = pd.read_parquet(path)
+        except (OSError, ValueError) as error:  # pyarrow's errors are `ValueError`s
+            broken.append((path, (str(error).splitlines() or [type(error).__name__])[0].rstrip(".") + "."))
+            continue
+        if frame.empty:  # all prompts of the rollout were dropped
+            broken.append((path, "It has no candidates."))
+            continue
+        _check(path, frame)
+        frames.append(frame[list(COLUMNS)].astype(COLUMNS).assign(micro=paths[path][1]))
+    if broken and not frames:
+        path, reason = broken[0]
+        raise ConfigurationError(
+            f"`run_dir`: {str(path)!r} must be a Parquet file, with candidates. {reason} Remove it; a run "
+            "that is killed while it writes leaves such files."
+        )
+    notes = [f"{path.name} is left out. {reason}" for path, reason in broken]
+    if not frames:
+        return pd.DataFrame(columns=[*COLUMNS, "micro"]).astype({**COLUMNS, "micro": "int64"}), notes
+    traces = pd.concat(frames, ignore_index=True)
+    return traces.assign(step=traces["step"] + 1), notes
+
+
+def _numbers(path: Path) -> tuple[int, int] | None:
+    """Step and micro-step in a trace's name."""
+    match = re.fullmatch(r"rollout_(\d+)_(\d+)\.parquet", path.name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _check(path: Path, frame: pd.DataFrame) -> None:
+    if missing := [column for column in COLUMNS if column not in frame]:
+        raise ConfigurationError(
+            f"`run_dir`: {str(path)!r} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}: a "
+            "trace needs all that `save_rollout_trace=True` writes today. Train again, or remove this run's traces: "
+            "the report then takes its log."
+        )
+    for column, dtype in COLUMNS.items():
+        # Files of earlier versions have hashes as int64 where all of them fit.
+        expected = "iu" if dtype in ("int64", "uint64") else pd.Series(dtype=dtype).dtype.kind
+        if frame[column].dtype.kind not in expected:
+            raise ConfigurationError(
+                f"`run_dir`: {str(path)!r} must have {dtype} in the column {column}, and has {frame[column].dtype}. "
+                "Remove it; no training writes such files."
+            )

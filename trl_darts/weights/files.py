@@ -1,0 +1,132 @@
+"""Weights as files: each version appears in a directory at once and complete, and the directory goes with the run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ..errors import WeightSyncError
+
+
+SHARD_BYTES = 2 << 30  # memory that is needed beside the model while writing
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "trl_darts-"
+
+
+class WeightDirectory:
+    """
+    Holds the newest version that was written, `<parent>/trl_darts-<id>/v<version>`, and removes it at the end.
+
+    Without `sync_dir` the parent is shared memory, or the temporary directory for a version that would take more than
+    half of the memory that is free. What a run that was killed left there is removed by the next one.
+    """
+
+    def __init__(self, sync_dir: str | Path | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+        self.is_local = sync_dir is None
+        self.shard_bytes = shard_bytes
+        name = PREFIX + uuid.uuid4().hex[:12]  # two runs may share a parent
+        if sync_dir is None:
+            parents = [Path(tempfile.gettempdir())]
+            if os.access(SHARED_MEMORY, os.W_OK):
+                parents.insert(0, SHARED_MEMORY)
+        else:
+            parents = [Path(sync_dir).absolute()]
+        self.roots = [parent / name for parent in parents]  # the last one takes what no other has room for
+        self._locks: list[IO[str]] = []
+        if self.is_local:
+            for root in self.roots:
+                _remove_abandoned(root.parent)
+                root.mkdir(mode=0o700)
+                self._locks.append((root / "lock").open("w"))
+                fcntl.flock(self._locks[-1], fcntl.LOCK_EX)  # until this process ends, however it ends
+        # Called at the interpreter's exit at the latest.
+        self.close = weakref.finalize(self, _remove, self.roots, self._locks)
+
+    def path(self, version: int) -> Path | None:
+        """Directory of a version; `None` if it is not there."""
+        return next((root / f"v{version}" for root in self.roots if (root / f"v{version}").is_dir()), None)
+
+    def write(self, version: int, named_params: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Path:
+        """Write a version of `num_bytes`, one shard in memory at a time, and return its directory."""
+        root = next((root for root in self.roots[:-1] if 2 * num_bytes <= _free_bytes(root)), self.roots[-1])
+        partial = root / f".v{version}.partial"
+        try:
+            partial.mkdir(parents=True)
+            for index, shard in enumerate(self._shards(named_params)):
+                save_file(shard, partial / f"model-{index:05d}.safetensors")
+            partial.rename(root / f"v{version}")
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if not isinstance(error, (OSError, SafetensorError)):
+                raise
+            raise WeightSyncError(
+                f"The weights could not be written to {root.parent}: {error}. Free some space, or set "
+                "`weight_sync_dir` to another directory that the servers see."
+            ) from error
+        return root / f"v{version}"
+
+    def _shards(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> Iterable[dict[str, torch.Tensor]]:
+        shard: dict[str, torch.Tensor] = {}
+        num_bytes = 0
+        for name, tensor in named_params:
+            # A copy: the caller may change the original, and safetensors takes no two views of one memory.
+            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            num_bytes += tensor.nbytes
+            if num_bytes >= self.shard_bytes:
+                yield shard
+                shard, num_bytes = {}, 0
+        if shard:
+            yield shard
+
+    def keep_only(self, version: int) -> None:
+        """Remove every other version. This one stays: a server that comes back needs it."""
+        for root in self.roots:
+            for path in root.glob("v*"):
+                if path.name != f"v{version}":
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _free_bytes(root: Path) -> int:
+    """Room in shared memory, which may be larger than the memory behind it."""
+    return min(shutil.disk_usage(root).free, int(psutil.virtual_memory().available))
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove directories of runs that were killed: shared memory stays occupied until someone does."""
+    for path in parent.glob(f"{PREFIX}*/lock"):
+        with suppress(OSError), path.open("a") as lock:  # in use, or someone else's
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _remove(roots: list[Path], locks: list[IO[str]]) -> None:
+    for root in roots:
+        shutil.rmtree(root, ignore_errors=True)
+    for lock in locks:
+        lock.close()
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether `host` is an address of this machine: others can't be bound."""
+    for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as sock:
+                sock.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
