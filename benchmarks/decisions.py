@@ -50,7 +50,6 @@ class Batch:
 
     keys: list[int]
     pools: list[tuple[list[int], list[bool]]]  # lengths, complete
-    all_lengths: list[int]
     tracker: LengthTracker
     controller: BudgetController
     plans: list[GroupPlan]
@@ -66,20 +65,19 @@ def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
     """
     keys = rng.integers(-(2**63), 2**63, num_prompts).tolist()
     tracker = LengthTracker()
-    controller = BudgetController(NUM_GENERATIONS, MAX_NUM_GENERATIONS, latency_curve=CURVE, calibration_steps=1)
-    pools, everything = [], []
+    controller = BudgetController(NUM_GENERATIONS, MAX_NUM_GENERATIONS, cost_weight=0.001, latency_curve=CURVE)
+    pools = []
     for key in keys:
         size = int(rng.integers(POOL_SIZES[0], POOL_SIZES[1] + 1))
         lengths = rng.lognormal(rng.normal(6, 0.5), rng.uniform(0.3, 1.2), size).astype(int) + 1
         bound = int(np.quantile(lengths, 1 - rng.uniform(0.05, 0.3)))
         complete = (lengths <= bound).tolist()
         pools.append((np.minimum(lengths, bound).tolist(), complete))
-        everything += pools[-1][0]
         tracker.update(key, pools[-1][0], [not done for done in complete])
     tracker.end_step()
-    controller.observe(controller.total(num_prompts, tracker.rho), 60.0, everything)
+    controller.observe(tracker.rho, tracker.dataset_mean)
     plans = [GroupPlan(group_id, len(lengths)) for group_id, (lengths, _) in enumerate(pools)]
-    return Batch(keys, pools, everything, tracker, controller, plans, make_events(pools))
+    return Batch(keys, pools, tracker, controller, plans, make_events(pools))
 
 
 def make_events(pools: list[tuple[list[int], list[bool]]]) -> list[CandidateEnded]:
@@ -124,7 +122,7 @@ def track(batch: Batch) -> None:
 
 def observe(batch: Batch) -> None:
     """What the step cost."""
-    batch.controller.observe(batch.total, 60.0, batch.all_lengths)
+    batch.controller.observe(batch.tracker.rho, batch.tracker.dataset_mean)
 
 
 STAGES: tuple[Callable[[Batch], None], ...] = (budget, allocate, schedule, track, observe)

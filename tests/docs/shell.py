@@ -23,15 +23,13 @@ from unittest.mock import DEFAULT, patch
 import typer
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from trl import ModelConfig, TrlParser
+from trl import TrlParser
 
-from trl_darts import DARTSGRPOConfig
 from trl_darts.analysis.profile import ProfileOptions
+from trl_darts.analysis.recipe import ARGUMENTS, WITHOUT_DEVICE
 from trl_darts.analysis.simulation import parse_sweep, settings_of
 from trl_darts.cli import app, serve, simulate
-from trl_darts.hub.arguments import SCHEME
-from trl_darts.recipes import ScriptArguments, load_rewards
-from trl_darts.recipes.reading import WITHOUT_DEVICE
+from trl_darts.hub import SCHEME
 from trl_darts.serving import options
 from trl_darts.serving.build import VLLMBuild
 
@@ -175,7 +173,7 @@ def _script(path: str, arguments: list[str]) -> None:
 
 def _train(words: list[str]) -> None:
     """As the script reads them, without the GPUs that its config may need."""
-    parser = TrlParser((ScriptArguments, DARTSGRPOConfig, ModelConfig))
+    parser = TrlParser(ARGUMENTS)
     values = {}
     if "--config" in words:
         at = words.index("--config")
@@ -183,9 +181,7 @@ def _train(words: list[str]) -> None:
         values = {} if path.startswith(SCHEME) else yaml.safe_load((ROOT / path).read_text())
     parser.set_defaults_with_config(**{**values, **WITHOUT_DEVICE})
     parsed = vars(_parsed(parser, words))
-    arguments, config, _ = parser.parse_dict(parsed, allow_extra_keys=True)
-    if arguments.reward_funcs:
-        load_rewards(arguments, config.max_completion_length)
+    parser.parse_dict(parsed, allow_extra_keys=True)
 
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from tests.stub_engine import StubEngine
-from trl_darts.progress import RolloutProgress, describe
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.telemetry.progress import RolloutProgress, describe
 
 
 @pytest.fixture

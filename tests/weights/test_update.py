@@ -8,8 +8,8 @@ import torch
 
 from tests.weights.stubs import stub_client
 from trl_darts.errors import ConfigurationError, GenerationError, WeightSyncError
-from trl_darts.weights import FleetVLLMClient, make_client
 from trl_darts.weights.files import WeightDirectory
+from trl_darts.weights.fleet import FleetVLLMClient, make_client
 from trl_darts.weights.update import WeightUpdate
 
 

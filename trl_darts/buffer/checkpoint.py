@@ -100,7 +100,7 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     buffer = batches.policy.buffer()
     prompts = {i: (batches.rows[i], batches.prompt_ids[i]) for i in batches.buffer.entries}
     entries = dict(batches.buffer.entries)
-    if batches.mid_batch():
+    if batches.mid_batch:
         prompts |= batches.trained
         for entry_id, (_, tokens) in batches.trained.items():
             entries[entry_id] = BufferEntry(entry_id, PromptInfo(prompt_key(tokens), len(tokens)))

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PretrainedConfig
 from ..checks import has_images
 from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
-from ..weights import resolve_weight_sync
+from ..weights.fleet import resolve_weight_sync
 from .deadlines import Deadlines
 from .preflight import Requirements, ServerFacts, check_server
 from .vllm_server import VLLMServerEngine

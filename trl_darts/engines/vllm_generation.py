@@ -13,7 +13,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from ..errors import ConfigurationError, WeightSyncError
-from ..weights import FleetVLLMClient, SyncedVLLMClient, make_client
+from ..weights.client import SyncedVLLMClient
+from ..weights.fleet import FleetVLLMClient, make_client
 from .connection import ServerSettings
 from .hf_generate import replaced
 from .main_process import MainProcess

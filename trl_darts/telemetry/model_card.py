@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
-from trl import GRPOTrainer  # type: ignore[attr-defined]
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 
 from .. import __version__
-from ..scheduling import ScheduleSettings
-from .mixin import published_fields
+from ..hub import field_defaults, is_withheld
 
 
 PAPER = {  # in TRL's form
@@ -26,13 +24,13 @@ PAPER = {  # in TRL's form
     eprint       = {arXiv:2605.30859},
 }""",
 }
-# Headings of TRL's template, before which something is added. A test sees to it that they are there.
+# Headings of TRL's template, before which something is added.
 VERSIONS, CITATION = "### Framework versions", "Cite TRL as:"
 EFFECTS = {
     "darts/rollout/seconds": "seconds per rollout",
     "darts/rollout/bubble_ratio": "share of decoding slots that stood idle",
     "darts/budget/redundancy": "candidates planned per row trained on",
-    "darts/rollout/aborted_candidates": "candidates called off per rollout",
+    "darts/rollout/aborted_candidates": "candidates aborted per rollout",
     "darts/rollout/generated_tokens": "tokens generated per rollout",
     "darts/rollout/kept_tokens": "tokens kept per rollout",
     "darts/selection/kept_vs_pool_length_ratio": "mean length of what was kept / of what was sampled",
@@ -42,7 +40,7 @@ EFFECTS = {
 
 def add_rollouts(path: Path, config: Any, log_history: list[dict[str, float]]) -> None:
     """
-    Adds to a card how rollouts were shaped and what that did, and TRL's citation of GRPO.
+    Adds to a trained model's card how rollouts were shaped and what that did, and TRL's citation of GRPO.
 
     Args:
         path (`Path`):
@@ -53,31 +51,37 @@ def add_rollouts(path: Path, config: Any, log_history: list[dict[str, float]]) -
             What the trainer logged so far.
     """
     card = ModelCard.load(path)
-    text = _before(card.text, VERSIONS, f"{_settings(config)}\n{_effects(log_history)}\n")
+    text = _before(card.text, VERSIONS, f"### Rollouts\n\n{_settings(config)}\n{_effects(log_history)}\n")
     if config.schedule == "darts":  # with another, TRL cites GRPO by itself
         grpo = GRPOTrainer._paper["citation"]
-        text = _before(
-            text, CITATION, f"DARTS shapes the rollouts of GRPO. Cite GRPO as:\n\n```bibtex\n{grpo}\n```\n\n"
-        )
+        words = f"DARTS shapes the rollouts of GRPO. Cite GRPO as:\n\n```bibtex\n{grpo}\n```\n\n"
+        text = _before(text, CITATION, words)
     card.text = text
     card.save(path)
 
 
 def _settings(config: Any) -> str:
-    shaping = {field.name for field in fields(ScheduleSettings)} | {n for n in vars(config) if n.startswith("stream_")}
-    given = {name: value for name, value in published_fields(config).items() if name in shaping}
-    first = {"schedule": config.schedule, "num_generations": config.num_generations}
-    words = ", ".join(f"`{name}={value!r}`" for name, value in {**first, **given}.items())
-    if config.latency_curve is not None:  # its path is nobody's business
-        words += ", and a latency curve of the engine"
-    origin = config.origin and (
-        f"\nThe training was set up with the config `{config.origin}`, but for what was given beside it where it was "
-        "started.\n"
+    of_trl = field_defaults(GRPOConfig)
+    given = {name: value for name, value in config.given_fields.items() if name not in of_trl}
+    shown = {"schedule": config.schedule, "num_generations": config.num_generations} | {
+        name: value for name, value in given.items() if not is_withheld(name)
+    }
+    wait = ""
+    if config.schedule == "darts":
+        shown["long_end_patience"] = patience = config.long_end_patience
+        wait = " The wait for the long end was the paper's."
+        if patience == "auto":
+            wait = " The wait for the long end was not the paper's: it ended when no prompt was short of rows."
+        elif patience is not None:
+            wait = (
+                f" The wait for the long end was not the paper's: it ended at {patience} × the M-th shortest length."
+            )
+    method = "DARTS" if config.schedule == "darts" else f"TRL's GRPO with the schedule `{config.schedule}`"
+    words = ", ".join(f"`{name}={value!r}`" for name, value in shown.items())
+    origin = (
+        f"\n\nThe training was set up with `{config.origin}`, and what was given beside it." if config.origin else ""
     )
-    return (
-        "### Rollouts\n\nThey were shaped by [trl_darts](https://huggingface.co/papers/2605.30859) "
-        f"{__version__} with {words}; its other settings were the defaults.\n{origin or ''}"
-    )
+    return f"{method}, by trl_darts {__version__}, with {words}.{wait}{origin}\n"
 
 
 def _effects(log_history: list[dict[str, float]]) -> str:
@@ -90,19 +94,9 @@ def _effects(log_history: list[dict[str, float]]) -> str:
     if not rows:
         return "No rollout was logged before this card was written.\n"
     table = "\n".join(["| measured in this training | mean | first log | last log |", "|---|---|---|---|", *rows])
-    return f"{table}\n{_wasted(log_history)}\nWithout a training of TRL's own beside it, these are no speed-up.\n"
-
-
-def _wasted(log_history: list[dict[str, float]]) -> str:
-    logs = [entry for entry in log_history if "darts/rollout/generated_tokens" in entry]
-    generated = sum(entry["darts/rollout/generated_tokens"] for entry in logs)
-    if not generated:
-        return ""
-    wasted = 1 - sum(entry["darts/rollout/kept_tokens"] for entry in logs) / generated
-    return f"\nOf all tokens generated, {wasted:.0%} were not trained on."
+    return f"{table}\n\nThese are no speed-up: that takes a training of TRL's own beside it.\n"
 
 
 def _before(text: str, heading: str, section: str) -> str:
-    """With a section before a heading, or at the end where there is no such heading."""
     start, found, rest = text.partition(heading)
     return f"{start}{section}{found}{rest}" if found else f"{text}\n{section}"
