@@ -180,8 +180,8 @@ class VLLMServer:
 
 async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
     """
-    Asks a server how many tokens its model knows; `None` if it takes any. No endpoint tells, but the refusal of a token
-    beyond the vocabulary does, without any decoding.
+    Asks a server how many tokens its model knows; `None` if it takes any. No endpoint tells, but the refusal of a
+    token beyond the vocabulary does, without any decoding.
     """
     options = {"model": model, "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
     try:
