@@ -28,20 +28,7 @@ COLORS = (
 
 
 def save_picture(draw: Callable[[], Any], path: str | Path, dpi: int = 150) -> None:
-    """
-    Saves a figure.
-
-    Args:
-        draw (`Callable[[], matplotlib.figure.Figure]`):
-            Draws it. Leaves colors to matplotlib or names them `"C0"` to `"C10"`, for `COLORS`.
-        path (`str` or `Path`):
-            Where to. The ending decides about the format.
-        dpi (`int`, *optional*, defaults to `150`):
-            Pixels per inch.
-
-    Raises:
-        [`ImportError`]: If matplotlib is missing.
-    """
+    """Saves a figure."""
     require_matplotlib()
     import matplotlib
 
@@ -68,18 +55,7 @@ def smooth(values: Sequence[float], window: int = 5) -> list[float]:
 
 
 def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
-    """
-    Draws runs side by side: reward against steps and against time spent on rollouts, and lengths over training.
-
-    Args:
-        runs (`Mapping[str, LogHistory]`):
-            `trainer.state.log_history` by the run's name. Each entry must stand for one step (`logging_steps=1`).
-        path (`str` or `Path`):
-            Where to write the picture.
-
-    Raises:
-        [`ImportError`]: If matplotlib is missing.
-    """
+    """Draws runs side by side: reward against steps and against time spent on rollouts, and lengths over training."""
     save_picture(lambda: _comparison(runs), path)
 
 
@@ -110,12 +86,7 @@ def _comparison(runs: Mapping[str, LogHistory]) -> Any:
 
 
 def plot_simulation(outcomes: Sequence[Any], path: str | Path) -> None:
-    """
-    Draws what a simulation compared: speed-ups over the first of the `outcomes`, and what they cost.
-
-    Raises:
-        [`ImportError`]: If matplotlib is missing.
-    """
+    """Draws what a simulation compared: speed-ups over the first of the `outcomes`, and what they cost."""
     save_picture(lambda: _simulation(outcomes), path)
 
 

@@ -187,20 +187,7 @@ def steps_per_epoch(num_prompts: int, prompts_per_generation: int, config: Any) 
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
-    """
-    The fields of a recipe, with names and types checked.
-
-    Args:
-        path (`str` or `Path`):
-            A YAML file, in `TrlParser`'s form.
-
-    Returns:
-        `dict[str, Any]`: Values by name.
-
-    Raises:
-        [`ConfigurationError`]: If the file can't be read, a field is unknown, or a value is not what a command line
-            would take. `TrlParser` hands on numbers and lists as they are, whatever the field's type.
-    """
+    """The fields of a recipe, with names and types checked."""
     values = read_yaml(path)
     for name, value in values.items():
         if name == "env" and isinstance(value, dict):
@@ -214,21 +201,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
 
 
 def read_recipe(path: str | Path, num_processes: int = 1) -> Recipe:
-    """
-    Reads a recipe as `examples/train_grpo.py` does, and refuses what the trainer would refuse.
-
-    Args:
-        path (`str` or `Path`):
-            A YAML file, in `TrlParser`'s form.
-        num_processes (`int`, *optional*, defaults to `1`):
-            Processes that it is meant for. They need not exist.
-
-    Returns:
-        [`Recipe`]: With defaults filled in.
-
-    Raises:
-        [`ConfigurationError`]: If the file can't be read, or a training with it would be refused.
-    """
+    """Reads a recipe as `examples/train_grpo.py` does, and refuses what the trainer would refuse."""
     values = {name: value for name, value in read_fields(path).items() if name != "env"}
     classes: list[Any] = [ScriptArguments, _planned(num_processes), ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(classes)

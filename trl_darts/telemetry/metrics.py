@@ -83,19 +83,7 @@ class RolloutRecord:
 
 
 def rollout_metrics(record: RolloutRecord, sync_seconds: float | None = None) -> dict[str, float]:
-    """
-    The metrics of one rollout.
-
-    Args:
-        record ([`RolloutRecord`]):
-            A rollout of at least one group.
-        sync_seconds (`float`, *optional*):
-            Of the weight sync before it, if there was one.
-
-    Returns:
-        `dict[str, float]`: By name, `darts/<noun>/<stat>`. Those that are not known yet (ρ before the first
-        rollout) are left out.
-    """
+    """The metrics of one rollout."""
     summaries = record.summaries
     lengths = np.concatenate([s.lengths for s in record.ended])
     reasons = [reason for s in record.ended for reason in s.finish_reasons]
@@ -155,15 +143,7 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
 
 
 def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str, float]:
-    """
-    The metrics of a batch that is not the loader's.
-
-    Args:
-        rows ([`BufferedRows`]):
-            The batch.
-        mask_stale_after (`int`, *optional*):
-            Optimizer steps after which a token has no weight.
-    """
+    """The metrics of a batch that is not the loader's."""
     runs = np.array([run for row in rows.ages for run in row], dtype=float).reshape(-1, 2)
     ages, counts = runs[:, 0], runs[:, 1]
     metrics = {f"darts/buffer/{state}": float(count) for state, count in rows.states.items()}

@@ -39,17 +39,7 @@ EFFECTS = {
 
 
 def add_rollouts(path: Path, config: Any, log_history: list[dict[str, float]]) -> None:
-    """
-    Adds to a trained model's card how rollouts were shaped and what that did, and TRL's citation of GRPO.
-
-    Args:
-        path (`Path`):
-            Of the card that TRL wrote.
-        config ([`DARTSGRPOConfig`]):
-            Of the training.
-        log_history (`list[dict[str, float]]`):
-            What the trainer logged so far.
-    """
+    """Adds to a trained model's card how rollouts were shaped and what that did, and TRL's citation of GRPO."""
     card = ModelCard.load(path)
     text = _before(card.text, VERSIONS, f"### Rollouts\n\n{_settings(config)}\n{_effects(log_history)}\n")
     if config.schedule == "darts":  # with another, TRL cites GRPO by itself

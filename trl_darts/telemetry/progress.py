@@ -15,13 +15,7 @@ REFRESH_S = 0.1
 
 
 class RolloutProgress:
-    """
-    Shows how many candidates run, are complete and were aborted; disappears when the rollout ends.
-
-    Args:
-        enabled (`bool`):
-            Whether to show anything. Nothing is ever shown where standard error is not a terminal.
-    """
+    """Shows how many candidates run, are complete and were aborted; disappears when the rollout ends."""
 
     def __init__(self, enabled: bool) -> None:
         self._live = None

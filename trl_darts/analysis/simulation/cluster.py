@@ -43,28 +43,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 class SimulatedCluster:
-    """
-    Runs rollouts in virtual time: those of simulated trainings, and those of tests of your own policies.
-
-    Args:
-        spec ([`ClusterSpec`]):
-            The engines.
-
-    Example:
-
-    ```python
-    >>> from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
-    >>> from trl_darts.policy import LatencyCurve
-    >>> from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
-
-    >>> cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [0.01])))
-    >>> scheduler = Scheduler(make_policies("grpo", 2, 2, num_longest=0), num_generations=2)
-    >>> result = cluster.run(scheduler, [GroupPlan(0, 2)], lengths=[[100, 300]], max_length=1000)
-    >>> result.timeline.times[-1]
-    3.0
-
-    ```
-    """
+    """Runs rollouts in virtual time: those of simulated trainings, and those of tests of your own policies."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
@@ -73,22 +52,7 @@ class SimulatedCluster:
     def run(
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Lengths, max_length: int
     ) -> RolloutResult:
-        """
-        Runs one rollout.
-
-        Args:
-            scheduler ([`Scheduler`]):
-                A new one. The tokens that it is given are ranges: only their number means something.
-            plans (`Sequence[GroupPlan]`):
-                The groups.
-            lengths (`Mapping[int, Sequence[int]]` or `Sequence[Sequence[int]]` of shape `(N, ≥ M'_i)`):
-                By `group_id`: tokens that each candidate would have if nothing cut it off. At least 1.
-            max_length (`int`):
-                Tokens at which candidates are cut off.
-
-        Returns:
-            [`RolloutResult`]: As of a real engine; its timeline is in virtual seconds.
-        """
+        """Runs one rollout."""
         most = sum(plan.num_candidates for plan in plans)
         self._seconds.extend(self.spec.latency(count) for count in range(len(self._seconds), most + 1))
         engines = [SimulatedEngine(self.spec, self._seconds) for _ in range(self.spec.num_engines)]

@@ -84,19 +84,7 @@ def recorded_workload(
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """
-    One rollout of a trace.
-
-    Args:
-        plans (`list[GroupPlan]`):
-            Its prompts.
-        lengths (`list[list[int]]` of shape `(N, M'_i)`):
-            Tokens of each candidate; `ENDLESS` for those that were called off, or cut off at the limit.
-        selected (`list[list[int]]` of shape `(N, M)`):
-            Candidates that were kept, by prompt.
-        seconds (`float`):
-            From the first submission to the last end.
-    """
+    """One rollout of a trace."""
 
     plans: list[GroupPlan]
     lengths: list[list[int]]
@@ -133,16 +121,7 @@ class RecordedRollout:
 
 
 def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
-    """
-    The rollouts of a run with `save_rollout_trace=True`, in order.
-
-    Args:
-        run_dir (`Path`):
-            The run's `output_dir`.
-
-    Raises:
-        [`ConfigurationError`]: If there are no traces, or they lack columns. It is raised with the first rollout.
-    """
+    """The rollouts of a run with `save_rollout_trace=True`, in order."""
     for _, rollout in _traces(run_dir).groupby(["step", "micro"]):
         groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
         yield RecordedRollout(

@@ -33,19 +33,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
 
 
 def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
-    """
-    Reads settings and their values.
-
-    Args:
-        options (`Sequence[str]`):
-            Such as `"max_num_generations=10,12"`; `"none"` stands for `None`.
-
-    Returns:
-        `dict[str, list]`: Values by name.
-
-    Raises:
-        [`ConfigurationError`]: If a name is unknown or given twice, or a value is none of its type.
-    """
+    """Reads settings and their values."""
     sweep: dict[str, list[Any]] = {}
     for option in options:
         name, equals, values = option.partition("=")
@@ -80,21 +68,6 @@ def settings_of(
     """
     All settings of a comparison. Each schedule takes those settings of the sweep that mean something to it, and is not
     repeated for the others: `"grpo"`, for one, takes `num_generations` alone.
-
-    Args:
-        schedules (`Sequence[str]`):
-            Names; the first one's first setting is the baseline.
-        num_generations (`int`):
-            M, where it is not swept.
-        sweep (`Mapping[str, Sequence]`):
-            Values by name.
-
-    Returns:
-        `dict[str, ScheduleSettings]`: By a name that says what is special about each.
-
-    Raises:
-        [`ConfigurationError`]: If a schedule is unknown, none is given, a combination can't work, or a value means
-            nothing to any of the schedules.
     """
     if not schedules or (unknown := [name for name in schedules if name not in SCHEDULES]):
         raise ConfigurationError(

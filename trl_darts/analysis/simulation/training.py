@@ -131,19 +131,7 @@ class SimulatedRun:
 
 
 class SimulatedTraining:
-    """
-    A training in virtual time.
-
-    Args:
-        workload ([`Workload`]):
-            What is trained on.
-        settings ([`ScheduleSettings`]):
-            How rollouts are decided.
-        cluster ([`ClusterSpec`]):
-            What decodes them. Its latency curve is also the one that the budget is computed with.
-        seed (`int`, *optional*, defaults to `0`):
-            Of the order of the prompts and of their responses.
-    """
+    """A training in virtual time."""
 
     def __init__(self, workload: Workload, settings: ScheduleSettings, cluster: ClusterSpec, seed: int = 0) -> None:
         self.workload = workload
@@ -155,19 +143,7 @@ class SimulatedTraining:
         self.log_shift = 0.0  # what training has done to all log-lengths, see `Workload.shaping`
 
     def run(self, num_steps: int) -> SimulatedRun:
-        """
-        Trains from the beginning.
-
-        Args:
-            num_steps (`int`):
-                Optimizer steps, of one rollout each.
-
-        Returns:
-            [`SimulatedRun`]: What they were like.
-
-        Raises:
-            [`ConfigurationError`]: If there is no step.
-        """
+        """Trains from the beginning."""
         if num_steps < 1:
             raise ConfigurationError(f"`num_steps` ({num_steps}) must be at least 1.")
         run = SimulatedRun()
