@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import requests
 
+from trl_darts.analysis.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import (
@@ -20,7 +21,6 @@ from trl_darts.scheduling import (
     Submit,
     make_policies,
 )
-from trl_darts.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
 
 
 EOS_TOKEN = "1"
@@ -176,9 +176,8 @@ class Replay(SimulatedTraining):
 
     def steps(self) -> Iterator[None]:
         """One optimizer step after the other, without end."""
-        for outcome in self._outcomes():
-            self._note(self.outcome, outcome)
-            self.admission.observe(outcome.observed)
+        for outcome in self.outcomes():
+            self.outcome.add(outcome, self.workload)
             yield
 
     @property
@@ -194,8 +193,8 @@ class Replay(SimulatedTraining):
         used, available, _ = np.array([[0, 0, 1], *(own for own in self.slot_seconds if own[2] >= oversubscribed)]).T
         return float(1 - used.sum() / available.sum()) if available.any() else math.nan
 
-    def _rollout(self, *args: Any, **kwargs: Any) -> RolloutResult:
-        result = super()._rollout(*args, **kwargs)
+    def rollout(self, *args: Any, **kwargs: Any) -> RolloutResult:
+        result = super().rollout(*args, **kwargs)
         occupancy = Occupancy.of(result)
         available = (self.slots * self.num_engines if self.slots else occupancy.peak) * occupancy.seconds
         self.slot_seconds.append((slots_used(result, self.slots), available, bool(result.deferred)))

@@ -43,11 +43,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.paper_tables import CURVE
 from benchmarks.schedule_rows import ROWS, Replay, Row, ServerCluster, Total
 from benchmarks.servers import benchmark_server
+from benchmarks.simulator import CURVE
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, Workload
 from trl_darts.policy import LatencyCurve
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, Workload
 
 
 EPOCHS = 2  # in the first, nothing is known of any prompt

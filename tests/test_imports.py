@@ -71,7 +71,7 @@ def loaded(statement: str) -> set[str]:
         "import trl_darts",
         "import trl_darts.policy",
         "import trl_darts.scheduling",
-        "from trl_darts.engines import StubEngine",
+        "import trl_darts.analysis.simulation",
     ],
 )
 def test_decisions_load_neither_torch_nor_http(statement):

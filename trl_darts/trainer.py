@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from trl.extras.profiling import profiling_context
 
-from .buffer.batches import BufferedBatches, BufferedRows
+from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import PromptFeed, skip_epochs
 from .buffer.rounds import round_policy
@@ -20,7 +20,7 @@ from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_o
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.connection import connect, server_settings
-from .engines.engine import Engine, RolloutPlan
+from .engines.engine import RolloutPlan
 from .engines.factory import make_engine
 from .engines.hf_generate import replaced
 from .engines.main_process import MainProcess
@@ -81,12 +81,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ```
     """
 
+    args: Any  # `DARTSGRPOConfig`
+    model: Any
+    vllm_generation: Any  # `SyncedGeneration`
     _tag_names = ["trl", "grpo", "darts"]  # noqa: RUF012  (TRL's form)
     _name = "DARTS"
     _paper = PAPER
     # Class-level: TRL's own tests build trainers without __init__.
-    _engine: Engine | None = None
-    _batches: BufferedBatches | None = None  # where the schedule trains on other batches than the loader's
+    _engine: Any = None  # an `Engine`
+    _batches: Any = None  # `BufferedBatches` where the schedule trains on other batches than the loader's
     _sampler: Any = None
     _streams = Streams()
     _record: RolloutRecord | None = None  # of the last rollout, on every process
@@ -166,8 +169,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _generate_single_turn(
         self,
         prompt_ids: list[list[int]],
-        images: list | None,
-        multimodal_fields: dict,
+        images: list[Any] | None,
+        multimodal_fields: dict[str, Any],
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
@@ -190,7 +193,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._generated_at = time.perf_counter()
         return rows.completion_ids, rows.logprobs
 
-    def _rollout(self, batch: PromptBatch, training: bool = True) -> KeptRows | BufferedRows:
+    def _rollout(self, batch: PromptBatch, training: bool = True) -> Any:
         """One rollout, in the order in which things happen. Called on every process at once."""
         main, streams = self._main, self._streams if training else Streams()
         meanwhile = streams.follow if streams else None
@@ -225,12 +228,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _conclude(
         self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch, training: bool
-    ) -> tuple[KeptRows | BufferedRows, RolloutRecord]:
+    ) -> tuple[Any, RolloutRecord]:
         """What is trained on, and what is learned, on the main process."""
         for reason in result.dropped.values():
             logger.warning(f"{reason}. The group is dropped, and filler rows without weight are in its place.")
         batches = self._batches if training else None
-        rows = KeptRows.of_result(result, batch.num_generations) if batches is None else batches.collect(result)
+        rows: Any = KeptRows.of_result(result, batch.num_generations) if batches is None else batches.collect(result)
         carries_over = batches is not None and batches.buffer.keeps_tokens
         record = RolloutRecord.of(plan.admission, result, batch, carries_over)
         if training:
@@ -262,11 +265,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
 
-    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], list | None, dict]:
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         self._rollout_prompts = prompts
         return super()._tokenize_prompts(prompts)
 
-    def _process_rows(self, rows: list[int]) -> tuple[list | None, dict]:
+    def _process_rows(self, rows: list[int]) -> Any:
         """
         Images and the processor's fields for candidates of some rows of this process, each as often as it is named.
         The fields of a batch are cut in a different way for each kind of model, so the processor makes them anew.
@@ -283,7 +286,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         batches = self._batches if self.model.training else None
         with self._streams.serving(inputs if self.model.training else None) as streamed:
             if batches is not None:
-                inputs = self._buffered_inputs(len(inputs))
+                inputs = self._collect_inputs(len(inputs))
             output = super()._generate_and_score_completions(inputs)
         self._log_all(streamed)
         mask_fillers(output, self._fillers, self.accelerator)
@@ -293,7 +296,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._log_all({"darts/score/seconds": time.perf_counter() - self._generated_at})
         return output
 
-    def _buffered_inputs(self, num_rows: int) -> list[dict[str, Any]]:
+    def _collect_inputs(self, num_rows: int) -> list[dict[str, Any]]:
         """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
         batches, max_age = self._batches, self.args.mask_stale_after
         batch = batches.next_round(self.state.global_step)
@@ -310,8 +313,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return inputs
 
     def _tool_call_loop(
-        self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *args: Any
-    ) -> tuple:
+        self, prompts: list[Any], prompt_ids: Any, completion_ids: Any, completions: list[Any], *args: Any
+    ) -> Any:
         first = self.accelerator.process_index * len(prompts)
         for row in self._fillers.keys() & range(first, first + len(prompts)):
             completions[row - first][0].pop("tool_calls", None)  # they weigh nothing, and their prompts were refused
@@ -353,7 +356,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         if self._batches is not None:
             epoch_iterator = self._batches.feed.follow(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -372,7 +375,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
             skip_epochs(self._sampler, Path(checkpoint))
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # TRL's own signature
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it

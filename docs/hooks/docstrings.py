@@ -2,7 +2,8 @@
 A griffe extension: docstrings in TRL's form become Markdown.
 
 An entry of `Args:` or `Parameters:` reads `` name (`type`, *optional*, defaults to `1`): ``, with its text indented
-below. [`Name`] is a link where the site documents the name, and code otherwise. A config's field is documented by its help.
+below. [`Name`] is a link where the site documents the name, and code otherwise. A config's field is documented by its
+help.
 """
 
 import ast

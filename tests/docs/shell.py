@@ -27,11 +27,11 @@ from trl import TrlParser
 
 from trl_darts.analysis.profile import ProfileOptions
 from trl_darts.analysis.recipe import ARGUMENTS, WITHOUT_DEVICE
+from trl_darts.analysis.simulation import parse_sweep, settings_of
 from trl_darts.cli import app, serve, simulate
 from trl_darts.hub import SCHEME
 from trl_darts.serving import options
 from trl_darts.serving.build import VLLMBuild
-from trl_darts.simulation.sweep import parse_sweep, settings_of
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def _serve(**values: Any) -> None:
 
 
 def _simulate(schedule: list[str], sweep: list[str] | None, num_generations: int | None, **values: Any) -> None:
-    names = [*simulate._names(schedule), *simulate._further(values["more_schedules"] or [])]
+    names = simulate.schedule_names(schedule, values["more_schedules"] or [])
     settings_of(names, num_generations or 8, parse_sweep(sweep or []))
 
 

@@ -117,3 +117,29 @@ def test_a_math_recipe_trains(tmp_path, tiny_model_dir, tokenizer):
     assert any(name.startswith("rewards/") and "judge" in name for name in logged)
     assert logged["rewards/accuracy_reward/mean"] == logged["rewards/brevity/mean"] == 0.0  # a random model
     assert -1 <= logged["rewards/soft_overlong_punishment_reward/mean"] < 0  # that mostly goes on to the limit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--config", "hf://a/b"],
+            "Error: `repo_id` ('a/b'), `revision` (None): An error happened while trying to loc",
+        ),
+        (
+            ["--max_num_generations", "3"],
+            "Error: `max_num_generations` (3) must be at least `num_generations` (8). Ra",
+        ),
+        (["--top_p", "5"], "Error: `top_p` (5.0) must be greater than 0"),
+        (["--schedule", "sorted"], "Error: `schedule` ('sorted') trains on other prompts"),
+    ],
+)
+def test_before_the_training_an_error_is_one_line(script, monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "examples")])
+    monkeypatch.chdir(ROOT)
+    config = [] if "--config" in arguments else ["--config", "configs/tiny_reasoner.yaml"]
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", *config, *arguments, "--output_dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(message)

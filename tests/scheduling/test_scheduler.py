@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_darts.engines import StubEngine
+from tests.stub_engine import StubEngine
 from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import (
     Abort,
@@ -137,8 +137,8 @@ def test_uniform_keeps_the_first_that_ended_whatever_their_length():
 
 
 def test_candidates_of_an_earlier_rollout_are_not_sampled_again():
-    done = PartialCandidate([5] * 8, [-1.0] * 8, FinishReason.STOP, num_segments=1)
-    half = PartialCandidate([5] * 6, [-1.0] * 6, None, num_segments=1)
+    done = PartialCandidate([5] * 8, finish_reason=FinishReason.STOP, num_segments=1)
+    half = PartialCandidate([5] * 6, num_segments=1)
     engine = StubEngine({0: [8, 10, 4]})
     result = engine.run(grpo(), [GroupPlan(0, 3, resumed=(done, half))])
     submits = [c for c in engine.commands if isinstance(c, Submit)]

@@ -258,16 +258,16 @@ def test_a_new_batch_forgets_the_old_one(released):
         assert time.monotonic() - started < 10
 
 
-def test_functions_that_are_not_async_follow_each_other_in_one_thread():
+def test_functions_that_are_not_async_follow_each_other_while_candidates_decode():
     busy, order, threads = threading.Lock(), [], set()
 
     def named(name):
         def function(target, **kwargs):
             assert busy.acquire(blocking=False)
-            order.append((name, target[0]))
             threads.add(threading.current_thread())
             time.sleep(0.02)
             busy.release()
+            order.append((name, target[0]))
             return [0.0] * len(target)
 
         return function
@@ -275,23 +275,14 @@ def test_functions_that_are_not_async_follow_each_other_in_one_thread():
     with streaming(named("f"), named("g")) as stream:
         for row in (3, 1, 0, 2):
             submit(stream, [row], [IDS[row]])
-        serve(stream, IDS)
-    assert order == [(name, row) for row in (3, 1, 0, 2) for name in "fg"]
-    assert len(threads) == 1
-
-
-def test_time_before_serving_is_hidden():
-    def slow(completions, **kwargs):
-        time.sleep(0.05)
-        return [0.0] * len(completions)
-
-    with streaming(slow) as stream:
-        for row in range(4):
-            submit(stream, [row], [IDS[row]])
-        time.sleep(0.4)
+        while len(order) < 8:
+            time.sleep(0.01)
+        time.sleep(0.1)
         serve(stream, IDS)
         metrics = stream.metrics()
-    assert metrics["darts/stream/reward_hidden_seconds"] >= 4 * 0.05 - 0.01
+    assert order == [(name, row) for row in (3, 1, 0, 2) for name in "fg"]
+    assert len(threads) == 1
+    assert metrics["darts/stream/reward_hidden_seconds"] >= 8 * 0.02 - 0.01
     assert metrics["darts/stream/reward_exposed_seconds"] < 0.1
     assert metrics["darts/stream/reward_timeouts"] == 0
 

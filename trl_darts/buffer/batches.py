@@ -31,7 +31,7 @@ from ..scheduling import (
     RolloutResult,
     prompt_key,
 )
-from .buffer import Round, SampledCandidate
+from .buffer import SampledCandidate
 from .feed import PromptFeed, Rows
 from .rounds import RoundPolicy
 
@@ -111,9 +111,9 @@ class BufferedBatches:
         self.buffer = policy.buffer()
         self.rows: dict[int, dict[str, Any]] = {}  # of the data set, by entry ID, on every process
         self.prompt_ids: dict[int, list[int]] = {}
-        self.last: BufferedRows | None = None  # of the last round, on every process
+        self.last: Any = None  # `BufferedRows` of the last round, on every process
         self.trained: dict[int, tuple[dict[str, Any], list[int]]] = {}  # its rows of the data set and prompts, by ID
-        self._round: Round | None = None  # the one in progress, on the main process
+        self._round: Any = None  # the `Round` in progress, on the main process
         self._step = 0  # of the optimizer: the version of the policy that samples now
 
     # Prompts come in

@@ -84,7 +84,8 @@ def _write(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     buffer, prompts = _rest(batches)
     feed = [batches.feed.position, batches.feed.num_taken] if mid_epoch else [0, 0]
-    np.savez_compressed(directory / BUFFER_FILE, **dump(buffer), feed=np.array(feed, np.int64))
+    arrays: dict[str, Any] = {**dump(buffer), "feed": np.array(feed, np.int64)}
+    np.savez_compressed(directory / BUFFER_FILE, **arrays)
     (directory / PROMPTS_FILE).write_text(json.dumps(prompts, default=_refuse), encoding="utf-8")
 
 

@@ -31,8 +31,8 @@ class PromptFeed:
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
         self.num_taken = 0  # batches of this epoch that have been handed out by `pull`
-        self._source: Iterator[Rows] | None = None
-        self._wrapped: Iterator[Rows] | None = None
+        self._source: Any = None
+        self._wrapped: Any = None
         self._position = 0  # items of this epoch that the loader has yielded
         self._ahead: deque[Rows] = deque()  # items that the training loop has not got yet
         self._new: deque[Rows] = deque()  # batches that `pull` has not handed out yet

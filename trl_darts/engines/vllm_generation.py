@@ -47,6 +47,8 @@ class SyncedGeneration(VLLMGeneration):
             TRL's own arguments.
     """
 
+    vllm_client: Any  # a `FleetVLLMClient`, on the main process
+
     def __init__(
         self,
         *args: Any,
@@ -58,9 +60,9 @@ class SyncedGeneration(VLLMGeneration):
     ) -> None:
         if kwargs.get("max_num_seqs") is not None:
             kwargs["max_num_seqs"] = math.ceil(kwargs["max_num_seqs"] * pool_ratio)
-        self.settings = settings
-        self.engine = engine
-        self.facts = facts  # on every process, once vLLM is initialized
+        self.settings: Any = settings
+        self.engine: Any = engine
+        self.facts: Any = facts  # on every process, once vLLM is initialized
         self.main = MainProcess(kwargs["accelerator"])
         self._sync_seconds: float | None = None
         self._num_syncs = 0
@@ -76,7 +78,7 @@ class SyncedGeneration(VLLMGeneration):
             return
         self.facts = self.main.broadcast(self._connect)
 
-    def _connect(self) -> ServerFacts:
+    def _connect(self) -> Any:
         self.vllm_client = make_client(
             self.settings.base_urls,
             self.settings.weight_sync,

@@ -16,10 +16,10 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why an engine stopped decoding a candidate. The values are vLLM's."""
 
     STOP = "stop"  # natural end: an end-of-sequence token or a stop string
@@ -27,7 +27,7 @@ class FinishReason(str, Enum):
     ABORT = "abort"  # cut off by us
 
 
-class CandidateState(str, Enum):
+class CandidateState(StrEnum):
     """Where a candidate is in its life. The last three are final."""
 
     WAITING = "waiting"

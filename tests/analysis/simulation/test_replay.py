@@ -7,10 +7,10 @@ import pytest
 from tests.builders import letters_dataset, make_trainer
 from tests.test_trainer_server import server_args
 from trl_darts.analysis.profile import ProfileOptions, profile_servers
+from trl_darts.analysis.simulation import ClusterSpec, recorded_rollouts
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
-from trl_darts.simulation import ClusterSpec, recorded_rollouts
 
 
 pytestmark = pytest.mark.vllm

@@ -11,9 +11,9 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..errors import ConfigurationError
-from ..policy import LatencyCurve
-from ..scheduling import FinishReason, Submit
+from ...errors import ConfigurationError
+from ...policy import LatencyCurve
+from ...scheduling import FinishReason, Submit
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class ClusterSpec:
             An engine that prefills decodes nothing. A prompt is prefilled once per engine, its candidates share it.
         seconds_per_request (`float`, *optional*, defaults to `0.0`):
             Time that each candidate costs its engine before it decodes, whatever its length.
+        report_interval (`int`, *optional*, defaults to `16`):
+            Tokens between two reports of a sequence, where the schedule asks for them: our vLLM engine's streaming
+            interval.
 
     Raises:
         [`ConfigurationError`]: If a number is not positive.
@@ -46,9 +49,10 @@ class ClusterSpec:
     kv_tokens: int | None = None
     prefill_seconds_per_token: float = 0.0
     seconds_per_request: float = 0.0
+    report_interval: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("num_engines", "max_num_seqs", "kv_tokens"):
+        for name in ("num_engines", "max_num_seqs", "kv_tokens", "report_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
@@ -56,9 +60,6 @@ class ClusterSpec:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
 
-
-REPORT_INTERVAL = 16
-"""Tokens between two reports of a sequence, where the schedule asks for them: the streaming interval of our engine."""
 
 _NOW = 1e-6  # steps that are as good as none
 
@@ -69,9 +70,8 @@ class SimulatedSequence:
     A candidate on an engine.
 
     `length` is what it had when it was admitted last and `remaining` what it lacked then, in tokens. It decodes from
-    the engine's step `begin` to `end`, which is 0 while it waits. `reported` is what the scheduler knows of,
-    `streamed` what its last report before it was admitted would have been, and `report_from` the tokens from which on
-    its reports are events.
+    the engine's step `begin` to `end`, which is 0 while it waits. `reported` is what the scheduler knows of, and
+    `report_from` the tokens from which on its reports are events.
     """
 
     command: Submit
@@ -80,7 +80,6 @@ class SimulatedSequence:
     remaining: int
     reason: FinishReason
     reported: int
-    streamed: int
     report_from: float = math.inf
     next_report: float = -1.0  # step
     begin: float = 0.0
@@ -91,15 +90,7 @@ class SimulatedSequence:
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
-    """
-    One replica. `steps` counts its decoding steps and is a fraction between two of them.
-
-    Args:
-        spec ([`ClusterSpec`]):
-            What it is.
-        seconds (`list[float]`):
-            Per step, by the number of running sequences.
-    """
+    """One replica. `seconds` of a step are by the number of running sequences; `steps` may be a fraction."""
 
     spec: ClusterSpec
     seconds: list[float]
@@ -150,22 +141,14 @@ class SimulatedEngine:
         if step > self.steps:
             self.steps = step
         if step < sequence.end:
-            self._plan_report(sequence, step + REPORT_INTERVAL)
+            self._plan_report(sequence)
         return sequence
 
-    def report(self, sequence: SimulatedSequence, length: float) -> None:
-        """Have a sequence report from its first report on in which it has `length` tokens; not those that are past."""
-        sequence.report_from = length
+    def watch(self, sequence: SimulatedSequence, num_tokens: float) -> None:
+        """Have a sequence report from now on, once it has so many tokens."""
+        sequence.report_from = num_tokens
         if sequence.end != 0.0:
-            self._plan_report(sequence, self.steps)
-
-    def streamed(self, sequence: SimulatedSequence, is_due: bool = True) -> int:
-        """Tokens of its last report, had it made them all. `is_due` says whether one of this moment counts."""
-        if sequence.end == 0.0:
-            return sequence.streamed
-        steps = self.steps - sequence.begin + (_NOW if is_due else -_NOW)
-        num_reports = min(steps // REPORT_INTERVAL, (sequence.remaining - 1) // REPORT_INTERVAL)
-        return sequence.length + int(num_reports) * REPORT_INTERVAL if num_reports >= 1 else sequence.streamed
+            self._plan_report(sequence)
 
     def admit(self) -> None:
         """Start those that wait, in order, as far as there is room. An idle engine always has room."""
@@ -191,7 +174,7 @@ class SimulatedEngine:
                 insort(self.events, event)
         for *_, sequence in started:
             if sequence.report_from != math.inf:
-                self._plan_report(sequence, self.steps)
+                self._plan_report(sequence)
 
     def leave(self, sequence: SimulatedSequence, length: int) -> None:
         """Take a sequence out, running or waiting, that has this many tokens."""
@@ -210,6 +193,12 @@ class SimulatedEngine:
         tokens = int(self.steps - sequence.begin + _NOW)
         return sequence.length + (tokens if tokens < sequence.remaining else sequence.remaining)
 
+    def streamed(self, sequence: SimulatedSequence) -> int:
+        """Tokens that its reports have told until now, had it made them all. The last token comes with its end."""
+        prior, interval = len(sequence.command.prior_tokens), self.spec.report_interval
+        last = sequence.length + sequence.remaining - 1
+        return prior + (min(self.decoded(sequence), last) - prior) // interval * interval
+
     def _start(self, sequence: SimulatedSequence, context: int) -> None:
         spec, group, cost = self.spec, sequence.command.group_id, sequence.length
         if group not in self.prefilled:
@@ -224,10 +213,12 @@ class SimulatedEngine:
             self.used += context
             self.admitted.append(sequence)
 
-    def _plan_report(self, sequence: SimulatedSequence, after: float) -> None:
-        """Its next report from the step `after` on, if it makes one before its end."""
-        first = max(after - sequence.begin, sequence.report_from - sequence.length, REPORT_INTERVAL)
-        step = sequence.begin + math.ceil((first - _NOW) / REPORT_INTERVAL) * REPORT_INTERVAL
+    def _plan_report(self, sequence: SimulatedSequence) -> None:
+        """Its next report that is an event, if it makes one before its end."""
+        prior, interval = len(sequence.command.prior_tokens), self.spec.report_interval
+        tokens = max(sequence.report_from, self.decoded(sequence) + 1) - prior
+        tokens = prior + math.ceil(tokens / interval) * interval
+        step = sequence.begin + tokens - sequence.length
         sequence.next_report = step
         if step < sequence.end:
             insort(self.events, (step, sequence.command.candidate_id, sequence.admissions, sequence))
@@ -236,7 +227,6 @@ class SimulatedEngine:
         while self.admitted[-1].end == 0.0:
             self.admitted.pop()
         sequence = self.admitted.pop()
-        sequence.streamed = self.streamed(sequence)
         length = self.decoded(sequence)
         self.leave(sequence, length)
         sequence.remaining -= length - sequence.length

@@ -9,17 +9,22 @@ scheduler ──Submit──▶ engine: prefill, then one token of every running
 
 Invariants: time never runs backwards; a candidate that ends by itself has exactly the length that it was given; one
 engine without limits takes `rollout_time` seconds.
+
+A sequence of a thousand tokens reports sixty times, and almost none of it decides anything. [`DualEnd`] with a number
+for its patience acts on the first report beyond a bound, so only reports from there on are events. What the scheduler
+decides is the same. A policy that is not known here hears every report.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
-from ..scheduling import (
-    Candidate,
+from ...scheduling import (
     CandidateEnded,
     Command,
+    DualEnd,
     EngineLoad,
     FinishReason,
     Group,
@@ -30,16 +35,16 @@ from ..scheduling import (
     TokensArrived,
 )
 from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
-from .reports import Reports
 
 
+Lengths: TypeAlias = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
 # Members of an enum by a name of their own: before Python 3.12, looking one up in its class calls a function.
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 class SimulatedCluster:
     """
-    Runs rollouts in virtual time.
+    Runs rollouts in virtual time: those of simulated trainings, and those of tests of your own policies.
 
     Args:
         spec ([`ClusterSpec`]):
@@ -48,9 +53,9 @@ class SimulatedCluster:
     Example:
 
     ```python
+    >>> from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
     >>> from trl_darts.policy import LatencyCurve
     >>> from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
-    >>> from trl_darts.simulation import ClusterSpec, SimulatedCluster
 
     >>> cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [0.01])))
     >>> scheduler = Scheduler(make_policies("grpo", 2, 2, num_longest=0), num_generations=2)
@@ -66,7 +71,7 @@ class SimulatedCluster:
         self._seconds = [0.0]  # per step, by the number of running sequences
 
     def run(
-        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
+        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Lengths, max_length: int
     ) -> RolloutResult:
         """
         Runs one rollout.
@@ -75,22 +80,19 @@ class SimulatedCluster:
             scheduler ([`Scheduler`]):
                 A new one. The tokens that it is given are ranges: only their number means something.
             plans (`Sequence[GroupPlan]`):
-                The groups; `group_id` indexes `lengths`.
-            lengths (`Sequence[Sequence[int]]` of shape `(N, ≥ M'_i)`):
-                Tokens that each candidate would have if nothing cut it off. At least 1.
+                The groups.
+            lengths (`Mapping[int, Sequence[int]]` or `Sequence[Sequence[int]]` of shape `(N, ≥ M'_i)`):
+                By `group_id`: tokens that each candidate would have if nothing cut it off. At least 1.
             max_length (`int`):
                 Tokens at which candidates are cut off.
 
         Returns:
             [`RolloutResult`]: As of a real engine; its timeline is in virtual seconds.
         """
-        return _Rollout(self, scheduler, plans, lengths, max_length).run()
-
-    def seconds_per_step(self, num_candidates: int) -> list[float]:
-        """Seconds of a step, by the number of running sequences, up to at least `num_candidates`."""
-        known = self._seconds
-        known.extend(self.spec.latency(count) for count in range(len(known), num_candidates + 1))
-        return known
+        most = sum(plan.num_candidates for plan in plans)
+        self._seconds.extend(self.spec.latency(count) for count in range(len(self._seconds), most + 1))
+        engines = [SimulatedEngine(self.spec, self._seconds) for _ in range(self.spec.num_engines)]
+        return _Rollout(engines, scheduler, plans, lengths, max_length).run()
 
 
 class _Rollout:
@@ -98,29 +100,26 @@ class _Rollout:
 
     def __init__(
         self,
-        cluster: SimulatedCluster,
+        engines: list[SimulatedEngine],
         scheduler: Scheduler,
         plans: Sequence[GroupPlan],
-        lengths: Sequence[Sequence[int]],
+        lengths: Lengths,
         max_length: int,
     ) -> None:
+        self.engines = engines
+        self.times = [math.inf] * len(engines)  # of the engines' next events
         self.scheduler = scheduler
         self.plans = plans
         self.lengths = lengths
         self.max_length = max_length
         self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in plans}
-        spec = cluster.spec
-        seconds = cluster.seconds_per_step(sum(len(lengths[plan.group_id]) for plan in plans))
-        self.reports = Reports(scheduler)
+        self.hears = scheduler.needs_progress
         self.groups = scheduler.ledger.groups
-        self.engines = [SimulatedEngine(spec, seconds) for _ in range(spec.num_engines)]
-        self.times = [math.inf] * spec.num_engines  # of the engines' next events
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
-        self.event = (0.0, 0, 0)  # the last end or report: its time, engine and candidate
 
     def run(self) -> RolloutResult:
-        loads = [EngineLoad(str(index)) for index in range(len(self.engines))]
         engines, times = self.engines, self.times
+        loads = [EngineLoad(str(index)) for index in range(len(engines))]
         self._execute(self.scheduler.start(self.plans, loads, 0.0), 0.0)
         ledger = self.scheduler.ledger
         while ledger.num_open:  # the scheduler is not done
@@ -129,8 +128,6 @@ class _Rollout:
             engine = engines[index]
             engine.advance(now)
             sequence = engine.take_event()
-            if sequence is not None:
-                self.event = now, index, sequence.command.candidate_id
             if sequence is not None and engine.steps >= sequence.end:
                 self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
             elif sequence is not None:
@@ -149,50 +146,40 @@ class _Rollout:
     def _end(
         self, engine: SimulatedEngine, sequence: SimulatedSequence, length: int, reason: FinishReason, now: float
     ) -> None:
-        command, known, patient = sequence.command, sequence.reported, self.reports.patient is not None
-        if patient:
-            self._catch_up(command.candidate_id, self.groups[command.group_id], reason)
+        command, known = sequence.command, sequence.reported
         engine.leave(sequence, length)
         event = CandidateEnded(command.candidate_id, command.segment, known, range(length - known), None, reason, now)
         if commands := self.scheduler.handle(event):
             self._execute(commands, now)
-        if patient:
-            self._watch(self.groups[command.group_id])
+        if self.hears:
+            self._watch(self.groups[command.group_id], now)
 
-    def _catch_up(self, ended: int, group: Group, reason: FinishReason) -> None:
-        """Notes what was not reported, of the candidates whose lengths are read when this one ends."""
-        for candidate in self.reports.read_at_end(group, reason):
+    def _watch(self, group: Group, now: float) -> None:
+        """One of the group has ended: the others are heard as soon as their lengths can decide something."""
+        bound = self._report_from(group)
+        for candidate in group.unfinished if bound < math.inf else ():
             sequence = self.sequences.get(candidate.candidate_id)
-            if sequence is None or candidate.candidate_id == ended:
+            if sequence is None or not sequence.alive:  # not submitted yet, or called off after another's report
                 continue
-            length = self._streamed(candidate)
-            if length > sequence.reported:
-                candidate.tokens = range(length)
-                sequence.reported = length
+            index = int(sequence.command.engine_id)
+            engine = self.engines[index]
+            engine.advance(now)
+            length = engine.streamed(sequence)
+            if length >= bound and length > sequence.reported:
+                self._report(sequence, length, now)
+            if sequence.alive and sequence.report_from != bound:
+                engine.watch(sequence, bound)
+                self.times[index] = engine.next_time()
 
-    def _streamed(self, candidate: Candidate) -> int:
-        """Tokens of its last report up to the last event, had it made them all."""
-        sequence = self.sequences.get(candidate.candidate_id)
-        if sequence is None:
-            return len(candidate.tokens)
-        now, *before = self.event
-        index = int(sequence.command.engine_id)
-        engine = self.engines[index]
-        engine.advance(now)
-        # Of several events at the same time, those of the first engine come first, and of these the first candidate's.
-        return engine.streamed(sequence, is_due=[index, candidate.candidate_id] <= before)
-
-    def _watch(self, group: Group) -> None:
-        """From now on, reports of the group's sequences that can decide something are events."""
-        begin = self.reports.begin_at(group)
-        if begin == math.inf:
-            return
-        for candidate in group.unfinished:
-            sequence = self.sequences.get(candidate.candidate_id)
-            if sequence is not None and sequence.report_from != begin:
-                index = int(sequence.command.engine_id)
-                self.engines[index].report(sequence, begin)
-                self.times[index] = self.engines[index].next_time()
+    def _report_from(self, group: Group) -> float:
+        """Tokens from which on a report of the group's sequences can decide something; infinity for never."""
+        stop = self.scheduler.policies.group_stop
+        if not isinstance(stop, DualEnd) or type(stop).surplus is not DualEnd.surplus:
+            return 0.0
+        if group.closed or group.num_complete < stop.num_generations or stop.saturated(group):
+            return math.inf
+        assert stop.length_bound is not None  # or it would need no progress
+        return stop.length_bound * group.complete_lengths[stop.num_generations - 1]
 
     def _execute(self, commands: list[Command], now: float) -> None:
         touched = set()
@@ -220,8 +207,8 @@ class _Rollout:
             length, reason = self.max_length, LENGTH
         remaining = max(1, length - prior) if prior else length
         tokens = self.prompt_tokens[command.group_id]
-        sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior, streamed=prior)
-        if self.reports.needed:
-            sequence.report_from = self.reports.begin_at(self.groups[command.group_id])
+        sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior)
+        if self.hears:
+            sequence.report_from = self._report_from(self.groups[command.group_id])
         self.sequences[command.candidate_id] = sequence
         return sequence

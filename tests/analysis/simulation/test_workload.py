@@ -1,4 +1,4 @@
-"""Length models: what they draw, and that two schedules see the same candidates."""
+"""Length models: what they draw, and that two schedules see the same candidates; and workloads."""
 
 import math
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_darts.analysis.simulation import ENDLESS, LogNormalLengths, RecordedLengths, Workload
 from trl_darts.errors import ConfigurationError
-from trl_darts.simulation import ENDLESS, LogNormalLengths, RecordedLengths
 
 
 MODELS = [
@@ -77,9 +77,12 @@ def test_a_cut_candidate_is_replaced_by_any_longer_one():
         (lambda: RecordedLengths([[1]], [[False, True]]), "as many flags"),
         (lambda: RecordedLengths([[5, -1]], [[False, False]]), r"`lengths` \(-1.0 is one of 1"),
         (lambda: RecordedLengths([[5], [math.nan]], [[False]] * 2), r"`lengths` \(nan is .* finite and not negative"),
-        (lambda: RecordedLengths([[math.inf]], [[False]]), r"`lengths` \(inf"),
+        (lambda: Workload(LogNormalLengths(64), 65, 64), r"`prompts_per_step` \(65\).*\(64\)"),
+        (lambda: Workload(LogNormalLengths(64), 0, 64), r"`prompts_per_step` \(0\)"),
+        (lambda: Workload(LogNormalLengths(64), 16, 0), r"`max_completion_length` \(0\)"),
+        (lambda: Workload(LogNormalLengths(64), 16, 64, shaping=math.inf), r"`shaping` \(inf\)"),
     ],
 )
-def test_what_can_not_be_a_model(make, words):
+def test_what_can_not_be(make, words):
     with pytest.raises(ConfigurationError, match=words):
         make()

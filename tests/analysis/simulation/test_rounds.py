@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulation.given import SECOND_PER_TOKEN, GivenLengths, InOrder, train_given
+from tests.analysis.simulation.builders import SECOND_PER_TOKEN, GivenLengths, InOrder, train_given
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedTraining, Workload
+from trl_darts.analysis.simulation.workload import BatchLengths
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
-from trl_darts.simulation import ClusterSpec, LogNormalLengths, SimulatedTraining, Workload
 
 
 # Six prompts with two rows each, in batches of two: 10 and 100, 20 and 30, 200 and 40 tokens.
@@ -42,13 +43,9 @@ def test_tail_batching_defers_the_slowest_prompts_to_a_long_round():
 
 
 def test_a_candidate_that_begins_anew_has_its_length_again_or_a_new_one():
-    same, redrawn = (
-        train_given(SIX, two_rows("tail_batching", prompt_oversampling=1.5), 3, redraws=redraws)
-        for redraws in (False, True)
-    )
-    assert same.rollout_seconds == [20.0, 40.0, 200.0]
-    assert redrawn.rollout_seconds == [20.0, 40.0, 60.0]
-    assert redrawn.kept_tokens[2] == 2 * (50 + 60)
+    run = train_given(SIX, two_rows("tail_batching", prompt_oversampling=1.5), 3, redraws=True)
+    assert run.rollout_seconds == [20.0, 40.0, 60.0]  # 200 in the last step, where it has its length again
+    assert run.kept_tokens[2] == 2 * (50 + 60)
 
 
 def test_partial_rollout_takes_only_the_rest_of_a_resumed_candidate():
@@ -86,13 +83,11 @@ def test_sorted_partial_goes_on():
     assert run.off_policy_share == [0.0, 60 / 140]
 
 
+OVERSAMPLING = st.sampled_from([1.25, 1.5, 3.0])
 SETTINGS = st.one_of(
-    st.builds(two_rows, st.just("tail_batching"), prompt_oversampling=st.sampled_from([1.25, 1.5, 3.0])),
+    st.builds(two_rows, st.just("tail_batching"), prompt_oversampling=OVERSAMPLING),
     st.builds(
-        two_rows,
-        st.just("partial_rollout"),
-        prompt_oversampling=st.sampled_from([1.25, 1.5, 3.0]),
-        max_partial_age=st.integers(1, 3),
+        two_rows, st.just("partial_rollout"), prompt_oversampling=OVERSAMPLING, max_partial_age=st.integers(1, 3)
     ),
     st.builds(
         two_rows,
@@ -110,23 +105,20 @@ ENGINES = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SETTINGS, ENGINES, st.integers(1, 3), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_trained_once_and_nothing_wasted(schedule, spec, num_groups, num_batches, random):
     num_prompts = num_groups * num_batches
     lengths = random.sample(range(1, 400), 2 * num_prompts)  # all different: a length says which candidate it is
     table = [[lengths[2 * prompt], lengths[2 * prompt + 1], 1, 1] for prompt in range(num_prompts)]
-    training = SimulatedTraining(InOrder(GivenLengths(table), num_groups, 300), schedule, spec)
+    outcomes = SimulatedTraining(InOrder(GivenLengths(table), num_groups, 300), schedule, spec).outcomes()
     for _ in range(2):
-        steps = list(islice(training._outcomes(), num_batches))
+        steps = list(islice(outcomes, num_batches))
         assert all(len(step.kept) == 2 * num_groups for step in steps)
         kept = Counter(length for step in steps for length, _ in step.kept)
         assert kept == Counter(min(length, 300) for length in lengths)
-        decoded = sum(
-            sum(summary.lengths) - summary.num_carried_tokens
-            for step in steps
-            for summary in [*step.settled, *step.deferred]
-        )
+        summaries = [summary for step in steps for summary in [*step.settled, *step.deferred]]
+        decoded = sum(sum(summary.lengths) - summary.num_carried_tokens for summary in summaries)
         trained = sum(length for step in steps for length, _ in step.kept)
         assert decoded == trained if schedule.keeps_tokens else decoded >= trained
         assert steps[-1].num_buffered_tokens == 0
@@ -150,12 +142,11 @@ def test_all_schedules_see_the_same_candidates(redraws):
         training = SimulatedTraining(workload, schedule, ClusterSpec(LatencyCurve([1], [1.0])), seed=5)
         seen[name] = lengths_seen(training, num_epochs=3)
         assert seen[name].keys() == {(epoch, prompt) for epoch in range(3) for prompt in range(48)}
-    for name, own in seen.items():
-        for place, lengths in own.items():
-            for other in seen.values():
-                common = min(len(lengths), len(other[place]))
-                assert common >= 4
-                assert lengths[:common] == other[place][:common], name
+    for place, lengths in seen["darts"].items():
+        for other in seen.values():
+            common = min(len(lengths), len(other[place]))
+            assert common >= 4
+            assert lengths[:common] == other[place][:common]
     counts = {len(lengths) for lengths in seen["darts"].values()}
     assert len(counts) > 1  # M' differs
 
@@ -171,17 +162,13 @@ def lengths_seen(training: SimulatedTraining, num_epochs: int) -> dict[tuple[int
         return run(scheduler, plans, lengths, max_length)
 
     training.cluster.run = listening
-    for number, outcome in enumerate(islice(training._outcomes(), 6 * num_epochs)):
-        training.admission.observe(outcome.observed)
+    for number, _ in enumerate(islice(training.outcomes(), 6 * num_epochs)):
         epoch = (number + 1) // 6
     return seen
 
 
 def test_attempts_differ_and_what_a_candidate_is_does_not_depend_on_who_else_is_drawn():
-    from trl_darts.simulation.draws import CandidateLengths
-
-    workload = Workload(LogNormalLengths(16), 8, 4096)
-    batch = CandidateLengths(workload, 0).next_batch(np.arange(8))
+    batch = BatchLengths(LogNormalLengths(16), 0, 0, np.arange(8))
     attempts = [[batch.of(place, 6, attempt, 0.0) for place in range(8)] for attempt in range(3)]
     assert attempts[0] == batch.all(6, 0.0)
     assert [own[:4] for own in attempts[0]] == batch.all(4, 0.0)

@@ -8,19 +8,11 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ..errors import ConfigurationError
-from ..scheduling import ScheduleSettings
+from ...errors import ConfigurationError
+from ...scheduling import ScheduleSettings
 from .engine import ClusterSpec
-from .steps import SimulatedRun
-from .training import SimulatedTraining
+from .training import SimulatedRun, SimulatedTraining
 from .workload import Workload
-
-
-# Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom.
-_T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,18 +24,13 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """
-        From one value per seed.
+        """From one value per seed, with Student's t."""
+        from scipy.special import stdtrit  # takes a third of a second to import, for which `--help` should not wait
 
-        Args:
-            values (`Sequence[float]`):
-                At least one.
-        """
         mean, num = float(np.mean(values)), len(values)
         if num == 1:
             return cls(mean, math.inf)
-        quantile = _T95[min(num - 1, len(_T95)) - 1]
-        return cls(mean, quantile * float(np.std(values, ddof=1)) / math.sqrt(num))
+        return cls(mean, float(stdtrit(num - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(num)))
 
     @property
     def low(self) -> float:
@@ -67,17 +54,14 @@ class Outcome:
     Args:
         name (`str`):
             Of the setting.
-        settings ([`ScheduleSettings`]):
-            The setting.
         runs (`list[SimulatedRun]`):
             One per seed.
         speedups (`list[float]`):
             Seconds of the baseline over those of this setting, seed by seed. The i-th candidate of a prompt was the
-            same for both in each epoch, as far as both started it; see [`CandidateLengths`].
+            same for both in each epoch, as far as both started it.
     """
 
     name: str
-    settings: ScheduleSettings
     runs: list[SimulatedRun]
     speedups: list[float]
 
@@ -170,13 +154,9 @@ def compare(
         for name, setting in settings.items():
             runs[name].append(SimulatedTraining(workload, setting, cluster, seed).run(num_steps))
             on_run()
-    baseline = [sum(run.step_seconds) for run in next(iter(runs.values()))]
+    seconds = {name: [sum(run.step_seconds) for run in own] for name, own in runs.items()}
+    baseline = next(iter(seconds.values()))
     return [
-        Outcome(
-            name,
-            settings[name],
-            own,
-            [seconds / sum(run.step_seconds) for seconds, run in zip(baseline, own, strict=True)],
-        )
+        Outcome(name, own, [base / mine for base, mine in zip(baseline, seconds[name], strict=True)])
         for name, own in runs.items()
     ]

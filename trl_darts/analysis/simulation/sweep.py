@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import product
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
-from ..errors import ConfigurationError
-from ..scheduling import SCHEDULES, ScheduleSettings
-from ..scheduling.policies import SELECTIONS
-from ..scheduling.settings import SCHEDULE_DEFAULTS, SORTED_MODES
+from ...errors import ConfigurationError
+from ...scheduling import SCHEDULES, ScheduleSettings
+from ...scheduling.settings import SCHEDULE_DEFAULTS
 
-
-# The kind of a value: a type, or the words to choose from.
-TYPES: dict[str, type | tuple[str, ...]] = {
-    "num_generations": int,
-    "max_num_generations": int,
-    "target_redundancy": float,
-    "redundancy_cost_weight": float,
-    "length_ema": float,
-    "num_longest": int,
-    "tail_pruning": bool,
-    "long_end_patience": float,
-    "selection": SELECTIONS,
-    "prompt_oversampling": float,
-    "max_partial_age": int,
-    "sorted_group_batches": int,
-    "sorted_mode": SORTED_MODES,
-    "length_ranked": bool,
-    "num_long_servers": int,
-    "long_share": float,
-}
-WORDS = {"redundancy_cost_weight": ("none",), "long_end_patience": ("auto", "none")}
-"""What a number may also be."""
 
 # Settings that mean something only where more is sampled of a prompt than is kept.
-_REDUNDANCY = ("target_redundancy", "redundancy_cost_weight")
-_SELECTING = frozenset({*_REDUNDANCY, "max_num_generations", "num_longest", "tail_pruning", "long_end_patience"})
-_TRUTH = {"true": True, "false": False}
+_SELECTING = {
+    "max_num_generations",
+    "target_redundancy",
+    "redundancy_cost_weight",
+    "num_longest",
+    "tail_pruning",
+    "long_end_patience",
+}
+# `mask_stale_after` decides what is learned from a token, and the schedule has an option of its own.
+_HINTS = get_type_hints(ScheduleSettings)
+KINDS: dict[str, tuple[Any, ...]] = {
+    field.name: get_args(_HINTS[field.name]) or (_HINTS[field.name],)
+    for field in fields(ScheduleSettings)
+    if field.name not in ("schedule", "mask_stale_after")
+}
+"""The settings that can be swept, with the types of their values."""
 
 
 def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
@@ -57,28 +49,29 @@ def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
     sweep: dict[str, list[Any]] = {}
     for option in options:
         name, equals, values = option.partition("=")
-        if not equals or name not in TYPES or name in sweep:
+        if not equals or name not in KINDS or name in sweep:
             raise ConfigurationError(
-                f"`--sweep` ({option!r}) must be NAME=VALUE,…, each NAME once, and one of {', '.join(TYPES)}."
+                f"`--sweep` ({option!r}) must be NAME=VALUE,…, each NAME once, and one of {', '.join(KINDS)}."
             )
-        sweep[name] = [_value(name, word.strip()) for word in values.split(",")]
+        sweep[name] = [_value(name, word.strip().lower()) for word in values.split(",")]
     return sweep
 
 
 def _value(name: str, word: str) -> Any:
-    kind, others, word = TYPES[name], WORDS.get(name, ()), word.lower()
-    if isinstance(kind, tuple):
-        others, kind = kind, str
-    if word in others:
-        return None if word == "none" else word
-    try:
-        if kind is not str:
-            return _TRUTH[word] if kind is bool else kind(word)
-    except (KeyError, ValueError):
-        pass
-    expected = {bool: "true or false", int: "a whole number", float: "a number", str: ""}[kind]
-    choices = " or ".join(part for part in (expected, *others) if part)
-    raise ConfigurationError(f"`--sweep {name}` ({word!r}) must be {choices}.")
+    kinds = KINDS[name]
+    constants: dict[str, Any] = {"none": None} if NoneType in kinds else {}
+    if bool in kinds:
+        constants |= {"true": True, "false": False}
+    if word in constants:
+        return constants[word]
+    for kind in (int, float, str):
+        if kind in kinds:
+            try:
+                return kind(word)
+            except ValueError:
+                pass
+    numbers = ["a whole number"] if int in kinds else ["a number"] if float in kinds else []
+    raise ConfigurationError(f"`--sweep {name}` ({word!r}) must be {' or '.join([*numbers, *constants])}.")
 
 
 def settings_of(
@@ -118,33 +111,29 @@ def settings_of(
         ]
         for values in product(*choices):
             given = dict(zip(sweep, values, strict=True))
-            own = {name: value for name, value in given.items() if _means_something(name, schedule, given)}
+            own = {name: value for name, value in given.items() if _has_effect(name, schedule, given)}
             idle -= own.items()
             label = ", ".join([schedule, *(f"{name}={value}" for name, value in own.items())])
             if label not in settings:
                 settings[label] = ScheduleSettings(schedule, **{"num_generations": num_generations, **own})
     if idle:
         name, value = min(idle, key=str)
-        remedy = "Leave it out"
-        if name in SCHEDULE_DEFAULTS:
-            remedy += f", or add {' or '.join(map(repr, SCHEDULE_DEFAULTS[name]))} to the schedules"
+        belongs_to = " or ".join(map(repr, SCHEDULE_DEFAULTS.get(name, ())))
+        others = f", or add {belongs_to} to the schedules" if belongs_to else ""
         raise ConfigurationError(
             f"`--sweep` ({name}={value}) has no effect with `--schedule` ({', '.join(schedules)}) and the other "
-            f"values. {remedy}."
+            f"values. Leave it out{others}."
         )
     return settings
 
 
-def _means_something(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
+def _has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
     """Whether a value that is given changes what a schedule does, beside the other values."""
     if name == "num_generations":
         return True
-    if schedule == "grpo":
-        return False
+    if name in SCHEDULE_DEFAULTS or schedule == "grpo":
+        return schedule in SCHEDULE_DEFAULTS.get(name, ())
     if name == "selection":
-        return not (schedule == "darts" and given[name] == "all")
-    if name in SCHEDULE_DEFAULTS:
-        return schedule in SCHEDULE_DEFAULTS[name]
-    selection = given.get("selection", SCHEDULES[schedule])
-    selects = schedule == "darts" or selection != "all"
-    return selects if name in _SELECTING else True
+        return (schedule, given[name]) != ("darts", "all")
+    selects = schedule == "darts" or given.get("selection", SCHEDULES[schedule]) != "all"
+    return selects or name not in _SELECTING
