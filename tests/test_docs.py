@@ -1,4 +1,4 @@
-"""What the documentation says exists: paths and names of the paper index, metrics, and relative links."""
+"""What the documentation says exists: paths and names, metrics, links, and the order of calls in the picture."""
 
 import ast
 import re
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from docs.hooks.docstrings import to_markdown
+from docs.hooks.links import on_page_markdown
 from trl_darts.buffer.batches import BufferedRows
 from trl_darts.rows import KeptRows
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
@@ -15,19 +17,11 @@ from trl_darts.telemetry.metrics import RolloutRecord, bias_metrics, buffer_metr
 
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
-]
-REFERENCE = re.compile(r"`((?:trl_darts|tests|benchmarks|examples|docs|configs)/[^`\s]*?)(?:::([^`]*))?`")
-LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING"))]
+REFERENCE = re.compile(r"`([\w./-]+(?:\.(?:py|yaml|md)|/))(?:::([\w.]+))?`")
+FOLDERS = ("", "trl_darts", "tests")  # the paper index leaves the last two out
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)|<img [^>]*src=\"([^\"]+)\"")
 METRIC = re.compile(r"""["'](darts/\w+/\w+)["']""")
-EXTERNAL = ("http://", "https://", "mailto:", "#")
-
-
-def references(text: str) -> set[tuple[str, str]]:
-    """Backticked `path` and `path::name`, as (path, name); the name is empty where there is none."""
-    return set(REFERENCE.findall(text))
 
 
 @cache
@@ -51,11 +45,102 @@ def _names(body: list[ast.stmt], prefix: str) -> set[str]:
 
 def missing(text: str) -> list[str]:
     """References whose file, or whose name in the file, does not exist."""
-    return sorted(
-        f"{path}::{name}" if name else path
-        for path, name in references(text)
-        if not (ROOT / path).exists() or (name and name not in names(ROOT / path))
+    found = []
+    for path, name in REFERENCE.findall(text):
+        files = [ROOT / folder / path for folder in FOLDERS if (ROOT / folder / path).exists()]
+        if not files or (name and not any(name in names(file) for file in files)):
+            found.append(f"{path}::{name}" if name else path)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "least"), [("docs/paper_index.md", 100), ("CONTRIBUTING.md", 15), ("docs/how_it_works.md", 1)]
+)
+def test_pages_name_what_exists(page, least):
+    text = (ROOT / page).read_text()
+    assert len(REFERENCE.findall(text)) >= least
+    assert missing(text) == []
+
+
+@pytest.mark.parametrize(
+    "reference", ["policy/nowhere.py", "test_docs.py::test_nothing", "config.py::DARTSGRPOConfig.nothing"]
+)
+def test_a_missing_reference_is_found(reference):
+    known = "`test_docs.py::missing` and `trl_darts/scheduling/settings.py::ScheduleSettings.num_longest`"
+    assert missing(f"`{reference}` and {known}") == [reference]
+
+
+# Links
+
+
+def slugs(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Relative targets, and anchors in them, that are not there. Code blocks are no links."""
+    found = []
+    for path, anchor, image in LINK.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        target = page.parent / (path or image) if path or image else page
+        if not target.exists() or (anchor and anchor not in slugs(target)):
+            found.append(f"{path or image}#{anchor}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title\n[a](#a-title) [b](#b) [c](c.md) ![d](d.png) [e](https://x.y/z)\n```text\n[f](f.md)\n```\n"
     )
+    assert broken_links(page, page.read_text()) == ["#b", "c.md#", "d.png#"]
+
+
+def test_every_picture_is_shown():
+    shown = {name for page in PAGES for name in re.findall(r"[\w/]+\.png", page.read_text())}
+    assert {path.name for path in (ROOT / "docs").glob("*.png")} <= {Path(name).name for name in shown}
+
+
+# The picture of "How it works"
+
+
+def calls(path: Path, name: str) -> list[str]:
+    """What a method calls, in the order in which the calls are evaluated."""
+    class_name, method = name.split(".")
+    tree = ast.parse(path.read_text())
+    (body,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == class_name]
+    (function,) = [node for node in body.body if getattr(node, "name", None) == method]
+    found = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    found.sort(key=lambda node: (node.end_lineno, node.end_col_offset))  # arguments come before their call
+    return [node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func) for node in found]
+
+
+def drawn() -> list[tuple[str, str, list[str]]]:
+    """File, method and calls of each paragraph of the picture."""
+    (picture,) = re.findall(
+        r"```text\n(trainer\.py.*?)```", (ROOT / "docs" / "how_it_works.md").read_text(), re.DOTALL
+    )
+    paragraphs = []
+    for paragraph in picture.strip().split("\n\n"):
+        path, name = paragraph.split()[:2]
+        paragraphs.append((path, name, re.findall(r"^ [├└] (\w+)", paragraph, re.MULTILINE)))
+    return paragraphs
+
+
+@pytest.mark.parametrize(("path", "name", "drawn_calls"), drawn(), ids=lambda value: str(value)[:30])
+def test_the_picture_is_the_codes_order_of_calls(path, name, drawn_calls):
+    real = iter(calls(ROOT / "trl_darts" / path, name))
+    assert drawn_calls
+    assert [call for call in drawn_calls if call not in real] == []  # `in` goes on where the last one was found
+
+
+# Metrics
 
 
 def documented_metrics(text: str) -> set[str]:
@@ -93,37 +178,6 @@ def emitted_metrics() -> set[str]:
     return {*ours, *(name for source in sources for name in METRIC.findall(source))}
 
 
-def broken_links(page: Path) -> list[str]:
-    """Relative targets that are not there. Code blocks are no links."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    targets = [target for target in LINK.findall(text) if not target.startswith(EXTERNAL)]
-    return [target for target in targets if not (page.parent / target.split("#")[0]).exists()]
-
-
-@pytest.mark.parametrize(
-    ("page", "least"), [("docs/paper_index.md", 50), ("docs/servers.md", 1), ("CONTRIBUTING.md", 10)]
-)
-def test_pages_name_what_exists(page, least):
-    text = (ROOT / page).read_text()
-    assert len(references(text)) >= least
-    assert missing(text) == []
-
-
-@pytest.mark.parametrize(
-    "reference",
-    [
-        "trl_darts/nowhere.py",
-        "trl_darts/config.py:12",
-        "tests/test_docs.py::test_nothing",
-        "trl_darts/config.py::DARTSGRPOConfig.nothing",
-    ],
-)
-def test_a_missing_reference_is_found(reference):
-    known = "`tests/test_docs.py::missing` and `trl_darts/scheduling/settings.py::ScheduleSettings.num_longest`"
-    text = f"`{reference}` and {known}"
-    assert missing(text) == [reference]
-
-
 def test_metrics_are_documented():
     emitted = emitted_metrics()
     documented = documented_metrics((ROOT / "docs" / "metrics.md").read_text())
@@ -132,6 +186,24 @@ def test_metrics_are_documented():
     assert sorted(documented - emitted) == [], "defined in docs/metrics.md, but nothing logs it"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page):
-    assert broken_links(page) == []
+# The hooks of the site
+
+
+def test_links_out_of_the_docs():
+    text = "See [`a.py`](../benchmarks/a.py), [how](../b.py), [c](c.md), ![d](../d.png)."
+
+    class Config:
+        repo_url = None
+
+    assert on_page_markdown(text, Config) == "See `a.py`, how: `b.py`, [c](c.md), ![d](../d.png)."
+
+
+def test_docstrings_become_markdown():
+    source = "Does it.\n\nArgs:\n    a (`int`):\n        Of [`B`].\n\nRaises:\n    [`ValueError`]: If not.\n"
+    assert to_markdown(source, {"B": "p.B"}).split("\n\n") == [
+        "Does it.",
+        "**Arguments**",
+        '- **`a`** (`int`):\n    Of <autoref optional identifier="p.B">`B`</autoref>.',
+        "**Raises**",
+        "- `ValueError`: If not.",
+    ]

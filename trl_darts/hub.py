@@ -136,7 +136,7 @@ class PublishedConfig:
             it, and is named in a warning.
 
         Raises:
-            [`ConfigurationError`]: If it is missing, or refused; see `docs/hub.md`.
+            [`ConfigurationError`]: If it is missing, or refused; see `docs/recipes.md`.
             [`HubError`]: If the Hub can't be reached, or knows no such config.
         """
         path, origin = Path(pretrained_name_or_path), None
@@ -210,7 +210,7 @@ def push_config(
     measured: str | None = None,
 ) -> Pushed:
     """
-    Publishes a config as `darts_config.yaml` with a card, in one commit. See `docs/hub.md` for what never leaves.
+    Publishes a config as `darts_config.yaml` with a card, in one commit. See `docs/recipes.md` for what never leaves.
 
     Args:
         data (`dict[str, Any]`):

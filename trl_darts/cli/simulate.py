@@ -92,7 +92,7 @@ def simulate(
     fixed_seconds: Annotated[float, workload_option(help="Weight sync, rewards and the like, per step.")] = 0.0,
     shaping: Annotated[
         float,
-        workload_option(help="How fast the policy follows what is selected, an assumption; see docs/simulate.md."),
+        workload_option(help="How fast the policy follows what is selected, an assumption; see docs/analysis.md."),
     ] = 0.0,
     latency_curve: Annotated[
         Path | None,
