@@ -1,0 +1,237 @@
+"""
+The simulator: against a real server, against the paper, and against the clock.
+
+    python benchmarks/simulator.py parity [--steps 12]
+    python benchmarks/simulator.py paper [--steps 60] [--seeds 3]
+    python benchmarks/simulator.py speed [--steps 500]
+
+parity: rollouts that a trainer recorded are replayed with a curve that was measured on the same server. Profile and
+training take turns, so that both see the same weather on a shared machine. The training is the trainer's own with a
+learning rate of 0; nothing is fitted to its times but the cost of a request, which a rollout of one token each gives.
+
+paper: Tables 3 (ablation), 4 (dual-end ratio), 5 (scale) and Figure 8 (tail batching) of the DARTS paper, beside its
+numbers. What is assumed was not tuned to the paper: a log-normal workload in the style of Figure 1, an H20-like curve,
+a step of which GRPO's rollouts take about 70 %, and `Workload.shaping`, because the paper's speed-ups are averages
+over 500 steps in which the policy grew shorter.
+
+speed: a training of 512 prompts × 16 per step, on one core. The aim for 500 steps is 60 s.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.servers import benchmark_server, training_args
+from trl_darts import DARTSGRPOTrainer
+from trl_darts.analysis.profile import ProfileOptions, profile_servers
+from trl_darts.analysis.simulation import (
+    ClusterSpec,
+    Estimate,
+    LogNormalLengths,
+    SimulatedTraining,
+    Workload,
+    recorded_rollouts,
+)
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.policy import LatencyCurve
+from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings, UniformAdmission, make_policies
+
+
+M = 8
+console = Console()
+
+PROMPTS, LIMIT = 16, 768
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+MAX_NUM_SEQS = BATCHES[-1]  # DARTS submits more: some wait in the server's queue
+ROWS: dict[str, dict[str, Any]] = {
+    "grpo": {"schedule": "grpo"},
+    "darts (paper)": {"schedule": "darts", "long_end_patience": None},
+    "darts": {"schedule": "darts"},
+}
+
+
+def parity(steps: int) -> None:
+    """Prints predicted over real seconds, and how many decisions are the same."""
+    table = Table(title=f"{steps} rollouts of {PROMPTS} prompts × {M}, replayed")
+    for name in ("schedule", "real (s)", "predicted (s)", "predicted / real", "worst rollout", "same rows"):
+        table.add_column(name, justify="right")
+    with (
+        benchmark_server(max_model_len=1024, max_num_seqs=MAX_NUM_SEQS) as (url, model_dir),
+        tempfile.TemporaryDirectory() as out,
+    ):
+        before = measured_curve(url)
+        for name, fields in ROWS.items():
+            run_dir = Path(out) / name
+            trainer = train(url, model_dir, run_dir, fields, steps)
+            after = measured_curve(url)
+            curve = LatencyCurve.fit(BATCHES, [(before(size) + after(size)) / 2 for size in BATCHES])
+            request = seconds_per_request(url, trainer.vllm_generation.facts.model)
+            spec = ClusterSpec(curve, max_num_seqs=MAX_NUM_SEQS, seconds_per_request=request)
+            table.add_row(name, *replayed(run_dir, trainer.args.schedule_settings, spec))
+            before = after
+    console.print(table)
+
+
+def replayed(run_dir: Path, settings: ScheduleSettings, spec: ClusterSpec) -> list[str]:
+    """A row of the table."""
+    ratios, real, predicted, same, groups = [], 0.0, 0.0, 0, 0
+    for rollout in list(recorded_rollouts(run_dir))[1:]:  # the first one warms up
+        result = rollout.replay(settings, spec, LIMIT)
+        seconds = result.timeline.times[-1] - result.timeline.times[0]
+        ratios.append(seconds / rollout.seconds)
+        real, predicted = real + rollout.seconds, predicted + seconds
+        same += sum(g.selected == kept for g, kept in zip(result.groups, rollout.selected, strict=True))
+        groups += len(rollout.plans)
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+    shares = [f"{statistics.median(ratios):.2f}", f"{worst:.2f}"]
+    return [f"{real:.2f}", f"{predicted:.2f}", *shares, f"{same} of {groups}"]
+
+
+def measured_curve(url: str) -> LatencyCurve:
+    """Of batches up to the largest that the rollouts have."""
+    options = ProfileOptions((url,), batch_sizes=BATCHES, context_lengths=(128,), repeats=2)
+    return profile_servers(options).profile.curve
+
+
+def seconds_per_request(url: str, model: str) -> float:
+    """Rollouts of one token each: all that they cost is requests."""
+    engine = VLLMServerEngine([url])
+    body = {"model": model, "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
+    prompts = [[ServerPrompt([60 + index % 40, 61])] for index in range(PROMPTS)]
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        scheduler = Scheduler(make_policies("grpo", M, M, 0), M)
+        engine.run(scheduler, [GroupPlan(index, M) for index in range(PROMPTS)], prompts, body)
+        times.append((time.perf_counter() - start) / (PROMPTS * M))
+    engine.close()
+    return min(times)
+
+
+def train(url: str, model_dir: Path, out: Path, fields: dict[str, Any], steps: int) -> DARTSGRPOTrainer:
+    """The trainer's own rollouts."""
+    args = training_args(
+        url,
+        out,
+        **fields,
+        num_generations=M,
+        per_device_train_batch_size=PROMPTS * M,
+        max_completion_length=LIMIT,
+        max_steps=steps,
+        learning_rate=0.0,
+        save_rollout_trace=True,
+    )
+    prompts = Dataset.from_list([{"prompt": f"{index}:"} for index in range(PROMPTS)])
+    trainer = DARTSGRPOTrainer(str(model_dir), reward_funcs=length_reward, args=args, train_dataset=prompts)
+    trainer.train()
+    return trainer
+
+
+def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that differs from row to row."""
+    return [float(len(ids) % 7) for ids in completion_ids]
+
+
+# About 14 B parameters on two H20: memory-bound up to some hundred sequences.
+CURVE = LatencyCurve([1, 128, 512], [0.016, 0.020, 0.036])
+SHAPINGS = (0.0, 0.02, 0.05)
+NUM_ENGINES = 16  # 32 GPUs, two each
+GRPO = ScheduleSettings("grpo", num_generations=M)
+Change = dict[str, Any]
+TABLES: list[tuple[str, str, Change]] = [
+    ("Table 3: dual-end, 12 candidates for every prompt", "1.40", {"uniform": 12}),
+    ("Table 3: + adaptive allocation (DARTS)", "1.63", {}),
+    ("+ bounded wait, patience 2 (ours)", "–", {"long_end_patience": 2.0}),
+    ("+ bounded wait, auto (ours)", "–", {"long_end_patience": "auto"}),
+    ("Table 4: L : K = 2 : 6", "1.43, 1.35", {"num_longest": 2}),
+    ("Table 4: 4 : 4", "1.25, 1.15", {"num_longest": 4}),
+    ("Table 5: 16 GPUs", "1.21", {"num_engines": 8}),
+    ("Table 5: 64 GPUs", "1.55", {"num_engines": 32}),
+    # It looks ahead within an epoch, and knows nothing of prompts: one epoch, as of a large data set.
+    ("Figure 8: tail batching", "1.07 to 1.62", {"schedule": "tail_batching", "epochs": 1}),
+]
+
+
+def paper(steps: int, seeds: int) -> None:
+    """Prints speed-ups of whole steps over GRPO, for each shaping."""
+    table = Table("setting", "paper", *(f"ours, shaping {shaping:g}" for shaping in SHAPINGS), title=f"{steps} steps")
+    for name, number, change in TABLES:
+        table.add_row(name, number, *(str(speedup(steps, seeds, shaping, **change)) for shaping in SHAPINGS))
+    console.print(table)
+
+
+def speedup(
+    steps: int,
+    seeds: int,
+    shaping: float,
+    schedule: str = "darts",
+    num_engines: int = NUM_ENGINES,
+    epochs: int = 10,  # so that prompts are known
+    uniform: int | None = None,
+    **fields: Any,
+) -> Estimate:
+    """Over GRPO, seed by seed; `uniform` gives every prompt as many candidates."""
+    # GRPO's rollouts of 1,024 responses take some 350 s on 16 engines; 150 s of training make them 70 % of a step.
+    workload = Workload(
+        LogNormalLengths(max(128, 128 * steps // epochs), 1_000.0, 0.6, 0.45, endless_share=0.002),
+        128,
+        20_480,
+        prompt_tokens=150,
+        train_seconds_per_token=150.0 / (1024 * 1_500) * NUM_ENGINES / num_engines,
+        shaping=shaping,
+        redraws=True,
+    )
+    if schedule == "darts":
+        fields = {"long_end_patience": None, **fields}  # as in the paper
+    settings = ScheduleSettings(schedule, num_generations=M, **fields)
+    values = []
+    for seed in range(seeds):
+        baseline, training = (
+            SimulatedTraining(workload, own, ClusterSpec(CURVE, num_engines), seed) for own in (GRPO, settings)
+        )
+        if uniform is not None:
+            training.admission = UniformAdmission(uniform)
+        values.append(sum(baseline.run(steps).step_seconds) / sum(training.run(steps).step_seconds))
+    return Estimate.of(values)
+
+
+def speed(steps: int) -> None:
+    """Prints processor seconds per training, and per candidate."""
+    curve = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062])
+    workload = Workload(LogNormalLengths(10_000, endless_share=0.005), 512, 16_384)
+    table = Table("training", "candidates", "seconds", "µs per candidate", title=f"{steps} steps of 512 × 16")
+    for name, fields in ROWS.items():
+        start = time.process_time()
+        settings = ScheduleSettings(num_generations=16, **fields)
+        run = SimulatedTraining(workload, settings, ClusterSpec(curve, num_engines=8)).run(steps)
+        seconds, candidates = time.process_time() - start, sum(run.candidates)
+        table.add_row(name, f"{candidates:,.0f}", f"{seconds:.1f}", f"{seconds / candidates * 1e6:.1f}")
+    console.print(table)
+
+
+def main() -> None:
+    """Runs one of the three."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts: dict[str, Callable[..., None]] = {"parity": parity, "paper": paper, "speed": speed}
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int, default=3, help="of the paper's tables")
+    args = parser.parse_args()
+    steps = args.steps or {"parity": 12, "paper": 60, "speed": 500}[args.part]
+    parts[args.part](steps, *([args.seeds] if args.part == "paper" else []))
+
+
+if __name__ == "__main__":
+    main()
