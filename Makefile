@@ -74,7 +74,6 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/server_overhead.py
 	$(BIN)/python benchmarks/process_overhead.py
-	$(BIN)/python benchmarks/first_step.py
 
 # Under three hours on two cores; goes on where it was interrupted. Rewrites tables and pictures of docs/evidence.md.
 bench-evidence: $(VENV)/.test

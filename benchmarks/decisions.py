@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from trl_darts.policy import BudgetController, LengthTracker, allocate_redundancy
+from trl_darts.policy import BudgetController, LatencyCurve, LengthTracker, allocate_redundancy
 from trl_darts.scheduling import CandidateEnded, EngineLoad, FinishReason, GroupPlan, Scheduler, make_policies
 
 
@@ -32,6 +32,7 @@ LIMIT_S = 0.050  # most that the decisions of a step with 512 prompts may take
 LIMIT_GROWTH = 1.5  # most that the time may grow, over the growth of the batch: 12 times for 8 times the prompts
 NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST = 10, 20, 1
 POOL_SIZES = (12, 20)  # 16 candidates a prompt on average
+CURVE = LatencyCurve([1, 64, 256, 8192], [0.010, 0.012, 0.025, 0.700])
 
 
 @dataclass
@@ -53,7 +54,7 @@ def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
     """Log-normal lengths between and within prompts; 5 to 30 % of a pool were aborted or hit the limit."""
     keys = rng.integers(-(2**63), 2**63, num_prompts).tolist()
     tracker = LengthTracker()
-    controller = BudgetController(NUM_GENERATIONS, MAX_NUM_GENERATIONS)
+    controller = BudgetController(NUM_GENERATIONS, MAX_NUM_GENERATIONS, cost_weight=0.001, latency_curve=CURVE)
     pools = []
     for key in keys:
         size = int(rng.integers(POOL_SIZES[0], POOL_SIZES[1] + 1))

@@ -107,7 +107,7 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
     """Collects what the trainer scores, batch by batch, before it is shuffled, with the rows that it belongs to."""
     batches: list[dict[str, Any]] = []
     rows: list[Any] = []
-    score, buffered = trainer._generate_and_score_completions, trainer._buffered_inputs
+    score, buffered = trainer._generate_and_score_completions, trainer._collect_inputs
 
     def recorded_inputs(num_rows: int) -> list[dict[str, Any]]:
         rows[:] = buffered(num_rows)
@@ -118,5 +118,5 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
         batches.append({"inputs": list(rows) or inputs, **output})
         return output
 
-    trainer._buffered_inputs, trainer._generate_and_score_completions = recorded_inputs, recorded
+    trainer._collect_inputs, trainer._generate_and_score_completions = recorded_inputs, recorded
     return batches

@@ -6,11 +6,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from trl_darts.metrics import RolloutRecord, bias_metrics, harvest_metrics, rollout_metrics
-from trl_darts.prompt_rounds import HarvestedRows
+from trl_darts.buffer.batches import BufferedRows
 from trl_darts.rows import KeptRows
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
+from trl_darts.telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,13 +81,13 @@ def emitted_metrics() -> set[str]:
     )
     admission = Admission([4], saturated=1, rho=0.9)
     record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), num_generations=2)
-    harvested = HarvestedRows(
+    rows = BufferedRows(
         KeptRows([[1]], None), [0], [0], [[(1, 1)]], {"waiting": 1, "partial": 0, "complete": 0}, {0: 0}
     )
     ours = {
         **rollout_metrics(record),
-        **bias_metrics(record, {0: 0}, [0.0, 1.0]),
-        **harvest_metrics(harvested, mask_stale_after=None),
+        **bias_metrics(record, torch.tensor([[0.0], [1.0]]), torch.ones(1)),
+        **buffer_metrics(rows, mask_stale_after=None),
     }
     sources = [path.read_text() for path in (ROOT / "trl_darts").rglob("*.py")]
     return {*ours, *(name for source in sources for name in METRIC.findall(source))}

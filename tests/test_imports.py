@@ -1,12 +1,61 @@
-"""What may load what, in a fresh interpreter."""
+"""What may import what: no circles, and what a fresh interpreter loads."""
 
+import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "accelerate", "transformers", "trl", "vllm", "aiohttp", "requests", "httpx", "matplotlib")
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that a file imports, inside functions and for type checkers too."""
+    package = name_of(path).split(".")[: None if path.name == "__init__.py" else -1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else []
+            source = ".".join([*start, *([node.module] if node.module else [])])
+            found |= {
+                f"{source}.{alias.name}" if f"{source}.{alias.name}" in modules else source for alias in node.names
+            }
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & modules
+
+
+def import_graph() -> dict[str, set[str]]:
+    paths = {name_of(path): path for path in (ROOT / "trl_darts").rglob("*.py")}
+    graph = {name: imports(path, set(paths)) - {name} for name, path in paths.items()}
+    del graph["trl_darts"]  # its names are loaded lazily: what it names for type checkers is no import
+    return {name: needs - {"trl_darts"} for name, needs in graph.items()}
+
+
+def test_no_import_circle():
+    """Imports inside functions included: they only hide a circle."""
+    try:
+        TopologicalSorter(import_graph()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_rooms_keep_to_the_import_rule():
+    graph = import_graph()
+    for name, needs in graph.items():
+        room = name.split(".")[1]
+        needed = {need.split(".")[1] for need in needs} - {room}
+        assert "trainer" not in needed or room in ("cli", "hub"), (name, needed)
+        if room in ("policy", "scheduling"):
+            assert needed <= {"policy", "errors"}, (name, needed)
 
 
 def loaded(statement: str) -> set[str]:
@@ -22,7 +71,7 @@ def loaded(statement: str) -> set[str]:
         "import trl_darts",
         "import trl_darts.policy",
         "import trl_darts.scheduling",
-        "from trl_darts.engines import StubEngine",
+        "import trl_darts.analysis.simulation",
     ],
 )
 def test_decisions_load_neither_torch_nor_http(statement):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .buffer.batches import BufferedBatches
@@ -34,16 +34,14 @@ class VarianceTrackerCallback(TrainerCallback):
     """
 
     def __init__(self, tracker: LengthTracker | None = None) -> None:
-        self.tracker = tracker
+        self.tracker: Any = tracker
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Makes the tracker, if there is none."""
         if self.tracker is None:
             self.tracker = args.tracker(args.max_completion_length)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the lengths next to the trainer's own state, on the main process."""
         if state.is_world_process_zero:
             self.save(_checkpoint(args, state))
@@ -76,7 +74,7 @@ class RolloutStateCallback(TrainerCallback):
         self._admission = admission
         self._batches = batches
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes it next to the trainer's own state."""
         directory = _checkpoint(args, state)
         if state.is_world_process_zero:
@@ -96,7 +94,7 @@ class RolloutStateCallback(TrainerCallback):
             self._admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))
 
 
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+def _checkpoint(args: Any, state: TrainerState) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
@@ -114,9 +112,7 @@ class RunLogCallback(TrainerCallback):
     A resumed training goes on in the same file: of two entries of one step, the later counts.
     """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the settings."""
         if state.is_world_process_zero:
             settings = {name: getattr(args, name) for name in SETTINGS}
@@ -124,9 +120,7 @@ class RunLogCallback(TrainerCallback):
             run = {"name": args.run_name or args.output_dir, "model": model, **settings}
             append_entry(Path(args.output_dir), {"run": run})
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Writes an entry."""
         if state.is_world_process_zero:
             append_entry(Path(args.output_dir), {"step": state.global_step, **logs})

@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 MAX_CHECKED_PROMPTS = 100_000
 
 
-def check_arguments(args: Any, rollout_func: Callable | None) -> None:
+def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
     """
     Refuses arguments of the trainer that can't work.
 
@@ -44,7 +44,7 @@ def check_arguments(args: Any, rollout_func: Callable | None) -> None:
     check_combinations(args)
 
 
-def check_combinations(config: DARTSGRPOConfig) -> None:
+def check_combinations(config: Any) -> None:
     """
     Refuses combinations of fields that no trainer can run, whatever its model and data. Not part of the config, which
     is also published and taken over by others: servers are named where a training starts.
@@ -94,10 +94,11 @@ def has_images(dataset: Any) -> bool:
     """Whether a data set has TRL's columns of images, or messages with images in its first row."""
     if dataset is None:
         return False
-    row = next(iter(dataset), {})
+    row: dict[str, Any] = next(iter(dataset), {})
     if {"image", "images"} & row.keys():
         return True
-    messages = row.get("prompt") if isinstance(row.get("prompt"), list) else []
+    prompt = row.get("prompt")
+    messages = prompt if isinstance(prompt, list) else []
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return any(part.get("type") == "image" and part.get("image") is not None for parts in contents for part in parts)
 

@@ -16,15 +16,15 @@ from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
-from .hub.mixin import PublishedConfig
+from .hub import PublishedConfig
 from .policy import LatencyCurve
 from .scheduling import ScheduleSettings
 from .scheduling.policies import check_choice
+from .weights import WEIGHT_SYNCS
 
 
 API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
 GENERATION_ERRORS = ("raise", "drop_group")
-WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
 # TRL compares these strings where it computes, without a list of them; other values end a training in its first step.
 TRL_CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),

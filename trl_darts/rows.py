@@ -41,7 +41,7 @@ class KeptRows:
     @classmethod
     def of_groups(
         cls,
-        groups: Mapping[int, Sequence[tuple[Tokens, list[float] | None]]],
+        groups: Mapping[int, Sequence[tuple[Any, list[float] | None]]],
         repeated: Mapping[int, int],
         num_generations: int,
     ) -> "KeptRows":

@@ -1,20 +1,17 @@
 """`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with rollouts of our own."""
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from trl import GRPOTrainer
+from transformers import TrainerCallback
+from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from trl.extras.profiling import profiling_context
 
-from .buffer.batches import BufferedBatches, BufferedRows
+from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import PromptFeed, skip_epochs
 from .buffer.rounds import round_policy
@@ -23,19 +20,17 @@ from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_o
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.connection import connect, server_settings
-from .engines.engine import Engine, RolloutPlan
-from .engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
-from .engines.in_process import InProcessEngine
+from .engines.engine import RolloutPlan
+from .engines.factory import make_engine
+from .engines.hf_generate import replaced
 from .engines.main_process import MainProcess
-from .engines.servers import ServerEngine
-from .engines.share import Share, Slot
 from .engines.vllm_generation import synced_generation
-from .hub.model_card import PAPER, add_rollouts
 from .policy import LengthTracker
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
 from .streaming import Streams, called_model, make_streams
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
+from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
 from .telemetry.traces import write_trace
 
@@ -58,20 +53,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
     `_load_optimizer_and_scheduler` and `create_model_card`, each around TRL's own.
 
     Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model to be trained, as in [`~trl.GRPOTrainer`].
-        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
-            As in [`~trl.GRPOTrainer`].
         args ([`DARTSGRPOConfig`], *optional*):
             Configuration. Defaults to one with the model's name.
-        train_dataset (`Dataset` or `IterableDataset`, *optional*):
-            As in [`~trl.GRPOTrainer`].
         callbacks (`list[TrainerCallback]`, *optional*):
             As in [`~trl.GRPOTrainer`]. A [`VarianceTrackerCallback`] among them is used instead of a new one.
-        rollout_func (`Callable`, *optional*):
-            As in [`~trl.GRPOTrainer`], with `schedule="grpo"`.
-        kwargs:
-            The other arguments of [`~trl.GRPOTrainer`].
+        model, reward_funcs, train_dataset, …:
+            As in [`~trl.GRPOTrainer`]; `rollout_func` needs `schedule="grpo"`.
 
     Raises:
         [`ConfigurationError`]: If settings can't work together, or a server can't serve this training. Raised before
@@ -94,12 +81,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ```
     """
 
+    args: Any  # `DARTSGRPOConfig`
+    model: Any
+    vllm_generation: Any  # `SyncedGeneration`
     _tag_names = ["trl", "grpo", "darts"]  # noqa: RUF012  (TRL's form)
     _name = "DARTS"
     _paper = PAPER
     # Class-level: TRL's own tests build trainers without __init__.
-    _engine: Engine | None = None
-    _batches: BufferedBatches | None = None  # where the schedule trains on other batches than the loader's
+    _engine: Any = None  # an `Engine`
+    _batches: Any = None  # `BufferedBatches` where the schedule trains on other batches than the loader's
     _sampler: Any = None
     _streams = Streams()
     _record: RolloutRecord | None = None  # of the last rollout, on every process
@@ -118,40 +108,21 @@ class DARTSGRPOTrainer(GRPOTrainer):
         processing_class: Any = None,
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        tools: list[Callable] | None = None,
-        rollout_func: Callable | None = None,
-        environment_factory: Any = None,
+        **kwargs: Any,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
-        check_arguments(args, rollout_func)
+        check_arguments(args, kwargs.get("rollout_func"))
         callbacks = list(callbacks or [])
         if not any(isinstance(callback, VarianceTrackerCallback) for callback in callbacks):
             callbacks.append(VarianceTrackerCallback())
         settings = server_settings(args, model, train_dataset) if args.uses_servers else None
         servers, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
+        given = (reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
         try:
             with synced_generation(settings, servers, facts, args.pool_ratio):
-                super().__init__(
-                    model=model,
-                    reward_funcs=reward_funcs,
-                    args=args,
-                    train_dataset=train_dataset,
-                    eval_dataset=eval_dataset,
-                    processing_class=processing_class,
-                    reward_processing_classes=reward_processing_classes,
-                    callbacks=callbacks,
-                    optimizers=optimizers,
-                    quantization_config=quantization_config,
-                    peft_config=peft_config,
-                    tools=tools,
-                    rollout_func=rollout_func,
-                    environment_factory=environment_factory,
-                )
+                super().__init__(model, *given, callbacks, **kwargs)
             self._init_rollouts()
         except BaseException:
             if servers is not None:
@@ -168,17 +139,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
         curve = args.load_latency_curve()
         warn_of_other_model(curve, args.latency_curve, self.model)
         self._admission = args.admission(self.length_tracker, curve, args.num_engines)
-        self._engine = self._make_engine()
+        self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
         if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
             feed = PromptFeed(args.steps_per_generation * args.num_iterations)
+            tokenize, steps = super()._tokenize_prompts, lambda: self._step
             self._batches = BufferedBatches(
-                policy,
-                self._admission,
-                args.num_generations,
-                feed,
-                self._main,
-                tokenize=lambda prompts: super(DARTSGRPOTrainer, self)._tokenize_prompts(prompts)[0],
-                mid_batch=lambda: self._step % feed.repeats != 0,
+                policy, self._admission, args.num_generations, feed, self._main, tokenize, steps
             )
         self._state_callback = RolloutStateCallback(self._admission, self._batches)
         self.add_callback(self._state_callback)
@@ -187,19 +153,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._streams = make_streams(self)
         if args.uses_servers:
             self._main.run(lambda: check_prompt_lengths(self, self._engine.check_prompts))
-
-    def _make_engine(self) -> Engine:
-        args = self.args
-        if args.uses_servers:
-            return ServerEngine(self.vllm_generation)
-        ranked = args.length_ranked
-        if not args.use_vllm:
-            return InProcessEngine(self._main, self._decode, ranked)
-        from .engines.vllm_colocated import decode_colocated  # imports vLLM
-
-        size = args.vllm_tensor_parallel_size
-        decode = partial(decode_colocated, self.vllm_generation)
-        return InProcessEngine(self._main, decode, ranked, size, self.vllm_generation.tp_group if size > 1 else None)
 
     @property
     def length_tracker(self) -> LengthTracker:
@@ -216,8 +169,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _generate_single_turn(
         self,
         prompt_ids: list[list[int]],
-        images: list | None,
-        multimodal_fields: dict,
+        images: list[Any] | None,
+        multimodal_fields: dict[str, Any],
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
@@ -240,7 +193,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._generated_at = time.perf_counter()
         return rows.completion_ids, rows.logprobs
 
-    def _rollout(self, batch: PromptBatch, training: bool = True) -> KeptRows | BufferedRows:
+    def _rollout(self, batch: PromptBatch, training: bool = True) -> Any:
         """One rollout, in the order in which things happen. Called on every process at once."""
         main, streams = self._main, self._streams if training else Streams()
         meanwhile = streams.follow if streams else None
@@ -275,12 +228,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _conclude(
         self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch, training: bool
-    ) -> tuple[KeptRows | BufferedRows, RolloutRecord]:
+    ) -> tuple[Any, RolloutRecord]:
         """What is trained on, and what is learned, on the main process."""
         for reason in result.dropped.values():
             logger.warning(f"{reason}. The group is dropped, and filler rows without weight are in its place.")
         batches = self._batches if training else None
-        rows = KeptRows.of_result(result, batch.num_generations) if batches is None else batches.collect(result)
+        rows: Any = KeptRows.of_result(result, batch.num_generations) if batches is None else batches.collect(result)
         carries_over = batches is not None and batches.buffer.keeps_tokens
         record = RolloutRecord.of(plan.admission, result, batch, carries_over)
         if training:
@@ -295,10 +248,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if self._fillers:
                 self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(record.num_dropped))
             return
-        metrics = rollout_metrics(record)
-        if self.use_vllm and (seconds := self.vllm_generation.pop_sync_seconds()) is not None:
-            metrics["darts/sync/seconds"] = seconds
-        self._log_all(metrics)
+        self._log_all(rollout_metrics(record, self.vllm_generation.pop_sync_seconds() if self.use_vllm else None))
         if self.args.save_rollout_trace and self._main.is_here:
             # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
             micro_step = self._step % self.args.gradient_accumulation_steps
@@ -315,33 +265,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
 
-    # Decoding with transformers
-
-    def _decode(self, batch: PromptBatch, share: Share, feed: list[Slot]) -> None:
-        """TRL generates for a share of the candidates instead of the rows."""
-        rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
-        prompts = [batch.rows[row] for row in rows]
-        images, fields = batch.images, batch.fields
-        if batch.multimodal and rows != list(range(len(batch.rows)))[batch.mine]:
-            images, fields = self._process_rows([row - batch.mine.start for row in rows])
-        model = self.accelerator.unwrap_model(self.model_wrapped)
-        generate = partial(super()._generate_single_turn, prompts, images, fields, batch.num_generations)
-        if self.use_transformers_continuous_batching:
-            from .engines.hf_continuous import scheduled_batching  # not in every supported transformers
-
-            with scheduled_batching(model, share, self.eos_token_ids):
-                generate()
-        else:
-            criterion = SchedulerCriterion(share, self.eos_token_ids)
-            with stopping_criterion(model, criterion):
-                completions, _ = generate()
-            criterion.finish(completions)
-
-    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], list | None, dict]:
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         self._rollout_prompts = prompts
         return super()._tokenize_prompts(prompts)
 
-    def _process_rows(self, rows: list[int]) -> tuple[list | None, dict]:
+    def _process_rows(self, rows: list[int]) -> Any:
         """
         Images and the processor's fields for candidates of some rows of this process, each as often as it is named.
         The fields of a batch are cut in a different way for each kind of model, so the processor makes them anew.
@@ -358,7 +286,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         batches = self._batches if self.model.training else None
         with self._streams.serving(inputs if self.model.training else None) as streamed:
             if batches is not None:
-                inputs = self._buffered_inputs(len(inputs))
+                inputs = self._collect_inputs(len(inputs))
             output = super()._generate_and_score_completions(inputs)
         self._log_all(streamed)
         mask_fillers(output, self._fillers, self.accelerator)
@@ -368,7 +296,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._log_all({"darts/score/seconds": time.perf_counter() - self._generated_at})
         return output
 
-    def _buffered_inputs(self, num_rows: int) -> list[dict[str, Any]]:
+    def _collect_inputs(self, num_rows: int) -> list[dict[str, Any]]:
         """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
         batches, max_age = self._batches, self.args.mask_stale_after
         batch = batches.next_round(self.state.global_step)
@@ -385,8 +313,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return inputs
 
     def _tool_call_loop(
-        self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *args: Any
-    ) -> tuple:
+        self, prompts: list[Any], prompt_ids: Any, completion_ids: Any, completions: list[Any], *args: Any
+    ) -> Any:
         first = self.accelerator.process_index * len(prompts)
         for row in self._fillers.keys() & range(first, first + len(prompts)):
             completions[row - first][0].pop("tool_calls", None)  # they weigh nothing, and their prompts were refused
@@ -414,7 +342,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         compute = super()._get_per_token_logps_and_entropies
         stream = self._streams.log_probs
-        if stream is None or not stream.active or not stream.serves(name := called_model(self, model)):
+        if stream is None or not stream.serves(name := called_model(self, model)):
             return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
         def rest(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -428,7 +356,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         if self._batches is not None:
             epoch_iterator = self._batches.feed.follow(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -445,10 +373,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
             warn_of_lost_prompts(Path(checkpoint))
         else:
             load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
-            epochs = int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)
-            skip_epochs(self._sampler, epochs)
+            skip_epochs(self._sampler, Path(checkpoint))
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # TRL's own signature
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it

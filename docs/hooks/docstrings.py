@@ -2,9 +2,11 @@
 A griffe extension: docstrings in TRL's form become Markdown.
 
 An entry of `Args:` or `Parameters:` reads `` name (`type`, *optional*, defaults to `1`): ``, with its text indented
-below. [`Name`] is a link where the site documents the name, and code otherwise.
+below. [`Name`] is a link where the site documents the name, and code otherwise. A config's field is documented by its
+help.
 """
 
+import ast
 import re
 import textwrap
 from collections.abc import Iterator
@@ -26,6 +28,8 @@ class TRLDocstrings(griffe.Extension):
         """Called by griffe."""
         paths = documented_paths(pkg)
         for item in objects(pkg):
+            if item.is_attribute and (text := help_of(item.value)):
+                item.docstring = griffe.Docstring(text)
             if item.docstring is not None:
                 item.docstring.value = to_markdown(item.docstring.value, paths)
 
@@ -37,6 +41,15 @@ def documented_paths(pkg: griffe.Module) -> dict[str, str]:
     for module in (*modules, pkg):
         paths |= {str(name): f"{module.path}.{name}" for name in module.exports or ()}
     return paths
+
+
+def help_of(value: Any) -> str | None:
+    """The help of a config's field, which is `_setting(default, help)` or `_field(default, help)`."""
+    if not (isinstance(value, griffe.ExprCall) and str(value.function) in ("_setting", "_field")):
+        return None
+    default, text = (str(argument) for argument in value.arguments)
+    shown = "" if default == "None" else f" Defaults to `{default}`."
+    return ast.literal_eval(text) + shown
 
 
 def objects(item: griffe.Object) -> Iterator[griffe.Object]:

@@ -23,17 +23,15 @@ from unittest.mock import DEFAULT, patch
 import typer
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from trl import ModelConfig, TrlParser
+from trl import TrlParser
 
-from trl_darts import DARTSGRPOConfig
 from trl_darts.analysis.profile import ProfileOptions
+from trl_darts.analysis.recipe import ARGUMENTS, WITHOUT_DEVICE
+from trl_darts.analysis.simulation import parse_sweep, settings_of
 from trl_darts.cli import app, serve, simulate
-from trl_darts.hub.arguments import SCHEME
-from trl_darts.recipes import ScriptArguments, load_rewards
-from trl_darts.recipes.reading import WITHOUT_DEVICE
+from trl_darts.hub import SCHEME
 from trl_darts.serving import options
 from trl_darts.serving.build import VLLMBuild
-from trl_darts.simulation.sweep import parse_sweep, settings_of
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +120,7 @@ def _serve(**values: Any) -> None:
 
 
 def _simulate(schedule: list[str], sweep: list[str] | None, num_generations: int | None, **values: Any) -> None:
-    names = [*simulate._names(schedule), *simulate._further(values["more_schedules"] or [])]
+    names = simulate.schedule_names(schedule, values["more_schedules"] or [])
     settings_of(names, num_generations or 8, parse_sweep(sweep or []))
 
 
@@ -175,7 +173,7 @@ def _script(path: str, arguments: list[str]) -> None:
 
 def _train(words: list[str]) -> None:
     """As the script reads them, without the GPUs that its config may need."""
-    parser = TrlParser((ScriptArguments, DARTSGRPOConfig, ModelConfig))
+    parser = TrlParser(ARGUMENTS)
     values = {}
     if "--config" in words:
         at = words.index("--config")
@@ -183,9 +181,7 @@ def _train(words: list[str]) -> None:
         values = {} if path.startswith(SCHEME) else yaml.safe_load((ROOT / path).read_text())
     parser.set_defaults_with_config(**{**values, **WITHOUT_DEVICE})
     parsed = vars(_parsed(parser, words))
-    arguments, config, _ = parser.parse_dict(parsed, allow_extra_keys=True)
-    if arguments.reward_funcs:
-        load_rewards(arguments, config.max_completion_length)
+    parser.parse_dict(parsed, allow_extra_keys=True)
 
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:

@@ -19,8 +19,9 @@ from tests.engines.processes import (
     random_lengths,
 )
 from tests.engines.threads import at_once, in_threads, open_mailboxes
-from trl_darts.engines import StubEngine, links
+from tests.stub_engine import StubEngine
 from trl_darts.engines import director as director_module
+from trl_darts.engines import links
 from trl_darts.engines.director import Director
 from trl_darts.engines.links import RemoteLink
 from trl_darts.engines.share import Report
@@ -43,7 +44,7 @@ def test_processes_in_step_decide_what_one_engine_decides(options, seed):
     processes = Processes(lengths, num_processes=2 + seed % 2, **options)
     result = processes.run_in_step()
 
-    engine = StubEngine(lambda group_id, index: lengths[group_id][index], progress_interval=1)
+    engine = StubEngine(lengths, progress_interval=1)
     scheduler = Scheduler(make_policies("darts", M, M_UP, 1, **options), M)
     expected = engine.run(scheduler, [GroupPlan(index, len(group)) for index, group in enumerate(lengths)])
     for group, wanted in zip(result.groups, expected.groups, strict=True):

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 
-TOKEN, READ_TOKEN = "hf_" + "Ab1" * 10, "hf_" + "Rd2" * 10
+TOKEN = "hf_" + "Ab1" * 10
 Files = dict[str, bytes]
 
 
@@ -23,7 +23,6 @@ class Repository:
     """Branches and commits of one repository."""
 
     private: bool
-    gated: bool = False  # everyone sees it, nobody has been granted its files
     commits: dict[str, Files] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
@@ -148,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         self.state.requests.append((path, b""))
         found = API.fullmatch(path) or FILE.fullmatch(path)
         repository = self.state.repositories.get(found["repo"]) if found else None
-        if self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}", f"Bearer {READ_TOKEN}"):
+        if self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}"):
             return self.refuse_token()
         if found is None or repository is None or (repository.private and not self.headers.get("Authorization")):
             return self.refuse(404 if self.headers.get("Authorization") else 401, "RepoNotFound")
@@ -157,18 +156,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(404, "RevisionNotFound")
         files = repository.files(commit)
         if "path" in found.groupdict():
-            if repository.gated:
-                return self.refuse(403, "GatedRepo", "Access to this repository is restricted")
             if found["path"] not in files:
                 return self.refuse(404, "EntryNotFound", commit=commit)
             return self.answer(files[found["path"]], commit)
-        if found["action"] == "tree":
-            return self.answer(
-                [
-                    {"type": "file", "path": name, "size": len(files[name]), "oid": oid_of(files[name])}
-                    for name in files
-                ]
-            )
         siblings = [{"rfilename": name} for name in files]
         repo = {"id": found["repo"], "modelId": found["repo"], "private": repository.private}
         return self.answer({**repo, "sha": commit, "siblings": siblings})
@@ -191,8 +181,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end(json.dumps({"error": message or code}).encode())
 
     def refuse_token(self) -> None:
-        if self.headers.get("Authorization") == f"Bearer {READ_TOKEN}":
-            return self.refuse(403, message="You have read access but not the required permissions")
         return self.refuse(401, message="Invalid credentials in Authorization header")
 
     def end(self, body: bytes) -> None:

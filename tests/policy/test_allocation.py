@@ -123,12 +123,6 @@ def test_without_history_means_the_mean_weight() -> None:
         assert allocate_redundancy(stds, total, 4, 8) == allocate_redundancy(as_mean, total, 4, 8)
 
 
-def test_history_overrides_the_std() -> None:
-    marked = allocate_redundancy([0.0, 10.0, math.inf, 2.0], 24, 4, 8, history=[True, True, False, True])
-    assert marked == allocate_redundancy([0.0, 10.0, None, 2.0], 24, 4, 8)
-    assert marked != allocate_redundancy([0.0, 10.0, 50.0, 2.0], 24, 4, 8)
-
-
 def test_empty_batch() -> None:
     assert allocate_redundancy([], 0, 8, 16) == []
 
@@ -147,5 +141,3 @@ def test_empty_batch() -> None:
 def test_impossible_requests_are_named(stds: list[float], total: int, low: int, high: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         allocate_redundancy(stds, total, low, high)
-    with pytest.raises(ValueError, match="`history` has 1 entries"):
-        allocate_redundancy([1.0, 2.0], 6, 2, 4, history=[True])

@@ -1,6 +1,4 @@
-"""The invariants of `trl_darts/policy/selection.py`, under the names that its docstring gives them."""
-
-from itertools import pairwise
+"""Selections against their definition, one candidate at a time, from which the invariants follow."""
 
 import numpy as np
 import pytest
@@ -41,32 +39,7 @@ def test_dual_end_is_its_definition(pool: list[tuple[int, bool]], data: st.DataO
     num_longest = data.draw(st.integers(0, len(pool) - num_shortest))
     selected = select_dual_end(lengths, complete, num_shortest, num_longest)
     assert selected == by_definition(lengths, complete, num_shortest, num_longest)
-
-
-@given(POOLS, st.data())
-def test_distinct_ascending_and_exactly_as_many_as_asked_for(
-    pool: list[tuple[int, bool]], data: st.DataObject
-) -> None:
-    lengths, complete = as_arguments(pool)
-    num = data.draw(st.integers(0, len(pool)))
-    for selected in (
-        select_shortest(lengths, complete, num),
-        select_dual_end(lengths, complete, num - num // 3, num // 3),
-    ):
-        assert len(selected) == num
-        assert all(a < b for a, b in pairwise(selected))
-        assert all(type(i) is int and 0 <= i < len(pool) for i in selected)
-
-
-@given(POOLS, st.data())
-def test_incomplete_only_where_the_complete_do_not_suffice(pool: list[tuple[int, bool]], data: st.DataObject) -> None:
-    lengths, complete = as_arguments(pool)
-    num = data.draw(st.integers(0, len(pool)))
-    for selected in (
-        select_shortest(lengths, complete, num),
-        select_dual_end(lengths, complete, num - num // 3, num // 3),
-    ):
-        assert sum(not complete[i] for i in selected) == max(0, num - sum(complete))
+    assert select_shortest(lengths, complete, num_shortest) == by_definition(lengths, complete, num_shortest, 0)
 
 
 @pytest.mark.parametrize(

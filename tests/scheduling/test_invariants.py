@@ -41,7 +41,7 @@ def rollouts(draw) -> dict:
             GroupPlan(i, n, resumed=(PartialCandidate((0, 1), (-0.0, -1.0)),) if resumed else ())
             for i, n in enumerate(counts)
         ],
-        "harvest_after": draw(st.sampled_from([None, 1, 2])),
+        "first_groups": draw(st.sampled_from([None, 1, 2])),
         "seed": draw(st.integers(0, 2**32)),
         "num_engines": draw(st.integers(1, 3)),
     }
@@ -57,8 +57,8 @@ def new_scheduler(rollout: dict, drop_failed_groups: bool = False) -> Scheduler:
         long_end_patience=rollout["patience"],
         selection=rollout["selection"],
     )
-    if rollout["harvest_after"] is not None:
-        policies = SchedulePolicies(policies.group_stop, FirstGroups(rollout["harvest_after"]))
+    if rollout["first_groups"] is not None:
+        policies = SchedulePolicies(policies.group_stop, FirstGroups(rollout["first_groups"]))
     return Scheduler(policies, NUM_GENERATIONS, drop_failed_groups)
 
 
@@ -98,7 +98,7 @@ def test_rows_per_group(rollout):
     scheduler, _ = run(rollout)
     result = scheduler.result()
     assert len(result.groups) + len(result.deferred) == len(rollout["plans"])
-    if rollout["harvest_after"] is None:
+    if rollout["first_groups"] is None:
         assert not result.deferred
     for group in result.groups:
         assert len(group.rows) == NUM_GENERATIONS
@@ -158,7 +158,7 @@ def test_settled_is_final(rollout):
 
     scheduler.handle = watched
     engine.run(scheduler, rollout["plans"])
-    if rollout["harvest_after"] is None:
+    if rollout["first_groups"] is None:
         assert len(seen) == len(rollout["plans"])
 
 
@@ -181,7 +181,7 @@ def test_dropped_or_complete(rollout, failure_rate, expires_at):
     assert closed.isdisjoint(result.dropped)
     assert closed | set(result.dropped) == {plan.group_id for plan in rollout["plans"]}
     assert all("broken" in words or "time ran out" in words for words in result.dropped.values())
-    assert bool(result.deferred) <= (rollout["harvest_after"] is not None)
+    assert bool(result.deferred) <= (rollout["first_groups"] is not None)
     for group in result.groups:
         assert len(set(group.selected)) == NUM_GENERATIONS
         assert all(row.state is CandidateState.FINISHED for row in group.rows)

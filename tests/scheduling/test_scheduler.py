@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_darts.engines import StubEngine
+from tests.stub_engine import StubEngine
 from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import (
     Abort,
@@ -25,7 +25,7 @@ from trl_darts.scheduling import (
     TokensArrived,
     make_policies,
 )
-from trl_darts.scheduling.scheduler import MAX_FRUITLESS
+from trl_darts.scheduling.scheduler import MAX_EMPTY_ATTEMPTS
 
 
 def darts(num_generations=3, max_num_generations=6, num_longest=1, **kwargs) -> Scheduler:
@@ -137,8 +137,8 @@ def test_uniform_keeps_the_first_that_ended_whatever_their_length():
 
 
 def test_candidates_of_an_earlier_rollout_are_not_sampled_again():
-    done = PartialCandidate([5] * 8, [-1.0] * 8, FinishReason.STOP, num_segments=1)
-    half = PartialCandidate([5] * 6, [-1.0] * 6, None, num_segments=1)
+    done = PartialCandidate([5] * 8, finish_reason=FinishReason.STOP, num_segments=1)
+    half = PartialCandidate([5] * 6, num_segments=1)
     engine = StubEngine({0: [8, 10, 4]})
     result = engine.run(grpo(), [GroupPlan(0, 3, resumed=(done, half))])
     submits = [c for c in engine.commands if isinstance(c, Submit)]
@@ -206,13 +206,13 @@ def test_without_an_engine_all_wait_for_one():
 def test_candidate_that_no_engine_survives_is_named():
     scheduler = grpo(num_generations=1)
     scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
-    for n in range(MAX_FRUITLESS + 1):
+    for n in range(MAX_EMPTY_ATTEMPTS + 1):
         assert not scheduler.done
         if n == 3:  # a token, and the count begins again
             scheduler.handle(TokensArrived(0, n, 0, [5], [-1.0], now=n))
         scheduler.handle(EngineLost("a", "connection reset", now=n))
         scheduler.handle(EngineJoined("a", now=n))
-    for n in range(MAX_FRUITLESS - 4, MAX_FRUITLESS):
+    for n in range(MAX_EMPTY_ATTEMPTS - 4, MAX_EMPTY_ATTEMPTS):
         assert not scheduler.done
         scheduler.handle(EngineLost("a", "connection reset", now=n))
         scheduler.handle(EngineJoined("a", now=n))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_darts.engines import StubEngine
+from tests.stub_engine import StubEngine
 from trl_darts.scheduling import GroupPlan, Occupancy, Scheduler, bubble_ratio, make_policies
 
 

@@ -98,29 +98,14 @@ def make_texts(rng, lengths):
     return [[rng.randrange(1, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_chunks_equal_one_pass(name):
+@pytest.mark.parametrize(("name", "attention"), [*((name, "sdpa") for name in MODELS), ("llama", "eager")])
+def test_chunks_equal_one_pass(name, attention):
     rng = random.Random(0)
-    model = make_model(name)
+    model = make_model(name, attention=attention)
     prompts, completions = make_texts(rng, [5, 9, 1, 3]), make_texts(rng, [40, 7, 20, 61])
-    for full, streamed in zip(
-        full_log_probs(model, prompts, completions),
-        streamed_log_probs(model, prompts, completions, rng),
-        strict=True,
-    ):
-        torch.testing.assert_close(streamed, full, atol=1e-5, rtol=0)
-
-
-def test_eager_attention():
-    rng = random.Random(1)
-    model = make_model("llama", attention="eager")
-    prompts, completions = make_texts(rng, [5, 2]), make_texts(rng, [30, 50])
-    for full, streamed in zip(
-        full_log_probs(model, prompts, completions),
-        streamed_log_probs(model, prompts, completions, rng),
-        strict=True,
-    ):
-        torch.testing.assert_close(streamed, full, atol=1e-5, rtol=0)
+    full = full_log_probs(model, prompts, completions)
+    for expected, streamed in zip(full, streamed_log_probs(model, prompts, completions, rng), strict=True):
+        torch.testing.assert_close(streamed, expected, atol=1e-5, rtol=0)
 
 
 def test_the_cache_is_a_copy():

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from trl_darts.engines import StubEngine
-from trl_darts.progress import RolloutProgress, describe
+from tests.stub_engine import StubEngine
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.telemetry.progress import RolloutProgress, describe
 
 
 @pytest.fixture

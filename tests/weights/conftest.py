@@ -40,7 +40,7 @@ def pair(tied_model_dir, tmp_path_factory) -> Iterator[tuple[VLLMServer, VLLMSer
 @pytest.fixture
 def client_of() -> Iterator[Callable[..., object]]:
     """`client_of(server, …)`: a connected client whose weights are files, closed after the test."""
-    from trl_darts.weights import make_client
+    from trl_darts.weights.fleet import make_client
 
     clients = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-from trl_darts.weights import SyncedVLLMClient
+from trl_darts.weights.client import SyncedVLLMClient
 
 
 class StubSession:

@@ -17,7 +17,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tests.weights.probes import load_model
 from tests.weights.stubs import stub_client
 from trl_darts.errors import WeightSyncError
-from trl_darts.weights import FleetVLLMClient
+from trl_darts.weights.fleet import FleetVLLMClient
 
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")

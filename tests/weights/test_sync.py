@@ -28,8 +28,8 @@ from tests.weights.probes import (
     sync,
 )
 from trl_darts.errors import WeightSyncError
-from trl_darts.weights import SyncedVLLMClient
 from trl_darts.weights import client as client_module
+from trl_darts.weights.client import SyncedVLLMClient
 from trl_darts.weights.files import WeightDirectory
 
 

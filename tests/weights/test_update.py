@@ -8,8 +8,8 @@ import torch
 
 from tests.weights.stubs import stub_client
 from trl_darts.errors import ConfigurationError, GenerationError, WeightSyncError
-from trl_darts.weights import FleetVLLMClient, make_client
 from trl_darts.weights.files import WeightDirectory
+from trl_darts.weights.fleet import FleetVLLMClient, make_client
 from trl_darts.weights.update import WeightUpdate
 
 
@@ -124,6 +124,14 @@ def test_a_server_that_still_has_the_weights_is_not_given_them_again(fleet, clie
     assert fleet.refresh("http://stub0", METADATA, None)
     assert "/collective_rpc" in session.paths
     assert session.weight_version == "v1"
+
+
+def test_a_server_that_is_not_there_does_not_rejoin(fleet, clients):
+    assert fleet.rejoin("http://stub0")
+    clients[0].session.answers["/server_info"] = (404, {"detail": "Not Found"})
+    assert not fleet.rejoin("http://stub0")
+    with pytest.raises(WeightSyncError, match="VLLM_SERVER_DEV_MODE=1"):
+        fleet.init_communicator()
 
 
 def test_the_version_of_an_earlier_run_proves_nothing(fleet, clients):

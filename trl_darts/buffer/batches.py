@@ -31,7 +31,7 @@ from ..scheduling import (
     RolloutResult,
     prompt_key,
 )
-from .buffer import Round, SampledCandidate
+from .buffer import SampledCandidate
 from .feed import PromptFeed, Rows
 from .rounds import RoundPolicy
 
@@ -85,10 +85,10 @@ class BufferedBatches:
             The loader.
         main ([`MainProcess`]):
             Of the trainer.
-        tokenize (`Callable[[list], list[list[int]]]`):
-            The token IDs of prompts.
-        mid_batch (`Callable[[], bool]`):
-            Whether the last batch is still in use: several optimizer steps can share one.
+        tokenize (`Callable[[list], tuple]`):
+            TRL's `_tokenize_prompts`: token IDs of prompts first.
+        micro_steps (`Callable[[], int]`):
+            How often the optimizer has been given a part of a batch: several steps can share one batch.
     """
 
     def __init__(
@@ -98,22 +98,22 @@ class BufferedBatches:
         num_generations: int,
         feed: PromptFeed,
         main: MainProcess,
-        tokenize: Callable[[list[Any]], list[list[int]]],
-        mid_batch: Callable[[], bool],
+        tokenize: Callable[[list[Any]], tuple[Any, ...]],
+        micro_steps: Callable[[], int],
     ) -> None:
         self.policy = policy
         self.admission = admission
         self.num_generations = num_generations
         self.feed = feed
         self.main = main
-        self.tokenize = tokenize
-        self.mid_batch = mid_batch
+        self._tokenize = tokenize
+        self._micro_steps = micro_steps
         self.buffer = policy.buffer()
         self.rows: dict[int, dict[str, Any]] = {}  # of the data set, by entry ID, on every process
         self.prompt_ids: dict[int, list[int]] = {}
-        self.last: BufferedRows | None = None  # of the last round, on every process
+        self.last: Any = None  # `BufferedRows` of the last round, on every process
         self.trained: dict[int, tuple[dict[str, Any], list[int]]] = {}  # its rows of the data set and prompts, by ID
-        self._round: Round | None = None  # the one in progress, on the main process
+        self._round: Any = None  # the `Round` in progress, on the main process
         self._step = 0  # of the optimizer: the version of the policy that samples now
 
     # Prompts come in
@@ -150,7 +150,7 @@ class BufferedBatches:
         first = self.main.index * len(batch)
         own = [row for place, row in enumerate(batch) if (first + place) % self.num_generations == 0]
         rows = gather_object(own)
-        tokens = self.main.broadcast(lambda: self.tokenize([row["prompt"] for row in rows]))
+        tokens = self.main.broadcast(lambda: self._tokenize([row["prompt"] for row in rows])[0])
         ids = self.buffer.enter([PromptInfo(prompt_key(ids), len(ids)) for ids in tokens])
         self.rows.update(zip(ids, rows, strict=True))
         self.prompt_ids.update(zip(ids, tokens, strict=True))
@@ -239,6 +239,11 @@ class BufferedBatches:
     def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""
         return self.last.ages[self.main.index * num_rows : (self.main.index + 1) * num_rows]
+
+    @property
+    def mid_batch(self) -> bool:
+        """Whether the last batch is still in use."""
+        return self._micro_steps() % self.feed.repeats != 0
 
     def clear(self) -> None:
         """Begins a training with an empty buffer."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 
 from ..scheduling import (
     Admission,
@@ -40,7 +40,7 @@ from ..scheduling import (
 Version = tuple[int, int]  # (version of the policy, number of tokens in a row that it sampled)
 
 
-class Lifecycle(str, Enum):
+class Lifecycle(StrEnum):
     """Where a prompt is between the data loader and the optimizer."""
 
     WAITING = "waiting"

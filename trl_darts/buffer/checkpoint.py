@@ -84,7 +84,8 @@ def _write(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     buffer, prompts = _rest(batches)
     feed = [batches.feed.position, batches.feed.num_taken] if mid_epoch else [0, 0]
-    np.savez_compressed(directory / BUFFER_FILE, **dump(buffer), feed=np.array(feed, np.int64))
+    arrays: dict[str, Any] = {**dump(buffer), "feed": np.array(feed, np.int64)}
+    np.savez_compressed(directory / BUFFER_FILE, **arrays)
     (directory / PROMPTS_FILE).write_text(json.dumps(prompts, default=_refuse), encoding="utf-8")
 
 
@@ -100,7 +101,7 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     buffer = batches.policy.buffer()
     prompts = {i: (batches.rows[i], batches.prompt_ids[i]) for i in batches.buffer.entries}
     entries = dict(batches.buffer.entries)
-    if batches.mid_batch():
+    if batches.mid_batch:
         prompts |= batches.trained
         for entry_id, (_, tokens) in batches.trained.items():
             entries[entry_id] = BufferEntry(entry_id, PromptInfo(prompt_key(tokens), len(tokens)))

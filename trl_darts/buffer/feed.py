@@ -8,9 +8,12 @@ sampler has it.
 
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 
 Rows = list[dict[str, Any]]
@@ -28,8 +31,8 @@ class PromptFeed:
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
         self.num_taken = 0  # batches of this epoch that have been handed out by `pull`
-        self._source: Iterator[Rows] | None = None
-        self._wrapped: Iterator[Rows] | None = None
+        self._source: Any = None
+        self._wrapped: Any = None
         self._position = 0  # items of this epoch that the loader has yielded
         self._ahead: deque[Rows] = deque()  # items that the training loop has not got yet
         self._new: deque[Rows] = deque()  # batches that `pull` has not handed out yet
@@ -110,7 +113,7 @@ class PromptFeed:
         return item
 
 
-def skip_epochs(sampler: Any, num_epochs: int) -> None:
+def skip_epochs(sampler: Any, checkpoint: Path) -> None:
     """
     Draws the orders of the epochs that a resumed training has behind it. TRL 1.16 does not: its sampler begins with
     the first epoch's order again, and the part of an epoch that is skipped is then not the part that was trained on.
@@ -119,9 +122,9 @@ def skip_epochs(sampler: Any, num_epochs: int) -> None:
     Args:
         sampler (`RepeatSampler`):
             TRL's sampler. One that does not shuffle has nothing to draw.
-        num_epochs (`int`):
-            Whole epochs that are over.
+        checkpoint (`Path`):
+            Its trainer state says how many epochs are over.
     """
     if getattr(sampler, "shuffle", False):
-        for _ in range(num_epochs):
+        for _ in range(int(TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch)):
             torch.randperm(sampler.num_samples, generator=sampler.generator)

@@ -3,67 +3,88 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional, TypeAlias
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from ..analysis.output_files import check_directory, check_writable
+from ..analysis.simulation import (
+    ClusterSpec,
+    LogNormalLengths,
+    Outcome,
+    Workload,
+    compare,
+    parse_sweep,
+    recorded_workload,
+    settings_of,
+)
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
 from ..policy import LatencyCurve, PrefillLine
-from ..scheduling import SCHEDULES, ScheduleSettings
-from ..simulation import ClusterSpec, LogNormalLengths, Workload
-from ..simulation.comparison import Outcome, compare
-from ..simulation.recorded import recorded_workload
-from ..simulation.sweep import parse_sweep, settings_of
+from ..scheduling import SCHEDULES
 from .exits import fail
 from .simulation_table import show
 
 
 # An assumption for a model of about 7 B parameters on one 80 GB GPU: flat while weights are read, then compute counts.
 ASSUMED_CURVE = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062], {"assumed": True})
+# Of the distribution that takes the place of a trace.
+LENGTHS: dict[str, Any] = {
+    "num_prompts": 1_024,
+    "median_length": 800,
+    "inter_prompt_std": 0.6,
+    "intra_prompt_std": 0.5,
+    "endless_share": 0.005,
+}
 FILES = ("simulation.csv", "simulation.png")
 
 
 console, errors = Console(), Console(stderr=True)
 
 
-# Typer reads annotations at run time, also on Python 3.10, where `int | None` would do as well.
-MaybeInt: TypeAlias = Optional[int]  # noqa: UP045
-MaybeFloat: TypeAlias = Optional[float]  # noqa: UP045
-MaybePath: TypeAlias = Optional[Path]  # noqa: UP045
-MaybeList: TypeAlias = Optional[list[str]]  # noqa: UP045
 workload_option = partial(typer.Option, rich_help_panel="Workload")
-lengths_option = partial(typer.Option, rich_help_panel="Workload without a trace")
 engine_option = partial(typer.Option, rich_help_panel="Engines")
+
+
+def lengths_option(name: str, help: str) -> Any:
+    return typer.Option(help=f"{help} Default: {LENGTHS[name]:,}.", rich_help_panel="Workload without a trace")
 
 
 def simulate(
     more_schedules: Annotated[
-        MaybeList,
+        list[str] | None,
         # The shell has `--schedule grpo darts` in two words, of which an option takes one.
         typer.Argument(hidden=True, metavar="SCHEDULE"),
     ] = None,
     trace: Annotated[
-        MaybePath,
+        Path | None,
         workload_option(
             help="`output_dir` of a run with `save_rollout_trace=True`: its lengths, prompts and batch are used."
         ),
     ] = None,
-    num_prompts: Annotated[int, lengths_option(help="Prompts in the data set.")] = 1_024,
-    median_length: Annotated[float, lengths_option(help="Median response length in tokens.")] = 800.0,
-    inter_prompt_std: Annotated[float, lengths_option(help="Spread of log-lengths between prompts.")] = 0.6,
-    intra_prompt_std: Annotated[float, lengths_option(help="Spread of log-lengths of one prompt.")] = 0.5,
-    endless_share: Annotated[float, lengths_option(help="Share of responses that never end by themselves.")] = 0.005,
+    num_prompts: Annotated[int | None, lengths_option("num_prompts", "Prompts in the data set.")] = None,
+    median_length: Annotated[
+        float | None, lengths_option("median_length", "Median response length in tokens.")
+    ] = None,
+    inter_prompt_std: Annotated[
+        float | None, lengths_option("inter_prompt_std", "Spread of log-lengths between prompts.")
+    ] = None,
+    intra_prompt_std: Annotated[
+        float | None, lengths_option("intra_prompt_std", "Spread of log-lengths of one prompt.")
+    ] = None,
+    endless_share: Annotated[
+        float | None, lengths_option("endless_share", "Share of responses that never end by themselves.")
+    ] = None,
     prompts_per_step: Annotated[
-        MaybeInt, workload_option(help="Prompts per rollout. Default: the trace's, or 128.")
+        int | None, workload_option(help="Prompts per rollout. Default: the trace's, or 128.")
     ] = None,
     max_completion_length: Annotated[
-        MaybeInt, workload_option(help="Limit in tokens. Default: the trace's, or 16384.")
+        int | None, workload_option(help="Limit in tokens. Default: the trace's, or 16384.")
     ] = None,
     train_seconds_per_token: Annotated[
         float, workload_option(help="Forward and backward pass, per kept token.")
@@ -74,14 +95,20 @@ def simulate(
         workload_option(help="How fast the policy follows what is selected, an assumption; see docs/simulate.md."),
     ] = 0.0,
     latency_curve: Annotated[
-        MaybePath,
+        Path | None,
         engine_option(help="File of `trl-darts profile`. Default: an assumed curve of a 7 B model on one GPU."),
     ] = None,
     num_engines: Annotated[int, engine_option(help="Data parallel engines.")] = 1,
-    max_num_seqs: Annotated[MaybeInt, engine_option(help="Sequences that an engine decodes at once.")] = None,
-    kv_tokens: Annotated[MaybeInt, engine_option(help="Tokens that fit in an engine's KV cache.")] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        engine_option(help="Sequences that an engine decodes at once. Default: `--latency-curve`'s, or no limit."),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        engine_option(help="Tokens that fit in an engine's KV cache. Default: `--latency-curve`'s, or no limit."),
+    ] = None,
     prefill_seconds_per_token: Annotated[
-        MaybeFloat,
+        float | None,
         engine_option(help="Per token that is prefilled. Default: what `--latency-curve` measured, or 0."),
     ] = None,
     seconds_per_request: Annotated[
@@ -94,9 +121,9 @@ def simulate(
             "or commas, or repeat it."
         ),
     ] = ["grpo", "darts"],  # noqa: B006  typer copies it
-    num_generations: Annotated[MaybeInt, typer.Option(help="Rows per prompt. Default: the trace's, or 8.")] = None,
+    num_generations: Annotated[int | None, typer.Option(help="Rows per prompt. Default: the trace's, or 8.")] = None,
     sweep: Annotated[
-        MaybeList,
+        list[str] | None,
         typer.Option(
             help="A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations. "
             "Each schedule takes the settings that mean something to it.",
@@ -105,7 +132,7 @@ def simulate(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of each training.")] = 50,
     seeds: Annotated[int, typer.Option(help="Trainings of each setting.")] = 3,
-    output: Annotated[MaybePath, typer.Option(help=f"Directory for `{FILES[0]}` and `{FILES[1]}`.")] = None,
+    output: Annotated[Path | None, typer.Option(help=f"Directory for `{FILES[0]}` and `{FILES[1]}`.")] = None,
 ) -> None:
     """
     Compares schedules and settings on a workload, in virtual time.
@@ -116,24 +143,37 @@ def simulate(
         max_num_generations=10,12,16 --sweep long_end_patience=none,2
     """
     try:
-        names = [*_names(schedule), *_further(more_schedules or [])]
-        curve, prefill = _latency(latency_curve, prefill_seconds_per_token)
-        cluster = ClusterSpec(curve, num_engines, max_num_seqs, kv_tokens, prefill, seconds_per_request)
-        lengths = (num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
-        more = {
+        names = schedule_names(schedule, more_schedules or [])
+        limits: dict[str, Any] = {
+            "max_num_seqs": max_num_seqs,
+            "kv_tokens": kv_tokens,
+            "prefill_seconds_per_token": prefill_seconds_per_token,
+        }
+        cluster = replace(
+            _measured_cluster(latency_curve, trace),
+            num_engines=num_engines,
+            seconds_per_request=seconds_per_request,
+            **{name: value for name, value in limits.items() if value is not None},
+        )
+        costs: dict[str, Any] = {
             "train_seconds_per_token": train_seconds_per_token,
             "fixed_seconds": fixed_seconds,
             "shaping": shaping,
             "redraws": True,
         }
-        workload, rows = _workload(trace, lengths, prompts_per_step, max_completion_length, num_generations, more)
-        if trace is not None and latency_curve is not None:
-            _check_model(trace, curve, latency_curve)
+        lengths = (num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
+        given = {name: value for name, value in zip(LENGTHS, lengths, strict=True) if value is not None}
+        size = (prompts_per_step, max_completion_length, num_generations)
+        workload, rows = _workload(trace, given, *size, **costs)
         settings = settings_of(names, rows, parse_sweep(sweep or []))
-        _check_counts(steps, seeds)
+        for name, value in (("--steps", steps), ("--seeds", seeds)):
+            if value < 1:
+                raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
         if output is not None:
             _check_output(output)
-        outcomes = _run(workload, settings, cluster, steps, seeds)
+        with Progress(console=errors, transient=True) as progress:
+            task = progress.add_task("Trainings", total=len(settings) * seeds)
+            outcomes = compare(workload, settings, cluster, steps, seeds, on_run=lambda: progress.advance(task))
         show(console, outcomes, workload, cluster, steps, seeds)
         if output is not None:
             _write(outcomes, output)
@@ -141,45 +181,65 @@ def simulate(
         fail(str(error))
 
 
+def schedule_names(schedules: list[str], more: list[str]) -> list[str]:
+    """The schedules that were named, also those that stand behind the first one without an option's name."""
+    names, further = (
+        [name.strip() for given in words for name in given.split(",") if name.strip()] for words in (schedules, more)
+    )
+    if unknown := [name for name in further if name not in SCHEDULES]:
+        raise ConfigurationError(
+            f"`{unknown[0]}` is one argument too many: only schedules ({', '.join(SCHEDULES)}) may follow the first "
+            "one after `--schedule`. Name a run with `--trace`, and repeat `--sweep` for each setting."
+        )
+    return [*names, *further]
+
+
 def _workload(
     trace: Path | None,
-    lengths: tuple[int, float, float, float, float],
+    lengths: dict[str, Any],
     prompts_per_step: int | None,
     max_completion_length: int | None,
     num_generations: int | None,
-    more: dict[str, Any],
+    **costs: Any,
 ) -> tuple[Workload, int]:
-    """That of a trace, or else one that is made up; and its rows per prompt."""
+    """That of a trace, or else one of a distribution; and its rows per prompt."""
     if trace is not None:
-        return recorded_workload(trace, prompts_per_step, max_completion_length, num_generations, more)
+        if lengths:
+            name, value = next(iter(lengths.items()))
+            raise ConfigurationError(
+                f"`--{name.replace('_', '-')}` ({value}) has no effect with `--trace` ({str(trace)!r}), which has "
+                "lengths and prompts of its own. Leave one of them out."
+            )
+        return recorded_workload(trace, prompts_per_step, max_completion_length, num_generations, **costs)
     batch = 128 if prompts_per_step is None else prompts_per_step
     limit = 16_384 if max_completion_length is None else max_completion_length
-    workload = Workload(LogNormalLengths(*lengths), batch, limit, **more)
+    workload = Workload(LogNormalLengths(*(LENGTHS | lengths).values()), batch, limit, **costs)
     return workload, 8 if num_generations is None else num_generations
 
 
-def _latency(path: Path | None, prefill_seconds_per_token: float | None) -> tuple[LatencyCurve, float]:
-    """The curve, and what a token costs that is prefilled."""
+def _measured_cluster(path: Path | None, trace: Path | None) -> ClusterSpec:
+    """One engine as `trl-darts profile` measured it, with its limits. A curve of another model is refused."""
     if path is None:
-        return ASSUMED_CURVE, prefill_seconds_per_token or 0.0
-    curve = LatencyCurve.load(path)
-    if prefill_seconds_per_token is None:
-        line = PrefillLine.load(path)
-        return curve, line.per_token_s if line is not None else 0.0
-    return curve, prefill_seconds_per_token
+        return ClusterSpec(ASSUMED_CURVE)
+    curve, prefill = LatencyCurve.load(path), PrefillLine.load(path)
+    if trace is not None:
+        from ..telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
 
-
-def _check_model(trace: Path, curve: LatencyCurve, path: Path) -> None:
-    """Refuses a curve of another model than the trace's, as far as both tell theirs."""
-    from ..telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
-
-    model = read_log(trace)[0].get("model")
-    if not curve.is_of(model):
-        raise ConfigurationError(
-            f"`--latency-curve` ({str(path)!r}) must be of the trace's model, and is of "
-            f"{curve.metadata.get('model')!r}, while {str(trace)!r} trained {model!r}. Measure one with `trl-darts "
-            "profile`, or leave the option out."
-        )
+        model = read_log(trace)[0].get("model")
+        if not curve.is_of(model):
+            raise ConfigurationError(
+                f"`--latency-curve` ({str(path)!r}) must be of the trace's model, and is of "
+                f"{curve.metadata.get('model')!r}, while {str(trace)!r} trained {model!r}. Measure one with "
+                "`trl-darts profile`, or leave the option out."
+            )
+    limits = (curve.metadata.get(name) for name in ("max_num_seqs", "kv_cache_tokens"))
+    max_num_seqs, kv_tokens = (limit if isinstance(limit, int) else None for limit in limits)
+    return ClusterSpec(
+        curve,
+        max_num_seqs=max_num_seqs,
+        kv_tokens=kv_tokens,
+        prefill_seconds_per_token=prefill.per_token_s if prefill is not None else 0.0,
+    )
 
 
 def _check_output(directory: Path) -> None:
@@ -190,43 +250,14 @@ def _check_output(directory: Path) -> None:
         check_writable("--output", directory / name)
 
 
-def _names(schedules: list[str]) -> list[str]:
-    return [name.strip() for given in schedules for name in given.split(",") if name.strip()]
-
-
-def _further(words: list[str]) -> list[str]:
-    """Schedules that stand behind the first one without an option's name."""
-    names = _names(words)
-    if unknown := [name for name in names if name not in SCHEDULES]:
-        raise ConfigurationError(
-            f"`{unknown[0]}` is one argument too many: only schedules ({', '.join(SCHEDULES)}) may follow the first "
-            "one after `--schedule`. Name a run with `--trace`, and repeat `--sweep` for each setting."
-        )
-    return names
-
-
-def _check_counts(steps: int, seeds: int) -> None:
-    for name, value in (("--steps", steps), ("--seeds", seeds)):
-        if value < 1:
-            raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
-
-
-def _run(
-    workload: Workload, settings: dict[str, ScheduleSettings], cluster: ClusterSpec, steps: int, seeds: int
-) -> list[Outcome]:
-    with Progress(console=errors, transient=True) as progress:
-        task = progress.add_task("Trainings", total=len(settings) * seeds)
-        return compare(workload, settings, cluster, steps, seeds, on_run=lambda: progress.advance(task))
-
-
 def _write(outcomes: list[Outcome], directory: Path) -> None:
+    from ..analysis.plots import plot_simulation
+
     table, picture = (directory / name for name in FILES)
     rows = [outcome.row() for outcome in outcomes]
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    from ..analysis.plots import plot_simulation
-
     plot_simulation(outcomes, picture)
     console.print(f"Written: {table}, {picture}", highlight=False)

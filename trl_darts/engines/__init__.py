@@ -1,6 +1,5 @@
 """
-What decodes candidates: vLLM servers, vLLM inside the trainer, transformers' `generate` and continuous batching, and a
-stub with scripted lengths.
+What decodes candidates: vLLM servers, vLLM inside the trainer, transformers' `generate` and continuous batching.
 """
 
 from importlib import import_module
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .deadlines import Deadlines
     from .hf_generate import SchedulerCriterion
-    from .stub import StubEngine
     from .vllm_api import ServerPrompt
     from .vllm_server import VLLMServerEngine
 
@@ -18,11 +16,10 @@ _MODULES = {
     "Deadlines": "deadlines",
     "SchedulerCriterion": "hf_generate",
     "ServerPrompt": "vllm_api",
-    "StubEngine": "stub",
     "VLLMServerEngine": "vllm_server",
 }
 
-__all__ = ["Deadlines", "SchedulerCriterion", "ServerPrompt", "StubEngine", "VLLMServerEngine"]
+__all__ = ["Deadlines", "SchedulerCriterion", "ServerPrompt", "VLLMServerEngine"]
 
 
 def __getattr__(name: str) -> object:

@@ -6,9 +6,8 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from ..checks import has_images
-from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
-from ..weights import resolve_weight_sync
+from ..weights.fleet import resolve_weight_sync
 from .deadlines import Deadlines
 from .preflight import Requirements, ServerFacts, check_server
 from .vllm_server import VLLMServerEngine
@@ -26,7 +25,7 @@ class ServerSettings:
     requirements: Requirements
 
 
-def server_settings(args: DARTSGRPOConfig, model: Any, train_dataset: Any = None) -> ServerSettings:
+def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerSettings:
     """The settings of a training. Images in the data set decide what a server must be able to do."""
     weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
     return ServerSettings(
@@ -46,7 +45,7 @@ def server_settings(args: DARTSGRPOConfig, model: Any, train_dataset: Any = None
     )
 
 
-def _model_config(args: DARTSGRPOConfig, model: Any) -> PretrainedConfig:
+def _model_config(args: Any, model: Any) -> PretrainedConfig:
     """The model's config, without its weights."""
     if not isinstance(model, str):
         return model.config

@@ -62,7 +62,7 @@ class Director:
         self.scheduler = scheduler
         self.slots: list[list[Slot]] = [[] for _ in leaders]  # by engine, in the order of submission
         self._leaders = leaders
-        self._mailbox = mailbox
+        self._mailbox: Any = mailbox
         self._rollout = rollout
         self._lock = threading.Lock()
         self._own: list[int] = []  # aborts for this process

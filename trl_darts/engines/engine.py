@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..scheduling import Admission, GroupPlan, Placement, RolloutResult, Scheduler
+from ..scheduling import Admission, GroupPlan, Placement, Scheduler
 from ..scheduling.ledger import Ledger
 from .batch import PromptBatch
 
@@ -30,16 +30,16 @@ class Engine(Protocol):
 
     def run(
         self,
-        plan: RolloutPlan | None,
+        plan: Any,
         batch: PromptBatch,
         on_progress: OnProgress | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> RolloutResult | None:
+    ) -> Any:
         """
         Decodes one rollout.
 
         Args:
-            plan ([`RolloutPlan`], *optional*):
+            plan ([`RolloutPlan`]):
                 What to decode, on the main process; `None` on the others.
             batch ([`PromptBatch`]):
                 The prompts.

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from ..errors import GenerationError
-from ..scheduling import Admission, AssignedPlacement, RolloutResult, balance
+from ..scheduling import Admission, AssignedPlacement, balance
 from .batch import PromptBatch
 from .director import Director
 from .engine import OnProgress, RolloutPlan
@@ -59,14 +59,14 @@ class InProcessEngine:
 
     def run(
         self,
-        plan: RolloutPlan | None,
+        plan: Any,
         batch: PromptBatch,
         on_progress: OnProgress | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> RolloutResult | None:
+    ) -> Any:
         """See [`Engine`]. Nobody waits for servers here, so `meanwhile` is never called."""
         self._num_rollouts += 1
-        director = self._main.run(lambda: self._direct(plan))
+        director = self._main.run(lambda: self._direct(plan))  # `None` on the other processes
         feeds, needs_progress = self._main.broadcast(
             lambda: (self._feeds(director, batch), director.scheduler.needs_progress)
         )
@@ -121,7 +121,7 @@ class InProcessEngine:
             return Share(slots, way, needs_progress)
         return Share(slots, way, needs_progress, lambda: on_progress(director.scheduler.ledger))
 
-    def _with_tokens(self, result: RolloutResult | None, share: Share) -> RolloutResult | None:
+    def _with_tokens(self, result: Any, share: Share) -> Any:
         """Puts the tokens of the rows, which are on the processes that decoded them, into the main one's result."""
         kept = self._main.broadcast(lambda: {row.candidate_id for group in result.groups for row in group.rows})
         leads = self._main.index % self._size == 0

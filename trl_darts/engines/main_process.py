@@ -55,7 +55,7 @@ class MainProcess:
             self._mailbox = Mailbox.open(self.index, self.num_processes)
         return self._mailbox
 
-    def run(self, compute: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T | None:
+    def run(self, compute: Callable[[], Any], meanwhile: Callable[[], None] | None = None) -> Any:
         """
         Runs a function on the main process and returns its value there, and `None` on the others, which call
         `meanwhile` again and again until it is done. Its exception is raised on every process.

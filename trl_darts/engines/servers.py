@@ -43,11 +43,11 @@ class ServerEngine:
 
     def run(
         self,
-        plan: RolloutPlan | None,
+        plan: Any,
         batch: PromptBatch,
         on_progress: OnProgress | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> RolloutResult | None:
+    ) -> Any:
         """See [`Engine`]."""
         images = gather_object(batch.images or [None] * batch.sizes[self._main.index]) if batch.multimodal else None
         result = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)

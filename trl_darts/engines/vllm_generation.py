@@ -13,7 +13,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from ..errors import ConfigurationError, WeightSyncError
-from ..weights import FleetVLLMClient, SyncedVLLMClient, make_client
+from ..weights.client import SyncedVLLMClient
+from ..weights.fleet import FleetVLLMClient, make_client
 from .connection import ServerSettings
 from .hf_generate import replaced
 from .main_process import MainProcess
@@ -46,6 +47,8 @@ class SyncedGeneration(VLLMGeneration):
             TRL's own arguments.
     """
 
+    vllm_client: Any  # a `FleetVLLMClient`, on the main process
+
     def __init__(
         self,
         *args: Any,
@@ -57,9 +60,9 @@ class SyncedGeneration(VLLMGeneration):
     ) -> None:
         if kwargs.get("max_num_seqs") is not None:
             kwargs["max_num_seqs"] = math.ceil(kwargs["max_num_seqs"] * pool_ratio)
-        self.settings = settings
-        self.engine = engine
-        self.facts = facts  # on every process, once vLLM is initialized
+        self.settings: Any = settings
+        self.engine: Any = engine
+        self.facts: Any = facts  # on every process, once vLLM is initialized
         self.main = MainProcess(kwargs["accelerator"])
         self._sync_seconds: float | None = None
         self._num_syncs = 0
@@ -75,7 +78,7 @@ class SyncedGeneration(VLLMGeneration):
             return
         self.facts = self.main.broadcast(self._connect)
 
-    def _connect(self) -> ServerFacts:
+    def _connect(self) -> Any:
         self.vllm_client = make_client(
             self.settings.base_urls,
             self.settings.weight_sync,

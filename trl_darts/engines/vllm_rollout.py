@@ -189,7 +189,7 @@ class RolloutRun:
         """Whose failure it is: of the server, which is lost, or of the request."""
         now = time.perf_counter()
         if isinstance(error, GenerationTimeoutError):
-            if self.scheduler.ledger.candidates[command.candidate_id].num_fruitless >= MAX_STALLS:
+            if self.scheduler.ledger.candidates[command.candidate_id].num_empty_attempts >= MAX_STALLS:
                 self._report(CandidateFailed(*key, str(error), now))
             else:
                 self.pool.lose(command.engine_id, str(error))

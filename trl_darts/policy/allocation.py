@@ -13,15 +13,52 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def _history_or_nan(length_stds: Sequence[float | None], history: Sequence[bool] | None) -> list[float]:
-    """Standard deviations as floats, NaN for prompts without history."""
-    if history is not None and len(history) != len(length_stds):
+def allocate_redundancy(length_stds: Sequence[float | None], total: int, low: int, high: int) -> list[int]:
+    """
+    Distribute a batch's candidates over its prompts by their length variance
+    ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 5 and 10, Algorithm 1).
+
+    The greedy algorithm gives one candidate at a time to the prompt with the largest marginal gain, which is optimal
+    because the objective is convex. Prompts of equal gain are served evenly, lower index first. The weights are
+    normalised to [0, 1] over the batch, so the calmest prompt has weight 0: it gets more than `low` only when all
+    others are at `high`.
+
+    Args:
+        length_stds (`Sequence[float | None]` of shape `(N,)`):
+            Historical standard deviation of each prompt's response lengths, σ̃_L(q_i). NaN or `None` for a prompt
+            without history: it gets the mean weight of the others.
+        total (`int`):
+            Number of candidates of the whole batch, M_total.
+        low (`int`):
+            Fewest candidates of a prompt, M_low.
+        high (`int`):
+            Most candidates of a prompt, M_up.
+
+    Returns:
+        `list[int]`: Number of candidates of each prompt, M'_i. Sums to `total`.
+
+    Raises:
+        [`ValueError`]: If `total` is not in `[N * low, N * high]`, not `1 <= low <= high`, or a standard deviation is
+            negative or infinite.
+    """
+    num_prompts = len(length_stds)
+    if not 1 <= low <= high:
+        raise ValueError(f"`low` ({low}) must be at least 1 and at most `high` ({high}).")
+    if not num_prompts * low <= total <= num_prompts * high:
         raise ValueError(
-            f"`history` has {len(history)} entries and `length_stds` has {len(length_stds)}. Give one flag per prompt."
+            f"`total` ({total}) must be between {num_prompts * low} and {num_prompts * high} for {num_prompts} "
+            f"prompts with {low} to {high} candidates each. Clip it to that range."
         )
+    stds = _known_or_nan(length_stds)
+    if not stds:
+        return []
+    stds = _with_batch_mean(stds)
+    return _greedy(_normalised(stds), stds, total - num_prompts * low, low, high)
+
+
+def _known_or_nan(length_stds: Sequence[float | None]) -> list[float]:
+    """Standard deviations as floats, NaN for prompts without history."""
     stds = [math.nan if std is None else float(std) for std in length_stds]
-    if history is not None:
-        stds = [std if known else math.nan for std, known in zip(stds, history, strict=True)]
     for i, std in enumerate(stds):
         if std < 0 or std == math.inf:
             raise ValueError(
@@ -47,58 +84,6 @@ def _normalised(stds: Sequence[float]) -> list[float]:
     if low == high:
         return [1.0] * len(stds)
     return [(std - low) / (high - low) for std in stds]
-
-
-def allocate_redundancy(
-    length_stds: Sequence[float | None],
-    total: int,
-    low: int,
-    high: int,
-    history: Sequence[bool] | None = None,
-) -> list[int]:
-    """
-    Distribute a batch's candidates over its prompts by their length variance
-    ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 5 and 10, Algorithm 1).
-
-    The greedy algorithm gives one candidate at a time to the prompt with the largest marginal gain, which is optimal
-    because the objective is convex. Prompts of equal gain are served evenly, lower index first. The weights are
-    normalised to [0, 1] over the batch, so the calmest prompt has weight 0: it gets more than `low` only when all
-    others are at `high`.
-
-    Args:
-        length_stds (`Sequence[float | None]` of shape `(N,)`):
-            Historical standard deviation of each prompt's response lengths, σ̃_L(q_i). NaN or `None` for a prompt
-            without history: it gets the mean weight of the others.
-        total (`int`):
-            Number of candidates of the whole batch, M_total.
-        low (`int`):
-            Fewest candidates of a prompt, M_low.
-        high (`int`):
-            Most candidates of a prompt, M_up.
-        history (`Sequence[bool]` of shape `(N,)`, *optional*):
-            `False` marks a prompt without history whatever its standard deviation says.
-
-    Returns:
-        `list[int]`: Number of candidates of each prompt, M'_i. Sums to `total`.
-
-    Raises:
-        [`ValueError`]: If `total` is not in `[N * low, N * high]`, not `1 <= low <= high`, or a standard deviation is
-        negative
-            or infinite.
-    """
-    num_prompts = len(length_stds)
-    if not 1 <= low <= high:
-        raise ValueError(f"`low` ({low}) must be at least 1 and at most `high` ({high}).")
-    if not num_prompts * low <= total <= num_prompts * high:
-        raise ValueError(
-            f"`total` ({total}) must be between {num_prompts * low} and {num_prompts * high} for {num_prompts} "
-            f"prompts with {low} to {high} candidates each. Clip it to that range."
-        )
-    stds = _history_or_nan(length_stds, history)
-    if not stds:
-        return []
-    stds = _with_batch_mean(stds)
-    return _greedy(_normalised(stds), stds, total - num_prompts * low, low, high)
 
 
 def _greedy(weights: Sequence[float], stds: Sequence[float], remaining: int, low: int, high: int) -> list[int]:

@@ -35,38 +35,21 @@ class LengthBias(NamedTuple):
     """
     How the kept rows differ in length from an unbiased sample. The names are those of `darts/bias/*`.
 
-    Attributes:
-        length_mean_ratio (`float`):
-            Mean length of the kept rows over the mean of the unbiased sample; 1 without bias.
-        length_p90_ratio (`float`):
-            The same of the 90th percentiles.
-        length_ks (`float`):
-            Largest distance between the two distribution functions (Kolmogorov-Smirnov), in [0, 1]; 0 without bias.
-            Two independent samples of n lengths are about 1.2 / √n apart, whatever the selection.
-        aborted_share (`float`):
-            Share of the unbiased sample that was aborted: how much of the report rests on an estimate.
+    The ratios are 1 and `length_ks`, the largest distance between the two distribution functions, is 0 without bias;
+    two independent samples of n lengths are about 1.2 / √n apart, whatever the selection.
     """
 
-    length_mean_ratio: float
-    length_p90_ratio: float
+    length_mean_ratio: float  # mean length of the kept rows over that of the unbiased sample
+    length_p90_ratio: float  # the same of the 90th percentiles
     length_ks: float
-    aborted_share: float
+    aborted_share: float  # of the unbiased sample: how much of the report rests on an estimate
 
 
 class RewardBias(NamedTuple):
-    """
-    How the kept rows differ in reward from an unbiased sample. The names are those of `darts/bias/*`.
+    """How the kept rows differ in reward from an unbiased sample. The names are those of `darts/bias/*`."""
 
-    Attributes:
-        reward_gap (`float`):
-            Mean reward of the kept rows less the estimated mean of the unbiased sample, in units of reward. NaN where
-            there are no rewards.
-        unseen_share (`float`):
-            Share of the unbiased sample whose lengths no kept row can speak for, in [0, 1]. The gap leaves it out.
-    """
-
-    reward_gap: float
-    unseen_share: float
+    reward_gap: float  # mean reward of the kept rows less the estimate for the unbiased sample; NaN without rewards
+    unseen_share: float  # of the unbiased sample, whose lengths no kept row can speak for; the gap leaves it out
 
 
 class _Lengths(NamedTuple):
@@ -154,14 +137,11 @@ def reward_bias(
     without a kept row, or whose rows can't be compared with the others because no prompt has rows in both, is left
     out, and the rest stand for it. Lengths of aborted candidates are estimated as in [`length_bias`].
 
-    That is unbiased, up to the width of a stratum, where prompt and length add up in the reward. In our simulation (48
-    prompts that score less the longer they write, 8 of 8 to 16 rows kept, binary rewards that fall with the length or
-    with the length relative to the prompt's, true gaps of 0.00 to 0.03) it was off by at most 0.004 on average, with a
-    spread of 0.01 between rollouts. The same strata without levels for the prompts saw a gap of 0.02 where there was
-    none. Strata of the rank within the group were off by 0.02, since dual-end leaves their middle without a row, or
-    had spreads of 0.03. Where the slope of the reward over the length differs between prompts by as much as its mean,
-    the choice made here is off by 0.02 to 0.05. Where every group is cut off at half its pool (true gap 0.13), it is
-    off by 0.02 with a spread of 0.07, and by 0.09 if the slopes differ as well.
+    That is unbiased, up to the width of a stratum, where prompt and length add up in the reward: in our simulation (48
+    prompts, binary rewards that fall with the length, true gaps of 0.00 to 0.03) it was off by at most 0.004 on
+    average, with a spread of 0.01 between rollouts. It fails where the slope of the reward over the length differs
+    between prompts by as much as its mean (off by 0.02 to 0.05), and where every group is cut off at half its pool
+    (true gap 0.13, off by 0.02 with a spread of 0.07; by 0.09 if the slopes differ as well).
 
     Args:
         lengths (`Sequence[Sequence[int]]` of shape `(N, M'_i)`):
@@ -269,7 +249,8 @@ def _unbiased(pools: Sequence[tuple[Floats, NDArray[np.bool_]]], grid: Floats, n
                 passed_on[start] += alive[-1] / alive[ahead] / all_alive[start]
     weights[np.searchsorted(grid, all_ends)] -= np.cumsum(passed_on)[:-1] * np.diff(all_alive)
     weights[-1] += passed_on.sum() * all_alive[-1]
-    return weights / weights.sum()
+    weights /= weights.sum()
+    return weights
 
 
 def _quantiles(grid: Floats, weights: Floats, levels: Floats) -> Floats:

@@ -1,8 +1,7 @@
 """
 What is remembered of response lengths: per prompt over the epochs, and of the whole data set over the steps.
 
-A prompt is known by a 64-bit key; its moments live in arrays that grow geometrically, 28 bytes a prompt, and an index
-from key to row. 100,000 prompts take about 16 MB in memory and 2.8 MB on disk.
+A prompt is known by a 64-bit key. 100,000 prompts take about 20 MB in memory and 2.8 MB on disk.
 
 Invariants: what a group adds to the tracker depends on earlier steps only, never on the order of the groups within a
 step; a restored tracker goes on exactly as the saved one would have.
@@ -22,15 +21,18 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trl_darts.errors import ConfigurationError, StateMismatchError
-from trl_darts.policy.censoring import group_moments
+from ..errors import ConfigurationError, StateMismatchError
+from .censoring import group_moments
 
 
 PromptKey: TypeAlias = SupportsIndex | str
 """A 64-bit integer, or a string that is hashed to one."""
 
+_UNSEEN = (math.nan, math.nan, 0)
 _PER_PROMPT = {"keys": np.uint64, "means": np.float64, "variances": np.float64, "epochs": np.int32}
-_PER_DATASET = {"dataset": (3,), "pending": (3,)}  # (mean, mean square, steps), and sums of (count, length, square)
+# Moving averages of (mean, mean square, log-scale deviation within groups, steps), and the step's sums of (count,
+# length, square, weight of a group's log-scale deviation, that times it).
+_PER_DATASET = {"dataset": (4,), "pending": (5,)}
 
 
 def _as_64_bits(key: PromptKey) -> int:
@@ -81,13 +83,12 @@ class LengthTracker:
             raise ConfigurationError(f"`horizon` ({horizon}) must be at least 1, in tokens.")
         self.ema = ema
         self.horizon = horizon
-        self._rows: dict[int, int] = {}
-        self._columns: dict[str, NDArray[Any]] = {name: np.zeros(0, dtype) for name, dtype in _PER_PROMPT.items()}
-        self._dataset = (0.0, 0.0, 0)
-        self._pending = (0, 0.0, 0.0)
+        self._prompts: dict[int, tuple[float, float, int]] = {}  # by key: mean, variance, epochs
+        self._dataset = np.array([0.0, 0.0, math.nan, 0.0])
+        self._pending = np.zeros(5)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._prompts)
 
     def update(self, key: PromptKey, lengths: Sequence[int], censored: Sequence[bool] | None = None) -> None:
         """
@@ -105,56 +106,33 @@ class LengthTracker:
             [`ValueError`]: If there are no lengths, one is negative, or `censored` has another length.
         """
         number = _as_64_bits(key)
-        moments = group_moments(lengths, censored, self._ratio(*self._dataset), self.horizon)
-        row = self._rows.get(number)
-        if row is None:
-            row = self._new_row(number)
-        columns = self._columns
-        epochs = columns["epochs"][row]
-        weight = self.ema if epochs else 1.0
-        columns["means"][row] += weight * (moments.mean - columns["means"][row])
-        columns["variances"][row] += weight * (moments.variance - columns["variances"][row])
-        columns["epochs"][row] = epochs + 1
-        num, total, squares = self._pending
-        self._pending = (
-            num + len(lengths),
-            total + len(lengths) * moments.mean,
-            squares + len(lengths) * moments.square,
+        moments = group_moments(lengths, censored, float(self._dataset[2]), self.horizon)
+        mean, variance, epochs = self._prompts.get(number, (moments.mean, moments.variance, 0))
+        self._prompts[number] = (
+            mean + self.ema * (moments.mean - mean),
+            variance + self.ema * (moments.variance - variance),
+            epochs + 1,
         )
-
-    def _new_row(self, number: int) -> int:
-        row = len(self._rows)
-        if row == len(self._columns["keys"]):
-            capacity = max(1024, row + row // 2)
-            for name, column in self._columns.items():
-                grown = np.zeros(capacity, column.dtype)
-                grown[:row] = column
-                self._columns[name] = grown
-        self._rows[number] = row
-        self._columns["keys"][row] = number
-        return row
-
-    def _value(self, column: str, key: PromptKey) -> float:
-        row = self._rows.get(_as_64_bits(key))
-        return math.nan if row is None else float(self._columns[column][row])
+        num, weight = len(lengths), max(moments.num_complete - 1, 0)
+        log_std = moments.log_std if weight else 0.0
+        self._pending += (num, num * moments.mean, num * moments.square, weight, weight * log_std)
 
     def mean(self, key: PromptKey) -> float:
         """Smoothed mean length of a prompt in tokens, NaN if it was never seen."""
-        return self._value("means", key)
+        return self._prompts.get(_as_64_bits(key), _UNSEEN)[0]
 
     def std(self, key: PromptKey) -> float:
         """Smoothed standard deviation of a prompt's lengths in tokens, σ̃_L(q_i), NaN if it was never seen."""
-        return math.sqrt(self._value("variances", key))
+        return math.sqrt(self._prompts.get(_as_64_bits(key), _UNSEEN)[1])
 
     def epochs(self, key: PromptKey) -> int:
         """Number of updates that a prompt has had."""
-        row = self._rows.get(_as_64_bits(key))
-        return 0 if row is None else int(self._columns["epochs"][row])
+        return self._prompts.get(_as_64_bits(key), _UNSEEN)[2]
 
     @property
     def dataset_mean(self) -> float:
         """L̃, the smoothed mean length over the data set in tokens. NaN before there is data."""
-        mean, _, steps = self._folded()
+        mean, _, _, steps = map(float, self._folded())
         return mean if steps else math.nan
 
     @property
@@ -163,28 +141,27 @@ class LengthTracker:
         ρ = σ̃_L / L̃ of the data set ([DARTS](https://huggingface.co/papers/2605.30859), Appendix B), the step that
         has not been ended included. NaN before there is data.
         """
-        return self._ratio(*self._folded())
-
-    @staticmethod
-    def _ratio(mean: float, square: float, steps: int) -> float:
+        mean, square, _, steps = map(float, self._folded())
         if not steps:
             return math.nan
         return math.sqrt(max(square - mean * mean, 0.0)) / mean if mean else 0.0
 
-    def _folded(self) -> tuple[float, float, int]:
-        """The data set's moments with the pending step."""
-        mean, square, steps = self._dataset
-        num, total, squares = self._pending
+    def _folded(self) -> NDArray[np.float64]:
+        """The data set's averages with the pending step."""
+        num, total, squares, weight, log_stds = self._pending
         if not num:
             return self._dataset
-        weight = self.ema if steps else 1.0
-        return mean + weight * (total / num - mean), square + weight * (squares / num - square), steps + 1
+        old, steps = self._dataset[:3], self._dataset[3]
+        new = np.array([total / num, squares / num, log_stds / weight if weight else math.nan])
+        new = np.where(np.isnan(new), old, new)
+        averages = np.where(np.isnan(old), new, old + self.ema * (new - old)) if steps else new
+        return np.append(averages, steps + 1)
 
     def end_step(self) -> None:
         """
         Fold the step's pooled moments into the data set's moving average. Does nothing after a step without data.
         """
-        self._dataset, self._pending = self._folded(), (0, 0.0, 0.0)
+        self._dataset, self._pending = self._folded(), np.zeros(5)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """
@@ -193,8 +170,12 @@ class LengthTracker:
         Returns:
             `dict[str, np.ndarray]`: One array per quantity.
         """
-        state = {name: column[: len(self)].copy() for name, column in self._columns.items()}
-        return {**state, "dataset": np.array(self._dataset, float), "pending": np.array(self._pending, float)}
+        rows = [(key, *values) for key, values in self._prompts.items()]
+        columns = zip(*rows, strict=True) if rows else [()] * len(_PER_PROMPT)
+        state = {
+            name: np.array(column, dtype) for (name, dtype), column in zip(_PER_PROMPT.items(), columns, strict=True)
+        }
+        return {**state, "dataset": self._dataset.copy(), "pending": self._pending.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
@@ -220,12 +201,9 @@ class LengthTracker:
                 f"The state of a `LengthTracker` with {num} distinct prompts has arrays of other shapes: {shapes}. "
                 "Load the state that the tracker saved, or start without one."
             )
-        self._columns = {name: np.array(state[name], dtype) for name, dtype in _PER_PROMPT.items()}
-        self._rows = {int(key): row for row, key in enumerate(self._columns["keys"])}
-        mean, square, steps = map(float, state["dataset"])
-        self._dataset = (mean, square, int(steps))
-        count, total, squares = map(float, state["pending"])
-        self._pending = (int(count), total, squares)
+        keys, *values = (np.asarray(state[name], dtype).tolist() for name, dtype in _PER_PROMPT.items())
+        self._prompts = dict(zip(keys, zip(*values, strict=True), strict=True))
+        self._dataset, self._pending = (np.array(state[name], float) for name in _PER_DATASET)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """

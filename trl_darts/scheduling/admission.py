@@ -21,17 +21,8 @@ from .types import GroupPlan
 
 def prompt_key(token_ids: Sequence[int], image_digest: bytes = b"") -> int:
     """
-    Identity of a prompt over the whole training: a 64-bit hash of its tokens and images. Data set indices would not
-    survive shuffling, streaming or a changed file.
-
-    Args:
-        token_ids (`Sequence[int]` of shape `(P,)`):
-            The prompt.
-        image_digest (`bytes`, *optional*, defaults to `b""`):
-            Hash of its images, in their order. Empty without any.
-
-    Returns:
-        `int`: Unsigned 64-bit hash.
+    Identity of a prompt over the whole training: an unsigned 64-bit hash of its tokens and images. Data set indices
+    would not survive shuffling, streaming or a changed file.
     """
     data = np.asarray(token_ids, dtype="<i8").tobytes() + image_digest
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
@@ -51,33 +42,15 @@ class PromptInfo:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """
-    The decision: candidates per prompt, and what it rests on.
+    """The decision: candidates per prompt, and what it rests on."""
 
-    Args:
-        num_candidates (`list[int]` of shape `(N,)`):
-            M'_i for each prompt.
-        saturated (`int`):
-            Prompts at the upper bound M_up.
-        rho (`float`, *optional*):
-            ρ = σ̃_L / L̃ that the budget was computed from. `None` before anything is known.
-        expected_lengths (`list[float]` of shape `(N,)`, *optional*):
-            Tokens that a candidate of each prompt is expected to have; NaN for a prompt never seen.
-    """
-
-    num_candidates: list[int]
-    saturated: int = 0
-    rho: float | None = None
-    expected_lengths: list[float] | None = None
+    num_candidates: list[int]  # (N,), M'_i
+    saturated: int = 0  # prompts at the upper bound M_up
+    rho: float | None = None  # σ̃_L / L̃ that the budget was computed from; `None` before anything is known
+    expected_lengths: list[float] | None = None  # (N,), tokens of one candidate; NaN for a prompt never seen
 
     def plans(self, prompts: Sequence[PromptInfo]) -> list[GroupPlan]:
-        """
-        One plan per prompt, by index.
-
-        Args:
-            prompts (`Sequence[PromptInfo]` of shape `(N,)`):
-                What this was decided for.
-        """
+        """One plan per prompt, by index."""
         lengths = self.expected_lengths
         expected = [None] * len(prompts) if lengths is None else known_lengths(lengths)
         return [
@@ -112,14 +85,8 @@ class AdmissionPolicy(Protocol):
 
 class UniformAdmission:
     """
-    `num_generations` for each prompt: what GRPO does.
-
-    Args:
-        num_generations (`int`):
-            M.
-        tracker ([`LengthTracker`], *optional*):
-            Length statistics per prompt, where the longest are to be started first. Shared with the callback that
-            saves it.
+    `num_generations` for each prompt: what GRPO does. With a tracker, which its callback saves, it learns how long the
+    responses to each prompt are, so that the longest can be started first.
     """
 
     def __init__(self, num_generations: int, tracker: LengthTracker | None = None) -> None:
@@ -177,13 +144,7 @@ class UniformAdmission:
 class VarianceAdmission(UniformAdmission):
     """
     Variance-based adaptive redundancy ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2): a budget for
-    the batch by Eq. 8 and 9, spread over the prompts by Algorithm 1.
-
-    Args:
-        tracker ([`LengthTracker`]):
-            Length statistics per prompt. Shared with the callback that saves it.
-        budget ([`BudgetController`]):
-            Turns ρ into M_total. Its bounds are M_low = M and M_up.
+    the batch by Eq. 8 and 9, spread over the prompts by Algorithm 1, between M_low = M and M_up for each.
     """
 
     tracker: LengthTracker

@@ -169,7 +169,9 @@ class Ledger:
 
     def requeue(self, candidate: Candidate, now: float) -> None:
         """RUNNING → WAITING: its engine is lost, its tokens are not."""
-        candidate.num_fruitless = 0 if candidate.length > candidate.num_prior else candidate.num_fruitless + 1
+        candidate.num_empty_attempts = (
+            0 if candidate.length > candidate.num_prior else candidate.num_empty_attempts + 1
+        )
         candidate.tokens = list(candidate.tokens)  # they may be an event's, and will grow
         candidate.logprobs = None if candidate.logprobs is None else list(candidate.logprobs)
         candidate.state = WAITING

@@ -15,23 +15,12 @@ from .types import Candidate, EngineLoad
 
 def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engines: int) -> list[list[int]]:
     """
-    Spreads candidates over engines so that all are expected to end at about the same time: longest expected first,
-    each to the engine with the least work.
+    Spreads M'_i candidates of each prompt over engines so that all are expected to end at about the same time: longest
+    expected first, each to the engine with the least work. Returns the engine of each candidate.
 
     A prompt's candidates stay together, since they share its cache, unless they are more than an engine's fair part:
     then they are cut into parts that are not. No engine stays empty if there are at least as many candidates: the
     heaviest parts are cut until there is one for each.
-
-    Args:
-        counts (`Sequence[int]` of shape `(N,)`):
-            Candidates of each prompt, M'_i ≥ 1.
-        expected_lengths (`Sequence[float]` of shape `(N,)`):
-            Expected tokens of one candidate. NaN where nothing is known: then the mean of the others.
-        num_engines (`int`):
-            Number of engines.
-
-    Returns:
-        `list[list[int]]` of shape `(N, M'_i)`: The engine of each candidate.
     """
     lengths = known_lengths(expected_lengths)
     fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
@@ -59,11 +48,8 @@ def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engine
 
 class LongestFirst(LeastLoaded):
     """
-    Longest expected first, each on the engine with the least work: the longest decide when the rollout ends.
-
-    Args:
-        expected_lengths (`Sequence[float]` of shape `(N,)`):
-            Expected tokens of one candidate, by group. NaN where nothing is known: then the mean of the others.
+    Longest expected first, each on the engine with the least work: the longest decide when the rollout ends. Expected
+    tokens of one candidate are given by group, NaN where nothing is known.
     """
 
     def __init__(self, expected_lengths: Sequence[float]) -> None:
@@ -82,14 +68,6 @@ class LengthRanked(LongestFirst):
 
     The engines that joined first are for the long ones. Where one kind has no room, a candidate waits for its own: a
     long one among short ones would slow both. With fewer engines than `num_long + 1` all take everything.
-
-    Args:
-        expected_lengths (`Sequence[float]` of shape `(N,)`):
-            Expected tokens of one candidate, by group. NaN where nothing is known: then the mean of the others.
-        num_long (`int`):
-            Engines for the long ones.
-        long_share (`float`):
-            Share of groups that are long.
     """
 
     def __init__(self, expected_lengths: Sequence[float], num_long: int, long_share: float) -> None:
@@ -108,13 +86,8 @@ class LengthRanked(LongestFirst):
 
 class AssignedPlacement:
     """
-    Each candidate on the engine that was chosen for it, longest expected first.
-
-    Args:
-        engine_ids (`Sequence[Sequence[str]]` of shape `(N, M'_i)`):
-            The engine of each candidate, by group and index.
-        expected_lengths (`Sequence[float]` of shape `(N,)`, *optional*):
-            Expected tokens of one candidate. `None` keeps the order of the batch.
+    Each candidate on the engine that was chosen for it, by group and index. Longest expected first, or in the order of
+    the batch where no lengths are given.
     """
 
     def __init__(self, engine_ids: Sequence[Sequence[str]], expected_lengths: Sequence[float] | None = None) -> None:
@@ -134,10 +107,9 @@ class AssignedPlacement:
 def known_lengths(expected_lengths: Sequence[float]) -> list[float]:
     """Expected lengths, with the mean of those that are known (1 if none is) in the place of the others."""
     lengths = np.asarray(expected_lengths, dtype=float)
-    known = lengths[np.isfinite(lengths) & (lengths > 0)]
-    return [
-        float(x) for x in np.where(np.isfinite(lengths) & (lengths > 0), lengths, known.mean() if len(known) else 1)
-    ]
+    known = np.isfinite(lengths) & (lengths > 0)
+    mean = lengths[known].mean() if known.any() else 1.0
+    return [float(length) for length in np.where(known, lengths, mean)]
 
 
 def _split(count: int, parts: int) -> list[int]:

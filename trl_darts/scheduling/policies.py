@@ -53,7 +53,7 @@ class GroupStop(Protocol):
 class BatchStop(Protocol):
     """When does the trainer get its batch? Groups that are not settled then are deferred with what they have."""
 
-    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+    def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         """Whether these groups, of all, are enough. Called after each that is done, or can't be completed."""
         ...
 
@@ -99,32 +99,20 @@ class DualEnd:
     DARTS: dual-end sampling with variance-guided tail pruning and proactive early stopping
     ([DARTS](https://huggingface.co/papers/2605.30859), Algorithm 2, Sections 4.1.2 and 4.3.1).
 
-    A group with fewer than `max_num_generations` candidates waits for all of them and keeps the shortest and the
-    longest complete ones. A group at `max_num_generations` is one whose history is known to be heavy-tailed: it stops
-    at its `num_generations`-th complete candidate and keeps those.
+    A group with fewer than M_up candidates waits for all of them and keeps the shortest and the longest complete ones.
+    A group at M_up is one whose history is known to be heavy-tailed: it stops at its M-th complete candidate and keeps
+    those.
 
-    Args:
-        num_generations (`int`):
-            M, the rows that a group yields.
-        max_num_generations (`int`):
-            M_up, the number of candidates at which a group counts as saturated.
-        num_longest (`int`):
-            L, how many of the rows are the longest complete ones. The other M − L are the shortest. With 0, no
-            candidate is waited for that is already as long as the M-th shortest: it can't be kept.
-        tail_pruning (`bool`, *optional*, defaults to `True`):
-            Whether saturated groups stop early.
-        long_end_patience (`float` or `"auto"`, *optional*):
-            Bound on the wait for the long end. Once a group has M complete candidates, those that reach this many
-            times the M-th shortest complete length are aborted. With `"auto"` they go on as long as the batch waits
-            for another group to have M, and no longer: no step waits for them, but where engines are full or each
-            candidate costs, they still slow the others. `None`, the paper's rule, waits for the whole pool of a group
-            that is not saturated. Defaults to `None`, unlike the config's `"auto"`.
+    `long_end_patience` bounds the wait for the long end. Once a group has M complete candidates, those that reach this
+    many times the M-th shortest complete length are aborted. With `"auto"` they go on as long as the batch waits for
+    another group to have M, and no longer: no step waits for them, but where engines are full or each candidate costs,
+    they still slow the others. `None`, the paper's rule, waits for the whole pool of a group that is not saturated.
     """
 
-    num_generations: int
-    max_num_generations: int
-    num_longest: int
-    tail_pruning: bool = True
+    num_generations: int  # M, the rows that a group yields
+    max_num_generations: int  # M_up, the candidates at which a group is saturated
+    num_longest: int  # L, the rows that are the longest complete candidates; the other M - L are the shortest
+    tail_pruning: bool = True  # whether saturated groups stop early
     long_end_patience: Patience = None
 
     @property
@@ -193,27 +181,19 @@ class UniformPool(DualEnd):
 class AllGroups:
     """The batch is ready when every group is settled; nothing is deferred."""
 
-    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+    def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         """Whether all are done, but for those that can't be."""
         return len(done) + len(dropped) == num_groups
 
 
 @dataclass(frozen=True)
 class FirstGroups:
-    """
-    The batch is ready with the first groups that are settled; the others are deferred.
-
-    Args:
-        num_groups (`int`):
-            How many are wanted.
-        must_finish (`frozenset[int]`, *optional*, defaults to an empty set):
-            IDs of groups that must be among them, however long they take.
-    """
+    """The batch is ready with the first groups that are settled; the others are deferred."""
 
     num_groups: int
-    must_finish: frozenset[int] = frozenset()
+    must_finish: frozenset[int] = frozenset()  # IDs of groups that must be among them, however long they take
 
-    def harvest(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
+    def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         """Whether there are enough, dropped ones included, and those that must be among them are."""
         closed = done | dropped if self.must_finish else done
         return len(done) >= max(1, self.num_groups - len(dropped)) and self.must_finish <= closed
@@ -269,31 +249,8 @@ def make_policies(
     The policies of a schedule within one rollout. Which prompts go into it, and how many of them it waits for, is the
     business of its [`RoundPolicy`].
 
-    Args:
-        schedule (`str`):
-            Name of the row: `"darts"`, `"grpo"`, `"tail_batching"`, `"partial_rollout"` or `"sorted"`.
-        num_generations (`int`):
-            M, the rows that each group yields.
-        max_num_generations (`int`):
-            M_up, the most candidates of a group.
-        num_longest (`int`):
-            L, how many rows are the longest complete ones.
-        tail_pruning (`bool`, *optional*, defaults to `True`):
-            Whether a group with M_up candidates stops at its M-th complete one.
-        long_end_patience (`float` or `"auto"`, *optional*):
-            Bound on the wait for the long end, see [`DualEnd`]. Defaults to `None`, unlike the config's `"auto"`.
-        selection (`str`, *optional*):
-            What is kept of a group's candidates: `"dual_end"`, `"uniform"` or `"all"`. Defaults to the schedule's own.
-        batch_stop ([`BatchStop`], *optional*):
-            Defaults to [`AllGroups`].
-        placement ([`Placement`], *optional*):
-            Defaults to [`LeastLoaded`].
-
-    Returns:
-        [`SchedulePolicies`]: One object per decision.
-
-    Raises:
-        [`ConfigurationError`]: If the schedule or the selection is unknown.
+    The arguments are those of [`ScheduleSettings`] of the same names, but that `long_end_patience` is the paper's by
+    default; `batch_stop` and `placement` default to [`AllGroups`] and [`LeastLoaded`].
     """
     check_choice("schedule", schedule, SCHEDULES)
     selection = selection or SCHEDULES[schedule]

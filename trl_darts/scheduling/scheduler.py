@@ -9,7 +9,7 @@ Invariants (`tests/scheduling/test_invariants.py` checks each under its name, ov
 duplicates and late ones among them):
 
 - ends_once: every submitted candidate ends exactly once: finished, aborted or lost.
-- rows_per_group: a group that is harvested yields exactly `num_generations` rows.
+- rows_per_group: a group that is not deferred yields exactly `num_generations` rows.
 - tokens_match_logprobs: `len(tokens) == len(logprobs)` for every candidate of an engine that gives log-probs.
 - nothing_outstanding: once `done`, no command waits for an answer.
 - same_trace_same_commands: decisions depend on the events alone.
@@ -45,7 +45,7 @@ from .types import (
 
 
 # A candidate that has been lost with its engine so often, each time without a new token, is taken for the cause.
-MAX_FRUITLESS = 8
+MAX_EMPTY_ATTEMPTS = 8
 
 
 class Scheduler:
@@ -72,7 +72,7 @@ class Scheduler:
         self._settled: set[int] = set()  # group IDs
         self._ready: set[int] = set()  # settled, or with enough complete candidates; kept where a policy asks for it
         self._dropped: set[int] = set()
-        self._harvested = False
+        self._batch_ready = False
 
     @property
     def needs_progress(self) -> bool:
@@ -86,21 +86,8 @@ class Scheduler:
 
     def start(self, plans: Sequence[GroupPlan], engines: Sequence[EngineLoad], now: float) -> list[Command]:
         """
-        Begins the rollout.
-
-        Args:
-            plans (`Sequence[GroupPlan]`):
-                The groups, in the order in which results are wanted.
-            engines (`Sequence[EngineLoad]`):
-                The engines that are ready. Without any, all candidates wait for one to join.
-            now (`float`):
-                Time in seconds.
-
-        Returns:
-            `list[Command]`: What to submit first.
-
-        Raises:
-            [`ConfigurationError`]: If a plan has fewer candidates than rows, or an ID occurs twice.
+        Begins the rollout and returns what to submit first. Results come in the order of the plans. Without an engine,
+        all candidates wait for one to join. [`ConfigurationError`] if a plan has fewer candidates than rows.
         """
         self.ledger.engines = {engine.engine_id: engine for engine in engines}
         for plan in plans:
@@ -118,26 +105,15 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[Command]:
         """
-        Handles an event. Events that repeat, or that come after their candidate has ended, change nothing.
-
-        Args:
-            event (`Event`):
-                What an engine reports.
-
-        Returns:
-            `list[Command]`: What the engines are to do now.
+        Returns what the engines are to do after an event. Events that repeat, or that come after their candidate has
+        ended, change nothing.
         """
         return _HANDLERS[type(event)](self, event)
 
     def result(self) -> RolloutResult:
         """
-        The outcome, once `done`.
-
-        Returns:
-            [`RolloutResult`]: The groups with their rows, and those that were deferred.
-
-        Raises:
-            [`GenerationError`]: If the rollout failed, or every group was dropped. Includes the engine's message.
+        The outcome, once `done`. [`GenerationError`], with the engine's message, if the rollout failed or every group
+        was dropped.
         """
         if not self.done:
             raise GenerationError(f"The rollout is not done: {self.ledger.num_open} candidates are still open.")
@@ -201,8 +177,8 @@ class Scheduler:
             self._waiting.appendleft(candidate)  # it goes on elsewhere before any that has not begun
         commands: list[Command] = []
         for candidate in orphans:
-            if candidate.num_fruitless > MAX_FRUITLESS and candidate.state is WAITING:
-                message = f"its engine was lost {candidate.num_fruitless} times in a row before a new token came"
+            if candidate.num_empty_attempts > MAX_EMPTY_ATTEMPTS and candidate.state is WAITING:
+                message = f"its engine was lost {candidate.num_empty_attempts} times in a row before a new token came"
                 commands += self._fail(candidate, f"{message}; {event.engine_id}: {event.error}", event.now)
         return commands + self._submit(event.now)
 
@@ -225,7 +201,7 @@ class Scheduler:
 
     def _decide(self, group: Group, now: float) -> list[Command]:
         """What the group's new state means for its other candidates and, once it is settled, for the batch."""
-        if group.closed or self._harvested or self.error is not None:
+        if group.closed or self._batch_ready or self.error is not None:
             return []
         commands: list[Command] = []
         surplus = self.policies.group_stop.surplus(group)
@@ -233,23 +209,23 @@ class Scheduler:
             commands = self._abort(surplus, now)
         if group.num_unfinished == 0:
             self._settle(group)
-            commands += self._harvest(now)
+            commands += self._check_batch(now)
         elif group.num_complete >= self.num_generations and self.policies.group_stop.follows_batch:
             self._ready.add(group.group_id)
-            commands += self._harvest(now)
+            commands += self._check_batch(now)
         return commands
 
-    def _harvest(self, now: float) -> list[Command]:
+    def _check_batch(self, now: float) -> list[Command]:
         """Whether the batch is ready now that a group is closed, or could be; if so, the others are called off."""
         batch_stop, dropped, num_groups = self.policies.batch_stop, self._dropped, len(self.ledger.groups)
         commands: list[Command] = []
-        if self.policies.group_stop.follows_batch and batch_stop.harvest(self._ready, dropped, num_groups):
+        if self.policies.group_stop.follows_batch and batch_stop.ready(self._ready, dropped, num_groups):
             for group in [self.ledger.groups[group_id] for group_id in sorted(self._ready - self._settled)]:
                 commands += self._abort(group.unfinished, now)
                 self._settle(group)
-        if not batch_stop.harvest(self._settled, dropped, num_groups):
+        if not batch_stop.ready(self._settled, dropped, num_groups):
             return commands
-        self._harvested = True
+        self._batch_ready = True
         return commands + self._abort_unfinished(now)
 
     def _settle(self, group: Group) -> None:
@@ -309,7 +285,7 @@ class Scheduler:
     def _drop(self, group: Group, message: str, now: float) -> list[Command]:
         """Goes on without what is unfinished of a group, and without the group unless it has enough."""
         commands = self._abort(group.unfinished, now)
-        if group.closed or self._harvested or self.error is not None:
+        if group.closed or self._batch_ready or self.error is not None:
             return commands
         if group.num_complete >= self.num_generations:
             self._settle(group)
@@ -320,7 +296,7 @@ class Scheduler:
             if len(self._dropped) == len(self.ledger.groups):  # there is nothing to train on
                 self.error = message
                 return commands
-        return commands + self._harvest(now)
+        return commands + self._check_batch(now)
 
     def _end_with(self, message: str, now: float) -> list[Command]:
         """Ends the rollout: a group of it can't be completed."""

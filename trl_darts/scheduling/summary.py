@@ -18,38 +18,18 @@ _STOP = FinishReason.STOP.value
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
     """
-    A group without its tokens.
-
-    Args:
-        group_id (`int`):
-            Identity within the rollout.
-        prompt_key (`int`):
-            Identity of the prompt over the whole training.
-        lengths (`list[int]` of shape `(M'_i,)`):
-            Tokens sampled for each candidate, also the aborted ones.
-        finish_reasons (`list[str]` of shape `(M'_i,)`):
-            `"stop"`, `"length"` or `"abort"`.
-        selected (`list[int]` of shape `(M,)`):
-            Indices of the rows that are trained on.
-        num_prompt_tokens (`int`, *optional*, defaults to `0`):
-            Length of the prompt.
-        times (`list[tuple[float, float]]` of shape `(M'_i, 2)`, *optional*):
-            When each candidate was submitted first and when it ended, in seconds on the engine's clock. Equal for one
-            that was called off before it was submitted.
-        carried (`list[int]` of shape `(M'_i,)`, *optional*):
-            How many of each candidate's tokens are of an earlier rollout. Empty for none.
-        expected_length (`float`, *optional*):
-            Tokens that a candidate was expected to have, where something was known.
+    A group without its tokens. `times` has when each candidate was submitted first and when it ended, in seconds on
+    the engine's clock; equal for one that was called off before it was submitted.
     """
 
     group_id: int
     prompt_key: int
-    lengths: list[int]
-    finish_reasons: list[str]
-    selected: list[int]
+    lengths: list[int]  # (M'_i,), also of the aborted ones
+    finish_reasons: list[str]  # (M'_i,), the values of `FinishReason`
+    selected: list[int]  # (M,)
     num_prompt_tokens: int = 0
-    times: list[tuple[float, float]] = field(default_factory=list)
-    carried: list[int] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)  # (M'_i, 2)
+    carried: list[int] = field(default_factory=list)  # (M'_i,), tokens of an earlier rollout; empty for none
     expected_length: float | None = None
 
     @classmethod
@@ -85,21 +65,11 @@ def _carried(group: GroupResult) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """
-    How busy the engines were.
+    """How busy the engines were."""
 
-    Args:
-        peak (`int`):
-            Most candidates that ran at once.
-        area (`float`):
-            Integral of running candidates over time, in candidate-seconds.
-        seconds (`float`):
-            From the first submission to the last end.
-    """
-
-    peak: int
-    area: float
-    seconds: float
+    peak: int  # most candidates that ran at once
+    area: float  # running candidates integrated over time, in candidate-seconds
+    seconds: float  # from the first submission to the last end
 
     @classmethod
     def of(cls, result: RolloutResult) -> "Occupancy":
@@ -113,16 +83,8 @@ class Occupancy:
 
 def bubble_ratio(occupancy: Occupancy) -> float:
     """
-    Share of the decoding slots that stood idle (SortedRL, Eq. 4).
-
-    The queue size Q of the equation is the most candidates that ran at once, over all engines.
-
-    Args:
-        occupancy ([`Occupancy`]):
-            Of a rollout.
-
-    Returns:
-        `float`: Between 0 and 1; `0.0` for an empty rollout.
+    Share of the decoding slots that stood idle (SortedRL, Eq. 4), between 0 and 1; 0 for an empty rollout. The queue
+    size Q of the equation is the most candidates that ran at once, over all engines.
     """
     slots = occupancy.peak * occupancy.seconds
     return 1.0 - occupancy.area / slots if slots > 0 else 0.0

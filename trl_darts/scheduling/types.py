@@ -16,10 +16,10 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why an engine stopped decoding a candidate. The values are vLLM's."""
 
     STOP = "stop"  # natural end: an end-of-sequence token or a stop string
@@ -27,7 +27,7 @@ class FinishReason(str, Enum):
     ABORT = "abort"  # cut off by us
 
 
-class CandidateState(str, Enum):
+class CandidateState(StrEnum):
     """Where a candidate is in its life. The last three are final."""
 
     WAITING = "waiting"
@@ -51,8 +51,8 @@ class Candidate:
 
     `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the
     engine gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
-    `num_fruitless` counts the submissions in a row that were lost without a new token. `started` and `ended` are when
-    it was submitted first and when it ended, in seconds.
+    `num_empty_attempts` counts the submissions in a row that were lost without a new token. `started` and `ended` are
+    when it was submitted first and when it ended, in seconds.
     """
 
     candidate_id: int
@@ -66,7 +66,7 @@ class Candidate:
     segment: int = -1
     num_prior: int = 0  # tokens that it had when it was submitted last
     expected_rest: float = 0.0  # tokens that it was expected to need then
-    num_fruitless: int = 0
+    num_empty_attempts: int = 0
     started: float | None = None
     ended: float | None = None
 
@@ -88,53 +88,27 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PartialCandidate:
-    """
-    A candidate carried over from an earlier rollout.
-
-    Args:
-        tokens (`Sequence[int]`):
-            What was sampled so far.
-        logprobs (`Sequence[float]`, *optional*):
-            As many; `None` from an engine that gives none.
-        finish_reason ([`FinishReason`], *optional*):
-            Set where it has come to its end: it is not resumed.
-        num_segments (`int`, *optional*, defaults to `0`):
-            How often it was submitted: an engine with a seed must not draw the same numbers again.
-    """
+    """A candidate carried over from an earlier rollout."""
 
     tokens: Sequence[int]
-    logprobs: Sequence[float] | None = None
-    finish_reason: FinishReason | None = None
-    num_segments: int = 0
+    logprobs: Sequence[float] | None = None  # `None` from an engine that gives none
+    finish_reason: FinishReason | None = None  # set where it has come to its end: it is not resumed
+    num_segments: int = 0  # how often it was submitted: an engine with a seed must not draw the same numbers again
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """
-    What admission decided for one prompt.
-
-    Args:
-        group_id (`int`):
-            Unique within the rollout.
-        num_candidates (`int`):
-            M'_i: candidates to start. At least the `num_generations` rows that the group must yield.
-        prompt_key (`int`, *optional*, defaults to `0`):
-            Identity of the prompt, see [`prompt_key`].
-        num_prompt_tokens (`int`, *optional*, defaults to `0`):
-            Length of the prompt.
-        resumed (`tuple[PartialCandidate, ...]`, *optional*, defaults to `()`):
-            Candidates of an earlier rollout; they take the first indices, and the other `num_candidates -
-            len(resumed)` start afresh.
-        expected_length (`float`, *optional*):
-            Tokens that one of its candidates is expected to have, where something is known.
+    What admission decided for one prompt. Its `resumed` candidates take the first indices, and the other
+    `num_candidates - len(resumed)` start afresh.
     """
 
-    group_id: int
-    num_candidates: int
-    prompt_key: int = 0
+    group_id: int  # unique within the rollout
+    num_candidates: int  # M'_i, at least the `num_generations` rows that the group must yield
+    prompt_key: int = 0  # of the whole training, see `prompt_key` in admission.py
     num_prompt_tokens: int = 0
     resumed: tuple[PartialCandidate, ...] = ()
-    expected_length: float | None = None
+    expected_length: float | None = None  # tokens of one candidate, where something is known
 
 
 @dataclass(slots=True)
@@ -194,15 +168,12 @@ class Timeline:
 
 @dataclass(slots=True)
 class EngineLoad:
-    """
-    What placement sees of an engine. `capacity` is the most candidates it takes at once (`None`: no limit), and
-    `expected_tokens` what those that it runs were expected to need when they were submitted.
-    """
+    """What placement sees of an engine."""
 
     engine_id: str
-    capacity: int | None = None
+    capacity: int | None = None  # the most candidates at once; `None` for no limit
     num_running: int = 0
-    expected_tokens: float = 0.0
+    expected_tokens: float = 0.0  # that those which it runs were expected to need when they were submitted
 
     @property
     def has_room(self) -> bool:

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from ..errors import TRLDARTSError
@@ -47,7 +47,7 @@ class ServerFailedError(TRLDARTSError, RuntimeError):
         self.exit_code = exit_code or 1  # a server that ended with 0 was not asked to
 
 
-class State(str, Enum):
+class State(StrEnum):
     """What a server is doing."""
 
     WAITING = "waiting to restart"

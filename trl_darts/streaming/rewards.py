@@ -186,7 +186,7 @@ class RewardStream:
         self._loop.close()
 
     def _forget(self) -> None:
-        for call in self._calls:
+        for call in reversed(self._calls):  # else the next one would begin as soon as the first is cancelled
             call.future.cancel()
         self._calls, self._call_of, self._completion_ids = [], {}, {}
 

@@ -82,13 +82,15 @@ class RolloutRecord:
         return self.occupancy.seconds
 
 
-def rollout_metrics(record: RolloutRecord) -> dict[str, float]:
+def rollout_metrics(record: RolloutRecord, sync_seconds: float | None = None) -> dict[str, float]:
     """
     The metrics of one rollout.
 
     Args:
         record ([`RolloutRecord`]):
             A rollout of at least one group.
+        sync_seconds (`float`, *optional*):
+            Of the weight sync before it, if there was one.
 
     Returns:
         `dict[str, float]`: By name, `darts/<noun>/<stat>`. Those that are not known yet (ρ before the first
@@ -100,6 +102,7 @@ def rollout_metrics(record: RolloutRecord) -> dict[str, float]:
     kept = np.array([s.lengths[i] for s in summaries for i in s.selected])
     aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
     return {
+        **({} if sync_seconds is None else {"darts/sync/seconds": sync_seconds}),
         **_pool(lengths, reasons),
         **_budget(record),
         **_rollout(record, lengths, kept, aborted),

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from ..errors import WeightSyncError
 
 
-SHARD_BYTES = 2 << 30  # memory that is needed beside the model while writing
+SHARD_BYTES = 1 << 29  # memory that is needed beside the model while writing
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "trl_darts-"
 

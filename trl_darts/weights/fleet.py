@@ -128,14 +128,16 @@ class FleetVLLMClient:
     def close_communicator(self) -> None:
         """Leave every group, and remove what was written."""
         for client in self.clients:
-            client.close_communicator()  # type: ignore[no-untyped-call]
+            client.close_communicator()
         if self.directory is not None:
             self.directory.close()
 
     def _connect(self, client: SyncedVLLMClient) -> None:
         if self.directory is None:
             client.init_communicator(self._device)
-        elif self.directory.is_local and not is_this_machine(str(client.host)):
+            return
+        client.call("/server_info", params={"config_format": "json"}, method="GET")  # it is there, in development mode
+        if self.directory.is_local and not is_this_machine(str(client.host)):
             raise ConfigurationError(
                 f"The vLLM server at {client.base_url} is on another machine and can't see what this one writes. Set "
                 "`weight_sync='filesystem'` and `weight_sync_dir`, a directory that both see under the same path."
@@ -152,7 +154,7 @@ class FleetVLLMClient:
         """Leave a server to itself."""
         client = self._client(base_url)
         self.clients.remove(client)
-        client.close_communicator()  # type: ignore[no-untyped-call]
+        client.close_communicator()
 
     def rejoin(self, base_url: str) -> bool:
         """Form the group with a server that has come back anew, so that it takes part in the next sync."""
@@ -164,7 +166,7 @@ class FleetVLLMClient:
         return True
 
     def _reconnect(self, client: SyncedVLLMClient) -> None:
-        client.close_communicator()  # type: ignore[no-untyped-call]
+        client.close_communicator()
         self._connect(client)
 
     def _client(self, base_url: str) -> SyncedVLLMClient:

@@ -37,7 +37,7 @@ def repack_tied_lm_heads(model: torch.nn.Module) -> None:
 
 def finish_reload(model: torch.nn.Module, model_config: ModelConfig) -> None:
     """Put the new weights into place, tied ones included."""
-    finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
+    finalize_layerwise_reload(model, model_config)
     repack_tied_lm_heads(model)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import pandas as pd
 
 from trl_darts.analysis.report.runs import outcomes
+from trl_darts.telemetry.log import append_entry
+from trl_darts.telemetry.traces import COLUMNS
 
 
 # (length, finish reason, selected, start, end)
@@ -33,26 +34,11 @@ SETTINGS = {
 def make_trace(groups: Mapping[int, Sequence[Candidate]] = ROLLOUT, step: int = 0) -> pd.DataFrame:
     """A trace file's table; `step` counts from 0 there."""
     rows = [
-        {
-            "step": step,
-            "group": group,
-            "prompt_key": key,
-            "candidate": index,
-            "num_candidates": len(candidates),
-            "length": length,
-            "finish_reason": reason,
-            "selected": selected,
-            "num_prompt_tokens": 2,
-            "start_seconds": start,
-            "end_seconds": end,
-            "num_carried_tokens": 0,
-            "carried_over": False,
-            "expected_length": math.nan,
-        }
+        (step, group, key, index, len(candidates), length, reason, selected, 2, start, end, 0, False, math.nan)
         for group, (key, candidates) in enumerate(groups.items())
         for index, (length, reason, selected, start, end) in enumerate(candidates)
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=[*COLUMNS]).astype(COLUMNS)
 
 
 def as_read(*traces: pd.DataFrame) -> pd.DataFrame:
@@ -94,17 +80,8 @@ def write_run(
     settings: Mapping[str, Any] | None = SETTINGS,
 ) -> Path:
     """
-    Writes a run.
-
-    Args:
-        directory (`Path`):
-            Its `output_dir`.
-        traces (`Mapping[str, pd.DataFrame]` or `int`):
-            Tables by file name, or of so many steps the same rollout.
-        log (`Sequence[Mapping[str, Any]]` or `int`):
-            Lines of `log.jsonl`, or so many entries of steps that had that rollout. None: no file.
-        settings (`Mapping[str, Any]`, *optional*):
-            The log's first line.
+    Writes a run into its `output_dir`: traces by file name, or the same rollout in so many steps; lines of the log, or
+    entries of so many steps that had this rollout, behind `settings`. No log: no file.
     """
     rollouts = directory / "rollouts"
     rollouts.mkdir(parents=True, exist_ok=True)
@@ -113,7 +90,6 @@ def write_run(
     for name, trace in traces.items():
         trace.to_parquet(rollouts / name)
     entries = [make_entry(step + 1) for step in range(log)] if isinstance(log, int) else list(log)
-    if entries:
-        lines = [*([{"run": settings}] if settings else []), *entries]
-        (rollouts / "log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    for line in [*([{"run": settings}] if settings and entries else []), *entries]:
+        append_entry(directory, line)
     return directory

@@ -5,7 +5,6 @@ Invariants: the page loads nothing; it is the same for the same runs; what a run
 code; whatever is missing is said on it; an error is one line.
 """
 
-import io
 import re
 
 import numpy as np
@@ -20,7 +19,7 @@ from trl_darts.analysis.report import page, write_report
 from trl_darts.cli import app
 from trl_darts.policy import LatencyCurve
 
-from .builders import SETTINGS, make_entry, make_trace, write_run
+from .builders import SETTINGS, make_entry, write_run
 
 
 PANELS = ("reward", "time", "occupancy", "lengths", "budget", "faults", "prediction")
@@ -40,7 +39,7 @@ def no_figures(monkeypatch):
 def test_two_trainings_as_a_reader_sees_them(model_dir, tmp_path):
     for schedule in ("grpo", "darts"):
         args = make_args(
-            tmp_path / schedule, schedule=schedule, max_steps=6, save_rollout_trace=True, learning_rate=0.0
+            tmp_path / schedule, schedule=schedule, max_steps=3, save_rollout_trace=True, learning_rate=0.0
         )
         make_trainer(model_dir, args, train_dataset=letters_dataset(8)).train()
     LatencyCurve([1, 32], [0.001, 0.004]).save(tmp_path / "curve.json")
@@ -98,12 +97,6 @@ def test_same_runs_same_page(tmp_path):
     assert pages[0] == pages[1]
 
 
-def test_figures_of_an_earlier_report_go(tmp_path):
-    (tmp_path / "report-budget.png").write_bytes(b"old")
-    write_report([write_run(tmp_path / "run", log=1)], tmp_path / "report.html")
-    assert not (tmp_path / "report-budget.png").exists()
-
-
 def test_text_of_a_run_is_text(tmp_path, no_figures):
     settings = {**SETTINGS, "model": "<script>alert(1)</script>"}
     source = write_run(tmp_path / "a&b <i>", traces=2, log=2, settings=settings)
@@ -142,18 +135,12 @@ def test_faults_and_settings_of_two_runs(tmp_path, no_figures):
     assert "The runs did different work: they differ in model." in text
 
 
-def test_six_runs(tmp_path):
-    runs = [
-        write_run(
-            tmp_path / f"a run with a long name, number {i}",
-            traces={f"rollout_{s:05d}_00.parquet": make_trace(step=s) for s in range(i + 1)},
-            log=[make_entry(s + 1) for s in range(i + 1)],
-        )
-        for i in range(6)
-    ]
+def test_six_runs_without_traces(tmp_path):
+    (tmp_path / "report-budget.png").write_bytes(b"of an earlier report")
+    runs = [write_run(tmp_path / f"a run with a long name, number {i}", log=i + 1) for i in range(6)]
     _, *pictures = write_report(runs, tmp_path / "report.html")
-    with Image.open(io.BytesIO(pictures[0].read_bytes())) as picture:
-        assert picture.width > 2000
+    assert [picture.name for picture in pictures] == ["report-reward.png", "report-time.png", "report-lengths.png"]
+    assert not (tmp_path / "report-budget.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +166,7 @@ def test_curve_must_be_of_the_runs_model(tmp_path, no_figures, metadata, fits):
         (["a", "--step", "9"], "`step` (9) must be a step with a trace, and traces are there 1 to 1"),
         (["a", "--output", "."], "`output` ('.') must be the name of an HTML file."),
         (["a", "--output", "a.pdf"], "`output` ('a.pdf') must be the name of an HTML file."),
-        (["a", "--output", "file/report.html"], "`output` ('file/report.html') must be in a directory"),
+        (["a", "--output", "file/report.html"], "`output` ('file') must be a directory that can be made: File exists"),
         (["a", "--output", "x" * 300 + ".html"], f"`output` ('{'x' * 300}.html') must be a file that can be written"),
         (["a", "--output", "/proc/report.html"], "`output` ('/proc/report.html') must be a file that can be written"),
         (["a", "--output", "d/r.html"], "`output` ('d/r-reward.png') must be a file that can be written: it is a dir"),

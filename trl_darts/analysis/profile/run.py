@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
@@ -185,7 +185,7 @@ def describe(facts: Sequence[ServerFacts], options: ProfileOptions) -> dict[str,
         "vllm_version": _alike(fact.vllm_version for fact in facts),
         **{name: getattr(first, name) for name in same},
         "servers": [fact.url for fact in facts],
-        "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

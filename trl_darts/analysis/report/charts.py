@@ -35,7 +35,6 @@ LOOKS = {
     "sync": (0.25, "xxxx"),
 }
 WIDTH, HEIGHT = 14.7, 3.1  # of a row of charts, in inches: text has one size in all figures
-MAX_POINTS = 2000  # of a scatter
 _RC: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -83,21 +82,18 @@ def lines(
     curves: Mapping[int, pd.Series],
     *,
     xlabel: str = "step",
-    dashed: Mapping[int, pd.Series] | None = None,
-    level: float | None = None,
+    dotted: Mapping[int, pd.Series] | None = None,
     from_zero: bool = True,
 ) -> None:
     """One line per run, the mean of the last tenth of its values, at most 20, with the values faintly behind it."""
     window = smoothing(curves)
-    if level is not None:
-        axes.axhline(level, color=MUTED, linewidth=1)
     for run, curve in curves.items():
         smooth = curve.rolling(window, min_periods=1).mean()
         if window > 1:
             axes.plot(curve.index, curve, color=COLORS[run], linewidth=0.8, alpha=0.3)
         marker = "o" if len(curve) == 1 else ""
         axes.plot(curve.index, smooth, color=COLORS[run], linewidth=1.9, linestyle=DASHES[run], marker=marker)
-    for run, curve in (dashed or {}).items():
+    for run, curve in (dotted or {}).items():
         smooth = curve.rolling(window, min_periods=1).mean()
         axes.plot(curve.index, smooth, color=COLORS[run], linewidth=1, linestyle=":")
     axes.set(title=title, xlabel=xlabel)
@@ -148,8 +144,6 @@ def bins(axes: Any, title: str, tables: Mapping[int, pd.Series], labels: Mapping
 def timeline(axes: Any, title: str, run: int, running: pd.DataFrame, seconds: float, peak: int) -> None:
     """How many candidates ran, stacked by what became of them, up to the `seconds` and the `peak` of all runs."""
     highest, end = running["running"].max(), running.index[-1]
-    # What ran at the end of each of 200 slices: with thousands of candidates, a picture of each end gets slow.
-    running = running.groupby(np.ceil(running.index / (end or 1) * 200) * (end or 1) / 200).last()
     bottom = np.zeros(len(running))
     for name in OUTCOMES:
         opacity, hatch = LOOKS[name]
@@ -177,10 +171,9 @@ def stacks(axes: Any, title: str, table: pd.DataFrame, names: Sequence[str], xla
 
 
 def scatter(axes: Any, points: Mapping[int, pd.DataFrame], x: str, y: str) -> None:
-    """Points of all runs, and the line on which both axes are equal. Of more than 2000 points, every n-th is drawn."""
+    """Points of all runs, and the line on which both axes are equal."""
     end = 1.05 * max(float(table[[x, y]].max().max()) for table in points.values())
     axes.plot([0, end], [0, end], color=MUTED, linewidth=1)
     for run, table in points.items():
-        shown = table.iloc[:: -(-len(table) // MAX_POINTS)]
-        axes.scatter(shown[x], shown[y], s=16, marker=MARKERS[run], color=COLORS[run], alpha=0.6, linewidths=0)
+        axes.scatter(table[x], table[y], s=16, marker=MARKERS[run], color=COLORS[run], alpha=0.6, linewidths=0)
     axes.set(title=f"{y.capitalize()} seconds", xlim=(0, end), ylim=(0, end), xlabel=f"{x} seconds")

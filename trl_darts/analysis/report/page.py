@@ -10,13 +10,13 @@ import base64
 import os
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ... import __version__
 from ...errors import ConfigurationError
 from ...import_utils import require_matplotlib
 from ...policy import LatencyCurve
-from ..output_files import check_writable, not_writable
+from ..output_files import check_directory, check_writable, not_writable
 from . import panels
 from .charts import figure
 from .comparison import cautions, compare_settings, summary
@@ -125,24 +125,15 @@ def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, by
         settings=settings,
         panels=found,
         figures={key: base64.b64encode(picture).decode() for key, picture in figures.items()},
-        version=_version(),
+        version=__version__,
     )
 
 
 def _check_output(output: Path) -> Path:
-    where = f"`output` ({str(output)!r})"
     if os.path.isdir(output) or output.suffix.lower() not in (".html", ".htm"):
-        raise ConfigurationError(f"{where} must be the name of an HTML file. Choose one such as 'report.html'.")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"{where} must be in a directory that can be made: {error.strerror}.") from error
+        raise ConfigurationError(
+            f"`output` ({str(output)!r}) must be the name of an HTML file. Choose one such as 'report.html'."
+        )
+    check_directory("output", output.parent)
     check_writable("output", output)
     return output
-
-
-def _version() -> str:
-    try:
-        return version("trl-darts")
-    except PackageNotFoundError:  # a checkout that was never installed
-        return "(not installed)"

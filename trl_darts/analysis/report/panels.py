@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,6 @@ from .comparison import common_traces, in_common, number, percent, typical_step,
 from .runs import OUTCOMES, Run
 
 
-STATS = {"mean": "mean", "p50": "median", "p99": "p99", "max": "longest"}
 BINS = {tables.FIRST_SEEN: "new", "1": "least", "2": "", "3": "middle", "4": "", "5": "most spread"}
 FAULTS = {
     "resumed": "Candidates resumed on another server or later",
@@ -114,22 +113,15 @@ def time(runs: Sequence[Run]) -> Panel:
 def occupancy(runs: Sequence[Run], step: int | None) -> Panel:
     """How many candidates ran during one step's first rollout."""
     step = _check_step(runs, step)
-    rolls = {}
-    for i, run in enumerate(runs):
-        own = run.traces[run.traces["step"] == (step or 0)]
-        if len(own):
-            rolls[i] = own[own["micro"] == own["micro"].min()]
+    rolls = {i: run.traces[run.traces["step"] == (step or 0)] for i, run in enumerate(runs)}
+    rolls = {i: own[own["micro"] == own["micro"].min()] for i, own in rolls.items() if len(own)}
     running = {i: tables.occupancy(rollout) for i, rollout in rolls.items()}
     seconds = max((table.index[-1] for table in running.values()), default=1.0)
     peak = max((int(table["running"].max()) for table in running.values()), default=1)
-    found, rows = [], []
+    found = []
     for i, table in running.items():
-        idle = percent(tables.bubble(rolls[i]))
-        title = f"{runs[i].name}: running candidates, bubble {idle}"
+        title = f"{runs[i].name}: running candidates, bubble {percent(tables.bubble(rolls[i]))}"
         found.append(partial(charts.timeline, title=title, run=i, running=table, seconds=seconds, peak=peak))
-        counts = rolls[i]["outcome"].value_counts().reindex(OUTCOMES, fill_value=0)
-        rows.append([runs[i].name, number(table.index[-1]), idle, str(table["running"].max()), *map(str, counts)])
-    header = ["Run", "Seconds", "Bubble", "Most at once", "Kept", "Unused", "Aborted"]
     return Panel(
         "occupancy",
         "One rollout from within",
@@ -137,9 +129,8 @@ def occupancy(runs: Sequence[Run], step: int | None) -> Panel:
         "kept. Aborted: it was called off. White below the dashed line: slots that stood idle, the bubble. "
         f"{f'This is step {step}; take another with `--step`.' if step else ''}",
         found,
-        Table(f"Step {step}", header, rows) if rows else None,
-        OUTCOMES,
-        [f"{run.name}: no trace of this step." for i, run in enumerate(runs) if i not in rolls],
+        looks=OUTCOMES,
+        notes=[f"{run.name}: no trace of this step." for i, run in enumerate(runs) if i not in rolls],
     )
 
 
@@ -160,78 +151,68 @@ def lengths(runs: Sequence[Run]) -> Panel:
     """Lengths of the pool and of the kept rows: distributions, and over training."""
     traces, window = common_traces(runs)
     shown = {i: table for i, table in enumerate(traces) if len(table)}
-    edges = tables.length_edges(max((int(table["length"].max()) for table in shown.values()), default=1))
-    shares = {i: tables.length_shares(table, edges) for i, table in shown.items()}
-    top = max((float(share.max().max()) for share in shares.values()), default=1.0)
-    found = [
-        partial(
-            charts.distribution, title=f"{runs[i].name}: % of candidates", run=i, shares=share, edges=edges, top=top
-        )
-        for i, share in shares.items()
-    ]
-    pool = [tables.length_stats(run) for run in runs]
-    kept = [tables.length_stats(run, kept=True) for run in runs]
-    for stat in ("mean", "p99", "max"):
-        curves, dotted = ({i: t[stat] for i, t in enumerate(part) if stat in t} for part in (pool, kept))
-        if curves:
-            title = f"{STATS[stat].capitalize()}, tokens (dotted: kept rows)"
-            found.append(partial(charts.lines, title=title, curves=curves, dashed=dotted))
     rows = []
     for i, table in shown.items():
         parts = (tables.ended(table)["length"], table["length"][table["selected"]])
         ends = [(p.mean(), p.median(), p.quantile(0.99), p.max()) for p in parts]
         rows.append([runs[i].name, *(f"{number(a)} → {number(b)}" for a, b in zip(*ends, strict=True))])
-    notes = [
-        f"{run.name}: no traces, so no distribution; curves are from the log, whose quantiles are means over rollouts."
-        for run in runs
-        if run.traces.empty
-    ]
+    header = ["Run", "Mean", "Median", "p99", "Longest"]
+    no_traces = [run for run in runs if run.traces.empty]
     return Panel(
         "lengths",
         "Lengths of the pool and of the kept rows",
         "Distributions: the area is all candidates, the line the rows that are trained on. Aborted candidates count "
         "with the tokens they had, so with early stops the pool's tail is longer than it looks. The longest is what a "
         "rollout waits for.",
-        found,
-        Table(f"Tokens, all candidates → kept rows, {window}", ["Run", *STATS.values()], rows) if rows else None,
-        notes=notes,
+        [*_distributions(runs, shown), *_lengths_over_training(runs)],
+        Table(f"Tokens, all candidates → kept rows, {window}", header, rows) if rows else None,
+        notes=[f"{run.name}: no traces, so no distribution; curves are from the log." for run in no_traces],
     )
+
+
+def _distributions(runs: Sequence[Run], traces: Mapping[int, pd.DataFrame]) -> list[charts.Draw]:
+    edges = tables.length_edges(max((int(table["length"].max()) for table in traces.values()), default=1))
+    shares = {i: tables.length_shares(table, edges) for i, table in traces.items()}
+    top = max((float(share.max().max()) for share in shares.values()), default=1.0)
+    return [
+        partial(charts.distribution, title=f"{runs[i].name}: % of candidates", run=i, shares=own, edges=edges, top=top)
+        for i, own in shares.items()
+    ]
+
+
+def _lengths_over_training(runs: Sequence[Run]) -> list[charts.Draw]:
+    pool = [tables.length_stats(run) for run in runs]
+    kept = [tables.length_stats(run, kept=True) for run in runs]
+    found: list[charts.Draw] = []
+    for stat, title in {"mean": "Mean", "p99": "p99", "max": "Longest"}.items():
+        curves, dotted = ({i: t[stat] for i, t in enumerate(part) if stat in t} for part in (pool, kept))
+        if curves:
+            title = f"{title}, tokens (dotted: kept rows)"
+            found.append(partial(charts.lines, title=title, curves=curves, dotted=dotted))
+    return found
 
 
 def budget(runs: Sequence[Run]) -> Panel:
     """How many candidates prompts got, and which prompts."""
     traces, window = common_traces(runs)
     shares = {i: tables.budget_shares(table) for i, table in enumerate(traces) if len(table)}
-    spreads = {i: tables.budget_by_spread(traces[i]) for i in shares}
-    candidates = {i: table["candidates"] for i, table in spreads.items()}
+    spreads = {i: tables.budget_by_spread(traces[i])["candidates"] for i in shares}
     found = [
         partial(charts.bars, title="% of prompts", shares=shares, xlabel="candidates"),
-        partial(charts.bins, title="Candidates per prompt, mean", tables=candidates, labels=BINS),
-    ]
-    rows = [
-        [runs[i].name, *(_bin_cell(table.loc[name]) if name in table.index else "–" for name in BINS)]
-        for i, table in spreads.items()
+        partial(charts.bins, title="Candidates per prompt, mean", tables=spreads, labels=BINS),
     ]
     notes = [f"{run.name}: no traces, and budgets need them." for i, run in enumerate(runs) if i not in shares]
     if spreads and all(set(table.index) == {tables.FIRST_SEEN} for table in spreads.values()):
         notes.append("No prompt came back within these steps, so there is no history to compare with.")
-    header = ["Run", "New", "Least spread", "2", "3", "4", "Most spread"]
     return Panel(
         "budget",
         "Budget",
         "Left: how many candidates prompts got. Right: who got them, by how much the lengths of a prompt's earlier "
-        "answers differed, in five bins of equally many prompts. “New” prompts have no history.",
+        "answers differed, in five bins of equally many prompts. “New” prompts have no history."
+        f"{f' Over {window}.' if window else ''}",
         found if shares else [],
-        Table(f"Mean candidates per prompt (mean spread in tokens; prompts), {window}", header, rows)
-        if rows
-        else None,
         notes=notes,
     )
-
-
-def _bin_cell(row: pd.Series) -> str:
-    spread = "" if pd.isna(row["spread"]) else f"{number(row['spread'])}; "
-    return f"{number(row['candidates'])} ({spread}{row['groups']:,.0f})"
 
 
 def faults(runs: Sequence[Run]) -> Panel:
@@ -270,11 +251,6 @@ def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
         return Panel(key, title, lead, notes=[note])
     predicted = {i: tables.predicted_times(run.traces, curve) for i, run in enumerate(runs) if not run.traces.empty}
     ratios = {i: table["predicted"] / table["real"] for i, table in predicted.items()}
-    by_step = {i: ratio.groupby("step").mean() for i, ratio in ratios.items()}
-    found = [
-        partial(charts.scatter, points=predicted, x="predicted", y="real"),
-        partial(charts.lines, title="Predicted / real", curves=by_step, level=1.0),
-    ]
     rows = [
         [runs[i].name, str(len(ratio)), number(ratio.median()), percent((ratio - 1).abs().median())]
         for i, ratio in ratios.items()
@@ -282,4 +258,5 @@ def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
     caption = f"All rollouts of each run; curve of {curve.metadata.get('model', 'a model it does not tell')}"
     header = ["Run", "Rollouts", "Predicted / real, median", "Off by, median"]
     notes = [f"{run.name}: no traces, and a prediction needs lengths." for run in runs if run.traces.empty]
-    return Panel(key, title, lead, found if rows else [], Table(caption, header, rows) if rows else None, notes=notes)
+    found = [partial(charts.scatter, points=predicted, x="predicted", y="real")] if rows else []
+    return Panel(key, title, lead, found, Table(caption, header, rows) if rows else None, notes=notes)

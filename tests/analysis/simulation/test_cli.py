@@ -1,0 +1,195 @@
+"""`trl-darts simulate`: its help, its options, its table, and what it refuses before anything is computed."""
+
+import csv
+import re
+import shlex
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from tests.analysis.report.builders import write_run
+from trl_darts.cli import app, simulate
+from trl_darts.policy import DecodePoint, LatencyCurve, LatencyProfile, PrefillPoint
+
+
+SMALL = ["--steps", "2", "--seeds", "1", "--prompts-per-step", "8", "--median-length", "50"]
+ON_TRACE = ["--steps", "2", "--seeds", "1", "--schedule", "grpo"]
+
+
+def run(*args, columns=80):
+    return CliRunner().invoke(app, ["simulate", *map(str, args)], env={"COLUMNS": str(columns)})
+
+
+def rows(*args, output):
+    """Those of the table that it writes."""
+    result = run(*args, "--output", output)
+    assert result.exit_code == 0, result.stderr
+    return list(csv.DictReader((output / "simulation.csv").open()))
+
+
+def refused(*args) -> str:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    return result.stderr
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    monkeypatch.setattr(simulate, "compare", lambda *args, **kwargs: pytest.fail("a training was simulated"))
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A run of `some/Tiny-1B`: two prompts of 2 tokens, 2 rows each."""
+    return write_run(tmp_path / "run", traces=2, log=2)
+
+
+def save_profile(path, model="some/Tiny-1B", **limits):
+    """A token takes a second, to decode as to prefill."""
+    points = [DecodePoint(1, 10, 10.0, 1.0, 0.0, (1.0,))]
+    prefills = [PrefillPoint(tokens, float(tokens), 0.0) for tokens in (1, 2)]
+    LatencyProfile.fit(points, prefills, {"model": model, **limits}).save(path)
+    return path
+
+
+def test_example_of_the_help_works(tmp_path, monkeypatch):
+    text = " ".join(run("--help", columns=200).stdout.replace("│", " ").split())
+    (example,) = re.findall(r"trl-darts simulate (--trace .*?none,2)", text)
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "out", traces=2, log=2)
+    save_profile("latency.json")
+    names = [row["setting"] for row in rows(*shlex.split(example), "--steps", 2, "--seeds", 1, output=tmp_path)]
+    assert names[0] == "grpo"
+    assert len(names) == 7
+    assert (tmp_path / "simulation.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--schedule", "grpo", "sorted", "partial_rollout"],
+        ["--schedule", "grpo", "--schedule", "sorted", "--schedule", "partial_rollout"],
+        ["--schedule", "grpo", "sorted,partial_rollout"],
+    ],
+)
+def test_schedules_are_separated_as_one_likes(tmp_path, words):
+    assert [row["setting"] for row in rows(*SMALL, *words, output=tmp_path)] == ["grpo", "sorted", "partial_rollout"]
+
+
+def test_each_quantity_has_its_interval_below_it():
+    names = "grpo,tail_batching,partial_rollout,sorted"
+    options = ["--sweep", "sorted_mode=partial", "--steps", 3, "--seeds", 2, "--prompts-per-step", 8]
+    lines = run("--schedule", names, *options).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    first = next(index for index, line in enumerate(lines) if line.startswith("partial_rollout"))
+    means, intervals = (line.split() for line in lines[first : first + 2])
+    assert len(means) == 10
+    assert [interval[0] for interval in intervals] == ["±"] * 9
+    assert any("± is half of a 95 % confidence interval over seeds" in line for line in lines)
+    assert "assumed latency curve" in lines[0]
+
+
+def test_one_seed_has_no_interval_and_the_loaders_batches_no_deferral():
+    text = run(*SMALL).stdout
+    assert "±" not in text
+    assert "defer-" not in text
+
+
+@pytest.mark.parametrize(
+    ("limits", "options", "expected"),
+    [
+        ({}, [], (None, None, 1.0)),
+        ({"max_num_seqs": 64, "kv_cache_tokens": 9_000}, [], (64, 9_000, 1.0)),
+        ({"max_num_seqs": 64, "kv_cache_tokens": 9_000}, ["--max-num-seqs", 128], (128, 9_000, 1.0)),
+        ({"max_num_seqs": 64, "kv_cache_tokens": 9_000}, ["--kv-tokens", 500], (64, 500, 1.0)),
+        ({"max_num_seqs": 64, "kv_cache_tokens": 9_000}, ["--prefill-seconds-per-token", 0], (64, 9_000, 0.0)),
+    ],
+)
+def test_an_engine_is_as_it_was_profiled_unless_it_is_said_otherwise(tmp_path, monkeypatch, limits, options, expected):
+    clusters = []
+    monkeypatch.setattr(simulate, "show", lambda console, outcomes, workload, cluster, *size: clusters.append(cluster))
+    profile = save_profile(tmp_path / "latency.json", **limits)
+    assert run(*SMALL, "--schedule", "grpo", "--latency-curve", profile, *options).exit_code == 0
+    (cluster,) = clusters
+    assert (cluster.max_num_seqs, cluster.kv_tokens, cluster.prefill_seconds_per_token) == pytest.approx(expected)
+
+
+def test_what_a_profile_limits_waits(recorded, tmp_path):
+    """Four rows of a token per second: with one slot, they come one after the other."""
+    seconds = []
+    for limits in ({}, {"max_num_seqs": 1}, {"kv_cache_tokens": 4}):
+        profile = save_profile(tmp_path / "latency.json", **limits)
+        (row,) = rows(*ON_TRACE, "--trace", recorded, "--latency-curve", profile, output=tmp_path)
+        seconds.append(float(row["rollout_seconds"]))
+    assert min(seconds[1:]) > 2 * seconds[0]
+    text = run(*ON_TRACE, "--trace", recorded, "--latency-curve", profile).stdout
+    assert "of at most 4 tokens of KV cache" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("model", ["/models/tiny-1b/", None])
+def test_a_curve_that_may_be_of_the_traces_model_is_taken(recorded, tmp_path, model):
+    LatencyCurve([1], [1.0], {"model": model} if model else {}).save(tmp_path / "curve.json")
+    result = run(*ON_TRACE, "--trace", recorded, "--latency-curve", tmp_path / "curve.json")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_a_curve_of_another_model_is_refused(no_training, recorded, tmp_path):
+    curve = save_profile(tmp_path / "other.json", model="some/Other-7B")
+    error = refused("--trace", recorded, "--latency-curve", curve)
+    assert error.startswith(f"Error: `--latency-curve` ('{curve}') must be of the trace's model, and is of 'some/")
+    assert "'some/Tiny-1B'" in error
+
+
+@pytest.mark.parametrize(
+    "option", ["--num-prompts", "--median-length", "--inter-prompt-std", "--intra-prompt-std", "--endless-share"]
+)
+def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
+    value = "64" if option == "--num-prompts" else "0.5"
+    error = refused("--trace", recorded, option, value)
+    assert error.startswith(f"Error: `{option}` ({value}) has no effect with `--trace` ('{recorded}')")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trace", "/nowhere"], "`--trace` ('/nowhere') must be the `output_dir` of a run"),
+        (["--latency-curve", "/nowhere.json"], "must name a JSON file with a latency curve"),
+        (["--schedule", "best"], "`--schedule` ('best') must be one or several of 'grpo', 'darts'"),
+        (["--schedule", ","], "`--schedule` (empty)"),
+        (["outputs/grpo"], "`outputs/grpo` is one argument too many: only schedules (grpo, darts,"),
+        (["--sweep", "num_longest=9"], "`num_longest` (9) must be at least 0"),
+        (["--sweep", "long_end_patience=fast"], "'fast') must be a number"),
+        (["--sweep", "sorted_mode=partial"], "(sorted_mode=partial) has no effect with `--schedule` (grpo, darts)"),
+        (["--schedule", "grpo,sorted", "--sweep", "sorted_group_batches=1"], "`sorted_group_batches` (1) must be at"),
+        (["--steps", "0"], "`--steps` (0) must be at least 1"),
+        (["--seeds", "0"], "`--seeds` (0) must be at least 1"),
+        (["--prompts-per-step", "0"], "`prompts_per_step` (0) must be at least 1"),
+        (["--num-generations", "0"], "`num_generations` (0) must be at least"),
+        (["--max-completion-length", "0"], "`max_completion_length` (0) must be at least 1"),
+        (["--num-engines", "0"], "`num_engines` (0) must be at least 1"),
+        (["--seconds-per-request", "-1"], "`seconds_per_request` (-1.0) must be finite and not negative"),
+        (["--output", "file"], "`--output` ('file') must be a directory that can be made: File exists."),
+        (["--output", "out"], "`--output` ('out/simulation.png') must be a file that can be written: it is a direct"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_computed(no_training, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "out" / "simulation.png").mkdir(parents=True)
+    assert words in refused("--seeds", "1", *options)
+
+
+def test_a_picture_that_can_not_be_drawn_is_known_before(no_training, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_darts.import_utils.is_matplotlib_available", lambda: False)
+    result = run(*SMALL, "--output", tmp_path)
+    assert result.exit_code == 2
+    assert "pip install 'trl-darts[plots]'" in result.stderr
+
+
+def test_lengths_of_a_trace_that_are_none_are_refused(no_training, recorded):
+    path = next((recorded / "rollouts").glob("*.parquet"))
+    trace = pd.read_parquet(path)
+    trace.assign(length=trace["length"].where(trace.index > 0).astype(float)).to_parquet(path)
+    refused("--trace", recorded)

@@ -1,0 +1,72 @@
+"""Comparisons over seeds."""
+
+import math
+
+import numpy as np
+import pytest
+
+from trl_darts.analysis.simulation import (
+    ClusterSpec,
+    Estimate,
+    LogNormalLengths,
+    RecordedLengths,
+    Workload,
+    compare,
+)
+from trl_darts.policy import LatencyCurve
+from trl_darts.scheduling import ScheduleSettings
+
+
+FLAT = ClusterSpec(LatencyCurve([1], [0.01]))
+STEEP = ClusterSpec(LatencyCurve([1, 512], [0.001, 0.512]))  # a candidate costs as much as the first
+
+
+def compare_two(lengths, cluster, num_seeds=3, **fields):
+    settings = {
+        "grpo": ScheduleSettings("grpo", num_generations=4),
+        "darts": ScheduleSettings("darts", num_generations=4, **fields),
+    }
+    return compare(Workload(lengths, 16, 4096), settings, cluster, num_steps=20, num_seeds=num_seeds)
+
+
+def test_interval_is_students():
+    estimate = Estimate.of([1.0, 2.0, 3.0])
+    assert (estimate.mean, estimate.half_width) == (2.0, pytest.approx(4.303 / math.sqrt(3), rel=1e-3))
+    assert math.isinf(Estimate.of([1.0]).half_width)
+    rng = np.random.default_rng(0)
+    hits = [abs(Estimate.of(x).mean) <= Estimate.of(x).half_width for x in rng.standard_normal((2000, 5))]
+    assert np.mean(hits) == pytest.approx(0.95, abs=0.02)
+
+
+def test_heavy_tails_on_flat_latency_gain():
+    lengths = LogNormalLengths(64, median=200.0, intra_prompt_std=1.0)
+    grpo, darts = compare_two(lengths, FLAT, num_seeds=8, max_num_generations=6)
+    assert grpo.speedup == Estimate(1.0, 0.0)
+    assert darts.speedup.low > 1.2
+    assert darts.wasted_share.mean > 0.1
+
+
+def test_where_candidates_cost_and_nobody_is_late_nothing_is_gained():
+    lengths = RecordedLengths([[100, 101]] * 32, [[False, False]] * 32)
+    assert compare_two(lengths, STEEP)[1].speedup.high < 1
+
+
+def test_tokens_that_wait_are_not_wasted():
+    settings = {"partial": ScheduleSettings("partial_rollout", num_generations=4)}
+    workload = Workload(LogNormalLengths(128, median=200.0), 16, 4096)
+    (partial,) = compare(workload, settings, FLAT, num_steps=3, num_seeds=2)
+    assert partial.wasted_share.mean == pytest.approx(0.0, abs=1e-12)
+    assert all(run.buffered_tokens[-1] > 0 for run in partial.runs)
+
+
+def test_a_row_has_a_quantitys_own_property_or_else_its_mean():
+    settings = {"partial": ScheduleSettings("partial_rollout", num_generations=4)}
+    (partial,) = compare(Workload(LogNormalLengths(128), 16, 4096), settings, FLAT, num_steps=8, num_seeds=2)
+    assert partial.off_policy_share.mean != pytest.approx(partial.estimate("off_policy_share").mean, rel=1e-3)
+    assert partial.longest_wait > partial.estimate("longest_wait").mean
+    row = partial.row()
+    assert row["off_policy_share"] == partial.off_policy_share.mean
+    assert row["off_policy_share_ci95"] == partial.off_policy_share.half_width
+    assert row["longest_wait"] == partial.longest_wait
+    assert "longest_wait_ci95" not in row
+    assert row["bubble_ratio"] == partial.estimate("bubble_ratio").mean

@@ -1,0 +1,92 @@
+"""Which settings a comparison runs over."""
+
+from dataclasses import fields
+
+import pytest
+
+from trl_darts.analysis.simulation import parse_sweep, settings_of
+from trl_darts.analysis.simulation.sweep import KINDS
+from trl_darts.errors import ConfigurationError
+from trl_darts.scheduling import ScheduleSettings
+
+
+def test_sweeps():
+    sweep = parse_sweep(["max_num_generations=6,8", "long_end_patience=none,1.5", "tail_pruning=true"])
+    assert sweep == {"max_num_generations": [6, 8], "long_end_patience": [None, 1.5], "tail_pruning": [True]}
+    settings = settings_of(["grpo", "darts"], 4, sweep)
+    assert next(iter(settings)) == "grpo"
+    assert len(settings) == 5
+    assert settings["darts, max_num_generations=8, long_end_patience=1.5, tail_pruning=True"] == ScheduleSettings(
+        "darts", num_generations=4, max_num_generations=8, long_end_patience=1.5, tail_pruning=True
+    )
+    assert set(settings_of(["grpo"], 4, {"num_generations": [2, 3]})) == {
+        "grpo, num_generations=2",
+        "grpo, num_generations=3",
+    }
+
+
+def test_every_setting_that_a_simulation_depends_on_can_be_swept():
+    known = {field.name for field in fields(ScheduleSettings)}
+    assert known - set(KINDS) == {"schedule", "mask_stale_after"}  # the latter says what is learned from a token
+    sweep = parse_sweep(
+        ["long_end_patience=auto,none,2", "selection=uniform", "sorted_mode=partial", "prompt_oversampling=1.5,2"]
+    )
+    assert sweep == {
+        "long_end_patience": ["auto", None, 2.0],
+        "selection": ["uniform"],
+        "sorted_mode": ["partial"],
+        "prompt_oversampling": [1.5, 2.0],
+    }
+
+
+def test_each_schedule_takes_what_means_something_to_it():
+    sweep = parse_sweep(["prompt_oversampling=1.5,2", "sorted_mode=partial", "long_end_patience=auto,2"])
+    assert list(settings_of(["grpo", "darts", "tail_batching", "sorted"], 4, sweep)) == [
+        "grpo",
+        "darts, long_end_patience=auto",
+        "darts, long_end_patience=2.0",
+        "tail_batching, prompt_oversampling=1.5",
+        "tail_batching, prompt_oversampling=2.0",
+        "sorted, sorted_mode=partial",
+    ]
+    sweep = parse_sweep(["selection=all,dual_end", "long_end_patience=auto,2"])
+    assert list(settings_of(["grpo", "darts", "partial_rollout"], 4, sweep)) == [
+        "grpo",
+        "darts, selection=dual_end, long_end_patience=auto",
+        "darts, selection=dual_end, long_end_patience=2.0",
+        "partial_rollout, selection=all",
+        "partial_rollout, selection=dual_end, long_end_patience=auto",
+        "partial_rollout, selection=dual_end, long_end_patience=2.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedules", "option", "words"),
+    [
+        (["grpo", "darts"], "sorted_mode=partial", r"\(sorted_mode=partial\) has no effect.*or add 'sorted'"),
+        (["darts"], "max_partial_age=2", r"\(max_partial_age=2\) has no effect.*or add 'partial_rollout'"),
+        (["grpo"], "num_longest=1", r"\(num_longest=1\) has no effect with `--schedule` \(grpo\)"),
+        (["grpo", "sorted"], "long_end_patience=2", r"\(long_end_patience=2.0\) has no effect"),
+        (["grpo", "darts"], "selection=dual_end,all", r"\(selection=all\) has no effect"),
+    ],
+)
+def test_what_means_nothing_to_any_schedule_is_refused(schedules, option, words):
+    with pytest.raises(ConfigurationError, match=words):
+        settings_of(schedules, 4, parse_sweep([option]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["speed=9"], r"'speed=9'.*must be NAME=VALUE"),
+        (["num_longest"], "must be NAME=VALUE"),
+        (["num_longest=1", "num_longest=2"], "each NAME once"),
+        (["num_longest=1.5"], r"'1.5'\) must be a whole number"),
+        (["num_longest=none"], r"'none'\) must be a whole number"),
+        (["prompt_oversampling=fast"], r"'fast'\) must be a number or none"),
+        (["tail_pruning=1"], r"'1'\) must be true or false"),
+    ],
+)
+def test_sweeps_that_can_not_be(options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        parse_sweep(options)

@@ -1,0 +1,121 @@
+"""Trainings in virtual time: what is learned over epochs, and what is counted."""
+
+import gc
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from trl_darts.analysis.simulation import (
+    ClusterSpec,
+    LogNormalLengths,
+    RecordedLengths,
+    SimulatedTraining,
+    Workload,
+)
+from trl_darts.errors import ConfigurationError
+from trl_darts.policy import LatencyCurve
+from trl_darts.scheduling import Candidate, ScheduleSettings
+
+
+CLUSTER = ClusterSpec(LatencyCurve([1, 64, 512], [0.010, 0.012, 0.040]), num_engines=2)
+LENGTHS = LogNormalLengths(64, median=200.0)
+
+
+def train(schedule="darts", num_steps=12, seed=0, workload=None, **fields):
+    settings = ScheduleSettings(schedule, **{"num_generations": 4, **fields})
+    training = SimulatedTraining(workload or Workload(LENGTHS, 16, 4096), settings, CLUSTER, seed)
+    return training, training.run(num_steps)
+
+
+def test_grpo_trains_on_all_that_it_samples():
+    _, run = train("grpo")
+    assert run.pool_tokens == run.kept_tokens
+    assert set(run.candidates) == {64.0}
+    assert set(run.aborted_candidates) == {0.0}
+    assert set(run.kept_vs_pool_length_ratio) == {1.0}
+
+
+def test_darts_spends_its_budget_and_learns_prompts():
+    training, run = train(workload=Workload(LogNormalLengths(512), 128, 16384), num_steps=40)
+    assert np.mean(run.candidates) / 512 == pytest.approx(1.5, rel=0.2)
+    assert training.admission.tracker.epochs(0) == 10  # 512 prompts, 128 a step: an epoch is 4 steps
+    assert run.saturated_ratio[0] == 0
+    assert max(run.saturated_ratio) > 0
+    assert sum(run.aborted_candidates) > 0
+    assert all(kept <= pool for kept, pool in zip(run.kept_tokens, run.pool_tokens, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit"),
+    [(LogNormalLengths(1024, median=200.0), 4096), (LogNormalLengths(1024, endless_share=0.005), 16384)],
+)
+def test_pruning_does_not_blow_up_what_is_known_of_lengths(lengths, limit):
+    """ρ is learned from prompts of which half of the candidates were aborted, and must stay near the truth."""
+    drawn = np.minimum(lengths.draw(np.arange(1024), 32, (9, 9)), limit)
+    truth = drawn.std() / drawn.mean()
+    settings = ScheduleSettings("darts", num_generations=8, max_num_generations=12)
+    training = SimulatedTraining(Workload(lengths, 128, limit), settings, CLUSTER)
+    rhos, saturated = [], []
+    for step in islice(training.outcomes(), 40):
+        rhos.append(training.admission.tracker.rho)
+        saturated.append(step.num_saturated)
+    assert np.mean(saturated) / 128 > 0.8
+    assert np.mean(rhos[8:]) == pytest.approx(truth, rel=0.3)  # twice as much without a horizon
+
+
+def test_calm_prompts_get_fewer_candidates_than_wild_ones():
+    calm, wild = [[50, 51, 52, 53]] * 8, [[10, 60, 300, 1200]] * 8
+    lengths = RecordedLengths(calm + wild, [[False] * 4] * 16)
+    training, _ = train(workload=Workload(lengths, 16, 4096))
+    tracker = training.admission.tracker
+    assert max(tracker.std(key) for key in range(8)) < min(tracker.std(key) for key in range(8, 16))
+
+
+def test_same_seed_same_training_and_another_seed_another():
+    runs = [train(seed=seed)[1] for seed in (3, 3, 4)]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_where_darts_samples_as_many_and_waits_for_all_it_is_grpo():
+    _, grpo = train("grpo")
+    _, darts = train("darts", max_num_generations=4, tail_pruning=False)
+    assert grpo.pool_tokens == darts.pool_tokens
+    assert grpo.rollout_seconds == pytest.approx(darts.rollout_seconds, rel=0.2)  # another order of submission
+
+
+def test_seconds_beside_the_rollout():
+    workload = Workload(LENGTHS, 16, 4096, prompt_tokens=10, train_seconds_per_token=1e-3, fixed_seconds=2.0)
+    _, run = train("grpo", workload=workload)
+    for rollout, step, kept in zip(run.rollout_seconds, run.step_seconds, run.kept_tokens, strict=True):
+        assert step == pytest.approx(rollout + 2.0 + 1e-3 * (kept + 64 * 10))
+
+
+def test_shaping_shortens_what_prefers_short_answers():
+    shaped = Workload(LENGTHS, 16, 4096, shaping=0.05)
+    whole = {"num_steps": 60, "long_end_patience": None, "tail_pruning": False}  # aborted ones say nothing
+    training, run = train(workload=shaped, **whole)
+    _, plain = train(**whole)
+    assert training.log_shift < -0.1
+    assert np.mean(run.pool_tokens[-8:]) < 0.95 * np.mean(plain.pool_tokens[-8:])
+    same, _ = train("grpo", workload=shaped)
+    assert same.log_shift == 0.0  # nothing is selected, so nothing is preferred
+
+
+def test_no_candidate_outlives_its_step():
+    """The collector is off meanwhile, so a reference cycle would keep them all."""
+
+    def count() -> int:
+        return sum(type(thing) is Candidate for thing in gc.get_objects())
+
+    gc.collect()
+    before = count()  # other tests may have left some
+    train(num_steps=3)
+    assert gc.isenabled()
+    assert count() == before
+
+
+def test_no_steps():
+    with pytest.raises(ConfigurationError, match=r"`num_steps` \(0\)"):
+        train(num_steps=0)

@@ -1,0 +1,88 @@
+"""Length models: what they draw, and that two schedules see the same candidates; and workloads."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_darts.analysis.simulation import ENDLESS, LogNormalLengths, RecordedLengths, Workload
+from trl_darts.errors import ConfigurationError
+
+
+MODELS = [
+    LogNormalLengths(50, endless_share=0.05),
+    RecordedLengths([[5, 9, 30]] * 25 + [[7, 7]] * 25, [[False, False, True]] * 25 + [[False, True]] * 25),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 8), st.integers(0, 1000))
+def test_further_candidates_change_no_earlier_one(model, few, more, seed):
+    prompts = np.arange(0, 50, 7)
+    narrow, wide = (model.draw(prompts, count, (seed, 0)) for count in (few, few + more))
+    assert narrow.shape == (len(prompts), few)
+    assert (narrow == wide[:, :few]).all()
+    assert narrow.min() >= 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_steps_and_seeds_differ(model):
+    draws = [model.draw(np.arange(50), 8, seed) for seed in ((0, 0), (0, 1), (1, 0))]
+    assert (draws[0] != draws[1]).any()
+    assert (draws[0] != draws[2]).any()
+
+
+def test_log_normal_has_the_moments_that_were_asked_for():
+    model = LogNormalLengths(4000, median=600.0, inter_prompt_std=0.5, intra_prompt_std=0.4, endless_share=0.02)
+    lengths = np.concatenate([model.draw(np.arange(4000), 16, (seed, 0)) for seed in range(4)], axis=1)
+    endless = lengths == ENDLESS
+    assert endless.mean() == pytest.approx(0.02, rel=0.1)
+    by_prompt = np.sort(endless.mean(1))[::-1]
+    assert by_prompt[:400].sum() / by_prompt.sum() > 0.45  # half of them in a tenth of the prompts
+    logs = np.log(np.where(endless, np.nan, lengths))
+    assert np.exp(np.nanmedian(logs)) == pytest.approx(600, rel=0.03)
+    assert np.nanmean(logs, axis=1).std() == pytest.approx(0.5, rel=0.05)
+    assert np.median(np.nanstd(logs, axis=1, ddof=1)) == pytest.approx(0.4, rel=0.05)
+
+
+def test_recorded_candidates_come_back_and_cut_ones_grow():
+    model = RecordedLengths([[10, 20], [100, 50], [400, 3]], [[False, False], [False, True], [True, False]])
+    first, second, third = model.draw(np.array([0, 1, 2]), 4000, (0, 0))
+    assert set(first) == {10, 20}
+    assert np.mean(first == 10) == pytest.approx(0.5, abs=0.03)
+    assert set(second) == {100}  # the only complete one longer than 50 is 100
+    assert set(third) == {3, ENDLESS}  # none is longer than 400
+
+
+def test_a_cut_candidate_is_replaced_by_any_longer_one():
+    model = RecordedLengths([[5], [10, 20, 30, 40]], [[True], [False] * 4])
+    (drawn,) = model.draw(np.array([0]), 8000, (0, 0))
+    values, counts = np.unique(drawn, return_counts=True)
+    assert values.tolist() == [10, 20, 30, 40]
+    assert counts / 8000 == pytest.approx([0.25] * 4, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LogNormalLengths(0), r"`num_prompts` \(0\)"),
+        (lambda: LogNormalLengths(median=0.5), r"`median` \(0.5\)"),
+        (lambda: LogNormalLengths(intra_prompt_std=-1.0), r"`intra_prompt_std` \(-1.0\)"),
+        (lambda: LogNormalLengths(endless_share=0.2), r"`endless_share` \(0.2\)"),
+        (lambda: RecordedLengths([], []), "at least one prompt"),
+        (lambda: RecordedLengths([[1], []], [[False], []]), "at least one length"),
+        (lambda: RecordedLengths([[1]], [[False, True]]), "as many flags"),
+        (lambda: RecordedLengths([[5, -1]], [[False, False]]), r"`lengths` \(-1.0 is one of 1"),
+        (lambda: RecordedLengths([[5], [math.nan]], [[False]] * 2), r"`lengths` \(nan is .* finite and not negative"),
+        (lambda: Workload(LogNormalLengths(64), 65, 64), r"`prompts_per_step` \(65\).*\(64\)"),
+        (lambda: Workload(LogNormalLengths(64), 0, 64), r"`prompts_per_step` \(0\)"),
+        (lambda: Workload(LogNormalLengths(64), 16, 0), r"`max_completion_length` \(0\)"),
+        (lambda: Workload(LogNormalLengths(64), 16, 64, shaping=math.inf), r"`shaping` \(inf\)"),
+    ],
+)
+def test_what_can_not_be(make, words):
+    with pytest.raises(ConfigurationError, match=words):
+        make()

@@ -1,0 +1,30 @@
+"""Training in virtual time: the same scheduler and policies on engines that only count."""
+
+from .cluster import SimulatedCluster
+from .comparison import Estimate, Outcome, compare
+from .engine import ClusterSpec
+from .recorded import RecordedRollout, recorded_rollouts, recorded_workload
+from .sweep import parse_sweep, settings_of
+from .training import SimulatedRun, SimulatedTraining
+from .workload import ENDLESS, LengthModel, LogNormalLengths, RecordedLengths, Workload
+
+
+__all__ = [
+    "ENDLESS",
+    "ClusterSpec",
+    "Estimate",
+    "LengthModel",
+    "LogNormalLengths",
+    "Outcome",
+    "RecordedLengths",
+    "RecordedRollout",
+    "SimulatedCluster",
+    "SimulatedRun",
+    "SimulatedTraining",
+    "Workload",
+    "compare",
+    "parse_sweep",
+    "recorded_rollouts",
+    "recorded_workload",
+    "settings_of",
+]

@@ -1,0 +1,214 @@
+"""
+A rollout in virtual time: simulated engines drive the same scheduler as the real ones.
+
+```
+scheduler ──Submit──▶ engine: prefill, then one token of every running sequence per step
+    ▲                    │
+    └──CandidateEnded────┘   the next event is the nearest of any engine
+```
+
+Invariants: time never runs backwards; a candidate that ends by itself has exactly the length that it was given; one
+engine without limits takes `rollout_time` seconds.
+
+A sequence of a thousand tokens reports sixty times, and almost none of it decides anything. [`DualEnd`] with a number
+for its patience acts on the first report beyond a bound, so only reports from there on are events. What the scheduler
+decides is the same. A policy that is not known here hears every report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from ...scheduling import (
+    CandidateEnded,
+    Command,
+    DualEnd,
+    EngineLoad,
+    FinishReason,
+    Group,
+    GroupPlan,
+    RolloutResult,
+    Scheduler,
+    Submit,
+    TokensArrived,
+)
+from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
+
+
+Lengths: TypeAlias = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
+# Members of an enum by a name of their own: before Python 3.12, looking one up in its class calls a function.
+STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
+
+
+class SimulatedCluster:
+    """
+    Runs rollouts in virtual time: those of simulated trainings, and those of tests of your own policies.
+
+    Args:
+        spec ([`ClusterSpec`]):
+            The engines.
+
+    Example:
+
+    ```python
+    >>> from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
+    >>> from trl_darts.policy import LatencyCurve
+    >>> from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+
+    >>> cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [0.01])))
+    >>> scheduler = Scheduler(make_policies("grpo", 2, 2, num_longest=0), num_generations=2)
+    >>> result = cluster.run(scheduler, [GroupPlan(0, 2)], lengths=[[100, 300]], max_length=1000)
+    >>> result.timeline.times[-1]
+    3.0
+
+    ```
+    """
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self._seconds = [0.0]  # per step, by the number of running sequences
+
+    def run(
+        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Lengths, max_length: int
+    ) -> RolloutResult:
+        """
+        Runs one rollout.
+
+        Args:
+            scheduler ([`Scheduler`]):
+                A new one. The tokens that it is given are ranges: only their number means something.
+            plans (`Sequence[GroupPlan]`):
+                The groups.
+            lengths (`Mapping[int, Sequence[int]]` or `Sequence[Sequence[int]]` of shape `(N, ≥ M'_i)`):
+                By `group_id`: tokens that each candidate would have if nothing cut it off. At least 1.
+            max_length (`int`):
+                Tokens at which candidates are cut off.
+
+        Returns:
+            [`RolloutResult`]: As of a real engine; its timeline is in virtual seconds.
+        """
+        most = sum(plan.num_candidates for plan in plans)
+        self._seconds.extend(self.spec.latency(count) for count in range(len(self._seconds), most + 1))
+        engines = [SimulatedEngine(self.spec, self._seconds) for _ in range(self.spec.num_engines)]
+        return _Rollout(engines, scheduler, plans, lengths, max_length).run()
+
+
+class _Rollout:
+    """One rollout in progress."""
+
+    def __init__(
+        self,
+        engines: list[SimulatedEngine],
+        scheduler: Scheduler,
+        plans: Sequence[GroupPlan],
+        lengths: Lengths,
+        max_length: int,
+    ) -> None:
+        self.engines = engines
+        self.times = [math.inf] * len(engines)  # of the engines' next events
+        self.scheduler = scheduler
+        self.plans = plans
+        self.lengths = lengths
+        self.max_length = max_length
+        self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in plans}
+        self.hears = scheduler.needs_progress
+        self.groups = scheduler.ledger.groups
+        self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
+
+    def run(self) -> RolloutResult:
+        engines, times = self.engines, self.times
+        loads = [EngineLoad(str(index)) for index in range(len(engines))]
+        self._execute(self.scheduler.start(self.plans, loads, 0.0), 0.0)
+        ledger = self.scheduler.ledger
+        while ledger.num_open:  # the scheduler is not done
+            now = min(times)  # for the tens of engines that there are, as fast as a heap that must be kept up to date
+            index = times.index(now)  # the first, where several are due: every run goes the same way
+            engine = engines[index]
+            engine.advance(now)
+            sequence = engine.take_event()
+            if sequence is not None and engine.steps >= sequence.end:
+                self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
+            elif sequence is not None:
+                self._report(sequence, engine.decoded(sequence), now)
+            if engine.waiting:
+                engine.admit()
+            times[index] = engine.next_time()
+        return self.scheduler.result()
+
+    def _report(self, sequence: SimulatedSequence, length: int, now: float) -> None:
+        command, known = sequence.command, sequence.reported
+        sequence.reported = length
+        event = TokensArrived(command.candidate_id, command.segment, known, range(length - known), None, now)
+        self._execute(self.scheduler.handle(event), now)
+
+    def _end(
+        self, engine: SimulatedEngine, sequence: SimulatedSequence, length: int, reason: FinishReason, now: float
+    ) -> None:
+        command, known = sequence.command, sequence.reported
+        engine.leave(sequence, length)
+        event = CandidateEnded(command.candidate_id, command.segment, known, range(length - known), None, reason, now)
+        if commands := self.scheduler.handle(event):
+            self._execute(commands, now)
+        if self.hears:
+            self._watch(self.groups[command.group_id], now)
+
+    def _watch(self, group: Group, now: float) -> None:
+        """One of the group has ended: the others are heard as soon as their lengths can decide something."""
+        bound = self._report_from(group)
+        for candidate in group.unfinished if bound < math.inf else ():
+            sequence = self.sequences.get(candidate.candidate_id)
+            if sequence is None or not sequence.alive:  # not submitted yet, or called off after another's report
+                continue
+            index = int(sequence.command.engine_id)
+            engine = self.engines[index]
+            engine.advance(now)
+            length = engine.streamed(sequence)
+            if length >= bound and length > sequence.reported:
+                self._report(sequence, length, now)
+            if sequence.alive and sequence.report_from != bound:
+                engine.watch(sequence, bound)
+                self.times[index] = engine.next_time()
+
+    def _report_from(self, group: Group) -> float:
+        """Tokens from which on a report of the group's sequences can decide something; infinity for never."""
+        stop = self.scheduler.policies.group_stop
+        if not isinstance(stop, DualEnd) or type(stop).surplus is not DualEnd.surplus:
+            return 0.0
+        if group.closed or group.num_complete < stop.num_generations or stop.saturated(group):
+            return math.inf
+        assert stop.length_bound is not None  # or it would need no progress
+        return stop.length_bound * group.complete_lengths[stop.num_generations - 1]
+
+    def _execute(self, commands: list[Command], now: float) -> None:
+        touched = set()
+        for command in commands:
+            index = int(command.engine_id)
+            engine = self.engines[index]
+            if index not in touched:
+                touched.add(index)
+                engine.advance(now)
+            if type(command) is Submit:
+                engine.waiting.append(self._sequence(command))
+            else:
+                sequence = self.sequences[command.candidate_id]
+                length = engine.decoded(sequence)
+                complete = sequence.end != 0.0 and length == sequence.length + sequence.remaining
+                self._end(engine, sequence, length, sequence.reason if complete else ABORT, now)
+        for index in touched:
+            engine = self.engines[index]
+            engine.admit()
+            self.times[index] = engine.next_time()
+
+    def _sequence(self, command: Submit) -> SimulatedSequence:
+        length, prior, reason = self.lengths[command.group_id][command.index], len(command.prior_tokens), STOP
+        if length > self.max_length:
+            length, reason = self.max_length, LENGTH
+        remaining = max(1, length - prior) if prior else length
+        tokens = self.prompt_tokens[command.group_id]
+        sequence = SimulatedSequence(command, tokens, prior, remaining, reason, reported=prior)
+        if self.hears:
+            sequence.report_from = self._report_from(self.groups[command.group_id])
+        self.sequences[command.candidate_id] = sequence
+        return sequence

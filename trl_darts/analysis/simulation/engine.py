@@ -1,0 +1,234 @@
+"""
+An engine in virtual time: one token of every running sequence per step, [`LatencyCurve`] seconds a step.
+
+Between two events its batch is constant, so nothing is computed per token.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from ...errors import ConfigurationError
+from ...policy import LatencyCurve
+from ...scheduling import FinishReason, Submit
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """
+    The engines that decode a batch together.
+
+    Args:
+        latency ([`LatencyCurve`]):
+            Seconds per token of one engine, at its tensor parallel size.
+        num_engines (`int`, *optional*, defaults to `1`):
+            Data parallel replicas.
+        max_num_seqs (`int`, *optional*):
+            Most sequences that an engine decodes at once; the others wait in its queue. No limit by default.
+        kv_tokens (`int`, *optional*):
+            Tokens that fit in an engine's KV cache. When it overflows, the sequence that came last is preempted: it
+            goes back to the head of the queue and is prefilled anew. No limit by default.
+        prefill_seconds_per_token (`float`, *optional*, defaults to `0.0`):
+            An engine that prefills decodes nothing. A prompt is prefilled once per engine, its candidates share it.
+        seconds_per_request (`float`, *optional*, defaults to `0.0`):
+            Time that each candidate costs its engine before it decodes, whatever its length.
+        report_interval (`int`, *optional*, defaults to `16`):
+            Tokens between two reports of a sequence, where the schedule asks for them: our vLLM engine's streaming
+            interval.
+
+    Raises:
+        [`ConfigurationError`]: If a number is not positive.
+    """
+
+    latency: LatencyCurve
+    num_engines: int = 1
+    max_num_seqs: int | None = None
+    kv_tokens: int | None = None
+    prefill_seconds_per_token: float = 0.0
+    seconds_per_request: float = 0.0
+    report_interval: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("num_engines", "max_num_seqs", "kv_tokens", "report_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
+        for name in ("prefill_seconds_per_token", "seconds_per_request"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
+
+
+_NOW = 1e-6  # steps that are as good as none
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSequence:
+    """
+    A candidate on an engine.
+
+    `length` is what it had when it was admitted last and `remaining` what it lacked then, in tokens. It decodes from
+    the engine's step `begin` to `end`, which is 0 while it waits. `reported` is what the scheduler knows of, and
+    `report_from` the tokens from which on its reports are events.
+    """
+
+    command: Submit
+    prompt_tokens: int
+    length: int
+    remaining: int
+    reason: FinishReason
+    reported: int
+    report_from: float = math.inf
+    next_report: float = -1.0  # step
+    begin: float = 0.0
+    end: float = 0.0
+    admissions: int = 0
+    alive: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedEngine:
+    """One replica. `seconds` of a step are by the number of running sequences; `steps` may be a fraction."""
+
+    spec: ClusterSpec
+    seconds: list[float]
+    clock: float = 0.0
+    steps: float = 0.0
+    num_running: int = 0
+    used: float = 0.0  # tokens in the KV cache; counted only where it has a limit
+    events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)  # sorted, by step
+    admitted: list[SimulatedSequence] = field(default_factory=list)  # in order, for preemptions
+    waiting: deque[SimulatedSequence] = field(default_factory=deque)
+    prefilled: set[int] = field(default_factory=set)  # groups whose prompt is in the cache
+
+    def advance(self, now: float) -> None:
+        """Decode until `now`. While it prefills, its clock is ahead of the others'."""
+        if now > self.clock:
+            if self.num_running:
+                steps = (now - self.clock) / self.seconds[self.num_running]
+                self.steps += steps
+                self.used += steps * self.num_running
+            self.clock = now
+
+    def next_time(self) -> float:
+        """When a sequence ends or reports, or the cache overflows; infinity if it is idle."""
+        events = self.events
+        while events:
+            step, _, admissions, sequence = events[0]
+            is_here = sequence.end != 0.0 and sequence.admissions == admissions
+            if is_here and (step == sequence.end or step == sequence.next_report):
+                break
+            del events[0]  # overtaken: its sequence has left, was admitted anew, or reports at another time
+        else:
+            return math.inf
+        steps = step - self.steps
+        if self.spec.kv_tokens is not None and self.num_running > 1:
+            steps = min(steps, (self.spec.kv_tokens - self.used) / self.num_running)
+        return self.clock if steps < 0 else self.clock + steps * self.seconds[self.num_running]
+
+    def take_event(self) -> SimulatedSequence | None:
+        """
+        At its next time: the sequence that ends or reports there. `None` where the cache overflowed instead, and the
+        sequence that came last was preempted.
+        """
+        step, _, _, sequence = self.events[0]
+        if step - self.steps > _NOW:
+            self._preempt()
+            return None
+        del self.events[0]  # moves the others, and is faster than a heap nevertheless
+        if step > self.steps:
+            self.steps = step
+        if step < sequence.end:
+            self._plan_report(sequence)
+        return sequence
+
+    def watch(self, sequence: SimulatedSequence, num_tokens: float) -> None:
+        """Have a sequence report from now on, once it has so many tokens."""
+        sequence.report_from = num_tokens
+        if sequence.end != 0.0:
+            self._plan_report(sequence)
+
+    def admit(self) -> None:
+        """Start those that wait, in order, as far as there is room. An idle engine always has room."""
+        spec, waiting = self.spec, self.waiting
+        started = []
+        while waiting:
+            sequence = waiting[0]
+            if sequence.alive:
+                context = sequence.prompt_tokens + sequence.length
+                full = spec.max_num_seqs is not None and self.num_running >= spec.max_num_seqs
+                if spec.kv_tokens is not None:
+                    full |= self.used + context + self.num_running >= spec.kv_tokens
+                if full and self.num_running:
+                    break
+                self._start(sequence, context)
+                started.append((sequence.end, sequence.command.candidate_id, sequence.admissions, sequence))
+            waiting.popleft()
+        if len(started) > 8:  # as at the beginning of a rollout: then to sort once is faster
+            self.events += started
+            self.events.sort()
+        else:
+            for event in started:
+                insort(self.events, event)
+        for *_, sequence in started:
+            if sequence.report_from != math.inf:
+                self._plan_report(sequence)
+
+    def leave(self, sequence: SimulatedSequence, length: int) -> None:
+        """Take a sequence out, running or waiting, that has this many tokens."""
+        sequence.alive = False
+        if sequence.end == 0.0:
+            return
+        sequence.end = 0.0
+        self.num_running -= 1
+        if self.spec.kv_tokens is not None:
+            self.used = max(0.0, self.used - sequence.prompt_tokens - length) if self.num_running else 0.0
+
+    def decoded(self, sequence: SimulatedSequence) -> int:
+        """Tokens that a sequence has now, prior ones included."""
+        if sequence.end == 0.0:
+            return sequence.length
+        tokens = int(self.steps - sequence.begin + _NOW)
+        return sequence.length + (tokens if tokens < sequence.remaining else sequence.remaining)
+
+    def streamed(self, sequence: SimulatedSequence) -> int:
+        """Tokens that its reports have told until now, had it made them all. The last token comes with its end."""
+        prior, interval = len(sequence.command.prior_tokens), self.spec.report_interval
+        last = sequence.length + sequence.remaining - 1
+        return prior + (min(self.decoded(sequence), last) - prior) // interval * interval
+
+    def _start(self, sequence: SimulatedSequence, context: int) -> None:
+        spec, group, cost = self.spec, sequence.command.group_id, sequence.length
+        if group not in self.prefilled:
+            self.prefilled.add(group)
+            cost += sequence.prompt_tokens
+        self.clock += spec.seconds_per_request + cost * spec.prefill_seconds_per_token
+        sequence.begin = self.steps
+        sequence.end = self.steps + sequence.remaining
+        sequence.admissions += 1
+        self.num_running += 1
+        if spec.kv_tokens is not None:
+            self.used += context
+            self.admitted.append(sequence)
+
+    def _plan_report(self, sequence: SimulatedSequence) -> None:
+        """Its next report that is an event, if it makes one before its end."""
+        prior, interval = len(sequence.command.prior_tokens), self.spec.report_interval
+        tokens = max(sequence.report_from, self.decoded(sequence) + 1) - prior
+        tokens = prior + math.ceil(tokens / interval) * interval
+        step = sequence.begin + tokens - sequence.length
+        sequence.next_report = step
+        if step < sequence.end:
+            insort(self.events, (step, sequence.command.candidate_id, sequence.admissions, sequence))
+
+    def _preempt(self) -> None:
+        while self.admitted[-1].end == 0.0:
+            self.admitted.pop()
+        sequence = self.admitted.pop()
+        length = self.decoded(sequence)
+        self.leave(sequence, length)
+        sequence.remaining -= length - sequence.length
+        sequence.length, sequence.alive = length, True  # it comes back
+        self.waiting.appendleft(sequence)

@@ -1,0 +1,180 @@
+"""
+Recorded runs in virtual time: their lengths as a workload, or their rollouts once more. Would the engines that a run
+had, as the model knows them, have taken as long, and would the same candidates have been kept?
+
+What a candidate that was called off would have become is not known, and does not matter to a replay: it is called off
+again, as soon as those that are known to be complete are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...buffer.rounds import round_policy
+from ...errors import ConfigurationError
+from ...scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
+from .cluster import SimulatedCluster
+from .engine import ClusterSpec
+from .workload import ENDLESS, RecordedLengths, Workload
+
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+STOP = FinishReason.STOP.value
+
+
+def recorded_workload(
+    run_dir: Path,
+    prompts_per_step: int | None = None,
+    max_completion_length: int | None = None,
+    num_generations: int | None = None,
+    **fields: Any,
+) -> tuple[Workload, int]:
+    """
+    Reads the traces that `save_rollout_trace=True` left.
+
+    Args:
+        run_dir (`Path`):
+            The run's `output_dir`.
+        prompts_per_step (`int`, *optional*):
+            Defaults to the prompts that the run trained on per rollout.
+        max_completion_length (`int`, *optional*):
+            Defaults to the run's, as its log says, or else to its longest candidate.
+        num_generations (`int`, *optional*):
+            Defaults to the run's.
+        **fields (*optional*):
+            Further fields of [`Workload`].
+
+    Returns:
+        `tuple[Workload, int]`: The workload, and its rows per prompt.
+
+    Raises:
+        [`ConfigurationError`]: If there are no traces, they lack columns, or the log can't be read.
+    """
+    traces = _traces(run_dir)
+    traces = traces[~traces["carried_over"]]  # they come again, with all their tokens
+    trained_on = traces[traces["selected"]].groupby(["step", "micro"])
+    if not len(trained_on):
+        raise ConfigurationError(
+            f"`--trace` ({str(run_dir)!r}) must be a run with rows that were trained on, and has none. Let it train "
+            "for a step."
+        )
+    by_prompt = traces.groupby("prompt_key", sort=False)
+    lengths = RecordedLengths(
+        [own.tolist() for _, own in by_prompt["length"]],
+        [(own != STOP).tolist() for _, own in by_prompt["finish_reason"]],
+    )
+    batch = int(trained_on["group"].nunique().median())
+    rows = int(trained_on["group"].value_counts().iloc[0])
+    workload = Workload(
+        lengths,
+        min(batch, lengths.num_prompts) if prompts_per_step is None else prompts_per_step,
+        _limit(run_dir, traces) if max_completion_length is None else max_completion_length,
+        prompt_tokens=int(traces["num_prompt_tokens"].mean()),
+        **fields,
+    )
+    return workload, rows if num_generations is None else num_generations
+
+
+@dataclass(frozen=True)
+class RecordedRollout:
+    """
+    One rollout of a trace.
+
+    Args:
+        plans (`list[GroupPlan]`):
+            Its prompts.
+        lengths (`list[list[int]]` of shape `(N, M'_i)`):
+            Tokens of each candidate; `ENDLESS` for those that were called off, or cut off at the limit.
+        selected (`list[list[int]]` of shape `(N, M)`):
+            Candidates that were kept, by prompt.
+        seconds (`float`):
+            From the first submission to the last end.
+    """
+
+    plans: list[GroupPlan]
+    lengths: list[list[int]]
+    selected: list[list[int]]
+    seconds: float
+
+    def replay(self, settings: ScheduleSettings, cluster: ClusterSpec, max_length: int) -> RolloutResult:
+        """
+        The rollout in virtual time.
+
+        Args:
+            settings ([`ScheduleSettings`]):
+                Those of the run.
+            cluster ([`ClusterSpec`]):
+                The engines.
+            max_length (`int`):
+                The run's `max_completion_length`.
+
+        Returns:
+            [`RolloutResult`]: What came of it. `timeline` has its seconds.
+
+        Raises:
+            [`ConfigurationError`]: If the schedule decides more than a trace tells: which prompts go into a rollout.
+        """
+        if round_policy(settings, len(self.plans)) is not None:
+            raise ConfigurationError(
+                f"`schedule` ({settings.schedule!r}) can't be replayed: a rollout's trace does not tell when its "
+                "prompts were added. Replay a run of 'grpo' or 'darts', or simulate this run's workload."
+            )
+        known = [plan.expected_length for plan in self.plans if plan.expected_length is not None]
+        policies = settings.policies(known if len(known) == len(self.plans) else None)
+        scheduler = Scheduler(policies, settings.num_generations)
+        return SimulatedCluster(cluster).run(scheduler, self.plans, self.lengths, max_length)
+
+
+def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
+    """
+    The rollouts of a run with `save_rollout_trace=True`, in order.
+
+    Args:
+        run_dir (`Path`):
+            The run's `output_dir`.
+
+    Raises:
+        [`ConfigurationError`]: If there are no traces, or they lack columns. It is raised with the first rollout.
+    """
+    for _, rollout in _traces(run_dir).groupby(["step", "micro"]):
+        groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
+        yield RecordedRollout(
+            plans=[_plan(index, group) for index, group in enumerate(groups)],
+            lengths=[group["length"].where(group["finish_reason"] == STOP, ENDLESS).tolist() for group in groups],
+            selected=[group.loc[group["selected"], "candidate"].tolist() for group in groups],
+            seconds=float(rollout["end_seconds"].max() - rollout["start_seconds"].min()),
+        )
+
+
+def _plan(index: int, group: pd.DataFrame) -> GroupPlan:
+    first = group.iloc[0]
+    expected = None if math.isnan(first["expected_length"]) else float(first["expected_length"])
+    num_prompt_tokens = int(first["num_prompt_tokens"])
+    return GroupPlan(index, len(group), num_prompt_tokens=num_prompt_tokens, expected_length=expected)
+
+
+def _traces(run_dir: Path) -> pd.DataFrame:
+    from ...telemetry.traces import read_traces  # reads Parquet with pandas, which takes a second to import
+
+    traces, _ = read_traces(run_dir)
+    if not len(traces):
+        raise ConfigurationError(
+            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, and has "
+            "no `rollouts/rollout_*.parquet`."
+        )
+    return traces
+
+
+def _limit(run_dir: Path, traces: pd.DataFrame) -> int:
+    """`max_completion_length` of the run, as its log says, or else its longest candidate."""
+    from ...telemetry.log import read_log  # loads pandas, as above
+
+    limit = read_log(run_dir)[0].get("max_completion_length")
+    return limit if isinstance(limit, int) else int(traces["length"].max())

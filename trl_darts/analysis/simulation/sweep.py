@@ -1,0 +1,139 @@
+"""Which settings a comparison runs over: schedules, and all combinations of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import product
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from ...errors import ConfigurationError
+from ...scheduling import SCHEDULES, ScheduleSettings
+from ...scheduling.settings import SCHEDULE_DEFAULTS
+
+
+# Settings that mean something only where more is sampled of a prompt than is kept.
+_SELECTING = {
+    "max_num_generations",
+    "target_redundancy",
+    "redundancy_cost_weight",
+    "num_longest",
+    "tail_pruning",
+    "long_end_patience",
+}
+# `mask_stale_after` decides what is learned from a token, and the schedule has an option of its own.
+_HINTS = get_type_hints(ScheduleSettings)
+KINDS: dict[str, tuple[Any, ...]] = {
+    field.name: get_args(_HINTS[field.name]) or (_HINTS[field.name],)
+    for field in fields(ScheduleSettings)
+    if field.name not in ("schedule", "mask_stale_after")
+}
+"""The settings that can be swept, with the types of their values."""
+
+
+def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
+    """
+    Reads settings and their values.
+
+    Args:
+        options (`Sequence[str]`):
+            Such as `"max_num_generations=10,12"`; `"none"` stands for `None`.
+
+    Returns:
+        `dict[str, list]`: Values by name.
+
+    Raises:
+        [`ConfigurationError`]: If a name is unknown or given twice, or a value is none of its type.
+    """
+    sweep: dict[str, list[Any]] = {}
+    for option in options:
+        name, equals, values = option.partition("=")
+        if not equals or name not in KINDS or name in sweep:
+            raise ConfigurationError(
+                f"`--sweep` ({option!r}) must be NAME=VALUE,…, each NAME once, and one of {', '.join(KINDS)}."
+            )
+        sweep[name] = [_value(name, word.strip().lower()) for word in values.split(",")]
+    return sweep
+
+
+def _value(name: str, word: str) -> Any:
+    kinds = KINDS[name]
+    constants: dict[str, Any] = {"none": None} if NoneType in kinds else {}
+    if bool in kinds:
+        constants |= {"true": True, "false": False}
+    if word in constants:
+        return constants[word]
+    for kind in (int, float, str):
+        if kind in kinds:
+            try:
+                return kind(word)
+            except ValueError:
+                pass
+    numbers = ["a whole number"] if int in kinds else ["a number"] if float in kinds else []
+    raise ConfigurationError(f"`--sweep {name}` ({word!r}) must be {' or '.join([*numbers, *constants])}.")
+
+
+def settings_of(
+    schedules: Sequence[str], num_generations: int, sweep: Mapping[str, Sequence[Any]]
+) -> dict[str, ScheduleSettings]:
+    """
+    All settings of a comparison. Each schedule takes those settings of the sweep that mean something to it, and is not
+    repeated for the others: `"grpo"`, for one, takes `num_generations` alone.
+
+    Args:
+        schedules (`Sequence[str]`):
+            Names; the first one's first setting is the baseline.
+        num_generations (`int`):
+            M, where it is not swept.
+        sweep (`Mapping[str, Sequence]`):
+            Values by name.
+
+    Returns:
+        `dict[str, ScheduleSettings]`: By a name that says what is special about each.
+
+    Raises:
+        [`ConfigurationError`]: If a schedule is unknown, none is given, a combination can't work, or a value means
+            nothing to any of the schedules.
+    """
+    if not schedules or (unknown := [name for name in schedules if name not in SCHEDULES]):
+        raise ConfigurationError(
+            f"`--schedule` ({', '.join(map(repr, unknown)) if schedules else 'empty'}) must be one or several of "
+            f"{', '.join(map(repr, SCHEDULES))}."
+        )
+    settings: dict[str, ScheduleSettings] = {}
+    idle = {(name, value) for name, values in sweep.items() for value in values}
+    for schedule in schedules:
+        # "darts" always selects: of several selections, it takes the others.
+        choices = [
+            [value for value in values if (schedule, name, value) != ("darts", "selection", "all")] or values
+            for name, values in sweep.items()
+        ]
+        for values in product(*choices):
+            given = dict(zip(sweep, values, strict=True))
+            own = {name: value for name, value in given.items() if _has_effect(name, schedule, given)}
+            idle -= own.items()
+            label = ", ".join([schedule, *(f"{name}={value}" for name, value in own.items())])
+            if label not in settings:
+                settings[label] = ScheduleSettings(schedule, **{"num_generations": num_generations, **own})
+    if idle:
+        name, value = min(idle, key=str)
+        belongs_to = " or ".join(map(repr, SCHEDULE_DEFAULTS.get(name, ())))
+        others = f", or add {belongs_to} to the schedules" if belongs_to else ""
+        raise ConfigurationError(
+            f"`--sweep` ({name}={value}) has no effect with `--schedule` ({', '.join(schedules)}) and the other "
+            f"values. Leave it out{others}."
+        )
+    return settings
+
+
+def _has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
+    """Whether a value that is given changes what a schedule does, beside the other values."""
+    if name == "num_generations":
+        return True
+    if name in SCHEDULE_DEFAULTS or schedule == "grpo":
+        return schedule in SCHEDULE_DEFAULTS.get(name, ())
+    if name == "selection":
+        return (schedule, given[name]) != ("darts", "all")
+    selects = schedule == "darts" or given.get("selection", SCHEDULES[schedule]) != "all"
+    return selects or name not in _SELECTING

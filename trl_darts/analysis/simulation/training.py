@@ -1,0 +1,298 @@
+"""
+A training in virtual time: the trainer's own admission, policies, scheduler and tracker, step by step.
+
+```
+Workload ──▶ N prompts ──▶ admission ──▶ plans ──▶ SimulatedCluster ──▶ summaries ──▶ tracker, budget
+   ▲                                                                        │
+   └────────────── the next step, the next epoch ◀── shaping ◀──────────────┘
+```
+
+Schedules whose batches are not the loader's have a [`RolloutBuffer`] between the prompts and the admission.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+import numpy as np
+
+from ...buffer.buffer import BufferEntry, Collected, RolloutBuffer, Round
+from ...buffer.rounds import RoundPolicy, round_policy
+from ...errors import ConfigurationError
+from ...scheduling import (
+    Admission,
+    BatchStop,
+    FinishReason,
+    GroupPlan,
+    GroupSummary,
+    Occupancy,
+    PromptInfo,
+    RolloutResult,
+    Scheduler,
+    ScheduleSettings,
+    bubble_ratio,
+)
+from .cluster import SimulatedCluster
+from .engine import ClusterSpec
+from .workload import BatchLengths, Workload
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """
+    A step: groups that the rollout settled and deferred, those that are learned from, and the rows trained on.
+
+    `num_stale_tokens` of the rows were sampled by an older policy. `num_buffered_tokens` are those of prompts that go
+    on in the next rollout, or wait to be trained on. `longest_wait` counts the steps between the one in which a prompt
+    was first sampled for and the one that trains on it, for the row that waited longest.
+    """
+
+    settled: list[GroupSummary]
+    deferred: list[GroupSummary]
+    observed: list[GroupSummary]
+    kept: list[tuple[int, FinishReason | None]]
+    occupancy: Occupancy
+    num_saturated: int
+    num_stale_tokens: int = 0
+    num_buffered_tokens: int = 0
+    longest_wait: int = 0
+
+    @property
+    def selection_effect(self) -> float:
+        """Mean over the prompts of (mean log-length of the kept candidates − that of all complete ones)."""
+        effects = []
+        for summary in self.settled:
+            logs = np.log(np.maximum(summary.lengths, 1))
+            complete = ~np.array(summary.censored)
+            if complete.any():
+                effects.append(float(logs[summary.selected].mean() - logs[complete].mean()))
+        return float(np.mean(effects)) if effects else 0.0
+
+
+@dataclass
+class SimulatedRun:
+    """
+    What each step of a training was like; all lists have one entry per step.
+
+    Seconds are virtual. Tokens and candidates are counted over the batch; lengths are in tokens.
+    """
+
+    rollout_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    bubble_ratio: list[float] = field(default_factory=list)
+    candidates: list[float] = field(default_factory=list)
+    aborted_candidates: list[float] = field(default_factory=list)
+    saturated_ratio: list[float] = field(default_factory=list)
+    truncated_ratio: list[float] = field(default_factory=list)  # of the kept rows
+    pool_tokens: list[float] = field(default_factory=list)  # decoded in this step
+    kept_tokens: list[float] = field(default_factory=list)
+    kept_vs_pool_length_ratio: list[float] = field(default_factory=list)
+    mean_kept: list[float] = field(default_factory=list)
+    longest_kept: list[float] = field(default_factory=list)
+    off_policy_share: list[float] = field(default_factory=list)  # of the kept tokens: sampled by an older policy
+    deferred_groups: list[float] = field(default_factory=list)  # that the rollout ended without
+    buffered_tokens: list[float] = field(default_factory=list)  # at its end, of prompts not yet trained on
+    longest_wait: list[float] = field(default_factory=list)  # steps from a prompt's first candidate to its training
+
+    def add(self, step: StepOutcome, workload: Workload) -> None:
+        """Append a step; `workload` has what it costs beside its rollout."""
+        summaries, seconds = [*step.settled, *step.deferred], step.occupancy.seconds
+        pool = np.array([length for summary in summaries for length in summary.lengths])
+        ended = np.array([length for summary in step.observed for length in summary.lengths])
+        kept = np.array([length for length, _ in step.kept])
+        num_cut = sum(reason is not FinishReason.STOP for _, reason in step.kept)
+        num_aborted = sum(own.finish_reasons.count(FinishReason.ABORT.value) for own in step.observed)
+        trained = kept.sum() + len(kept) * workload.prompt_tokens
+        values: dict[str, float] = {
+            "rollout_seconds": seconds,
+            "step_seconds": seconds + workload.fixed_seconds + trained * workload.train_seconds_per_token,
+            "bubble_ratio": bubble_ratio(step.occupancy),
+            "candidates": len(pool),
+            "aborted_candidates": num_aborted,
+            "saturated_ratio": step.num_saturated / max(1, len(summaries)),
+            "truncated_ratio": num_cut / len(kept),
+            "pool_tokens": pool.sum() - sum(summary.num_carried_tokens for summary in summaries),
+            "kept_tokens": kept.sum(),
+            "kept_vs_pool_length_ratio": kept.mean() / ended.mean() if len(ended) else math.nan,
+            "mean_kept": kept.mean(),
+            "longest_kept": kept.max(),
+            "off_policy_share": step.num_stale_tokens / kept.sum(),
+            "deferred_groups": len(step.deferred),
+            "buffered_tokens": step.num_buffered_tokens,
+            "longest_wait": step.longest_wait,
+        }
+        for name, value in values.items():
+            getattr(self, name).append(float(value))
+
+
+class SimulatedTraining:
+    """
+    A training in virtual time.
+
+    Args:
+        workload ([`Workload`]):
+            What is trained on.
+        settings ([`ScheduleSettings`]):
+            How rollouts are decided.
+        cluster ([`ClusterSpec`]):
+            What decodes them. Its latency curve is also the one that the budget is computed with.
+        seed (`int`, *optional*, defaults to `0`):
+            Of the order of the prompts and of their responses.
+    """
+
+    def __init__(self, workload: Workload, settings: ScheduleSettings, cluster: ClusterSpec, seed: int = 0) -> None:
+        self.workload = workload
+        self.settings = settings
+        self.seed = seed
+        self.cluster = SimulatedCluster(cluster)
+        tracker = settings.tracker(workload.max_completion_length)
+        self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines)
+        self.log_shift = 0.0  # what training has done to all log-lengths, see `Workload.shaping`
+
+    def run(self, num_steps: int) -> SimulatedRun:
+        """
+        Trains from the beginning.
+
+        Args:
+            num_steps (`int`):
+                Optimizer steps, of one rollout each.
+
+        Returns:
+            [`SimulatedRun`]: What they were like.
+
+        Raises:
+            [`ConfigurationError`]: If there is no step.
+        """
+        if num_steps < 1:
+            raise ConfigurationError(f"`num_steps` ({num_steps}) must be at least 1.")
+        run = SimulatedRun()
+        with _collector_off():
+            for outcome in islice(self.outcomes(), num_steps):
+                run.add(outcome, self.workload)
+        return run
+
+    def outcomes(self) -> Iterator[StepOutcome]:
+        """One optimizer step after the other, without end."""
+        for outcome in self._steps():
+            self.admission.observe(outcome.observed)
+            if self.workload.shaping:
+                self.log_shift += self.workload.shaping * outcome.selection_effect
+            yield outcome
+
+    def rollout(
+        self,
+        admission: Admission,
+        plans: list[GroupPlan],
+        lengths: list[list[int]],
+        batch_stop: BatchStop | None = None,
+    ) -> RolloutResult:
+        """One rollout. It ends with all of its groups, unless `batch_stop` says otherwise."""
+        policies = self.settings.policies(admission.expected_lengths, batch_stop)
+        scheduler = Scheduler(policies, self.settings.num_generations)
+        return self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
+
+    def _steps(self) -> Iterator[StepOutcome]:
+        numbers = count()
+        rounds = round_policy(self.settings, self.workload.prompts_per_step)
+        for epoch in self.workload.epochs(self.seed):
+            batches = (BatchLengths(self.workload.lengths, self.seed, next(numbers), prompts) for prompts in epoch)
+            yield from map(self._step, batches) if rounds is None else _EpochOfRounds(self, rounds).steps(batches)
+
+    def _step(self, batch: BatchLengths) -> StepOutcome:
+        infos = [PromptInfo(int(prompt), self.workload.prompt_tokens) for prompt in batch.prompts]
+        admission = self.admission.plan(infos)
+        lengths = batch.all(max(admission.num_candidates), self.log_shift)
+        result = self.rollout(admission, admission.plans(infos), lengths)
+        kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
+        settled = [GroupSummary.of(group) for group in result.groups]
+        return StepOutcome(settled, [], settled, kept, Occupancy.of(result), admission.saturated)
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """What is known of a buffer's entry: its place in a batch, its candidates' lengths and when it began."""
+
+    batch: BatchLengths
+    place: int
+    lengths: list[int] = field(default_factory=list)
+    begun: int | None = None  # the version that first sampled for it
+
+
+class _EpochOfRounds:
+    """
+    An epoch of a schedule whose batches are not the loader's. It begins and ends with an empty buffer, so that a
+    prompt is in it once, and the policies' versions count from its first step.
+    """
+
+    def __init__(self, training: SimulatedTraining, rounds: RoundPolicy) -> None:
+        self.training = training
+        self.rounds = rounds
+        self.buffer: RolloutBuffer = rounds.buffer()
+        self.version = 0
+        self.sampled: dict[int, _Sampled] = {}  # by the ID of the entry
+
+    def steps(self, batches: Iterator[BatchLengths]) -> Iterator[StepOutcome]:
+        """One step per batch of the loader."""
+        prompt_tokens = self.training.workload.prompt_tokens
+        for self.version in count():
+            while self.rounds.lacking(self.buffer):
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                ids = self.buffer.enter(PromptInfo(int(prompt), prompt_tokens) for prompt in batch.prompts)
+                self.sampled |= {entry_id: _Sampled(batch, place) for place, entry_id in enumerate(ids)}
+            if not len(self.buffer):
+                return
+            yield self._step(self.rounds.next(self.buffer))
+
+    def _step(self, plan: Round) -> StepOutcome:
+        buffer, training, result, saturated = self.buffer, self.training, None, 0
+        if plan.entries:
+            admission, plans = buffer.begin(plan, training.settings.num_generations, training.admission)
+            lengths = [self._lengths_of(entry) for entry in plan.entries]
+            result, saturated = training.rollout(admission, plans, lengths, plan.batch_stop), admission.saturated
+        return self._outcome(result, buffer.absorb(plan, result, self.version), saturated)
+
+    def _lengths_of(self, entry: BufferEntry) -> list[int]:
+        """Those that it began with, where it goes on."""
+        own, training = self.sampled[entry.entry_id], self.training
+        if not entry.candidates:
+            redraws = training.workload.redraws and not self.buffer.keeps_tokens
+            attempt = entry.num_deferrals if redraws else 0
+            own.lengths = own.batch.of(own.place, training.settings.max_num_generations, attempt, training.log_shift)
+            own.begun = self.version if own.begun is None else own.begun
+        return own.lengths
+
+    def _outcome(self, result: RolloutResult | None, collected: Collected, saturated: int) -> StepOutcome:
+        rows = [row for group in collected.groups for row in group.rows]
+        settled = [GroupSummary.of(group) for group in (result.groups if result else [])]
+        deferred = [GroupSummary.of(group) for group in (result.deferred if result else [])]
+        taken = [self.sampled.pop(group.entry.entry_id) for group in collected.groups]
+        return StepOutcome(
+            settled,
+            deferred,
+            settled if self.buffer.keeps_tokens else [*settled, *deferred],
+            [(row.length, row.partial.finish_reason) for row in rows],
+            Occupancy.of(result) if result else Occupancy(0, 0.0, 0.0),
+            saturated,
+            sum(num for row in rows for version, num in row.versions if version != self.version),
+            sum(c.length for entry in self.buffer.entries.values() for c in entry.candidates),
+            self.version - min(own.begun or 0 for own in taken),
+        )
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Inside, nothing looks for cycles: a rollout has none, and looking through its candidates takes long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
