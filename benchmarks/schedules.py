@@ -32,6 +32,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from benchmarks.simulator import CURVE
 from testing.models import EOS_ID
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.engines.vllm_server import bring_back
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import (
     GroupPlan,
@@ -152,7 +154,9 @@ class ServerCluster:
         places = [divmod(plan.prompt_key, NUM_TEXT_TOKENS) for plan in plans]
         prompts = [[ServerPrompt([FIRST_TEXT_TOKEN + place for place in pair])] for pair in places]
         body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}
-        return self.engine.run(scheduler, plans, prompts, body, fixed)
+        # A server that is lost and comes back has the weights that it had: none were sent.
+        tend = partial(bring_back, self.engine, lambda url: True, set())
+        return self.engine.run(scheduler, plans, prompts, body, fixed, on_progress=lambda ledger: tend())
 
     def profile(self, batch_sizes: Sequence[int]) -> tuple[LatencyCurve, float]:
         """

@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -123,6 +124,7 @@ def main() -> None:
         parser.error(f"--steps ({args.steps}) must be at least 1.")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    torch.set_num_threads(1)  # the model is tiny: more threads spin, and on a busy machine they do little else
     args.output_dir.mkdir(parents=True, exist_ok=True)
     console = Console()
     runs, cells = {}, {}
