@@ -13,7 +13,7 @@ from trl.extras.profiling import profiling_context
 
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
-from .buffer.feed import PromptFeed, skip_epochs
+from .buffer.feed import PromptFeed, completed_epochs, skip_epochs
 from .buffer.rounds import round_policy
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback
 from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_other_model
@@ -108,21 +108,27 @@ class DARTSGRPOTrainer(GRPOTrainer):
         processing_class: Any = None,
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
-        **kwargs: Any,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Any] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
-        check_arguments(args, kwargs.get("rollout_func"))
+        check_arguments(args, rollout_func)
         callbacks = list(callbacks or [])
         if not any(isinstance(callback, VarianceTrackerCallback) for callback in callbacks):
             callbacks.append(VarianceTrackerCallback())
         settings = server_settings(args, model, train_dataset) if args.uses_servers else None
         servers, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
-        given = (reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
+        first = (model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
+        others = (optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory)
         try:
             with synced_generation(settings, servers, facts, args.pool_ratio):
-                super().__init__(model, *given, callbacks, **kwargs)
+                super().__init__(*first, callbacks, *others)  # in TRL's order
             self._init_rollouts()
         except BaseException:
             if servers is not None:
@@ -358,7 +364,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             warn_of_lost_prompts(Path(checkpoint))
         else:
             load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
-            skip_epochs(self._sampler, Path(checkpoint))
+            skip_epochs(self._sampler, completed_epochs(Path(checkpoint)))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it

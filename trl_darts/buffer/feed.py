@@ -113,7 +113,7 @@ class PromptFeed:
         return item
 
 
-def skip_epochs(sampler: Any, checkpoint: Path) -> None:
+def skip_epochs(sampler: Any, num_epochs: int) -> None:
     """
     Draws the orders of the epochs that a resumed training has behind it. TRL 1.16 does not: its sampler begins with
     the first epoch's order again, and the part of an epoch that is skipped is then not the part that was trained on.
@@ -122,9 +122,14 @@ def skip_epochs(sampler: Any, checkpoint: Path) -> None:
     Args:
         sampler (`RepeatSampler`):
             TRL's sampler. One that does not shuffle has nothing to draw.
-        checkpoint (`Path`):
-            Its trainer state says how many epochs are over.
+        num_epochs (`int`):
+            Whole epochs that are over.
     """
     if getattr(sampler, "shuffle", False):
-        for _ in range(int(TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch)):
+        for _ in range(num_epochs):
             torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+
+def completed_epochs(checkpoint: Path) -> int:
+    """Whole epochs that a checkpoint has behind it."""
+    return int(TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch)

@@ -81,7 +81,7 @@ class Streams:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """TRL's `_get_per_token_logps_and_entropies`, which is `compute`, with what was scored while it was decoded."""
+        """What TRL's `_get_per_token_logps_and_entropies`, `compute`, returns, from what was scored already."""
         stream = self.log_probs
         if stream is None or not stream.active or not stream.serves(name := called_model(trainer, model)):
             return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
