@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.models import CLASS_SIZE, FIRST_CLASS_TOKEN, make_markov_model
+from testing.models import CLASS_SIZE, FIRST_CLASS_TOKEN, make_markov_model
 from trl_darts import DARTSGRPOConfig
 
 

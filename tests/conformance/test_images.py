@@ -10,10 +10,10 @@ from contextlib import nullcontext
 
 import pytest
 
+from testing.servers import start_vllm_server
 from tests.conformance.images import NUM_PICTURES, STEPS
 from tests.conformance.test_engines import ROOT
 from tests.conformance.vlm import make_idefics3
-from tests.servers import start_vllm_server
 from tests.trl_parity.vlms import make_vlm
 
 

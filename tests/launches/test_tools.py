@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from testing.servers import start_vllm_server
 from tests.launches.test_two_processes import CONFIGS, run_launcher
-from tests.servers import start_vllm_server
 from tests.trl_parity.tool_calls import RIGHT, caller_maker
 
 

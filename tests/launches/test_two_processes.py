@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.servers import free_port, start_vllm_server
+from testing.servers import free_port, start_vllm_server
 
 
 pytestmark = pytest.mark.distributed

@@ -5,8 +5,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from testing.models import EOS_ID
 from tests.builders import length_reward, record_batches
-from tests.models import EOS_ID
 from tests.trl_parity.common import (
     WORDS,
     chats,
