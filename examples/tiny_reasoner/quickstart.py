@@ -60,7 +60,8 @@ class ShowProgress(TrainerCallback):
             self.console.print(f"{self.name}: step {state.global_step} of {state.max_steps}, {text}", soft_wrap=True)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.bar.stop()
+        if self.console.is_terminal:
+            self.bar.stop()
 
 
 def train(name: str, steps: int, output_dir: Path) -> tuple[list[dict[str, Any]], float]:
