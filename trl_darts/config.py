@@ -76,24 +76,25 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
 
     # vLLM servers
     vllm_request_timeout_s: float = _field(
-        3600.0, "Deadline of one candidate in seconds, its wait for a free slot on the server included."
+        Deadlines.request_s, "Deadline of one candidate in seconds, its wait for a free slot on the server included."
     )
-    vllm_connect_timeout_s: float = _field(10.0, "Seconds until a connection to a server is made.")
+    vllm_connect_timeout_s: float = _field(Deadlines.connect_s, "Seconds until a connection to a server is made.")
     vllm_first_token_timeout_s: float = _field(
-        600.0,
+        Deadlines.first_token_s,
         "Seconds until a candidate's first tokens. A server that is later is taken out, and its candidates go on "
         "elsewhere.",
     )
     vllm_token_timeout_s: float = _field(
-        300.0,
+        Deadlines.token_s,
         "Seconds between two reports of a candidate that decodes. A server that is later is taken out, and its "
         "candidates go on elsewhere.",
     )
     vllm_health_timeout_s: float = _field(
-        15.0, "Seconds for which a server may leave its health check unanswered. A frozen one is found so."
+        Deadlines.health_s,
+        "Seconds for which a server may leave its health check unanswered. A frozen one is found so.",
     )
     vllm_rollout_timeout_s: float = _field(
-        14400.0,
+        Deadlines.rollout_s,
         "Deadline of a whole rollout in seconds. How long it waits for a server once none is left is TRL's "
         "`vllm_server_timeout`.",
     )

@@ -87,14 +87,14 @@ def test_resumed_tokens_of_a_policy_that_learns(server, model_dir, tmp_path):
     args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=3e-3)
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
     batches, ages = record_batches(trainer), []
-    harvest = trainer._harvest
+    collect = trainer._collect_inputs
 
-    def harvested(num_rows):
-        inputs = harvest(num_rows)
-        ages.append(trainer._rounds.harvested.ages)
+    def collected(num_rows):
+        inputs = collect(num_rows)
+        ages.append(trainer._batches.last.ages)
         return inputs
 
-    trainer._harvest = harvested
+    trainer._collect_inputs = collected
     trainer.train()
     old_gaps = []
     for batch, rows in zip(batches, ages, strict=True):
@@ -141,7 +141,7 @@ def test_interrupted_and_resumed(server, model_dir, tmp_path, name, stop_at):
         if part == "first":
             trainer.add_callback(_stop_after(stop_at))
             trainer.train()
-            assert len(trainer._rounds.buffer) > 0
+            assert len(trainer._batches.buffer) > 0
         else:
             trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop_at}"))
         prompts += trained_prompts(batches)
@@ -224,7 +224,7 @@ def test_dropped_prompts_leave_the_buffer(server, model_dir, tmp_path):
                for p, weight in zip(batch, own, strict=True) if weight]  # fmt: skip
     assert max(Counter(trained).values()) == 4
     assert len(trained) == 4 * (24 - dropped)
-    assert len(trainer._rounds.buffer) == 0
+    assert len(trainer._batches.buffer) == 0
 
 
 def test_engines_in_the_process_are_refused(model_dir, tmp_path):

@@ -58,20 +58,7 @@ def _model_config(args: Any, model: Any) -> PretrainedConfig:
 
 
 def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
-    """
-    Connects to the servers and checks them.
-
-    Args:
-        settings ([`ServerSettings`]):
-            Their addresses, and what they must be.
-
-    Returns:
-        `tuple[VLLMServerEngine, ServerFacts]`: The engine, and what requests need to know.
-
-    Raises:
-        [`ConfigurationError`]: If one can't serve this training, or they serve under different names.
-        [`ServerUnreachableError`]: If one does not answer.
-    """
+    """Connects to the servers and checks them."""
     engine = VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key)
     try:
         facts = engine.query(lambda server: check_server(server, settings.requirements))

@@ -34,22 +34,7 @@ from .share import Report, Slot
 
 
 class Director:
-    """
-    Hands the reports of all processes to the scheduler, and its aborts to the processes.
-
-    Args:
-        scheduler ([`Scheduler`]):
-            A new one. It is told how many tokens there are, not which.
-        plans (`Sequence[GroupPlan]`):
-            The groups.
-        leaders (`Sequence[int]`, *optional*, defaults to `(0,)`):
-            The process that speaks for each engine. Engines are `"0"`, `"1"`, …: the processes, or groups of processes
-            that decode together.
-        mailbox ([`Mailbox`], *optional*):
-            To the other processes. A thread handles what they report, also while this process decodes.
-        rollout (`int`, *optional*, defaults to `1`):
-            Number of this rollout; messages of others are ignored.
-    """
+    """Hands the reports of all processes to the scheduler, and its aborts to the processes."""
 
     def __init__(
         self,
@@ -106,9 +91,6 @@ class Director:
     def result(self) -> RolloutResult:
         """
         Waits until every process has ended its candidates. The result's tokens are zeros, as many as there are tokens.
-
-        Raises:
-            [`GenerationError`]: If a candidate could not be decoded, or a process failed.
         """
         if self._thread is not None:
             self._thread.join()

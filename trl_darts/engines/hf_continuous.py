@@ -25,17 +25,7 @@ PROGRESS_INTERVAL_S = 0.05
 
 
 class ScheduledManager:
-    """
-    Stands between `generate_batch` and transformers' manager.
-
-    Args:
-        manager (`ContinuousBatchingManager`):
-            Transformers'. Runs in a thread of its own.
-        share ([`Share`]):
-            What this process decodes. The r-th request is its r-th candidate.
-        eos_token_ids (`set[int]`):
-            Tokens that end a completion.
-    """
+    """Stands between `generate_batch` and transformers' manager."""
 
     def __init__(self, manager: Any, share: Share, eos_token_ids: set[int]) -> None:
         self._manager = manager
@@ -130,20 +120,7 @@ class ScheduledManager:
 
 @contextmanager
 def scheduled_batching(model: Any, share: Share, eos_token_ids: list[int]) -> Iterator[None]:
-    """
-    Inside, a model's `generate_batch` decodes a share.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model whose `generate_batch` is called once inside the context, with a prompt for each candidate.
-        share ([`Share`]):
-            What this process decodes.
-        eos_token_ids (`list[int]`):
-            Tokens that end a completion.
-
-    Raises:
-        [`GenerationError`]: If transformers' thread broke; it would go on with what it has.
-    """
+    """Inside, a model's `generate_batch` decodes a share."""
     target: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     make_manager = target.continuous_batching_context_manager
     error: list[Exception] = []

@@ -24,15 +24,7 @@ PROGRESS_INTERVAL = 16
 
 
 class SchedulerCriterion(StoppingCriteria):
-    """
-    Turns the steps of `generate` into reports, and aborts into rows that are done.
-
-    Args:
-        share ([`Share`]):
-            What this process decodes. Row r of the batch is its r-th candidate; with beam search, so many rows are.
-        eos_token_ids (`Sequence[int]`):
-            Tokens that end a completion.
-    """
+    """Turns the steps of `generate` into reports, and aborts into rows that are done."""
 
     def __init__(self, share: Share, eos_token_ids: Sequence[int]) -> None:
         self.share = share
@@ -63,13 +55,7 @@ class SchedulerCriterion(StoppingCriteria):
         return (~self._alive).repeat_interleave(num_beams).to(input_ids.device)
 
     def finish(self, completions: Sequence[list[int]]) -> None:
-        """
-        Ends what `generate` returned without an end-of-sequence token: it was cut off at the limit.
-
-        Args:
-            completions (`Sequence[list[int]]` of shape `(B, ≤ steps)`):
-                The completion of each row, without padding.
-        """
+        """Ends what `generate` returned without an end-of-sequence token: it was cut off at the limit."""
         eos = set(self.eos_token_ids.tolist())
         for candidate_id in sorted(self.share.running):
             tokens = completions[self._row_of[candidate_id]]
@@ -84,15 +70,7 @@ class SchedulerCriterion(StoppingCriteria):
 
 @contextmanager
 def stopping_criterion(model: Any, criterion: StoppingCriteria) -> Iterator[None]:
-    """
-    Adds a criterion to every `generate` call of a model, for callers that can't pass one.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model whose `generate` is called inside the context.
-        criterion (`StoppingCriteria`):
-            Stops rows.
-    """
+    """Adds a criterion to every `generate` call of a model, for callers that can't pass one."""
     criteria = StoppingCriteriaList([criterion])
     with replaced(model, "generate", partial(model.generate, stopping_criteria=criteria)):
         yield

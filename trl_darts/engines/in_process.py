@@ -25,18 +25,6 @@ class InProcessEngine:
 
     Candidates are spread so that all processes are expected to end together. They stay with the rows that they are for
     where there are no more of them than rows, as TRL has it, or where something else than tokens goes with them.
-
-    Args:
-        main ([`MainProcess`]):
-            Of the trainer.
-        decode (`Callable[[PromptBatch, Share, list[Slot]], None]`):
-            Decodes a share with the engine of this process.
-        ranked (`bool`):
-            Whether the candidates that are expected to be longest start first.
-        size (`int`, *optional*, defaults to `1`):
-            Processes that decode one share together (tensor parallelism): neighbours.
-        group (`torch.distributed.ProcessGroup`, *optional*):
-            The group of those processes.
     """
 
     def __init__(self, main: MainProcess, decode: Decode, ranked: bool, size: int = 1, group: Any = None) -> None:

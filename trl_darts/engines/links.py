@@ -19,15 +19,7 @@ FOLLOW_INTERVAL = 8
 
 
 class RemoteLink:
-    """
-    A process other than the main one: reports and aborts are messages.
-
-    Args:
-        mailbox ([`Mailbox`]):
-            To the main process.
-        rollout (`int`):
-            Number of this rollout; messages of others are ignored.
-    """
+    """A process other than the main one: reports and aborts are messages."""
 
     def __init__(self, mailbox: Mailbox, rollout: int) -> None:
         self._mailbox = mailbox
@@ -54,14 +46,6 @@ class FollowingLink:
     """
     A process of a group that decodes one batch together, step by step (tensor parallelism). One of them speaks for the
     group; all abort in the same step.
-
-    Args:
-        inner ([`Link`], *optional*):
-            The link of the process that speaks; `None` on the others.
-        leader (`int`):
-            Its rank.
-        group (`torch.distributed.ProcessGroup`):
-            The group.
     """
 
     def __init__(self, inner: Link | None, leader: int, group: Any) -> None:

@@ -21,17 +21,7 @@ POLL_S = 0.005
 
 
 class Mailbox:
-    """
-    Messages in a key-value store that the main process holds.
-
-    Args:
-        store (`torch.distributed.Store`):
-            Shared by all processes.
-        process_index (`int`):
-            Whose mailbox this is.
-        num_processes (`int`):
-            How many there are.
-    """
+    """Messages in a key-value store that the main process holds."""
 
     def __init__(self, store: Any, process_index: int, num_processes: int) -> None:
         self._store = store

@@ -23,10 +23,6 @@ class MainProcess:
     """
     Runs functions on the main process while the others wait, outside of any collective: a rollout may take longer
     than the process group's timeout. All methods but `fail` are called on every process at once.
-
-    Args:
-        accelerator (`Accelerator`):
-            The trainer's.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

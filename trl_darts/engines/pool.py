@@ -73,17 +73,7 @@ class Member:
 
 
 class ServerPool:
-    """
-    The servers of an engine. Must be used in the event loop alone, but for reading states.
-
-    Args:
-        servers (`Mapping[str, VLLMServer]`):
-            By address.
-        deadlines ([`Deadlines`]):
-            Of probes.
-        limit (`int`):
-            The most candidates on all servers together.
-    """
+    """The servers of an engine. Must be used in the event loop alone, but for reading states."""
 
     def __init__(self, servers: Mapping[str, VLLMServer], deadlines: Deadlines, limit: int) -> None:
         share = max(1, limit // len(servers))

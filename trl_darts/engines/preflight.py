@@ -13,8 +13,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
-from .vllm_api import ServerRefusedError, VLLMServer
-from .vocabulary import vocabulary_size
+from .vllm_api import ServerRefusedError, VLLMServer, vocabulary_size
 
 
 RETRY_INTERVAL_S = 1.0
@@ -29,30 +28,14 @@ IMAGE_ENDPOINTS = ("/v1/chat/completions/render", "/inference/v1/generate")
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """
-    What the training needs of each server.
-
-    Args:
-        max_completion_length (`int`):
-            Tokens that a completion may have.
-        model_config (`PretrainedConfig`):
-            The trainer's model.
-        processed_logprobs (`bool`):
-            Whether log-probs must be those of the distribution that was sampled from.
-        weight_transfer (`str`, *optional*):
-            Backend of the weight-transfer engine that the server must have.
-        timeout_s (`float`):
-            Seconds to wait for a server that is still starting.
-        images (`bool`, *optional*, defaults to `False`):
-            Whether prompts have images.
-    """
+    """What the training needs of each server."""
 
     max_completion_length: int
     model_config: PretrainedConfig
-    processed_logprobs: bool
-    weight_transfer: str | None
-    timeout_s: float
-    images: bool = False
+    processed_logprobs: bool  # whether log-probs must be those of the distribution that was sampled from
+    weight_transfer: str | None  # backend of the weight-transfer engine that the server must have
+    timeout_s: float  # to wait for a server that is still starting
+    images: bool = False  # whether prompts have images
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +47,7 @@ class ServerFacts:
 
 
 async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
-    """
-    Waits for a server and checks it.
-
-    Args:
-        server ([`VLLMServer`]):
-            The server.
-        needs ([`Requirements`]):
-            What it must be.
-
-    Returns:
-        [`ServerFacts`]: What requests to it need.
-
-    Raises:
-        [`ServerUnreachableError`]: If it does not answer in time.
-        [`ConfigurationError`]: If it can't serve this training. Names the setting to change.
-    """
+    """Waits for a server and checks it."""
     await _wait_until_healthy(server, needs.timeout_s)
     info = await server.get("/server_info?config_format=json")
     if info is None:

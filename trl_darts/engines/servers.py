@@ -73,22 +73,7 @@ class ServerEngine:
     def check_prompts(
         self, prompts: Sequence[Sequence[int]], where: str, first_index: int = 0, room: int | None = None
     ) -> None:
-        """
-        Refuses prompts that leave no room for a completion.
-
-        Args:
-            prompts (`Sequence[Sequence[int]]` of shape `(N, ≤ P)`):
-                Token IDs.
-            where (`str`):
-                What they belong to, for the message.
-            first_index (`int`, *optional*, defaults to `0`):
-                Index of the first one there.
-            room (`int`, *optional*):
-                Tokens that must be left. A whole completion unless given.
-
-        Raises:
-            [`ConfigurationError`]: If one is too long. Names the first five by index.
-        """
+        """Refuses prompts that leave no room for a completion."""
         max_completion_length = self._generation.max_completion_length
         room = max_completion_length if room is None else room
         limit = self._generation.facts.max_model_len - room

@@ -46,16 +46,6 @@ class Share:
 
     The engine reports progress and ends, calls `exchange` after each step, and aborts what that returns, until
     `running` is empty. Each aborted candidate must be ended with `FinishReason.ABORT`.
-
-    Args:
-        slots (`Sequence[Slot]`):
-            The candidates, in the order in which they are submitted.
-        link ([`Link`]):
-            Way to the decisions.
-        needs_progress (`bool`):
-            Whether lengths must be reported while candidates decode, not only at their ends.
-        on_exchange (`Callable`, *optional*):
-            Called with each exchange. Shows progress.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ the engine process behind the API dies, a stream ends like a normal one, only wi
 """
 
 import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,17 +42,7 @@ class ServerPrompt:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """
-    One candidate's request.
-
-    Args:
-        path (`str`):
-            The endpoint.
-        body (`dict`):
-            The JSON.
-        internal_id (`str`):
-            The server's own name of the request, by which it can be aborted.
-    """
+    """One candidate's request."""
 
     path: str
     body: dict[str, Any]
@@ -61,22 +52,7 @@ class CompletionRequest:
     def of(
         cls, request_id: str, prompt: ServerPrompt, prior_tokens: Sequence[int], options: Mapping[str, Any]
     ) -> "CompletionRequest":
-        """
-        Puts a request together.
-
-        Args:
-            request_id (`str`):
-                Unique.
-            prompt ([`ServerPrompt`]):
-                The prompt. One with images goes to the endpoint that takes tokens and images together.
-            prior_tokens (`Sequence[int]`):
-                Tokens after the prompt to go on from.
-            options (`Mapping[str, Any]`):
-                The model's name and sampling options.
-
-        Returns:
-            [`CompletionRequest`]: The request.
-        """
+        """Puts a request together."""
         tokens = [*prompt.tokens, *prior_tokens]
         if prompt.features is None:
             body = {
@@ -121,15 +97,7 @@ class ServerBrokenError(ServerRefusedError):
 
 
 class VLLMServer:
-    """
-    One vLLM server, as its development endpoints and its completions endpoint show it.
-
-    Args:
-        base_url (`str`):
-            For example `"http://localhost:8000"`.
-        session (`aiohttp.ClientSession`):
-            Session of the running event loop.
-    """
+    """One vLLM server, as its development endpoints and its completions endpoint show it."""
 
     def __init__(self, base_url: str, session: aiohttp.ClientSession, connect_timeout_s: float = 10.0) -> None:
         self.base_url = base_url.rstrip("/")
@@ -182,19 +150,7 @@ class VLLMServer:
             raise ServerBrokenError(f"{self.base_url} ended a stream without a `finish_reason`: its engine stopped.")
 
     async def abort(self, internal_ids: Sequence[str], timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """
-        Asks the server to end requests now. Each pending response then arrives with what it has.
-
-        Args:
-            internal_ids (`Sequence[str]`):
-                The server's names of the requests.
-            timeout_s (`float`, *optional*, defaults to `30.0`):
-                For the answer.
-
-        Returns:
-            `bool`: Whether the server has the endpoint. Its count of aborted requests says nothing: it counts the IDs
-            sent. An ID that has not arrived yet is lost, so ask again while the response is pending.
-        """
+        """Asks the server to end requests now. Each pending response then arrives with what it has."""
         async with self._post("/abort_requests", {"request_ids": list(internal_ids)}, timeout_s) as response:
             if response.status in (404, 405):
                 return False
@@ -222,6 +178,21 @@ class VLLMServer:
         raise kind(f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}")
 
 
+async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
+    """
+    Asks a server how many tokens its model knows; `None` if it takes any. No endpoint tells, but the refusal of a
+    token beyond the vocabulary does, without any decoding.
+    """
+    options = {"model": model, "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
+    try:
+        await server.complete(CompletionRequest.of("vocabulary", ServerPrompt([0]), [], options), timeout_s=60.0)
+    except ServerRefusedError as refusal:
+        if match := re.search(r"Vocabulary size: (\d+)", str(refusal)):
+            return int(match[1])
+        raise
+    return None
+
+
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
     """A session for many long requests at once. Must be called inside the event loop that uses it."""
     return aiohttp.ClientSession(
@@ -231,20 +202,7 @@ def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
 
 
 def parse_choice(message: Mapping[str, Any]) -> Chunk:
-    """
-    Reads the only choice of a completion or of a stream's chunk.
-
-    Args:
-        message (`Mapping`):
-            The decoded JSON.
-
-    Returns:
-        [`Chunk`]: Token IDs and the log-prob of each sampled token (`None` where none were asked for).
-
-    Raises:
-        [`ServerRefusedError`]: If token IDs are missing: a server that does not know `return_token_ids` is too old.
-            Or if tokens or log-probs are none that a model can have sampled.
-    """
+    """Reads the only choice of a completion or of a stream's chunk."""
     choices = message["choices"]
     if len(choices) != 1 or choices[0].get("index", 0) != 0:  # tokens of another completion would be mixed in
         raise ServerRefusedError(f"The server returned other choices than the one asked for: {str(choices)[:100]}.")

@@ -28,10 +28,6 @@ def keep_expanded_images(llm: Any) -> None:
     TRL hands it those, as the model needs them, and vLLM, which expects one token per image, expands the first of them
     once more: the model answers another prompt than it is trained on, and log-probs are off by about 1, without any
     error. It can go when TRL hands over one token per image (https://github.com/huggingface/trl/issues/6294).
-
-    Args:
-        llm (`vllm.LLM`):
-            Of TRL.
     """
     processor = llm.llm_engine.renderer.mm_processor
     if processor is None:  # a language model
@@ -56,15 +52,7 @@ def decode_colocated(generation: Any, batch: PromptBatch, share: Share, feed: li
 
 
 class SteppedLLM:
-    """
-    `vllm.LLM` with a `generate` that decodes a share.
-
-    Args:
-        llm (`vllm.LLM`):
-            Everything else goes to it.
-        share ([`Share`]):
-            What this process decodes.
-    """
+    """`vllm.LLM` with a `generate` that decodes a share."""
 
     def __init__(self, llm: Any, share: Share) -> None:
         self._llm = llm

@@ -32,19 +32,6 @@ class SyncedGeneration(VLLMGeneration):
     go.
 
     Overrides `_init_vllm` and `sync_weights`.
-
-    Args:
-        settings ([`ServerSettings`], *optional*):
-            What is needed of servers; `None` where vLLM is colocated.
-        engine ([`VLLMServerEngine`], *optional*):
-            The connections to the servers, on the main process.
-        facts ([`ServerFacts`], *optional*):
-            What was learned about the servers, on the main process.
-        pool_ratio (`float`, *optional*, defaults to `1.0`):
-            Candidates per row at most. TRL has a colocated engine decode as many at once as there are rows; the others
-            would wait in its queue.
-        kwargs:
-            TRL's own arguments.
     """
 
     vllm_client: Any  # a `FleetVLLMClient`, on the main process

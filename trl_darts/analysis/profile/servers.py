@@ -15,8 +15,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from ...engines.vllm_api import ServerRefusedError, VLLMServer
-from ...engines.vocabulary import vocabulary_size
+from ...engines.vllm_api import ServerRefusedError, VLLMServer, vocabulary_size
 from ...errors import ConfigurationError
 
 
