@@ -72,7 +72,7 @@ def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
 def make_events(pools: list[tuple[list[int], list[bool]]]) -> list[CandidateEnded]:
     """The end of every candidate, shortest first. Equal lengths share their lists: the scheduler copies them."""
     tokens: dict[int, list[int]] = {}
-    events = []
+    events: list[CandidateEnded] = []
     for lengths, complete in pools:
         for length, done in zip(lengths, complete, strict=True):
             chunk = tokens.setdefault(length, [7] * length)

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +149,7 @@ class Audit:
             self._compare(prompts[candidate.group_id][0].tokens, candidate.tokens, candidate.logprobs)
         return result
 
-    def _compare(self, prompt: list[int], tokens: list[int], logprobs: list[float]) -> None:
+    def _compare(self, prompt: Sequence[int], tokens: Sequence[int], logprobs: Any) -> None:
         """A resumed candidate's log-probs with those of the model that it was sampled from."""
         with torch.no_grad():
             logits = self.trainer.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]

@@ -85,7 +85,7 @@ class Row:
     @property
     def capped(self) -> bool:
         """Only the sorted schedule is made for a queue."""
-        return self.settings["schedule"] == "sorted"
+        return str(self.settings["schedule"]) == "sorted"
 
 
 ROWS = [

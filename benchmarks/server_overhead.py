@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,7 +45,7 @@ WORKLOADS = {
     "1 token each": {"max_tokens": 1},
 }
 Rows = list[list[int]]
-Generate = Callable[[Rows], tuple[Rows, list]]
+Generate = Callable[[Rows], tuple[Rows, Any]]
 
 
 def build(base_url: str, model_dir: Path) -> SyncedGeneration:
@@ -72,10 +73,10 @@ def both_sides(generation: SyncedGeneration, num_generations: int) -> dict[str, 
     """TRL's call and ours, from rows to completions and their log-probs."""
     engine = ServerEngine(generation)
 
-    def theirs(rows: Rows) -> tuple[Rows, list]:
+    def theirs(rows: Rows) -> tuple[Rows, Any]:
         return VLLMGeneration.generate(generation, rows, None, num_generations)[1:3]
 
-    def ours(rows: Rows) -> tuple[Rows, list]:
+    def ours(rows: Rows) -> tuple[Rows, Any]:
         batch = PromptBatch.gather(rows, num_generations, 0)
         admission = UniformAdmission(num_generations).plan(batch.infos)
         scheduler = Scheduler(SchedulePolicies(), num_generations)

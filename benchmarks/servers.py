@@ -12,7 +12,7 @@ from trl_darts import DARTSGRPOConfig
 
 
 @contextmanager
-def benchmark_server(base_url: str | None = None, **options: object) -> Iterator[tuple[str, Path]]:
+def benchmark_server(base_url: str | None = None, **options: Any) -> Iterator[tuple[str, Path]]:
     """
     Yields the address of a server of the Markov model, and the model's directory. One is started, with these options
     of `start_vllm_server`, unless `base_url` names one that runs.

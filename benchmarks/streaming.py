@@ -226,7 +226,7 @@ def row_of(regime: Regime, pairs: list[tuple[dict[str, float], dict[str, float]]
     """The cells of a regime."""
 
     def median(values: Any) -> float:
-        return statistics.median(list(values))
+        return float(statistics.median(list(values)))
 
     ratios = [off["seconds"] / on["seconds"] for off, on in pairs]
     name = "rewards" if regime.rewards else "forward"
@@ -258,7 +258,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model_dir = make_model(Path(directory) / "model")
         with on_cores({cores[0]}):
-            options = {"max_model_len": 2048, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+            options: dict[str, Any] = {"max_model_len": 2048, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
             server = stack.enter_context(start_vllm_server(model_dir, **options))
         stack.enter_context(on_cores({cores[-1]}))
         for regime in REGIMES:

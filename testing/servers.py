@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -72,7 +73,7 @@ def is_healthy(base_url: str) -> bool:
     """Whether `/health` answers 200 within five seconds."""
     try:
         with _LOCAL.open(f"{base_url}/health", timeout=5) as response:
-            return response.status == 200
+            return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
@@ -84,7 +85,7 @@ class VLLMServer:
     base_url: str
     model: str  # the name it serves the model under
     model_dir: Path
-    process: subprocess.Popen  # the API process, leader of the server's session
+    process: subprocess.Popen[bytes]  # the API process, leader of the server's session
     log_path: Path  # what it wrote to stdout and stderr
 
     def log_tail(self, num_lines: int = 40) -> str:
@@ -95,7 +96,7 @@ class VLLMServer:
         """Whether it answers."""
         return is_healthy(self.base_url)
 
-    def request(self, path: str, payload: dict | None = None, timeout_s: float = 120.0) -> dict:
+    def request(self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = 120.0) -> Any:
         """GET `path`, or POST it if there is a payload; JSON in, JSON out."""
         data = None if payload is None else json.dumps(payload).encode()
         request = urllib.request.Request(self.base_url + path, data, {"Content-Type": "application/json"})
@@ -170,7 +171,7 @@ def start_vllm_server(
     log_path: str | Path | None = None,
     weight_transfer: str | None = "auto",
     wait: bool = True,
-    **options: object,
+    **options: Any,
 ) -> Iterator[VLLMServer]:
     """
     Start a vLLM server, wait until it is healthy (a trainer waits for its servers by itself: `wait=False`), and stop
