@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.scheduling.chaos import ChaosEngine
 from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer
 from trl_darts.buffer.rounds import PartialRollout, Sorted, TailBatching
-from trl_darts.buffer.state import dump, load
+from trl_darts.buffer.checkpoint import dump, load
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Scheduler, ScheduleSettings
 
@@ -20,7 +20,7 @@ M = 2
 POLICIES = st.one_of(
     st.builds(TailBatching, st.integers(1, 3), st.sampled_from([1.25, 2.0])),
     st.builds(PartialRollout, st.integers(1, 3), st.sampled_from([1.5, 3.0]), st.integers(1, 3)),
-    st.builds(Sorted, st.integers(1, 3), st.integers(2, 3), st.sampled_from(["on_policy", "partial"])),
+    st.builds(Sorted, st.integers(1, 3), st.integers(2, 3), st.booleans()),
 )
 
 
@@ -49,10 +49,10 @@ class Training:
             scheduler = Scheduler(self.settings.policies(batch_stop=plan.batch_stop), M)
             ChaosEngine(self.seed + self.version, num_engines=2).run(scheduler, plans)
             result = scheduler.result()
-        harvest = self.buffer.absorb(plan, result, self.version)
+        collected = self.buffer.absorb(plan, result, self.version)
         self.version += 1
-        self.trained.append(harvest.groups)
-        return harvest.groups
+        self.trained.append(collected.entries)
+        return collected.entries
 
     def run(self) -> list:
         while self.loader or len(self.buffer):
@@ -71,11 +71,11 @@ trainings = st.builds(
 def test_trained_once(training):
     num_batches, size = len(training.loader), training.policy.num_groups
     groups = training.run()
-    assert Counter(g.entry.prompt.key for g in groups) == Counter(range(num_batches * size))
+    assert Counter(g.prompt.key for g in groups) == Counter(range(num_batches * size))
     assert [len(batch) for batch in training.trained] == [
         size
     ] * num_batches  # as many steps as the loader has batches
-    assert all(len(group.rows) == M for group in groups)
+    assert all(len(group.candidates) == M for group in groups)
 
 
 @settings(max_examples=80, deadline=None)
@@ -86,10 +86,10 @@ def test_not_starved(training):
         before = training.buffer.num_entered
         groups = training.step()
         entered.update(dict.fromkeys(range(before, training.buffer.num_entered), training.version))
-        left.update({group.entry.entry_id: training.version for group in groups})
-        rounds = [entry.num_rounds for entry in training.buffer.entries.values()]
+        left.update({group.entry_id: training.version for group in groups})
+        deferrals = [entry.num_deferrals for entry in training.buffer.entries.values()]
         if isinstance(policy, PartialRollout):
-            assert max(rounds, default=0) <= policy.max_age + 1
+            assert max(deferrals, default=0) <= policy.max_age
     waits = [left[entry_id] - entered[entry_id] for entry_id in entered]
     if isinstance(policy, Sorted):
         assert max(waits) < policy.num_batches
@@ -101,7 +101,7 @@ def test_not_starved(training):
 @given(trainings)
 def test_logprobs_of_their_time(training):
     for group in training.run():
-        for row in group.rows:
+        for row in group.candidates:
             tokens = list(row.partial.tokens)
             assert tokens == list(range(len(tokens)))  # of one piece: the engine counts them
             assert list(row.partial.logprobs) == [-float(token) for token in tokens]
@@ -119,7 +119,7 @@ def test_on_policy_rows_are_of_the_newest_policy(training):
         return
     while training.loader or len(training.buffer):
         for group in training.step():
-            assert all(row.versions[0][0] == training.version - 1 for row in group.rows)
+            assert all(row.versions[0][0] == training.version - 1 for row in group.candidates)
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,10 +137,10 @@ def test_restored_as_saved(training, stop_at):
     other.buffer, other.loader, other.version = again, list(training.loader), training.version
     other.admission = training.admission
     taken = len(training.trained)
-    expected = [(g.entry.entry_id, g.rows) for g in training.run()]
+    expected = [(g.entry_id, g.candidates) for g in training.run()]
     done = sum(len(groups) for groups in training.trained[:taken])
     if training.settings.selection == "all":  # else the admission has learned in between
-        assert [(g.entry.entry_id, g.rows) for g in other.run()] == expected[done:]
+        assert [(g.entry_id, g.candidates) for g in other.run()] == expected[done:]
 
 
 def test_a_long_round_follows_when_a_batch_is_deferred():
@@ -160,7 +160,7 @@ def test_a_long_round_follows_when_a_batch_is_deferred():
 
 
 def test_no_new_prompt_before_all_are_used():
-    training = Training(Sorted(2, 3, "partial"), 6, seed=5)
+    training = Training(Sorted(2, 3, True), 6, seed=5)
     seen = []
     while training.loader or len(training.buffer):
         before = training.buffer.num_entered
@@ -207,9 +207,9 @@ def test_dropped_prompts_leave():
         ChaosEngine(rng.randrange(2**32), failure_rate=0.02).run(scheduler, plans)
         if scheduler.error is not None:
             pytest.skip("all were dropped at once")
-        harvest = training.buffer.absorb(plan, scheduler.result(), 0)
-        keys.update(g.entry.prompt.key for g in harvest.groups)
-        keys.update(entry.prompt.key for entry, _ in harvest.dropped)
+        collected = training.buffer.absorb(plan, scheduler.result(), 0)
+        keys.update(g.prompt.key for g in collected.entries)
+        keys.update(entry.prompt.key for entry in collected.dropped)
     assert keys == Counter(range(9))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trl_darts.errors import StateMismatchError
 from trl_darts.policy import PromptLengthPrior
-from trl_darts.policy.prior import HALF_LIFE, SHRINKAGE
+from trl_darts.policy.lengths import HALF_LIFE, SHRINKAGE
 
 
 observations = st.lists(st.tuples(st.integers(0, 1 << 24), st.floats(0, 1e6)), min_size=1, max_size=30)

@@ -122,17 +122,8 @@ class BudgetController:
 
     def total(self, num_prompts: int, rho: float) -> int:
         """
-        Number of candidates of the coming step, M_total (Eq. 8 and 9).
-
-        Args:
-            num_prompts (`int`):
-                Number of prompts of the batch, N.
-            rho (`float`):
-                Standard deviation over mean of the data set's response lengths, ρ. NaN before there is history: the
-                budget is then the target.
-
-        Returns:
-            `int`: A number in `[N * num_generations, N * max_num_generations]`.
+        Number of candidates of the coming step of `num_prompts` prompts, M_total (Eq. 8 and 9). ρ is NaN before there
+        is history: the budget is then the target.
         """
         low, high = num_prompts * self.num_generations, num_prompts * self.max_num_generations
         if self.cost_weight is not None and self._num_steps and not math.isnan(rho):
@@ -154,27 +145,14 @@ class BudgetController:
         return max(seconds, sys.float_info.min)  # on a flat stretch candidates are free
 
     def observe(self, rho: float, mean_length: float) -> None:
-        """
-        Record a step. Only the first ones with history count.
-
-        Args:
-            rho (`float`):
-                ρ after it. NaN is left out.
-            mean_length (`float`):
-                Mean response length of the data set, L̃, in tokens.
-        """
+        """Record the ρ and the mean response length L̃ after a step. Only the first ones with history count."""
         if self._num_steps < REFERENCE_STEPS and not math.isnan(rho):
             self._num_steps += 1
             self._rho_sum += rho
             self._length_sum += mean_length
 
     def state_dict(self) -> dict[str, Any]:
-        """
-        State that can be serialised as JSON.
-
-        Returns:
-            `dict[str, Any]`: What was observed, and the group sizes that it belongs to.
-        """
+        """What was observed, and the group sizes that it belongs to. Can be serialised as JSON."""
         return {
             "num_generations": self.num_generations,
             "max_num_generations": self.max_num_generations,
@@ -186,13 +164,7 @@ class BudgetController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
         Go on from a saved state, with the `target_redundancy` and `cost_weight` of now.
-
-        Args:
-            state (`Mapping[str, Any]`):
-                What [`~BudgetController.state_dict`] returned.
-
-        Raises:
-            [`StateMismatchError`]: If the keys are others, or the state belongs to other group sizes.
+        [`StateMismatchError`] if the keys are others, or the state belongs to other group sizes.
         """
         own = self.state_dict()
         if set(state) != set(own):
