@@ -1,8 +1,9 @@
 """The rollout buffer and its prompts in checkpoints."""
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,8 @@ from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate
 
 logger = get_logger(__name__)
 
-BUFFER_FILE = "darts_buffer.npz"
-PROMPTS_FILE = "darts_prompts.json"
-VERSION = 2
-STATES = (Lifecycle.WAITING, Lifecycle.PARTIAL, Lifecycle.COMPLETE)  # between two rollouts nothing is in flight
-REASONS = (None, FinishReason.STOP, FinishReason.LENGTH)
+BUFFER_FILE = "darts_buffer.json"
+TOKENS_FILE = "darts_buffer_tokens.npz"
 
 
 def save_buffer(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
@@ -47,21 +45,20 @@ def load_buffer(batches: BufferedBatches, directory: Path, skips: bool) -> None:
     if not batches.main.broadcast((directory / BUFFER_FILE).exists):
         logger.warning(f"{directory} has no {BUFFER_FILE}: the rollout buffer begins empty.")
         return
-    arrays, prompts = batches.main.broadcast(lambda: _read(directory))
-    load(batches.buffer, arrays)
-    batches.feed.restore(*(arrays["feed"].tolist() if skips else (0, 0)))
-    for entry_id, (row, tokens) in zip(batches.buffer.entries, prompts, strict=True):
+    state, arrays = batches.main.broadcast(lambda: _read(directory))
+    load(batches.buffer, state, arrays)
+    batches.feed.restore(*(state["feed"] if skips else (0, 0)))
+    for entry_id, (row, tokens) in zip(batches.buffer.entries, state["prompts"], strict=True):
         batches.rows[entry_id], batches.prompt_ids[entry_id] = row, tokens
 
 
 def warn_of_lost_prompts(directory: Path) -> None:
     """Says that a checkpoint has prompts in its buffer which a schedule without one does not train on."""
     if (directory / BUFFER_FILE).exists():
-        with np.load(directory / BUFFER_FILE) as arrays:
-            num_prompts = len(arrays["keys"])
+        state, _ = _read(directory)
         logger.warning(
-            f"{directory} has {num_prompts} prompts in its rollout buffer, of another `schedule`. This one has no "
-            "buffer: they are left out until they come up in the next epoch."
+            f"{directory} has {len(state['entries'])} prompts in its rollout buffer, of another `schedule`. This one has "
+            "no buffer: they are left out until they come up in the next epoch."
         )
 
 
@@ -69,9 +66,10 @@ def _write(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     buffer, prompts = _rest(batches)
     feed = [batches.feed.position, batches.feed.num_taken] if mid_epoch else [0, 0]
-    arrays: dict[str, Any] = {**dump(buffer), "feed": np.array(feed, np.int64)}
-    np.savez_compressed(directory / BUFFER_FILE, **arrays)
-    (directory / PROMPTS_FILE).write_text(json.dumps(prompts, default=_refuse), encoding="utf-8")
+    state, arrays = dump(buffer)
+    text = json.dumps({**state, "feed": feed, "prompts": prompts}, default=_refuse)
+    (directory / BUFFER_FILE).write_text(text, encoding="utf-8")
+    np.savez_compressed(directory / TOKENS_FILE, allow_pickle=False, **arrays)
 
 
 def _refuse(value: Any) -> None:
@@ -95,93 +93,60 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     return buffer, [prompts[entry_id] for entry_id in buffer.entries]
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[int]]]]:
-    with np.load(directory / BUFFER_FILE) as arrays:  # numbers alone: nothing is unpickled
-        return dict(arrays), json.loads((directory / PROMPTS_FILE).read_text(encoding="utf-8"))
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    with np.load(directory / TOKENS_FILE) as arrays:  # numbers alone: nothing is unpickled
+        return json.loads((directory / BUFFER_FILE).read_text(encoding="utf-8")), dict(arrays)
 
 
-def dump(buffer: RolloutBuffer) -> dict[str, NDArray[Any]]:
+def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """
-    The state of a buffer between two rollouts, as numbers only: entries, their candidates, and the candidates' tokens,
-    log-probs and versions one after another.
+    The state of a buffer between two rollouts: what JSON can hold, and as arrays the tokens and log-probs of all
+    candidates one after another.
     """
-    entries = list(buffer.entries.values())
-    candidates = [candidate for entry in entries for candidate in entry.candidates]
-    given = [c.partial.logprobs for c in candidates if c.partial.logprobs is not None]
+    candidates = [c.partial for entry in buffer.entries.values() for c in entry.candidates]
+    arrays = {
+        "tokens": np.array([token for c in candidates for token in c.tokens], np.int64),
+        "logprobs": np.array([value for c in candidates for value in c.logprobs or ()], np.float64),
+    }
+    entries = [
+        {**asdict(replace(entry, candidates=[])), "candidates": [_as_json(c) for c in entry.candidates]}
+        for entry in buffer.entries.values()
+    ]
+    return {"keeps_tokens": buffer.keeps_tokens, "num_entered": buffer.num_entered, "entries": entries}, arrays
+
+
+def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Restores what [`dump`] returned into an empty buffer, or raises [`StateMismatchError`]."""
+    if state["keeps_tokens"] != buffer.keeps_tokens:
+        raise StateMismatchError(
+            f"The checkpoint's rollout buffer has keeps_tokens={state['keeps_tokens']}, and this training needs "
+            f"keeps_tokens={buffer.keeps_tokens}. Resume with the `schedule` that saved it."
+        )
+    tokens, logprobs = (iter(arrays[name].tolist()) for name in ("tokens", "logprobs"))
+    buffer.num_entered, buffer.entries = state["num_entered"], {}
+    for saved in state["entries"]:
+        entry = BufferEntry(**saved | {"prompt": PromptInfo(**saved["prompt"]), "state": Lifecycle(saved["state"])})
+        entry.candidates = [_from_json(candidate, tokens, logprobs) for candidate in saved["candidates"]]
+        buffer.entries[entry.entry_id] = entry
+
+
+def _as_json(candidate: SampledCandidate) -> dict[str, Any]:
+    partial = candidate.partial
     return {
-        "head": np.array([VERSION, buffer.keeps_tokens, buffer.num_entered], np.int64),
-        "keys": np.array([entry.prompt.key for entry in entries], np.uint64),
-        "entries": _table([_entry_row(entry) for entry in entries], 7),
-        "candidates": _table([_candidate_row(candidate) for candidate in candidates], 5),
-        "tokens": np.array([token for c in candidates for token in c.partial.tokens], np.int64),
-        "logprobs": np.array([value for values in given for value in values], np.float64),
-        "versions": _table([run for c in candidates for run in c.versions], 2),
+        "num_tokens": len(partial.tokens),
+        "has_logprobs": partial.logprobs is not None,
+        "finish_reason": partial.finish_reason,
+        "num_segments": partial.num_segments,
+        "versions": candidate.versions,
     }
 
 
-def load(buffer: RolloutBuffer, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """
-    Restores what [`dump`] returned into an empty buffer; [`StateMismatchError`] if it is of another schedule or
-    version.
-    """
-    version, keeps_tokens, num_entered = (int(number) for number in arrays["head"])
-    if (version, bool(keeps_tokens)) != (VERSION, buffer.keeps_tokens):
-        raise StateMismatchError(
-            f"The checkpoint's rollout buffer has version {version} and keeps_tokens={bool(keeps_tokens)}, and this "
-            f"training needs version {VERSION} and keeps_tokens={buffer.keeps_tokens}. Resume with the `schedule` "
-            "that saved it."
-        )
-    candidates = iter(_candidates(arrays))
-    buffer.num_entered = num_entered
-    buffer.entries = {}
-    for key, row in zip(arrays["keys"], arrays["entries"], strict=True):
-        entry_id, num_tokens, extendable, state, num_candidates, num_deferrals, num_kept = map(int, row)
-        buffer.entries[entry_id] = BufferEntry(
-            entry_id,
-            PromptInfo(int(key), num_tokens, bool(extendable)),
-            STATES[state],
-            num_candidates,
-            num_deferrals,
-            [next(candidates) for _ in range(num_kept)],
-        )
-
-
-def _entry_row(entry: BufferEntry) -> tuple[int, ...]:
-    prompt = entry.prompt
-    return (
-        entry.entry_id,
-        prompt.num_tokens,
-        prompt.extendable,
-        STATES.index(entry.state),
-        entry.num_candidates,
-        entry.num_deferrals,
-        len(entry.candidates),
+def _from_json(saved: Mapping[str, Any], tokens: Iterator[int], logprobs: Iterator[float]) -> SampledCandidate:
+    num_tokens, reason = saved["num_tokens"], saved["finish_reason"]
+    partial = PartialCandidate(
+        list(islice(tokens, num_tokens)),
+        list(islice(logprobs, num_tokens)) if saved["has_logprobs"] else None,
+        reason and FinishReason(reason),
+        saved["num_segments"],
     )
-
-
-def _candidate_row(candidate: SampledCandidate) -> tuple[int, ...]:
-    partial = candidate.partial
-    given = partial.logprobs is not None
-    reason = REASONS.index(partial.finish_reason)
-    return (len(partial.tokens), given, reason, partial.num_segments, len(candidate.versions))
-
-
-def _candidates(arrays: Mapping[str, NDArray[Any]]) -> list[SampledCandidate]:
-    table = arrays["candidates"]
-    tokens = _cut(arrays["tokens"].tolist(), table[:, 0].tolist())
-    logprobs = _cut(arrays["logprobs"].tolist(), (table[:, 0] * table[:, 1]).tolist())
-    versions = _cut([tuple(run) for run in arrays["versions"].tolist()], table[:, 4].tolist())
-    return [
-        SampledCandidate(PartialCandidate(own, values if given else None, REASONS[reason], num_segments), tuple(runs))
-        for own, values, runs, (_, given, reason, num_segments, _) in zip(
-            tokens, logprobs, versions, table.tolist(), strict=True
-        )
-    ]
-
-
-def _cut(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    return [items[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
-
-
-def _table(rows: Sequence[Sequence[int]], width: int) -> NDArray[np.int64]:
-    return np.array(rows, np.int64).reshape(len(rows), width)
+    return SampledCandidate(partial, tuple(tuple(run) for run in saved["versions"]))
