@@ -305,7 +305,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             rows = self._rollout(batch)
         else:
             rows, self._record = self._main.broadcast(batches.collect), None
-            self._fillers = rows.kept.fillers
+            self._fillers = rows.fillers
         inputs, self._ready = batches.finish(rows, num_rows)
         if max_age is not None:
             forget_stale_logprobs(self._ready, batches.ages(num_rows), max_age)

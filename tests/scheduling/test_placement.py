@@ -152,6 +152,16 @@ def test_long_candidates_have_engines_of_their_own():
     assert [c.group_id for c in order] == [1, 4, 3, 2, 0]
 
 
+def test_a_full_engine_for_long_ones_keeps_nobody_else_waiting():
+    policies = SchedulePolicies(placement=LengthRanked([90, 10, 10], num_long=1, long_share=0.3))
+    scheduler = Scheduler(policies, 2)
+    engines = [EngineLoad("long", 1), EngineLoad("short", 10)]
+    commands = scheduler.start([GroupPlan(group, 2) for group in range(3)], engines, 0.0)
+    assert [(c.group_id, c.engine_id) for c in commands] == [(0, "long"), *[(1, "short")] * 2, *[(2, "short")] * 2]
+    end = CandidateEnded(commands[0].candidate_id, 0, 0, [5], [-1.0], FinishReason.STOP, 1.0)
+    assert [(c.group_id, c.engine_id) for c in scheduler.handle(end)] == [(0, "long")]
+
+
 def test_candidates_that_were_never_started_say_nothing():
     tracker = LengthTracker(0.5)
     admission = UniformAdmission(2, tracker)

@@ -48,6 +48,10 @@ class BufferedRows:
     states: dict[str, int]  # how many prompts the buffer has now, by what has become of them
     first_rows: dict[int, int]  # first row of each group that came to its end in this round, by its `group_id` there
 
+    @property
+    def fillers(self) -> dict[int, int]:
+        return self.kept.fillers
+
 
 class BufferedBatches:
     """

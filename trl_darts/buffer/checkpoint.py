@@ -55,10 +55,10 @@ def load_buffer(batches: BufferedBatches, directory: Path, skips: bool) -> None:
 def warn_of_lost_prompts(directory: Path) -> None:
     """Says that a checkpoint has prompts in its buffer which a schedule without one does not train on."""
     if (directory / BUFFER_FILE).exists():
-        state, _ = _read(directory)
+        num_prompts = len(_read(directory)[0]["entries"])
         logger.warning(
-            f"{directory} has {len(state['entries'])} prompts in its rollout buffer, of another `schedule`. This one has "
-            "no buffer: they are left out until they come up in the next epoch."
+            f"{directory} has {num_prompts} prompts in its rollout buffer, of another `schedule`. This one has no "
+            "buffer: they are left out until they come up in the next epoch."
         )
 
 
