@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -136,28 +135,13 @@ def test_a_restored_controller_decides_the_same(num_steps: int, price: float | N
     assert totals(restored, rhos[num_steps:]) == totals(controller, rhos[num_steps:])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("rho_sum"), r"has the keys \['length_sum'.*this one has"),
-        (lambda state: state.update(num_generations=4), r"`num_generations` \(4\), and it is 8 now"),
-    ],
-)
-def test_other_states_are_rejected_by_name(change: Callable[[dict[str, object]], object], message: str) -> None:
+@pytest.mark.parametrize("change", [{"num_generations": 4}, {"surplus": 1}])
+def test_other_states_are_rejected_by_name(change: dict[str, int]) -> None:
     state = BudgetController(M, M_UP).state_dict()
-    change(state)
-    with pytest.raises(StateMismatchError, match=message):
-        BudgetController(M, M_UP).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=f"saved one is .*{next(iter(change))!r}.*group sizes"):
+        BudgetController(M, M_UP).load_state_dict(state | change)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"max_num_generations": 7}, r"`max_num_generations` \(7\) must be at least `num_generations` \(8\)"),
-        ({"target_redundancy": 0.5}, r"`target_redundancy` \(0.5\) must be at least 1"),
-        ({"cost_weight": 0.1}, r"`cost_weight` \(0.1\) needs `latency_curve`"),
-    ],
-)
-def test_settings_that_can_not_work_are_named(kwargs: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        BudgetController(**{"num_generations": M, "max_num_generations": M_UP, **kwargs})  # type: ignore[arg-type]
+def test_a_price_without_a_curve_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"`cost_weight` \(0.1\) needs `latency_curve`"):
+        BudgetController(M, M_UP, cost_weight=0.1)

@@ -84,21 +84,15 @@ def test_one_disturbed_batch_size_does_not_bend_the_curve(spoilt: int) -> None:
     assert np.abs(curve(2048.0) / THREE_STAGES(2048.0) - 1) < 0.25
 
 
-def test_extrapolation() -> None:
+def test_extrapolation_and_arrays() -> None:
+    sizes = np.array([[0.5, 1, 20], [24, 300, 2000]])
+    assert THREE_STAGES(sizes).ravel() == pytest.approx([THREE_STAGES(size) for size in sizes.ravel().tolist()])
     curve = LatencyCurve([8, 64], [0.010, 0.038])
     assert curve(0) == curve(1) == curve(8) == 0.010
     assert curve(128) == pytest.approx(0.070)  # the last segment's slope
     assert LatencyCurve([4], [0.02])(1000) == 0.02
     falling = LatencyCurve.fit([1, 2, 4, 8, 16, 32], [6, 5, 4, 3, 2, 1])
     assert len(set(falling.values)) == 1
-
-
-def test_arrays_and_scalars_agree() -> None:
-    sizes = np.array([[0.5, 1, 20], [24, 300, 2000]])
-    values = THREE_STAGES(sizes)
-    assert values.shape == sizes.shape
-    assert values.ravel() == pytest.approx([THREE_STAGES(size) for size in sizes.ravel().tolist()])
-    assert isinstance(THREE_STAGES(3), float)
 
 
 @pytest.mark.parametrize(

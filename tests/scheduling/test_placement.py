@@ -13,7 +13,9 @@ from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import (
     AssignedPlacement,
     Candidate,
+    CandidateEnded,
     EngineLoad,
+    FinishReason,
     GroupPlan,
     GroupSummary,
     LengthRanked,

@@ -8,17 +8,15 @@ from trl_darts.buffer.rounds import PartialRollout, Sorted, TailBatching, round_
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve, LengthTracker
 from trl_darts.scheduling import (
-    AllGroups,
     AssignedPlacement,
     DualEnd,
     FirstGroups,
-    LeastLoaded,
     LengthRanked,
     LongestFirst,
     ScheduleSettings,
     UniformPool,
-    WaitForAll,
 )
+from trl_darts.scheduling.policies import AllGroups, LeastLoaded, WaitForAll
 
 
 def test_every_setting_says_what_it_means():

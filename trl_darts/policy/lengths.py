@@ -38,8 +38,8 @@ HALF_LIFE = 1024
 SHRINKAGE = 8
 """Groups of the overall mean that are added to each bucket."""
 
-_UNSEEN = (math.nan, math.nan, 0)
-_PER_PROMPT = {"keys": np.uint64, "means": np.float64, "variances": np.float64, "epochs": np.int32}
+_UNSEEN = (math.nan, math.nan)
+_PER_PROMPT = {"keys": np.uint64, "means": np.float64, "variances": np.float64}
 # Moving averages of (mean, mean square, log-scale deviation within groups, steps), and the step's sums of (count,
 # length, square, weight of a group's log-scale deviation, that times it).
 _PER_DATASET = {"dataset": (4,), "pending": (5,)}
@@ -93,7 +93,7 @@ class LengthTracker:
             raise ConfigurationError(f"`horizon` ({horizon}) must be at least 1, in tokens.")
         self.ema = ema
         self.horizon = horizon
-        self._prompts: dict[int, tuple[float, float, int]] = {}  # by key: mean, variance, epochs
+        self._prompts: dict[int, tuple[float, float]] = {}  # by key: mean, variance
         self._dataset = np.array([0.0, 0.0, math.nan, 0.0])
         self._pending = np.zeros(5)
 
@@ -117,11 +117,10 @@ class LengthTracker:
         """
         number = _as_64_bits(key)
         moments = group_moments(lengths, censored, float(self._dataset[2]), self.horizon)
-        mean, variance, epochs = self._prompts.get(number, (moments.mean, moments.variance, 0))
+        mean, variance = self._prompts.get(number, (moments.mean, moments.variance))
         self._prompts[number] = (
             mean + self.ema * (moments.mean - mean),
             variance + self.ema * (moments.variance - variance),
-            epochs + 1,
         )
         num, weight = len(lengths), max(moments.num_complete - 1, 0)
         log_std = moments.log_std if weight else 0.0
@@ -134,10 +133,6 @@ class LengthTracker:
     def std(self, key: PromptKey) -> float:
         """Smoothed standard deviation of a prompt's lengths in tokens, σ̃_L(q_i), NaN if it was never seen."""
         return math.sqrt(self._prompts.get(_as_64_bits(key), _UNSEEN)[1])
-
-    def epochs(self, key: PromptKey) -> int:
-        """Number of updates that a prompt has had."""
-        return self._prompts.get(_as_64_bits(key), _UNSEEN)[2]
 
     @property
     def dataset_mean(self) -> float:
@@ -182,18 +177,13 @@ class LengthTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, or raise [`StateMismatchError`]. `ema` and `horizon` stay as configured."""
-        expected = {*_PER_PROMPT, *_PER_DATASET}
-        if set(state) != expected:
+        num = len({int(key) for key in state.get("keys", ())})
+        expected = dict.fromkeys(_PER_PROMPT, (num,)) | _PER_DATASET
+        found = {name: np.shape(state[name]) for name in sorted(state)}
+        if found != expected:
             raise StateMismatchError(
-                f"The state of a `LengthTracker` has the keys {sorted(expected)}, and this one has {sorted(state)}. "
-                "Load the state that the tracker saved, or start without one."
-            )
-        shapes = {name: np.shape(state[name]) for name in sorted(expected)}
-        num = len({int(key) for key in state["keys"]})
-        if shapes != {name: _PER_DATASET.get(name, (num,)) for name in shapes}:
-            raise StateMismatchError(
-                f"The state of a `LengthTracker` with {num} distinct prompts has arrays of other shapes: {shapes}. "
-                "Load the state that the tracker saved, or start without one."
+                f"The state of a `LengthTracker` with {num} distinct prompts has the keys and shapes {expected}, and "
+                f"this one has {found}. Load the state that the tracker saved, or start without one."
             )
         keys, *values = (np.asarray(state[name], dtype).tolist() for name, dtype in _PER_PROMPT.items())
         self._prompts = dict(zip(keys, zip(*values, strict=True), strict=True))

@@ -79,11 +79,6 @@ class Candidate:
         """Whether it came to its natural end (and was not called off just before)."""
         return self.state is _FINISHED and self.finish_reason is _STOP
 
-    @property
-    def censored(self) -> bool:
-        """Whether its length is only a lower bound of what the model would have written."""
-        return self.finish_reason is not _STOP
-
 
 @dataclass(frozen=True, slots=True)
 class PartialCandidate:
