@@ -107,6 +107,14 @@ def test_patience_auto_ends_with_the_last_prompt_that_was_short():
     assert [c.length for c in result.groups[0].candidates] == [10, 15, 20, 40, 60]
 
 
+def test_patience_auto_does_not_wait_for_what_can_not_come():
+    """Group 1 has but two complete candidates; the third was cut off at the limit, and it is over with that."""
+    engine = StubEngine({0: [10, 15, 20, 900], 1: [5, 30, 800]}, max_completion_length=100)
+    result = engine.run(darts(long_end_patience="auto"), [GroupPlan(0, 4), GroupPlan(1, 3)])
+    assert end_of(result) == 100.0
+    assert [g.selected for g in result.groups] == [[0, 1, 2], [0, 1, 2]]
+
+
 def test_patience_auto_follows_the_batch_that_is_wanted():
     """Of three groups, two are enough: the third, which would be short for long, is not waited for."""
     policies = make_policies("darts", 2, 4, 1, long_end_patience="auto")

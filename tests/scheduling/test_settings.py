@@ -57,9 +57,9 @@ def test_the_policies_of_a_rollout_are_complete():
     assert type(ScheduleSettings(selection="uniform").policies().group_stop) is UniformPool
 
 
-@pytest.mark.parametrize(("word", "value"), [("2.5", 2.5), ("auto", "auto"), ("none", None)])
-def test_words_of_a_command_line(word, value):
-    assert ScheduleSettings(long_end_patience=word).long_end_patience == value
+@pytest.mark.parametrize(("text", "value"), [("2.5", 2.5), ("auto", "auto"), ("none", None)])
+def test_values_of_a_command_line(text, value):
+    assert ScheduleSettings(long_end_patience=text).long_end_patience == value
 
 
 @pytest.mark.parametrize("schedule", ["darts", "grpo", "tail_batching", "partial_rollout", "sorted"])

@@ -333,8 +333,8 @@ def positive_columns(**columns: ArrayLike) -> list[Array]:
     arrays = {name: np.asarray(column, float) for name, column in columns.items()}
     shapes = [array.shape for array in arrays.values()]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1 or shapes[0] == (0,):
-        words = ", ".join(f"`{name}` (shape {array.shape})" for name, array in arrays.items())
-        raise ValueError(f"{words} must be lists of the same length, at least 1.")
+        given = ", ".join(f"`{name}` (shape {array.shape})" for name, array in arrays.items())
+        raise ValueError(f"{given} must be lists of the same length, at least 1.")
     for name, array in arrays.items():
         if not (np.isfinite(array).all() and (array > 0).all()):
             raise ValueError(f"`{name}` must be positive and finite, and holds {array.min():g} to {array.max():g}.")

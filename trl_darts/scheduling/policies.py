@@ -224,11 +224,9 @@ def make_policies(
     placement: Placement | None = None,
 ) -> SchedulePolicies:
     """
-    The policies of a schedule within one rollout. Which prompts go into it, and how many of them it waits for, is the
-    business of its [`RoundPolicy`].
-
-    The arguments are those of [`ScheduleSettings`] of the same names, but that `long_end_patience` is the paper's by
-    default; `batch_stop` and `placement` default to [`AllGroups`] and [`LeastLoaded`].
+    The policies of a schedule within one rollout. The arguments are those of [`ScheduleSettings`] of the same names,
+    but that `long_end_patience` is the paper's by default. Which prompts go into the rollout, and how many of them it
+    waits for, is the business of the schedule's [`RoundPolicy`].
     """
     check_choice("schedule", schedule, SCHEDULES)
     selection = selection or SCHEDULES[schedule]
