@@ -239,14 +239,6 @@ def test_rollout_func_would_have_no_effect(model_dir, tmp_path):
         make_trainer(model_dir, make_args(tmp_path), rollout_func=lambda prompts, trainer: {})
 
 
-def test_model_card_names_the_method(model_dir, tmp_path):
-    trainer = make_trainer(model_dir, make_args(tmp_path))
-    trainer.create_model_card(model_name="letters")
-    card = (tmp_path / "README.md").read_text()
-    assert "DARTS" in card
-    assert "2605.30859" in card
-
-
 def test_wild_group_keeps_short_and_longest(model_dir, tmp_path):
     trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=6, save_rollout_trace=True, tail_pruning=False))
     trainer.train()
@@ -256,13 +248,3 @@ def test_wild_group_keeps_short_and_longest(model_dir, tmp_path):
             if len(complete) >= 4:
                 kept = np.sort(group[group.selected].length)
                 assert list(kept) == [*complete[:3], complete[-1]]
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_word_about_a_curve_of_another_model(model_dir, tmp_path, caplog, own):
-    path = tmp_path / "latency.json"
-    LatencyCurve([1], [1.0], {"model": str(model_dir) if own else "some/Other-7B"}).save(path)
-    with caplog.at_level(logging.WARNING, logger="trl_darts"):
-        make_trainer(model_dir, make_args(tmp_path, latency_curve=str(path)))
-    words = [record.getMessage() for record in caplog.records if "was measured with" in record.getMessage()]
-    assert ["'some/Other-7B'" in message for message in words] == [True] * (not own)
