@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launches.scenarios import BACKENDS, NEED_A_SERVER
 from testing.servers import free_port, vllm_available
+from tests.launches.scenarios import BACKENDS, NEED_A_SERVER
 
 
 ROOT = Path(__file__).resolve().parents[2]
