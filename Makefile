@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-CODE := trl_darts tests testing examples benchmarks docs/hooks
+CODE := trl_darts tests examples benchmarks docs/hooks
 # Without a CUDA device: the versions that are known to work together on a CPU, and vLLM's CPU build.
 CUDA := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter 0,$(CUDA)),-c constraints-cpu.txt,)

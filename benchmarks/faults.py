@@ -38,7 +38,7 @@ from task import accuracy_reward, make_dataset
 from transformers import PrinterCallback, TrainerCallback
 
 from benchmarks.servers import training_args
-from testing.servers import free_port, is_healthy
+from benchmarks.vllm_server import free_port, is_healthy
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.engines.pool import State
 from trl_darts.scheduling import CandidateEnded, CandidateState, EngineLost, Scheduler, TokensArrived

@@ -46,9 +46,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.models import EOS_ID
 from benchmarks.servers import benchmark_server
 from benchmarks.simulator import CURVE
-from testing.models import EOS_ID
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.vllm_server import bring_back

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from testing.models import make_markov_model, make_tokenizer
-from testing.servers import free_port, start_vllm_server
+from benchmarks.models import make_markov_model, make_tokenizer
+from benchmarks.vllm_server import free_port, start_vllm_server
 from trl_darts import DARTSGRPOConfig
 
 

@@ -46,9 +46,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.models import EOS_ID, VOCAB_SIZE, make_tokenizer
 from benchmarks.servers import training_args
-from testing.models import EOS_ID, VOCAB_SIZE, make_tokenizer
-from testing.servers import start_vllm_server
+from benchmarks.vllm_server import start_vllm_server
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.streaming.streams import Streams
 

@@ -54,7 +54,7 @@ from trl.rewards import get_soft_overlong_punishment
 from benchmarks.schedules import ROWS as SCHEDULE_ROWS
 from benchmarks.schedules import Row
 from benchmarks.servers import training_args
-from testing.servers import start_vllm_server
+from benchmarks.vllm_server import start_vllm_server
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.plots import save_picture, smooth
 from trl_darts.errors import ConfigurationError

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing.models import CLASS_SIZE, FIRST_CLASS_TOKEN, make_markov_model
+from benchmarks.models import CLASS_SIZE, FIRST_CLASS_TOKEN, make_markov_model
 from trl_darts import DARTSGRPOConfig
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from testing.servers import start_vllm_server
+from benchmarks.vllm_server import start_vllm_server
 from tests.builders import make_trainer, record_batches
 from tests.test_trainer_server import rollout_logs, server_args
 from trl_darts.engines.pool import State

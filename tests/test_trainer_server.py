@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 from transformers import TrainerCallback
 
-from testing.servers import free_port, start_vllm_server
+from benchmarks.vllm_server import free_port, start_vllm_server
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.preflight import ServerUnreachableError

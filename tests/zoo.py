@@ -19,7 +19,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from testing.models import EOS_ID, PAD_ID, make_tokenizer
+from benchmarks.models import EOS_ID, PAD_ID, make_tokenizer
 
 
 VOCAB_SIZE = 128  # of every model; tokenizers may fill less of it

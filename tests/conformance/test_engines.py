@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from testing.servers import start_vllm_server
+from benchmarks.vllm_server import start_vllm_server
 from tests.builders import letter_of
 from tests.conformance.run import COUNTS, M_UP, M
 from tests.engines.settings import ENGINES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from testing.servers import free_port, vllm_available
+from benchmarks.vllm_server import free_port, vllm_available
 from tests.launches.scenarios import BACKENDS, NEED_A_SERVER
 
 

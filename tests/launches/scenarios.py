@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from trl import GRPOTrainer
 
-from testing.models import CLASS_SIZE
+from benchmarks.models import CLASS_SIZE
 from tests.builders import compare_with_trl, letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu

@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing.models import EOS_ID
+from benchmarks.models import EOS_ID
 from tests.builders import length_reward, record_batches
 from tests.engines.settings import engine_settings
 from tests.trl_parity.common import (

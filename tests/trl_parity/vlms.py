@@ -24,7 +24,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-from testing.models import EOS_ID
+from benchmarks.models import EOS_ID
 from tests.zoo import (
     HIDDEN_SIZE,
     RESPONSE_TEMPLATE,
