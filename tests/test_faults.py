@@ -72,8 +72,8 @@ def send(processes, number):
 
 def test_killed_and_frozen_servers(server, mortal, model_dir, tmp_path):
     """
-    Rollout 0: one of two dies, the other takes over. 1: it is back, with new weights, and the other freezes. 2: without
-    the frozen one. 3: both.
+    Rollout 0: one of two dies, the other takes over. 1: it is back, with new weights, and the other freezes. 2: the
+    frozen one is left out. 3: both.
     """
     urls = [server.base_url, mortal.server.base_url]
     # Stale weights would show at once.
@@ -117,6 +117,7 @@ def test_killed_and_frozen_servers(server, mortal, model_dir, tmp_path):
     assert killed
     assert frozen
     assert syncs[3] - syncs[2] < 60  # nobody waits for a frozen server
+    assert engine.num_losses == 2
     assert engine.states() == dict.fromkeys(urls, State.UP)
     for scheduler in schedulers:
         assert_nothing_lost(scheduler)

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ import pytest
 from tests.builders import letter_of
 from tests.conformance.run import COUNTS, M_UP, M
 from tests.engines.settings import ENGINES
-from tests.servers import start_vllm_server
 from tests.test_docs import documented_metrics
 from trl_darts.policy import select_dual_end
 
@@ -33,18 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def results(request, model_dir, tmp_path_factory):
     """What came of the scenarios on one engine."""
     engine, out = request.param, tmp_path_factory.mktemp("results")
-    options = {"max_model_len": 256, "wait": False}
-    with start_vllm_server(model_dir, **options) if engine == "vllm_server" else nullcontext() as server:
-        command = [sys.executable, "-m", "tests.conformance.run", engine, str(model_dir), str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, server.base_url] if server else command,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+    command = [sys.executable, "-m", "tests.conformance.run", engine, str(model_dir), str(out)]
+    if engine == "vllm_server":
+        command.append(request.getfixturevalue("server").base_url)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     request.config.engines_that_ran = [*getattr(request.config, "engines_that_ran", ()), engine]
     return {"engine": engine, **json.loads((out / "results.json").read_text())}
