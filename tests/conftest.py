@@ -117,6 +117,17 @@ def server(model_dir, tmp_path_factory) -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
+def second_server(model_dir, tmp_path_factory) -> Iterator[object]:
+    """Another one of that model, with more room, that wants the key `secret`."""
+    from tests.servers import start_vllm_server
+
+    options = {"max_model_len": 600, "env": {"VLLM_API_KEY": "secret"}}
+    log_path = tmp_path_factory.mktemp("letters") / "second.log"
+    with start_vllm_server(model_dir, log_path=log_path, **options) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def vllm_server(markov_model_dir, tmp_path_factory) -> Iterator[object]:
     """
     A real server of the Markov model, one for the whole session: mark its tests `vllm`.

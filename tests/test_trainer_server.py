@@ -1,14 +1,15 @@
 """The trainer against real vLLM servers: rollouts, weights, faults."""
 
-import contextlib
 import time
 import urllib.request
 
+import pandas as pd
 import pytest
 from transformers import TrainerCallback
 
-from benchmarks.vllm_server import free_port, start_vllm_server
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
+from tests.engines.fake_server import answer, fake_server
+from tests.servers import free_port
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.preflight import ServerUnreachableError
 from trl_darts.errors import ConfigurationError, GenerationError
@@ -56,6 +57,58 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
     for batch in batches:
         assert batch["completion_ids"].shape[0] == 16
         assert batch["sampling_per_token_logps"].shape == batch["completion_ids"].shape
+
+
+def test_over_provisioning_saturates_and_aborts(server, model_dir, tmp_path):
+    fields = {"max_steps": 12, "per_device_train_batch_size": 40, "learning_rate": 0.0, "save_rollout_trace": True}
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), train_dataset=letters_dataset(10))
+    trainer.train()
+    traces = pd.concat(pd.read_parquet(path) for path in sorted((tmp_path / "rollouts").glob("*.parquet")))
+    saturated = traces[(traces.num_candidates == 8) & (traces.step > 0)]
+    assert len(saturated)
+    complete = saturated[saturated.finish_reason == "stop"].groupby(["step", "group"]).size()
+    aborted = saturated[saturated.finish_reason == "abort"].groupby(["step", "group"]).size()
+    assert (complete >= 4).any()
+    assert aborted.sum() > 0
+    assert (traces.groupby(["step", "group"]).selected.sum() == 4).all()
+
+
+def test_seeded_run_repeats_its_decisions(server, model_dir, tmp_path):
+    traces = []
+    for name in ("first", "second"):
+        fields = {
+            "max_steps": 3,
+            "save_rollout_trace": True,
+            "generation_kwargs": {"seed": 3},
+            "max_num_generations": 6,
+            "tail_pruning": False,
+            "long_end_patience": None,  # nothing is aborted, whose moment would differ
+        }
+        args = server_args(tmp_path / name, server, **fields)
+        make_trainer(model_dir, args).train()
+        paths = sorted((tmp_path / name / "rollouts").glob("*.parquet"))
+        traces.append(pd.concat(pd.read_parquet(path) for path in paths))
+    pd.testing.assert_frame_equal(*(trace.drop(columns=["start_seconds", "end_seconds"]) for trace in traces))
+
+
+def test_evaluation_runs_on_the_server_without_redundancy(server, model_dir, tmp_path):
+    seen = []
+
+    def reward(completion_ids, **kwargs):
+        seen.append(len(completion_ids))
+        return [0.0] * len(completion_ids)
+
+    args = server_args(
+        tmp_path,
+        server,
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
+        num_generations_eval=2,
+    )
+    make_trainer(model_dir, args, eval_dataset=letters_dataset(4), reward_funcs=reward).train()
+    assert seen == [16, 8]
 
 
 def test_structured_outputs_reach_the_server(server, model_dir, tmp_path):
@@ -133,51 +186,81 @@ def test_refused_before_the_model_is_loaded(server, model_dir, tmp_path):
     assert time.perf_counter() - start < 60
 
 
-def test_servers_come_and_go_between_steps(server, model_dir, tmp_path):
-    """One joins after two steps, with the weights of now; the first leaves after four, and may be stopped."""
-    with contextlib.ExitStack() as first_stack:
-        first = first_stack.enter_context(start_vllm_server(model_dir, max_model_len=600))
-        second, served = server, [served_requests(server)]
+@pytest.fixture
+def keyed_server(second_server, monkeypatch):
+    """It refuses those without its key; `server` has none and takes everybody."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    return second_server
 
-        class ComeAndGo(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                generation = trainer.vllm_generation
-                if state.global_step == 2:
-                    with pytest.raises(ConfigurationError, match="Each address once"):
-                        generation.add_server(first.base_url)
-                    with pytest.raises(ConfigurationError, match="must be one of several"):
-                        generation.remove_server(first.base_url)
-                    served.append(served_requests(second))
-                    generation.add_server(second.base_url + "/")
-                    assert generation.facts.max_model_len == 512
-                if state.global_step == 4:
-                    served.append(served_requests(second))
+
+def test_two_servers_share_the_work_and_the_weights(server, keyed_server, model_dir, tmp_path):
+    urls, served = f"{server.base_url},{keyed_server.base_url}", [*map(served_requests, (server, keyed_server))]
+    args = server_args(tmp_path, server, vllm_server_base_url=urls, max_steps=4, learning_rate=3e-3)
+    trainer = make_trainer(model_dir, args)
+    trainer.train()
+    assert len(rollout_logs(trainer)) == 4
+    for entry in rollout_logs(trainer):
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+    assert all(served_requests(s) > before for s, before in zip((server, keyed_server), served, strict=True))
+
+
+def test_a_wrong_key_is_refused(keyed_server, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "wrong")
+    with pytest.raises(GenerationError, match="401"):
+        make_trainer(model_dir, server_args(tmp_path, keyed_server))
+
+
+def test_servers_come_and_go_between_steps(server, keyed_server, model_dir, tmp_path):
+    """One joins after two steps, with the weights of now; the first leaves after four."""
+    first, second, served = keyed_server, server, [served_requests(server)]
+    last_of_first = []
+
+    class ComeAndGo(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            generation = trainer.vllm_generation
+            if state.global_step == 2:
+                with pytest.raises(ConfigurationError, match="Each address once"):
+                    generation.add_server(first.base_url)
+                with pytest.raises(ConfigurationError, match="must be one of several"):
                     generation.remove_server(first.base_url)
-                    first_stack.close()
+                served.append(served_requests(second))
+                assert generation.facts.max_model_len == 600
+                generation.add_server(second.base_url + "/")
+                assert generation.facts.max_model_len == 512
+            if state.global_step == 4:
+                served.append(served_requests(second))
+                generation.remove_server(first.base_url)
+                last_of_first.append(served_requests(first))
 
-        fields = {"max_steps": 6, "learning_rate": 3e-3}
-        trainer = make_trainer(model_dir, server_args(tmp_path, first, **fields), callbacks=[ComeAndGo()])
-        trainer.train()
-        served.append(served_requests(second))
-        assert served[0] == served[1] < served[2] < served[3]  # it was not asked for a token before
-        logs = rollout_logs(trainer)
-        assert len(logs) == 6
-        for entry in logs:
-            assert entry["sampling/sampling_logp_difference/max"] < 1e-3
-            assert entry["darts/rollout/resumed_candidates"] == 0
+    args = server_args(tmp_path, first, max_steps=6, learning_rate=3e-3)
+    trainer = make_trainer(model_dir, args, callbacks=[ComeAndGo()])
+    trainer.train()
+    served.append(served_requests(second))
+    assert served[0] == served[1] < served[2] < served[3]  # it was not asked for a token before
+    assert last_of_first == [served_requests(first)]  # nor the other one after it had left
+    logs = rollout_logs(trainer)
+    assert len(logs) == 6
+    for entry in logs:
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+        assert entry["darts/rollout/resumed_candidates"] == 0
 
 
-def test_a_server_that_does_not_fit_is_not_taken_in(server, model_dir, tiny_model_dir, tmp_path):
+def test_a_server_that_does_not_fit_is_refused(server, model_dir, tiny_model_dir, tmp_path):
     trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=1, vllm_server_timeout=2.0))
     generation = trainer.vllm_generation
     with pytest.raises(ServerUnreachableError):
         generation.add_server(f"http://127.0.0.1:{free_port()}")
-    with start_vllm_server(tiny_model_dir, max_model_len=512) as other:
-        with pytest.raises(ConfigurationError, match=rf"{other.base_url} serves"):
-            generation.add_server(other.base_url)
+    config = {"model_config": {"logprobs_mode": "processed_logprobs", "model": str(tiny_model_dir)}}
+    answers = {
+        "GET /health": {},
+        "GET /server_info": {"vllm_config": config},
+        "GET /v1/models": {"data": [{"id": "other", "max_model_len": 512}]},
+    }
+    with fake_server({route: lambda _, a=payload: answer(a) for route, payload in answers.items()}) as url:
+        with pytest.raises(ConfigurationError, match=rf"{url} serves another model"):
+            generation.add_server(url)
         assert list(generation.engine.states()) == generation.vllm_client.base_urls == [server.base_url]
         trainer.train()
-        assert served_requests(other) == 0
 
 
 def served_requests(server) -> float:
@@ -185,15 +268,3 @@ def served_requests(server) -> float:
     return sum(
         float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("vllm:request_success_total")
     )
-
-
-def test_server_with_a_key(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    with start_vllm_server(model_dir, max_model_len=512, env={"VLLM_API_KEY": "secret"}) as server:
-        args = server_args(tmp_path, server, max_steps=2)
-        trainer = make_trainer(model_dir, args)
-        trainer.train()
-        assert len(rollout_logs(trainer)) == 2
-        monkeypatch.setenv("VLLM_API_KEY", "wrong")
-        with pytest.raises(GenerationError, match="401"):
-            make_trainer(model_dir, server_args(tmp_path, server))

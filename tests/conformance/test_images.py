@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.vllm_server import start_vllm_server
 from tests.conformance.images import NUM_PICTURES, STEPS
 from tests.conformance.test_engines import run_scenarios
 from tests.conformance.vlm import make_idefics3
@@ -17,8 +18,12 @@ ENGINES = ["transformers", *(pytest.param(e, marks=pytest.mark.vllm) for e in ("
 def results(request, tmp_path_factory):
     model_dir = tmp_path_factory.mktemp("models") / "vlm"
     make_idefics3(model_dir) if request.param == "vllm_colocated" else make_vlm(model_dir, kind="llava")
-    options = {"model_impl": "transformers", "enable_scale_out": True}
-    return run_scenarios("images", request.param, model_dir, tmp_path_factory.mktemp("results"), **options)
+    out = tmp_path_factory.mktemp("results")
+    if request.param != "vllm_server":
+        return run_scenarios("images", request.param, model_dir, out)
+    options = {"max_model_len": 256, "model_impl": "transformers", "enable_scale_out": True}
+    with start_vllm_server(model_dir, wait=False, **options) as server:
+        return run_scenarios("images", request.param, model_dir, out, server.base_url)
 
 
 def test_prompts_of_the_same_words_are_told_apart_by_their_pictures(results):
