@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 
 from tests.builders import make_args
-from tests.trl_parity.vlms import load_processor, make_vlm, picture
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.checks import check_combinations, check_path, has_images, warn_of_other_model
 from trl_darts.errors import ConfigurationError
@@ -131,21 +129,6 @@ def test_model_that_vllm_has_changed():
     with pytest.raises(ConfigurationError, match=r"`vllm_model_impl` \('auto'\) has vLLM change Changed"):
         check_path(trainer(use_vllm=True, vllm_mode="colocate", model=model))
     check_path(trainer(use_vllm=True, model=model))  # servers have processes of their own
-
-
-def test_images_with_continuous_batching_are_refused_by_trl(tmp_path):
-    model_dir = make_vlm(tmp_path / "vlm")
-    words = [{"role": "user", "content": "What is this?"}]
-    dataset = Dataset.from_list([{"prompt": words, "image": picture(i)} for i in range(4)])
-    args = make_args(tmp_path, use_transformers_continuous_batching=True)
-    with pytest.raises(ValueError, match="does not support multimodal models"):
-        DARTSGRPOTrainer(
-            str(model_dir),
-            lambda completions, **kwargs: [0.0] * len(completions),
-            args=args,
-            train_dataset=dataset,
-            processing_class=load_processor(model_dir),
-        )
 
 
 @pytest.mark.parametrize("changes", [{"use_vllm": False}, {"use_vllm": True, "vllm_mode": "colocate"}])

@@ -78,10 +78,6 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             {"schedule": "partial_rollout", "vllm_structured_outputs_regex": "a+"},
             r"`vllm_structured_outputs_regex` \('a\+'\) does not run with `schedule` \('partial_rollout'\)",
         ),
-        (
-            {"schedule": "sorted", "sorted_mode": "partial", "generation_kwargs": {"stop": ["x"]}},
-            r"`stop` \(\['x'\]\) does not run with `schedule` \('sorted'\)",
-        ),
         ({"num_long_servers": 1}, r"`num_long_servers` \(1\) must be less than the number of vLLM servers \(0\)"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"`generation_kwargs\['stop_strings'\]`"),
         ({"generation_kwargs": {"eos_token_id": [1, 7]}}, r"`generation_kwargs\['eos_token_id'\]` \(\[1, 7\]\)"),
@@ -89,21 +85,11 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"},
             "names a server twice",
         ),
-        ({"vllm_request_timeout_s": 0}, r"`vllm_request_timeout_s` \(0\) must be positive"),
         ({"on_generation_error": "skip"}, r"`on_generation_error` \('skip'\) must be one of 'raise', 'drop_group'"),
         ({"on_generation_error": "drop_group"}, r"only has an effect with vLLM servers"),
-        ({"weight_sync": "carrier pigeon"}, r"`weight_sync` \('carrier pigeon'\) must be one of"),
-        ({"weight_sync_dir": "/tmp"}, r"`weight_sync_dir` \('/tmp'\) is only used with `weight_sync='filesystem'`"),
-        ({"generation_kwargs": {"n": 4}}, r"`generation_kwargs\['n'\]` \(4\) must be left out"),
+        ({"weight_sync_dir": "/tmp", "weight_sync": "nccl"}, r"`weight_sync_dir` \('/tmp'\) has no effect"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": " , "}, "names no server"),
         ({"loss_type": "gpro"}, r"`loss_type` \('gpro'\) must be one of 'grpo', 'dr_grpo'"),
-        ({"scale_rewards": "rows"}, r"`scale_rewards` \('rows'\) must be one of 'group', 'batch', 'none'"),
-        (
-            {"importance_sampling_level": "word"},
-            r"`importance_sampling_level` \('word'\) must be one of 'token', 'seq",
-        ),
-        ({"multi_objective_aggregation": "sum"}, r"`multi_objective_aggregation` \('sum'\) must be one of 'sum_then"),
-        ({"use_vllm": True, "vllm_mode": "local"}, r"`vllm_mode` \('local'\) must be one of 'server', 'colocate'"),
         (
             {"use_vllm": True, "vllm_importance_sampling_mode": "mask"},
             r"`vllm_importance_sampling_mode` \('mask'\) must be one of 'token_truncate', 'token_mask'",
@@ -113,28 +99,18 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             r"`vllm_importance_sampling_mode` \('sequence_mask'\) must be one of 'token_truncate', 'token_mask' wi",
         ),
         ({"temperature": 0.0}, r"`temperature` \(0.0\) must be positive"),
-        ({"temperature": float("nan")}, r"`temperature` \(nan\) must be positive"),
         ({"learning_rate": -1.0}, r"`learning_rate` \(-1.0\) must be at least 0"),
-        ({"epsilon": -1.0}, r"`epsilon` \(-1.0\) must be at least 0"),
-        ({"epsilon_high": -0.1}, r"`epsilon_high` \(-0.1\) must be at least 0"),
         (
             {"sync_ref_model": True},
             r"`sync_ref_model` \(True\) needs a reference model, and with `beta` \(0.0\) there",
         ),
-        ({"temperature": math.inf}, r"`temperature` \(inf\) must be positive and finite"),
         ({"temperature": None}, r"`temperature` \(None\) must be positive"),
-        ({"learning_rate": math.inf}, r"`learning_rate` \(inf\) must be finite"),
         ({"learning_rate": math.nan}, r"`learning_rate` \(nan\) must be finite"),
         ({"top_p": 0.0}, r"`top_p` \(0.0\) must be greater than 0 and at most 1"),
-        ({"top_p": 1.1}, r"`top_p` \(1.1\) must be"),
         ({"min_p": -0.1}, r"`min_p` \(-0.1\) must be between 0 and 1"),
-        ({"min_p": 1.1}, r"`min_p` \(1.1\) must be between 0 and 1"),
         ({"repetition_penalty": 0.0}, r"`repetition_penalty` \(0.0\) must be positive"),
-        ({"repetition_penalty": math.inf}, r"`repetition_penalty` \(inf\) must be positive and finite"),
         ({"top_k": -1}, r"`top_k` \(-1\) must be at least 1, or 0"),
-        ({"top_k": -2, "use_vllm": True, "vllm_server_base_url": "http://a:1"}, r"`top_k` \(-2\) must be at least 1"),
         ({"num_train_epochs": 0}, r"`num_train_epochs` \(0\) must be positive and finite where `max_steps` \(-1\)"),
-        ({"num_train_epochs": math.nan}, r"`num_train_epochs` \(nan\) must be positive"),
         ({"num_train_epochs": math.inf, "max_steps": 0}, r"`num_train_epochs` \(inf\) .* `max_steps` \(0\)"),
     ],
 )
@@ -206,13 +182,6 @@ def test_several_servers():
     args = config(**SERVER | {"vllm_server_base_url": "http://a:1/, http://b:2"})
     assert args.server_urls == ["http://a:1", "http://b:2"]
     assert config().server_urls == ["http://0.0.0.0:8000"]
-
-
-def test_round_trip_through_a_dictionary():
-    args = config(max_num_generations=12, long_end_patience=2.0)
-    given = {k: v for k, v in args.to_dict().items() if k in ("max_num_generations", "long_end_patience", "schedule")}
-    again = config(**given)
-    assert (again.max_num_generations, again.long_end_patience) == (12, 2.0)
 
 
 def test_copies_have_the_servers_key_and_files_do_not(monkeypatch):

@@ -78,13 +78,6 @@ def test_decisions_load_neither_torch_nor_http(statement):
     assert loaded(statement) == set()
 
 
-def test_engines_never_import_the_trainer():
-    modules = "sys, trl_darts.engines.vllm_server, trl_darts.engines.hf_generate"
-    script = f"import {modules}; print('trl_darts.trainer' in sys.modules)"
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "False"
-
-
 def test_public_names():
     import trl_darts
 

@@ -4,12 +4,11 @@ import contextlib
 import time
 import urllib.request
 
-import pandas as pd
 import pytest
 from transformers import TrainerCallback
 
+from benchmarks.vllm_server import free_port, start_vllm_server
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
-from tests.servers import free_port, start_vllm_server
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.preflight import ServerUnreachableError
 from trl_darts.errors import ConfigurationError, GenerationError
@@ -57,58 +56,6 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
     for batch in batches:
         assert batch["completion_ids"].shape[0] == 16
         assert batch["sampling_per_token_logps"].shape == batch["completion_ids"].shape
-
-
-def test_over_provisioning_saturates_and_aborts(server, model_dir, tmp_path):
-    fields = {"max_steps": 12, "per_device_train_batch_size": 40, "learning_rate": 0.0, "save_rollout_trace": True}
-    trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), train_dataset=letters_dataset(10))
-    trainer.train()
-    traces = pd.concat(pd.read_parquet(path) for path in sorted((tmp_path / "rollouts").glob("*.parquet")))
-    saturated = traces[(traces.num_candidates == 8) & (traces.step > 0)]
-    assert len(saturated)
-    complete = saturated[saturated.finish_reason == "stop"].groupby(["step", "group"]).size()
-    aborted = saturated[saturated.finish_reason == "abort"].groupby(["step", "group"]).size()
-    assert (complete >= 4).any()
-    assert aborted.sum() > 0
-    assert (traces.groupby(["step", "group"]).selected.sum() == 4).all()
-
-
-def test_seeded_run_repeats_its_decisions(server, model_dir, tmp_path):
-    traces = []
-    for name in ("first", "second"):
-        fields = {
-            "max_steps": 3,
-            "save_rollout_trace": True,
-            "generation_kwargs": {"seed": 3},
-            "max_num_generations": 6,
-            "tail_pruning": False,
-            "long_end_patience": None,  # nothing is aborted, whose moment would differ
-        }
-        args = server_args(tmp_path / name, server, **fields)
-        make_trainer(model_dir, args).train()
-        paths = sorted((tmp_path / name / "rollouts").glob("*.parquet"))
-        traces.append(pd.concat(pd.read_parquet(path) for path in paths))
-    pd.testing.assert_frame_equal(*(trace.drop(columns=["start_seconds", "end_seconds"]) for trace in traces))
-
-
-def test_evaluation_runs_on_the_server_without_redundancy(server, model_dir, tmp_path):
-    seen = []
-
-    def reward(completion_ids, **kwargs):
-        seen.append(len(completion_ids))
-        return [0.0] * len(completion_ids)
-
-    args = server_args(
-        tmp_path,
-        server,
-        max_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=8,
-        num_generations_eval=2,
-    )
-    make_trainer(model_dir, args, eval_dataset=letters_dataset(4), reward_funcs=reward).train()
-    assert seen == [16, 8]
 
 
 def test_structured_outputs_reach_the_server(server, model_dir, tmp_path):
@@ -184,17 +131,6 @@ def test_refused_before_the_model_is_loaded(server, model_dir, tmp_path):
     with pytest.raises(ConfigurationError, match="nccl"):
         make_trainer(model_dir, args)
     assert time.perf_counter() - start < 60
-
-
-def test_two_servers_share_the_work_and_the_weights(server, model_dir, tmp_path):
-    with start_vllm_server(model_dir, max_model_len=512, wait=False) as second:
-        fields = {"max_steps": 4, "learning_rate": 3e-3, "save_rollout_trace": True}
-        urls = f"{server.base_url},{second.base_url}"
-        trainer = make_trainer(model_dir, server_args(tmp_path, server, vllm_server_base_url=urls, **fields))
-        trainer.train()
-        for entry in rollout_logs(trainer):
-            assert entry["sampling/sampling_logp_difference/max"] < 1e-3
-        assert all(served_requests(s) > 0 for s in (server, second))
 
 
 def test_servers_come_and_go_between_steps(server, model_dir, tmp_path):

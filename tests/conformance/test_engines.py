@@ -13,13 +13,14 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.vllm_server import start_vllm_server
 from tests.builders import letter_of
 from tests.conformance.run import COUNTS, M_UP, M
 from tests.engines.settings import ENGINES
-from tests.servers import start_vllm_server
 from tests.test_docs import documented_metrics
 from trl_darts.policy import select_dual_end
 
@@ -27,27 +28,31 @@ from trl_darts.policy import select_dual_end
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(
-    scope="session", params=[pytest.param(e, marks=pytest.mark.vllm if "vllm" in e else ()) for e in ENGINES]
-)
-def results(request, model_dir, tmp_path_factory):
-    """What came of the scenarios on one engine."""
-    engine, out = request.param, tmp_path_factory.mktemp("results")
-    options = {"max_model_len": 256, "wait": False}
+def run_scenarios(module: str, engine: str, model_dir: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """What a module of this directory finds on an engine, in a process of its own."""
+    options = {"max_model_len": 256, "wait": False, **options}
     with start_vllm_server(model_dir, **options) if engine == "vllm_server" else nullcontext() as server:
-        command = [sys.executable, "-m", "tests.conformance.run", engine, str(model_dir), str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", f"tests.conformance.{module}", engine, str(model_dir), str(out)]
         done = subprocess.run(
             [*command, server.base_url] if server else command,
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=300,
         )
     assert done.returncode == 0, done.stderr[-3000:]
-    request.config.engines_that_ran = [*getattr(request.config, "engines_that_ran", ()), engine]
     return {"engine": engine, **json.loads((out / "results.json").read_text())}
+
+
+@pytest.fixture(
+    scope="session", params=[pytest.param(e, marks=pytest.mark.vllm if "vllm" in e else ()) for e in ENGINES]
+)
+def results(request, model_dir, tmp_path_factory):
+    """What came of the scenarios on one engine."""
+    results = run_scenarios("run", request.param, model_dir, tmp_path_factory.mktemp("results"))
+    request.config.engines_that_ran = [*getattr(request.config, "engines_that_ran", ()), request.param]
+    return results
 
 
 @pytest.fixture(params=["darts", "no_pruning", "patience", "grpo", "mixed"])

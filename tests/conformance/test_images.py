@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from contextlib import nullcontext
-
 import pytest
 
 from tests.conformance.images import NUM_PICTURES, STEPS
-from tests.conformance.test_engines import ROOT
+from tests.conformance.test_engines import run_scenarios
 from tests.conformance.vlm import make_idefics3
-from tests.servers import start_vllm_server
 from tests.trl_parity.vlms import make_vlm
 
 
@@ -22,22 +15,10 @@ ENGINES = ["transformers", *(pytest.param(e, marks=pytest.mark.vllm) for e in ("
 
 @pytest.fixture(scope="module", params=ENGINES)
 def results(request, tmp_path_factory):
-    engine, out = request.param, tmp_path_factory.mktemp("results")
     model_dir = tmp_path_factory.mktemp("models") / "vlm"
-    make_idefics3(model_dir) if engine == "vllm_colocated" else make_vlm(model_dir, kind="llava")
-    options = {"max_model_len": 256, "model_impl": "transformers", "enable_scale_out": True, "wait": False}
-    with start_vllm_server(model_dir, **options) if engine == "vllm_server" else nullcontext() as server:
-        command = [sys.executable, "-m", "tests.conformance.images", engine, str(model_dir), str(out)]
-        done = subprocess.run(
-            [*command, server.base_url] if server else command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {"engine": engine, **json.loads((out / "results.json").read_text())}
+    make_idefics3(model_dir) if request.param == "vllm_colocated" else make_vlm(model_dir, kind="llava")
+    options = {"model_impl": "transformers", "enable_scale_out": True}
+    return run_scenarios("images", request.param, model_dir, tmp_path_factory.mktemp("results"), **options)
 
 
 def test_prompts_of_the_same_words_are_told_apart_by_their_pictures(results):

@@ -16,7 +16,7 @@ from PIL import Image
 from trl_darts.engines import batch
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.policy import BudgetController, LengthTracker
-from trl_darts.scheduling import PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
+from trl_darts.scheduling import PromptInfo, VarianceAdmission, prompt_key
 
 
 M, M_UP = 4, 8
@@ -52,11 +52,6 @@ def test_gather_on_one_process_is_alone():
     assert gathered.mixed == [False, False]
     assert gathered.owners == [0] * 4
     assert not gathered.multimodal
-
-
-def test_alone_is_one_process_whatever_its_index():
-    own = PromptBatch.alone([[3], [3], [4], [4]], 2)
-    assert (own.sizes, own.process_index, own.mine) == ([4], 0, slice(0, 4))
 
 
 def test_groups_that_straddle_processes(monkeypatch):
@@ -190,11 +185,6 @@ def test_the_same_bytes_in_another_shape_are_another_image():
     assert key_of(Image.new("RGBA", (3, 1))) != key_of(Image.new("RGB", (4, 1)))
 
 
-def test_the_same_bytes_in_an_array_of_another_shape_are_another_image():
-    assert key_of(np.zeros((2, 8, 3), np.uint8)) != key_of(np.zeros((8, 2, 3), np.uint8))
-    assert key_of(np.zeros((4, 4, 3), np.uint8)) != key_of(np.zeros((4, 4, 3), np.int8))
-
-
 def test_the_palette_belongs_to_the_image():
     def painted(colour: tuple[int, int, int]) -> Image.Image:
         image = Image.new("P", (4, 4), 1)
@@ -267,7 +257,3 @@ def test_groups_that_cannot_be_extended_are_not_saturated_where_m_is_m_up():
     plan = admission(target_redundancy=1.0, max_num_generations=M).plan(prompts([True, False]))
     assert plan.num_candidates == [M, M]
     assert plan.saturated == 0
-
-
-def test_uniform_admission_makes_no_difference():
-    assert UniformAdmission(M).plan(prompts([True, False])).num_candidates == [M, M]

@@ -92,19 +92,6 @@ def test_a_candidate_that_cannot_be_decoded_ends_the_rollout():
         director.result()
 
 
-def test_an_empty_completion_is_an_error_not_a_row():
-    director = darts_director([2])
-    director.handle([Report(0, 0, STOP), Report(1, 3, ABORT)])
-    with pytest.raises(GenerationError, match="without a single token"):
-        director.result()
-
-
-def test_result_before_the_end_is_refused():
-    director = darts_director([2])
-    with pytest.raises(GenerationError, match="2 candidates are still open"):
-        director.result()
-
-
 # Share
 
 
@@ -127,18 +114,6 @@ def test_share_passes_on_only_aborts_of_what_still_runs():
     share.end(1, [4], None, STOP)
     link.answer = [2, 1, 0]
     assert share.exchange() == [2, 0]
-
-
-def test_share_ends_a_candidate_once():
-    share = Share([Slot(0, 0, 0), Slot(1, 0, 1)], Recorder(), needs_progress=False)
-    share.end(0, [4], None, STOP)
-    share.fail(1, "broken")
-    for number in (0, 1):
-        with pytest.raises(KeyError):
-            share.end(number, [4, 4], None, STOP)
-        with pytest.raises(KeyError):
-            share.fail(number, "again")
-    assert share.rows == {0: ([4], None)}
 
 
 def test_one_process_hears_of_aborts_in_the_same_exchange():

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
-from tests.engines.settings import engine_settings
 from trl_darts.engines import hf_continuous
 from trl_darts.engines.hf_continuous import ScheduledManager, scheduled_batching
 from trl_darts.engines.share import Report, Share, Slot
@@ -18,7 +17,6 @@ from trl_darts.scheduling import FinishReason
 
 EOS = 1
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
-LIMITS = engine_settings("continuous_batching")["transformers_continuous_batching_config"]
 
 
 class FakeManager:
@@ -120,26 +118,7 @@ def test_requests_are_the_candidates_in_their_order():
     assert world.share.running == {21}
 
 
-def test_a_request_for_each_candidate_or_none_at_all():
-    share = Share([Slot(0, 0, 0), Slot(1, 0, 1)], Link(), False)
-    with pytest.raises(ValueError, match="shorter"):
-        ScheduledManager(FakeManager(), share, {EOS}).add_requests([[5]])
-
-
-def test_arguments_and_attributes_are_passed_on():
-    manager = FakeManager()
-    scheduled = ScheduledManager(manager, Share([Slot(0, 0, 0)], Link(), False), {EOS})
-    assert scheduled.add_requests(inputs=[[5]], max_new_tokens=7, record_timestamps=True) == ["req_10"]
-    assert manager.calls == [("add", [[5]], {"max_new_tokens": 7, "record_timestamps": True})]
-    assert scheduled.is_running()
-    assert scheduled.background_thread_status is manager.background_thread_status
-    with pytest.raises(AttributeError):
-        _ = scheduled.no_such_thing
-
-
-@pytest.mark.parametrize(
-    ("tokens", "reason"), [([7, EOS], STOP), ([7, 2], STOP), ([7, 8], LENGTH), ([EOS, 8], LENGTH), ([EOS], STOP)]
-)
+@pytest.mark.parametrize(("tokens", "reason"), [([7, 2], STOP), ([EOS, 8], LENGTH), ([EOS], STOP)])
 def test_the_last_token_tells_why_it_ended(tokens, reason):
     world = World(1, eos=(EOS, 2))
     world.manager.finish("req_10", *tokens)
@@ -172,15 +151,6 @@ def test_an_aborted_request_is_cancelled_and_returned_once():
     assert world.link.reports == [Report(22, 2, ABORT), Report(20, 2, ABORT)]
 
 
-def test_what_a_cancelled_request_has_does_not_grow():
-    world = World(1)
-    world.manager.decode("req_10", 7)
-    world.link.answer = [20]
-    output = world.result()
-    world.manager.decode("req_10", 8)  # until its thread reads of it
-    assert output.generated_tokens == world.rows[20] == [7]
-
-
 def test_a_request_that_was_never_taken_up_has_nothing():
     world = World(3)
     world.manager.scheduler.waiting_requests["req_11"] = world.manager.states["req_11"]
@@ -196,8 +166,9 @@ def test_a_result_that_comes_after_the_abort_is_ignored():
     world = World(2)
     world.manager.decode("req_10", 7)
     world.link.answer = [20]
-    world.result()
-    world.manager.finish("req_10", 8, EOS)
+    output = world.result()
+    world.manager.finish("req_10", 8, EOS)  # until its thread reads of it
+    assert output.generated_tokens == [7]
     world.manager.finish("req_11", 9, EOS)
     assert world.result().request_id == "req_11"
     assert world.rows == {20: [7], 21: [9, EOS]}
@@ -266,16 +237,6 @@ def test_progress_is_reported_now_and_then_to_schedules_that_need_it(monkeypatch
     assert sorted((report.candidate_id, report.length) for report in world.link.reports[2:]) == [(20, 3), (21, 2)]
 
 
-def test_no_progress_is_reported_to_schedules_that_do_not_need_it(monkeypatch, clock):
-    monkeypatch.setattr(hf_continuous, "time", SimpleNamespace(monotonic=clock))
-    world = World(1)
-    world.manager.decode("req_10", 7)
-    for _ in range(5):
-        clock.advance(1.0)
-        world.result()
-    assert world.link.reports == []
-
-
 # The context around `generate_batch`
 
 
@@ -306,18 +267,6 @@ class FakeModel:
         return results
 
 
-def test_generate_batch_talks_to_our_manager_inside_the_context():
-    manager = FakeManager()
-    model, share = FakeModel(manager), Share([Slot(0, 0, 0)], Link(), False)
-    with scheduled_batching(model, share, [EOS]):
-        with model.continuous_batching_context_manager(block=True) as scheduled:
-            assert isinstance(scheduled, ScheduledManager)
-        assert model.kwargs == {"block": True}
-    with model.continuous_batching_context_manager() as own:
-        assert own is manager
-    assert "continuous_batching_context_manager" not in vars(model)
-
-
 def test_the_model_inside_an_adapter_is_the_one_that_is_changed():
     """`PeftModel.generate_batch` is that of the model inside, which looks for its own context manager."""
     inner = FakeModel(FakeManager())
@@ -326,8 +275,12 @@ def test_the_model_inside_an_adapter_is_the_one_that_is_changed():
     assert "continuous_batching_context_manager" not in vars(inner)
 
 
-def failing_batch(error: BaseException) -> FakeManager:
-    """Another process failed, or the user gave up, while three candidates run."""
+@pytest.mark.parametrize("error", [GenerationError("Generation failed on process 1: boom"), KeyboardInterrupt("ctrl")])
+def test_what_runs_is_cancelled_after_a_failure(error):
+    """
+    Another process failed, or the user gave up, while three candidates run: transformers would swallow it, and decode
+    on for five seconds.
+    """
     link = Link()
     model, share = FakeModel(FakeManager()), Share([Slot(number, 0, number) for number in range(3)], link, False)
     get_result = model.manager.get_result
@@ -341,19 +294,7 @@ def failing_batch(error: BaseException) -> FakeManager:
     with pytest.raises(type(error), match=str(error)), scheduled_batching(model, share, [EOS]):
         model.generate_batch([[5]] * 3)
     assert "continuous_batching_context_manager" not in vars(model)
-    return model.manager
-
-
-def test_an_error_of_another_process_is_raised_although_generate_batch_swallows_it():
-    failing_batch(GenerationError("Generation failed on process 1: boom"))
-
-
-@pytest.mark.parametrize("error", [GenerationError("Generation failed on process 1: boom"), KeyboardInterrupt("ctrl")])
-def test_what_runs_is_cancelled_after_a_failure(error):
-    """Else transformers decodes on for five seconds, and its thread breaks on a model that has been put back."""
-    calls = failing_batch(error).calls
-    cancelled = {call[1] for call in calls if call[0] == "cancel"}
-    assert cancelled == {"req_10", "req_12"}
+    assert {call[1] for call in model.manager.calls if call[0] == "cancel"} == {"req_10", "req_12"}
 
 
 def test_nothing_is_cancelled_after_a_rollout_that_went_well():

@@ -92,21 +92,6 @@ def rollout(
     return director, share, outputs, link
 
 
-def test_grpo_returns_what_generate_batch_returns(model):
-    director, share, outputs, _ = rollout(model, [4, 4, 4], schedule="grpo", max_new_tokens=40)
-    assert [output.generated_tokens for output in outputs.values()] == [
-        share.rows[slot.candidate_id][0] for slot in share.slots
-    ]
-    for group in director.result().groups:
-        assert group.selected == [0, 1, 2, 3]
-        for candidate in group.candidates:
-            tokens, logprobs = share.rows[candidate.candidate_id]
-            assert logprobs is None
-            assert (tokens[-1] == EOS) == (candidate.finish_reason is STOP)
-            assert (len(tokens) == 40) or candidate.finish_reason is STOP
-            assert EOS not in tokens[:-1]
-
-
 def test_saturated_groups_stop_and_every_candidate_ends_once(model):
     aborted = []
     for _ in range(3):  # five steps or so decide, and the thread that decodes does not wait for us
@@ -124,17 +109,6 @@ def test_saturated_groups_stop_and_every_candidate_ends_once(model):
             break
     assert aborted
     assert all(c.length > 0 for c in aborted)  # all of them were running
-
-
-def test_bounded_wait_sees_requests_grow(model, monkeypatch):
-    monkeypatch.setattr(hf_continuous, "PROGRESS_INTERVAL_S", 0.0)
-    director, _, _, link = rollout(model, [7] * 4, max_new_tokens=2000, long_end_patience=1.0)
-    assert any(report.finish_reason is None and report.length for report in link.reports)
-    candidates = director.scheduler.ledger.candidates
-    assert any(c.state is CandidateState.ABORTED for c in candidates)
-    for group in director.result().groups:
-        bound = sorted(c.length for c in group.candidates if c.complete)[3]
-        assert all(c.length >= bound for c in group.candidates if c.state is CandidateState.ABORTED)
 
 
 def test_progress_never_goes_back_when_the_cache_is_full(model, monkeypatch):

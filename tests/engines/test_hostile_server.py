@@ -236,7 +236,7 @@ def test_candidate_that_never_ends_is_an_error():
     assert "no complete answer within `vllm_request_timeout_s` (1 s)" in error
 
 
-@pytest.mark.parametrize("status", [200, 400, 404, 500, None])
+@pytest.mark.parametrize("status", [200, 404, None])
 def test_badly_answered_aborts_do_not_hold_the_rollout_up(monkeypatch, status):
     monkeypatch.setattr(vllm_rollout, "ABORT_GRACE_S", 0.3)
     server = HostileServer(6)

@@ -108,17 +108,6 @@ def test_finish_reasons_of_vllm():
     )
 
 
-def test_sampling_params():
-    params = vllm.SamplingParams(seed=3, logprobs=0)
-    clone = params.clone()
-    clone.seed += 1
-    clone.output_kind = vllm.RequestOutputKind.FINAL_ONLY
-    name = hook("SamplingParams.clone")
-    assert (params.seed, clone.seed, clone.logprobs) == (3, 4, 0), name
-    assert params.output_kind is not vllm.RequestOutputKind.FINAL_ONLY, name
-    assert vllm.SamplingParams().seed is None, hook("SamplingParams.seed")
-
-
 def test_reload_of_a_colocated_model():
     """`LLM.llm_engine.model_executor.driver_worker.model_runner` has the model that weights are loaded into."""
     from trl.generation.vllm_generation import VLLMGeneration

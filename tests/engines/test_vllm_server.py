@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, GroupPlan, RolloutResult, Scheduler, make_policies
 
@@ -85,13 +84,6 @@ def test_grpo_keeps_all_and_logprobs_are_those_of_the_model(engine, vllm_server)
             assert (torch.tensor(row.logprobs) - expected).abs().max() < 1e-3
 
 
-def test_lengths_are_replayed_and_both_ends_kept(engine, vllm_server):
-    lengths = {0: [5, 60, 9, 30, 12, 20], 1: [11, 4, 6, 8, 90, 7]}
-    result = run(engine, body(vllm_server), [6, 6], overrides=fixed_lengths(lengths))
-    assert {g.plan.group_id: [c.length for c in g.candidates] for g in result.groups} == lengths
-    assert [g.selected for g in result.groups] == [[0, 1, 2, 4], [1, 2, 4, 5]]
-
-
 def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_server):
     lengths = {0: [5, 380, 9, 370, 12, 20, 390, 360]}
     result = run(engine, body(vllm_server), [8], overrides=fixed_lengths(lengths))
@@ -144,16 +136,6 @@ def test_servers_words_surface(engine, vllm_server):
     wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
     with pytest.raises(GenerationError, match="maximum context length is 2048"):
         run(engine, body(vllm_server), [4], prompts=[[60] * 2000])
-
-
-def test_deadline_of_a_candidate(vllm_server):
-    engine = VLLMServerEngine([vllm_server.base_url], Deadlines(request_s=0.3))
-    start = time.perf_counter()
-    with pytest.raises(GenerationError, match=r"`vllm_request_timeout_s` \(0.3 s\)"):
-        run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [4])
-    assert time.perf_counter() - start < 2.0
-    engine.close()
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
 
 
 def test_interrupt_ends_the_requests(engine, vllm_server):

@@ -21,16 +21,12 @@ def model(tmp_path) -> str:
 
 BOTH = [
     ({"num_servers": 0}, r"`num_servers` \(0\)"),
-    ({"tensor_parallel_size": -1}, r"`tensor_parallel_size` \(-1\)"),
-    ({"max_model_len": 0}, r"`max_model_len` \(0\)"),
     ({"timeout": float("nan")}, r"`timeout` \(nan\)"),
     ({"weight_sync": "rsync"}, r"`weight_sync` \('rsync'\).*'filesystem'"),
     ({"speculative": "eagle"}, r"`speculative` \('eagle'\).*'suffix', 'ngram'"),
     ({"port": 65535, "num_servers": 2}, r"`port` \(65535\) must leave 2"),
     ({"host": "0.0.0.0"}, r"`host` \('0.0.0.0'\).*VLLM_API_KEY"),
     ({"host": "192.0.2.1", "api_key": "k"}, r"`host` \('192.0.2.1'\) must be an address of this machine"),
-    ({"host": "no.such.host.invalid"}, r"loopback"),
-    ({"api_key": ""}, "`api_key` must be"),
     ({"api_key": "schlüssel"}, "`api_key` must be"),
     ({"vllm_flags": ["other/model"]}, "`other/model` is one argument too many"),
 ]
@@ -63,10 +59,8 @@ def test_refused(model, vllm, settings, message):
     "flag",
     [
         "--max_logprobs",
-        "--max-logprobs=5",
         "--weight-transfer-config.backend",
         "--weight-tr",
-        "-tp",
         "--api-key=s3cret",
         "--no-enable-prefix-caching",
     ],
@@ -101,7 +95,7 @@ def test_taken_port_is_named(model):
             check_options(ServeOptions(model, port=first, num_servers=2), CPU)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "", "not a name"])
+@pytest.mark.parametrize("name", ["./nowhere", "a/b/c", "not a name"])
 def test_model_that_is_not_there(name):
     with pytest.raises(ConfigurationError, match=r"must be a directory that exists, or a model of the Hub\."):
         check_model(name)
@@ -114,11 +108,6 @@ def test_model_that_is_not_cached(monkeypatch):
     check_model("s3://bucket/a/b/c")
     with pytest.raises(ConfigurationError, match="HF_HUB_OFFLINE is set"):
         check_model("nobody/no-such-model")
-
-
-def test_model_directory_without_a_checkpoint(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
-        check_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,6 @@ def test_likely_ones_come_first():
     assert [track.candidate_id for track, _ in plan_batch(tracks, Limits(10, 200, 10**6), {})] == [1, 2]
 
 
-def test_what_has_ended_comes_before_what_goes_on():
-    tracks = [Track(0, 0, 5, 100), Track(1, 0, 5, 100, final=True, chance=0.25)]
-    assert [track.candidate_id for track, _ in plan_batch(tracks, Limits(10, 100, 10**6), {})] == [1]
-
-
 def test_a_short_rest_does_not_cut_the_chunks_of_others():
     """One token is left of a candidate that has ended, 300 of five that go on."""
     tracks = [Track(0, 0, 5, 300, 299, final=True), *(Track(i, 0, 5, 300) for i in range(1, 6))]

@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
-import torch
 from trl import GRPOTrainer
 
 from tests.builders import make_args, make_trainer
@@ -157,12 +156,6 @@ def test_streamed_rewards_are_those_of_one_call(trl_trainer, conversational, gro
     if len(groups) != 2:  # else the rows of the last call lie among the others'
         assert streamed[2]["target"] == metrics["target"]
     assert sum(streamed[2]["later"]) == sum(metrics["later"])  # one value for each call
-
-
-def test_reward_models_are_left_to_trl():
-    model = torch.nn.Linear(1, 1)
-    with streaming(model, length) as stream, stream.serving():
-        assert stream.trainer.reward_funcs[0] is model
 
 
 def test_completions_are_parsed_where_the_tokenizer_has_a_template(trl_trainer, monkeypatch):

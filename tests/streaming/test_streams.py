@@ -6,16 +6,11 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from tests.builders import make_args, make_trainer
-from tests.streaming.test_forward import SIZES, make_model
+from tests.streaming.test_forward import SIZES
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling.ledger import Ledger
 from trl_darts.streaming import Streams, make_streams
 from trl_darts.streaming.streams import check_model
-
-
-@pytest.mark.parametrize("name", ["llama", "sliding", "sinks"])
-def test_models_that_can(name):
-    check_model(make_model(name))
 
 
 @pytest.mark.parametrize(

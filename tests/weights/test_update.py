@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import requests
 import torch
+from PIL import Image
 
+from tests.engines.fake_server import answer, fake_server
 from tests.weights.stubs import stub_client
+from trl_darts.engines.pool import State
+from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.errors import ConfigurationError, GenerationError, WeightSyncError
 from trl_darts.weights.files import WeightDirectory
 from trl_darts.weights.fleet import FleetVLLMClient, make_client
@@ -182,6 +189,28 @@ def test_images_are_processed_by_the_first_server_that_answers(clients, monkeypa
     fleet.excluded = {"http://stub1", "http://stub2"}
     with pytest.raises(GenerationError, match="stub0: ConnectionError: refused"):
         fleet.image_features([None])
+
+
+def test_another_process_asks_a_server_that_is_up_for_images():
+    """It has clients of its own, and was pinned to the first server, also when that one was lost."""
+
+    async def reply(body, request):
+        return await answer(body)
+
+    def processor(name):
+        answers = {"GET /health": {}, "GET /v1/models": {"data": [{"id": "m"}]}}
+        answers["POST /v1/chat/completions/render"] = {"features": {"by": name}}
+        return fake_server({route: partial(reply, body) for route, body in answers.items()})
+
+    generation = object.__new__(SyncedGeneration)
+    generation.main, generation.settings = SimpleNamespace(is_here=False), SimpleNamespace(api_key=None)
+    images = [[Image.new("RGB", (2, 2))], None]
+    with processor("second") as second:
+        with processor("first") as first:
+            generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
+            assert generation.image_features(images) == [{"by": "first"}, None]
+        generation.engine = SimpleNamespace(states=lambda: {first: State.DOWN, second: State.UP})
+        assert generation.image_features(images) == [{"by": "second"}, None]
 
 
 def test_generation_keeps_the_order(clients, monkeypatch):

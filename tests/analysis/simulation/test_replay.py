@@ -45,7 +45,7 @@ def test_the_simulator_keeps_the_same_rows(run_dir):
 
 
 def test_time_is_predicted_within_the_noise_of_a_shared_machine(server, run_dir):
-    """The figure that counts is that of `benchmarks/simulator_parity.py`; here, an error of a factor would show."""
+    """The figure that counts is that of `benchmarks/simulator.py parity`; here, an error of a factor would show."""
     directory, settings = run_dir
     options = ProfileOptions((server.base_url,), batch_sizes=(1, 8, 32, 64), context_lengths=(64,), repeats=2)
     curve = profile_servers(options).profile.curve

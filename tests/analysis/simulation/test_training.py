@@ -37,7 +37,7 @@ def test_grpo_trains_on_all_that_it_samples():
 def test_darts_spends_its_budget_and_learns_prompts():
     training, run = train(workload=Workload(LogNormalLengths(512), 128, 16384), num_steps=40)
     assert np.mean(run.candidates) / 512 == pytest.approx(1.5, rel=0.2)
-    assert training.admission.tracker.epochs(0) == 10  # 512 prompts, 128 a step: an epoch is 4 steps
+    assert len(training.admission.tracker) == 512
     assert run.saturated_ratio[0] == 0
     assert max(run.saturated_ratio) > 0
     assert sum(run.aborted_candidates) > 0
