@@ -69,6 +69,8 @@ PATH = re.compile(  # `/no_think` is a word to some models, and `A:\frac` is LaT
 class HubError(TRLDARTSError, OSError):
     """The Hub can't be reached, or refuses. Names what was asked for, and the remedy."""
 
+    exit_code = 2  # of commands
+
 
 @dataclass(frozen=True)
 class Pulled:
@@ -264,22 +266,8 @@ def push_config(
 
 def pull_config(repo_id: str, *, revision: str | None = None, token: str | bool | None = None) -> Pulled:
     """
-    Fetches a config into the Hub's cache, and checks it. A warning says if it is not the one its card was written for.
-
-    Args:
-        repo_id (`str`):
-            Repository, such as `"org/name"`, or with its revision, `"org/name@revision"`.
-        revision (`str`, *optional*):
-            Branch, tag or commit, if the name has none. Only a whole commit hash names the same file for good.
-        token (`str` or `bool`, *optional*):
-            Of the Hub. Defaults to the one of `hf auth login` or `HF_TOKEN`.
-
-    Returns:
-        [`Pulled`]: The file, where it is from and what it says.
-
-    Raises:
-        [`ConfigurationError`]: If it has a field or a value that must not be in a published config, or two revisions.
-        [`HubError`]: If the Hub can't be reached, or knows no such repository, revision or config.
+    Fetches a config into the Hub's cache, and checks it. `repo_id` may have its revision, `"org/name@revision"`; only
+    a whole commit hash names the same file for good. A warning says if it is not the one its card was written for.
     """
     repo_id, _, own = repo_id.removeprefix(SCHEME).partition("@")
     if own and revision is not None:

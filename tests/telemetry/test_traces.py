@@ -80,9 +80,9 @@ def test_files_that_can_not_be_read_are_noted(tmp_path):
     [
         (
             make_trace().drop(columns=["start_seconds", "length"]),
-            "lacks the columns length, start_seconds.*Train",
+            r"must have the columns that .*'length', 'start_seconds'.*Train again",
         ),
-        (make_trace().astype({"selected": "int64"}), "must have bool in the column selected, and has int64"),
+        (make_trace().assign(length="long"), "must have the columns that .*Train again"),
         (pd.DataFrame({"step": []}), "must be a Parquet file, with candidates. It has no candidates"),
     ],
 )

@@ -32,23 +32,7 @@ WITHOUT_DEVICE = {"use_cpu": True, "tf32": None}
 
 @dataclass
 class ScriptArguments(GRPOScriptArguments):
-    """
-    TRL's arguments of a GRPO script, and what brings a data set and a reward into the form that TRL wants.
-
-    Args:
-        num_prompts (`int`, *optional*):
-            Prompts of the data set `tiny_reasoner`, which is made on the spot: 512 by default.
-        prompt_column (`str`, *optional*):
-            Column with the question. It becomes the user's message of a conversation in the column `prompt`, which
-            TRL's math rewards need. `None` leaves the data set as it is.
-        solution_column (`str`, *optional*):
-            Column with the answer, which becomes the column `solution` that TRL's math rewards read.
-        system_prompt (`str`, *optional*):
-            First message of each conversation. Only with `prompt_column`.
-        soft_punish_cache (`int`, *optional*):
-            Tokens before `max_completion_length` in which the reward `get_soft_overlong_punishment` falls from 0 to
-            -1 ([DAPO](https://huggingface.co/papers/2503.14476), Eq. 13). Needed with that reward, and only with it.
-    """
+    """TRL's arguments of a GRPO script, and what brings a data set and a reward into the form that TRL wants."""
 
     num_prompts: int | None = field(
         default=None, metadata={"help": "Prompts of the made data set `tiny_reasoner`, 512 by default."}
@@ -66,7 +50,8 @@ class ScriptArguments(GRPOScriptArguments):
     soft_punish_cache: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens before `max_completion_length` in which `get_soft_overlong_punishment` falls to -1."
+            "help": "Tokens before `max_completion_length` in which `get_soft_overlong_punishment` falls from 0 to -1 "
+            "(DAPO, Eq. 13). Needed with that reward, and only with it."
         },
     )
 
@@ -297,7 +282,8 @@ def _check_type(name: str, value: Any, action: Action) -> None:
     is_name = isinstance(value, str) and name.startswith("lora_target")  # PEFT takes one name as well as a list
     try:
         if value is None or isinstance(value, dict):
-            fits = ("None" if value is None else "dict") in hint
+            # A field may say `int` and be filled in later: its default is what `null` stands for.
+            fits = ("None" if value is None else "dict") in hint or (value is None and action.default is None)
         elif is_list != (action.nargs == "+") and not is_name:
             fits = False
         else:

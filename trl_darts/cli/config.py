@@ -50,10 +50,7 @@ def check(
     from ..analysis.recipe import check_lengths, read_recipe
     from ..hub import read_yaml
 
-    try:
-        launch = {} if accelerate_config is None else read_yaml(accelerate_config)
-    except TRLDARTSError as error:
-        fail(str(error))
+    launch = {} if accelerate_config is None else read_yaml(accelerate_config)
     num_processes = num_processes or int(launch.get("num_processes") or 1)
     has_failed = False
     for path in files:  # all of them, also after one that fails
@@ -104,18 +101,15 @@ def push(
     from ..analysis.recipe import read_fields
     from ..hub import push_config
 
-    try:
-        pushed = push_config(
-            read_fields(file),
-            repo_id,
-            without=without or (),
-            private=private or None,  # `None` leaves it to the organization's rule
-            revision=revision,
-            commit_message=message,
-            measured=measured,
-        )
-    except TRLDARTSError as error:
-        fail(str(error))
+    pushed = push_config(
+        read_fields(file),
+        repo_id,
+        without=without or (),
+        private=private or None,  # `None` leaves it to the organization's rule
+        revision=revision,
+        commit_message=message,
+        measured=measured,
+    )
     if pushed.left_out:
         typer.echo(f"Left out, to be set where the training is started: {', '.join(pushed.left_out)}", err=True)
     typer.echo(f"{repo_id}@{pushed.commit}")
@@ -142,14 +136,12 @@ def pull(
     from ..analysis.recipe import read_fields
     from ..hub import pull_config
 
+    pulled = pull_config(repo_id)
+    read_fields(pulled.path)
     try:
-        pulled = pull_config(repo_id)
-        read_fields(pulled.path)
         with output.open("xb") as file:
             file.write(pulled.path.read_bytes())
     except FileExistsError:
         fail(f"`output` ({str(output)!r}) must be a new file, and exists. Choose another.")
-    except (TRLDARTSError, OSError) as error:
-        fail(str(error))
     typer.echo(f"From {pulled.address}", err=True)
     typer.echo(output)

@@ -20,13 +20,14 @@ def fail(message: str, exit_code: int = USAGE_ERROR) -> NoReturn:
 
 
 class OneLineErrors(TyperGroup):
-    """Ends any command of the group that way where the package raised one of its own errors."""
+    """Ends any command of the group that way."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command: exit code 2 where it was asked for what can't work, else the error's own, or 1."""
         try:
             return super().invoke(ctx)
-        except ConfigurationError as error:
-            fail(str(error))
         except TRLDARTSError as error:
-            fail(str(error), getattr(error, "exit_code", 1))
+            default = USAGE_ERROR if isinstance(error, ConfigurationError) else 1
+            fail(str(error), getattr(error, "exit_code", default))
+        except (ImportError, OSError) as error:  # an optional package is missing, or a file can't be read or written
+            fail(str(error))

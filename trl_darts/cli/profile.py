@@ -89,8 +89,6 @@ def profile(
         with _progress() as report:
             result = analysis.profile_servers(options, report)
         _write(result, output, picture)
-    except ConfigurationError as error:
-        fail(str(error))
     except GenerationError as error:
         fail(f"The measurement failed, and nothing was written: {error}", SERVER_FAILED)
 

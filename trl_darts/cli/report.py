@@ -8,9 +8,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import ConfigurationError
-from .exits import fail
-
 
 def report(
     run_dir: Annotated[
@@ -48,10 +45,7 @@ def report(
     # pandas takes a second to load, for which a wrong option or `--help` should not wait.
     from ..analysis.report import write_report
 
-    try:
-        paths = write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve)
-    except (ConfigurationError, ImportError, OSError) as error:
-        fail(str(error))
+    paths = write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve)
     console = Console(stderr=True)
     pictures = f"{len(paths) - 1} figures beside it, {paths[0].stem}-*.png"
     console.print(f"{pictures}. Open the page in a browser.", markup=False, highlight=False, soft_wrap=True)

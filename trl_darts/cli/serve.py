@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import ConfigurationError
+from ..analysis.output_files import check_directory
 from ..serving.build import find_build
 from ..serving.command import as_flags, as_python, make_commands, trainer_arguments, trainer_notes
 from ..serving.options import API_KEY_VARIABLE, ServeOptions, check_options
@@ -92,13 +92,7 @@ def start(options: ServeOptions) -> None:
 def _log_dir(log_dir: Path | None) -> Path:
     if log_dir is None:
         return Path(tempfile.mkdtemp(prefix="trl_darts_serve_"))
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"`log_dir` ({str(log_dir)!r}) must be a directory that can be made: {error.strerror}. Choose another, or "
-            "leave it out for a temporary one."
-        ) from error
+    check_directory("log_dir", log_dir)
     return log_dir
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 from ..analysis.output_files import check_directory, check_writable
 from ..analysis.simulation import (
     ClusterSpec,
+    Estimate,
     LogNormalLengths,
     Outcome,
     Workload,
@@ -27,8 +31,6 @@ from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
 from ..policy import LatencyCurve, PrefillLine
 from ..scheduling import SCHEDULES
-from .exits import fail
-from .simulation_table import show
 
 
 # An assumption for a model of about 7 B parameters on one 80 GB GPU: flat while weights are read, then compute counts.
@@ -42,6 +44,18 @@ LENGTHS: dict[str, Any] = {
     "endless_share": 0.005,
 }
 FILES = ("simulation.csv", "simulation.png")
+# Header, what stands below it, and how it is written. The last three are shown where a schedule has them.
+COLUMNS: list[tuple[str, Callable[[Outcome], Estimate], str]] = [
+    ("speed-\nup", lambda outcome: outcome.speedup, ".3g"),
+    ("seconds\nper step", lambda outcome: outcome.estimate("step_seconds"), ".3g"),
+    ("wasted\ntokens", lambda outcome: outcome.wasted_share, "z.0%"),  # z: no "-0%" of a rounding error
+    ("bubble", lambda outcome: outcome.estimate("bubble_ratio"), ".2f"),
+    ("satu-\nrated", lambda outcome: outcome.estimate("saturated_ratio"), ".2f"),
+    ("kept/\npool", lambda outcome: outcome.estimate("kept_vs_pool_length_ratio"), ".2f"),
+    ("off-\npolicy", lambda outcome: outcome.off_policy_share, "z.0%"),
+    ("defer-\nred", lambda outcome: outcome.estimate("deferred_groups"), ".0f"),
+    ("batch\nlengths", lambda outcome: outcome.batch_length_spread, ".0%"),
+]
 
 
 console, errors = Console(), Console(stderr=True)
@@ -142,43 +156,40 @@ def simulate(
         trl-darts simulate --trace out --latency-curve latency.json --schedule grpo darts --sweep
         max_num_generations=10,12,16 --sweep long_end_patience=none,2
     """
-    try:
-        names = schedule_names(schedule, more_schedules or [])
-        limits: dict[str, Any] = {
-            "max_num_seqs": max_num_seqs,
-            "kv_tokens": kv_tokens,
-            "prefill_seconds_per_token": prefill_seconds_per_token,
-        }
-        cluster = replace(
-            _measured_cluster(latency_curve, trace),
-            num_engines=num_engines,
-            seconds_per_request=seconds_per_request,
-            **{name: value for name, value in limits.items() if value is not None},
-        )
-        costs: dict[str, Any] = {
-            "train_seconds_per_token": train_seconds_per_token,
-            "fixed_seconds": fixed_seconds,
-            "shaping": shaping,
-            "redraws": True,
-        }
-        lengths = (num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
-        given = {name: value for name, value in zip(LENGTHS, lengths, strict=True) if value is not None}
-        size = (prompts_per_step, max_completion_length, num_generations)
-        workload, rows = _workload(trace, given, *size, **costs)
-        settings = settings_of(names, rows, parse_sweep(sweep or []))
-        for name, value in (("--steps", steps), ("--seeds", seeds)):
-            if value < 1:
-                raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
-        if output is not None:
-            _check_output(output)
-        with Progress(console=errors, transient=True) as progress:
-            task = progress.add_task("Trainings", total=len(settings) * seeds)
-            outcomes = compare(workload, settings, cluster, steps, seeds, on_run=lambda: progress.advance(task))
-        show(console, outcomes, workload, cluster, steps, seeds)
-        if output is not None:
-            _write(outcomes, output)
-    except (ConfigurationError, OSError, ImportError) as error:
-        fail(str(error))
+    names = schedule_names(schedule, more_schedules or [])
+    limits: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "kv_tokens": kv_tokens,
+        "prefill_seconds_per_token": prefill_seconds_per_token,
+    }
+    cluster = replace(
+        _measured_cluster(latency_curve, trace),
+        num_engines=num_engines,
+        seconds_per_request=seconds_per_request,
+        **{name: value for name, value in limits.items() if value is not None},
+    )
+    costs: dict[str, Any] = {
+        "train_seconds_per_token": train_seconds_per_token,
+        "fixed_seconds": fixed_seconds,
+        "shaping": shaping,
+        "redraws": True,
+    }
+    lengths = (num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
+    given = {name: value for name, value in zip(LENGTHS, lengths, strict=True) if value is not None}
+    size = (prompts_per_step, max_completion_length, num_generations)
+    workload, rows = _workload(trace, given, *size, **costs)
+    settings = settings_of(names, rows, parse_sweep(sweep or []))
+    for name, value in (("--steps", steps), ("--seeds", seeds)):
+        if value < 1:
+            raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
+    if output is not None:
+        _check_output(output)
+    with Progress(console=errors, transient=True) as progress:
+        task = progress.add_task("Trainings", total=len(settings) * seeds)
+        outcomes = compare(workload, settings, cluster, steps, seeds, on_run=lambda: progress.advance(task))
+    show(console, outcomes, workload, cluster, steps, seeds)
+    if output is not None:
+        _write(outcomes, output)
 
 
 def schedule_names(schedules: list[str], more: list[str]) -> list[str]:
@@ -261,3 +272,58 @@ def _write(outcomes: list[Outcome], directory: Path) -> None:
         writer.writerows(rows)
     plot_simulation(outcomes, picture)
     console.print(f"Written: {table}, {picture}", highlight=False)
+
+
+def show(
+    console: Console, outcomes: Sequence[Outcome], workload: Workload, cluster: ClusterSpec, steps: int, seeds: int
+) -> None:
+    """Prints a comparison: `seeds` trainings of `steps` steps for each of the outcomes, the baseline first."""
+    columns = COLUMNS[:6]
+    if any(outcome.off_policy_share.mean for outcome in outcomes):
+        columns += COLUMNS[6:7]
+    if any(outcome.estimate("deferred_groups").mean for outcome in outcomes):
+        columns += COLUMNS[7:]
+    # With ten columns there is room for one space between them.
+    padding = (0, 2 if len(columns) < 8 else 1, 0, 0)
+    table = Table(
+        title=_title(workload, cluster, steps, seeds),
+        caption="± is half of a 95 % confidence interval over seeds" if seeds > 1 else None,
+        box=None,
+        padding=padding,
+        pad_edge=False,
+        header_style="underline",
+    )
+    table.add_column("setting", overflow="fold")
+    for header, _, _ in columns:
+        table.add_column(header, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(
+            outcome.name.replace(", ", "\n"), *(_cell(quantity(outcome), style) for _, quantity, style in columns)
+        )
+    console.print(table)
+    epochs = steps * workload.prompts_per_step / workload.lengths.num_prompts
+    if epochs < 2:
+        console.print(
+            f"Each prompt came up less than twice ({epochs:.1f} epochs): what a schedule learns of prompts hardly "
+            "shows. Simulate more `--steps`.",
+            markup=False,
+            highlight=False,
+        )
+
+
+def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> str:
+    limits = [f"{cluster.max_num_seqs:,} sequences"] if cluster.max_num_seqs else []
+    limits += [f"{cluster.kv_tokens:,} tokens of KV cache"] if cluster.kv_tokens else []
+    return (
+        f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
+        f"{'s' if cluster.num_engines > 1 else ''}{' of at most ' if limits else ''}{' and '.join(limits)}"
+        f"{', assumed latency curve' if cluster.latency.metadata.get('assumed') else ''}"
+    )
+
+
+def _cell(estimate: Estimate, style: str) -> str:
+    """The interval stands below the mean, so that the table fits 80 columns. One seed has none."""
+    mean = format(estimate.mean, style)
+    if math.isinf(estimate.half_width):
+        return mean
+    return f"{mean}\n±{estimate.half_width:{style.replace('.3g', '.2g')}}"

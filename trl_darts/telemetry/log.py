@@ -49,16 +49,8 @@ def read_log(directory: Path) -> tuple[dict[str, Any], pd.DataFrame, bool, list[
     Reads what a run logged. Of two entries of a step the later counts, and what an earlier attempt logged after the
     step at which the later one began is dropped.
 
-    Args:
-        directory (`Path`):
-            Its `output_dir`.
-
-    Returns:
-        `tuple`: The settings (empty where unknown), one row per entry by `step` with `num_steps`, the optimizer steps
-        that it is a mean of, whether the run was started more than once, and notes.
-
-    Raises:
-        [`ConfigurationError`]: If a log is there and can't be read.
+    Returns the settings (empty where unknown), one row per entry by `step` with `num_steps`, the optimizer steps that
+    it is a mean of, whether the run was started more than once, and notes.
     """
     path = directory / "rollouts" / LOG_FILE
     states = sorted(directory.glob("checkpoint-*/trainer_state.json"), key=lambda path: (len(path.parts[-2]), path))

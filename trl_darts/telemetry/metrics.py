@@ -15,45 +15,23 @@ from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, Rollo
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """
-    What is known of a rollout once it is over, over all processes.
-
-    Args:
-        admission ([`Admission`]):
-            What was decided before it.
-        summaries (`list[GroupSummary]` of shape `(≤ N,)`):
-            The groups that were completed, in the order of the batch.
-        occupancy ([`Occupancy`]):
-            How many candidates ran over time.
-        num_generations (`int`):
-            M, rows per group.
-        num_mixed (`int`, *optional*, defaults to `0`):
-            Groups whose rows have different prompts.
-        num_resumed (`int`, *optional*, defaults to `0`):
-            Submissions that were made again because a server was lost or full.
-        num_dropped (`int`, *optional*, defaults to `0`):
-            Groups that could not be completed; `summaries` has the others.
-        deferred (`list[GroupSummary]`, *optional*, defaults to `[]`):
-            Groups that the rollout ended without.
-        carries_over (`bool`, *optional*, defaults to `False`):
-            Whether deferred groups go on in a later rollout with the tokens that they have.
-    """
+    """What is known of a rollout once it is over, over all processes."""
 
     admission: Admission
-    summaries: list[GroupSummary]
+    summaries: list[GroupSummary]  # the groups that were completed, in the order of the batch
     occupancy: Occupancy
     num_generations: int
-    num_mixed: int = 0
-    num_resumed: int = 0
-    num_dropped: int = 0
-    deferred: list[GroupSummary] = field(default_factory=list)
-    carries_over: bool = False
+    num_mixed: int = 0  # groups whose rows have different prompts
+    num_resumed: int = 0  # submissions that were made again because a server was lost or full
+    num_dropped: int = 0  # groups that could not be completed; `summaries` has the others
+    deferred: list[GroupSummary] = field(default_factory=list)  # groups that the rollout ended without
+    carries_over: bool = False  # whether deferred groups go on in a later rollout with the tokens that they have
 
     @classmethod
     def of(
         cls, admission: Admission, result: RolloutResult, batch: PromptBatch, carries_over: bool = False
     ) -> "RolloutRecord":
-        """The record of a rollout; `carries_over` as below."""
+        """The record of a rollout."""
         return cls(
             admission,
             [GroupSummary.of(group) for group in result.groups],
@@ -167,16 +145,9 @@ def bias_metrics(
     """
     What the selection does to the lengths and rewards that are trained on.
 
-    Args:
-        record ([`RolloutRecord`]):
-            The rollout.
-        rewards_per_func (`torch.Tensor` of shape `(N·M, F)`):
-            Of the batch that is trained on, over all processes; NaN for none.
-        reward_weights (`torch.Tensor` of shape `(F,)`):
-            TRL's.
-        first_rows (`Mapping[int, int]`, *optional*):
-            By `group_id`, the first row of each of the rollout's groups in that batch, where it is not the group's
-            place. The rewards of the others are not known: they are of a later batch.
+    `rewards_per_func`, of shape `(N·M, F)`, is of the batch that is trained on, over all processes, NaN for none.
+    `first_rows` has by `group_id` the first row of each of the rollout's groups in that batch, where it is not the
+    group's place. The rewards of the others are not known: they are of a later batch.
     """
     size = record.num_generations
     if first_rows is None:

@@ -36,17 +36,8 @@ COLUMNS = {
 
 def write_trace(directory: Path, step: int, micro_step: int, record: RolloutRecord) -> None:
     """
-    Writes one rollout. Seconds count from its first submission.
-
-    Args:
-        directory (`Path`):
-            The run's `output_dir`.
-        step (`int`):
-            The optimizer step, counted from 0.
-        micro_step (`int`):
-            Tells the rollouts of one step apart.
-        record ([`RolloutRecord`]):
-            The rollout.
+    Writes one rollout. Seconds count from its first submission, `step` from 0; `micro_step` tells the rollouts of one
+    step apart.
     """
     groups = sorted(record.groups, key=lambda group: group.group_id)
     carried_over = {group.group_id for group in record.deferred} if record.carries_over else set()
@@ -78,18 +69,8 @@ def write_trace(directory: Path, step: int, micro_step: int, record: RolloutReco
 
 def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
     """
-    Reads all traces of a run.
-
-    Args:
-        directory (`Path`):
-            Its `output_dir`.
-
-    Returns:
-        `tuple[pd.DataFrame, list[str]]`: One row per candidate, in the order of the rollouts, with `step` counted from
-        1 and a column `micro`; and notes on files that were left out.
-
-    Raises:
-        [`ConfigurationError`]: If a trace has other columns than those written here, or none can be read.
+    All traces of a run, one row per candidate, in the order of the rollouts, with `step` counted from 1 and a column
+    `micro`; and notes on files that were left out.
     """
     frames, broken = [], []
     paths = {path: numbers for path in (directory / "rollouts").glob(TRACE_PATTERN) if (numbers := _numbers(path))}
@@ -102,8 +83,14 @@ def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
         if frame.empty:  # all prompts of the rollout were dropped
             broken.append((path, "It has no candidates."))
             continue
-        _check(path, frame)
-        frames.append(frame[list(COLUMNS)].astype(COLUMNS).assign(micro=paths[path][1]))
+        try:
+            frames.append(frame[list(COLUMNS)].astype(COLUMNS).assign(micro=paths[path][1]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise ConfigurationError(
+                f"`run_dir`: {str(path)!r} must have the columns that `save_rollout_trace=True` writes today: "
+                f"{' '.join(str(error).split())}. Train again, or remove this run's traces: the report then takes its "
+                "log."
+            ) from error
     if broken and not frames:
         path, reason = broken[0]
         raise ConfigurationError(
@@ -121,20 +108,3 @@ def _numbers(path: Path) -> tuple[int, int] | None:
     """Step and micro-step in a trace's name."""
     match = re.fullmatch(r"rollout_(\d+)_(\d+)\.parquet", path.name)
     return (int(match[1]), int(match[2])) if match else None
-
-
-def _check(path: Path, frame: pd.DataFrame) -> None:
-    if missing := [column for column in COLUMNS if column not in frame]:
-        raise ConfigurationError(
-            f"`run_dir`: {str(path)!r} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}: a "
-            "trace needs all that `save_rollout_trace=True` writes today. Train again, or remove this run's traces: "
-            "the report then takes its log."
-        )
-    for column, dtype in COLUMNS.items():
-        # Files of earlier versions have hashes as int64 where all of them fit.
-        expected = "iu" if dtype in ("int64", "uint64") else pd.Series(dtype=dtype).dtype.kind
-        if frame[column].dtype.kind not in expected:
-            raise ConfigurationError(
-                f"`run_dir`: {str(path)!r} must have {dtype} in the column {column}, and has {frame[column].dtype}. "
-                "Remove it; no training writes such files."
-            )

@@ -115,6 +115,11 @@ def test_what_is_no_server_is_told(routes: dict, message: str) -> None:
     assert ("VLLM_API_KEY" in str(error.value)) == ("answered 401" in str(error.value))
 
 
+def test_a_port_that_contains_401_is_no_missing_key() -> None:
+    with pytest.raises(ConfigurationError, match=r"'http://127.0.0.1:401'.*trl-darts serve MODEL"):
+        ask("http://127.0.0.1:401")
+
+
 def test_a_refusal_that_contains_401_is_no_missing_key() -> None:
     routes = {**FakeVLLM().routes(), "POST /v1/completions": answers("no logit_bias beyond 401", 400)}
     with fake_server(routes) as url:

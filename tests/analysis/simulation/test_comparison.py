@@ -41,7 +41,7 @@ def test_heavy_tails_on_flat_latency_gain():
     lengths = LogNormalLengths(64, median=200.0, intra_prompt_std=1.0)
     grpo, darts = compare_two(lengths, FLAT, num_seeds=8, max_num_generations=6)
     assert grpo.speedup == Estimate(1.0, 0.0)
-    assert darts.speedup.low > 1.2
+    assert darts.speedup.mean - darts.speedup.half_width > 1.2
     assert darts.wasted_share.mean > 0.1
 
 

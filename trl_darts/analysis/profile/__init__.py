@@ -5,7 +5,7 @@ Measuring vLLM servers: seconds per token against batch size and context, and se
 `run` does all of it and fits the [`LatencyProfile`], `picture` and `summary` show it. Nothing is printed here.
 """
 
-from .options import ProfileOptions
+from .grid import ProfileOptions
 from .run import ProfileResult, profile_servers
 
 

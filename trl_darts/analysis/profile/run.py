@@ -19,9 +19,8 @@ from ...engines.vllm_api import VLLMServer, new_session
 from ...engines.vllm_server import max_open_files
 from ...errors import ConfigurationError, GenerationError
 from ...policy import DecodePoint, LatencyProfile, PrefillPoint
-from .grid import Grid, GridPoint, make_grid
+from .grid import Grid, GridPoint, ProfileOptions, make_grid
 from .measure import REQUEST_TIMEOUT_S, WINDOW_TOKENS, ServerProbe
-from .options import ProfileOptions
 from .servers import ServerFacts, learn
 
 

@@ -27,33 +27,18 @@ SIGNS = (f"rollouts/{LOG_FILE}", f"rollouts/{TRACE_PATTERN}", "checkpoint-*/trai
 
 @dataclass(frozen=True)
 class Run:
-    """
-    One training, as far as it can be read.
+    """One training, as far as it can be read. What is missing is empty."""
 
-    Args:
-        name (`str`):
-            What the report calls it.
-        directory (`Path`):
-            Its `output_dir`.
-        settings (`dict[str, Any]`):
-            What the first line of its log says; empty where there is none.
-        log (`pd.DataFrame`):
-            One row per log entry, indexed by `step`. The column `num_steps` is the number of optimizer steps that the
-            entry is a mean of, `num_rollouts` the number of rollouts in them; the others are the metrics. Empty where
-            there is no log.
-        traces (`pd.DataFrame`):
-            One row per candidate, with the columns of a trace, `micro`, which tells rollouts of one step apart, and
-            `outcome`: `"kept"`, `"aborted"`, or `"unused"` (complete and not kept). Empty where there are none.
-        notes (`tuple[str, ...]`):
-            What is missing, and what was left out.
-    """
-
-    name: str
-    directory: Path
-    settings: dict[str, Any]
+    name: str  # what the report calls it
+    directory: Path  # its `output_dir`
+    settings: dict[str, Any]  # what the first line of its log says
+    # One row per log entry, indexed by `step`: `num_steps` optimizer steps that it is a mean of, `num_rollouts` in
+    # them, and the metrics.
     log: pd.DataFrame
+    # One row per candidate: the columns of a trace, `micro`, which tells rollouts of one step apart, and `outcome`:
+    # "kept", "aborted", or "unused" (complete and not kept).
     traces: pd.DataFrame
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what is missing, and what was left out
 
     @property
     def num_steps(self) -> int:
@@ -67,19 +52,8 @@ class Run:
 
 def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> list[Run]:
     """
-    Reads runs.
-
-    Args:
-        directories (`Sequence[str | Path]`):
-            The `output_dir` of each, at most six.
-        names (`Sequence[str]`, *optional*):
-            What to call them. Defaults to the directories' names, or their paths where names are not unique.
-
-    Returns:
-        `list[Run]`: In the same order.
-
-    Raises:
-        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, or names don't fit.
+    Reads at most six runs, see [`read_run`]. Names default to those of their directories, or to their paths where
+    these are alike.
     """
     paths = [Path(directory) for directory in directories]
     if not 1 <= len(paths) <= MAX_RUNS:

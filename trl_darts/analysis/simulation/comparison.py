@@ -32,37 +32,18 @@ class Estimate:
             return cls(mean, math.inf)
         return cls(mean, float(stdtrit(num - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(num)))
 
-    @property
-    def low(self) -> float:
-        """Lower end."""
-        return self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        """Upper end."""
-        return self.mean + self.half_width
-
     def __str__(self) -> str:
         return f"{self.mean:.3g}" if math.isinf(self.half_width) else f"{self.mean:.3g} ± {self.half_width:.2g}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """
-    One setting over all seeds.
-
-    Args:
-        name (`str`):
-            Of the setting.
-        runs (`list[SimulatedRun]`):
-            One per seed.
-        speedups (`list[float]`):
-            Seconds of the baseline over those of this setting, seed by seed. The i-th candidate of a prompt was the
-            same for both in each epoch, as far as both started it.
-    """
+    """One setting over all seeds."""
 
     name: str
-    runs: list[SimulatedRun]
+    runs: list[SimulatedRun]  # one per seed
+    # Seconds of the baseline over those of this setting, seed by seed. The i-th candidate of a prompt was the same for
+    # both in each epoch, as far as both started it.
     speedups: list[float]
 
     @property

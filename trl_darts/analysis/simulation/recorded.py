@@ -93,21 +93,8 @@ class RecordedRollout:
 
     def replay(self, settings: ScheduleSettings, cluster: ClusterSpec, max_length: int) -> RolloutResult:
         """
-        The rollout in virtual time.
-
-        Args:
-            settings ([`ScheduleSettings`]):
-                Those of the run.
-            cluster ([`ClusterSpec`]):
-                The engines.
-            max_length (`int`):
-                The run's `max_completion_length`.
-
-        Returns:
-            [`RolloutResult`]: What came of it. `timeline` has its seconds.
-
-        Raises:
-            [`ConfigurationError`]: If the schedule decides more than a trace tells: which prompts go into a rollout.
+        The rollout in virtual time, with the run's `settings` and `max_completion_length`. Raises
+        [`ConfigurationError`] if the schedule decides more than a trace tells: which prompts go into a rollout.
         """
         if round_policy(settings, len(self.plans)) is not None:
             raise ConfigurationError(
