@@ -133,6 +133,17 @@ def test_refused_before_the_model_is_loaded(server, model_dir, tmp_path):
     assert time.perf_counter() - start < 60
 
 
+def test_two_servers_share_the_work_and_the_weights(server, model_dir, tmp_path):
+    with start_vllm_server(model_dir, max_model_len=512, wait=False) as second:
+        fields = {"max_steps": 4, "learning_rate": 3e-3, "save_rollout_trace": True}
+        urls = f"{server.base_url},{second.base_url}"
+        trainer = make_trainer(model_dir, server_args(tmp_path, server, vllm_server_base_url=urls, **fields))
+        trainer.train()
+        for entry in rollout_logs(trainer):
+            assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+        assert all(served_requests(s) > 0 for s in (server, second))
+
+
 def test_servers_come_and_go_between_steps(server, model_dir, tmp_path):
     """One joins after two steps, with the weights of now; the first leaves after four, and may be stopped."""
     with contextlib.ExitStack() as first_stack:
