@@ -73,11 +73,10 @@ docs-serve: $(VENV)/.docs
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/server_overhead.py
-	$(BIN)/python benchmarks/process_overhead.py
 
 # Under three hours on two cores; goes on where it was interrupted. Rewrites tables and pictures of docs/evidence.md.
 bench-evidence: $(VENV)/.test
-	$(BIN)/python benchmarks/tiny_reasoner.py --results outputs/evidence
+	$(BIN)/python benchmarks/training.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

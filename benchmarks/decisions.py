@@ -24,21 +24,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from trl_darts.policy import (
-    BudgetController,
-    LatencyCurve,
-    LengthTracker,
-    allocate_redundancy,
-)
+from trl_darts.policy import BudgetController, LatencyCurve, LengthTracker, allocate_redundancy
 from trl_darts.scheduling import CandidateEnded, EngineLoad, FinishReason, GroupPlan, Scheduler, make_policies
 
 
-LIMIT_S = 0.050
-"""Most that the decisions of a step with 512 prompts may take."""
-
-LIMIT_GROWTH = 1.5
-"""Most that the time may grow, in multiples of the growth of the batch: 12 times for 8 times the prompts."""
-
+LIMIT_S = 0.050  # most that the decisions of a step with 512 prompts may take
+LIMIT_GROWTH = 1.5  # most that the time may grow, over the growth of the batch: 12 times for 8 times the prompts
 NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST = 10, 20, 1
 POOL_SIZES = (12, 20)  # 16 candidates a prompt on average
 CURVE = LatencyCurve([1, 64, 256, 8192], [0.010, 0.012, 0.025, 0.700])
@@ -60,9 +51,7 @@ class Batch:
 
 
 def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
-    """
-    Log-normal lengths between and within prompts; 5 to 30 % of a pool's candidates were aborted or hit the limit.
-    """
+    """Log-normal lengths between and within prompts; 5 to 30 % of a pool were aborted or hit the limit."""
     keys = rng.integers(-(2**63), 2**63, num_prompts).tolist()
     tracker = LengthTracker()
     controller = BudgetController(NUM_GENERATIONS, MAX_NUM_GENERATIONS, cost_weight=0.001, latency_curve=CURVE)
@@ -83,7 +72,7 @@ def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
 def make_events(pools: list[tuple[list[int], list[bool]]]) -> list[CandidateEnded]:
     """The end of every candidate, shortest first. Equal lengths share their lists: the scheduler copies them."""
     tokens: dict[int, list[int]] = {}
-    events = []
+    events: list[CandidateEnded] = []
     for lengths, complete in pools:
         for length, done in zip(lengths, complete, strict=True):
             chunk = tokens.setdefault(length, [7] * length)
@@ -121,29 +110,16 @@ def track(batch: Batch) -> None:
 
 
 def observe(batch: Batch) -> None:
-    """What the step cost."""
+    """How far lengths spread."""
     batch.controller.observe(batch.tracker.rho, batch.tracker.dataset_mean)
 
 
 STAGES: tuple[Callable[[Batch], None], ...] = (budget, allocate, schedule, track, observe)
 
 
-def measure(num_prompts: int, repeats: int, seed: int = 0) -> dict[str, float]:
-    """
-    Seconds of processor time that each stage takes in a step.
-
-    Args:
-        num_prompts (`int`):
-            Number of prompts of the batch.
-        repeats (`int`):
-            Number of steps, of which each stage's median counts. One more comes first and is left out.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the lengths.
-
-    Returns:
-        `dict[str, float]`: Median seconds by the stage's name.
-    """
-    batch = make_batch(num_prompts, np.random.default_rng(seed))
+def measure(num_prompts: int, repeats: int) -> dict[str, float]:
+    """Processor seconds of each stage, by its name: medians over the steps, after one that warms up."""
+    batch = make_batch(num_prompts, np.random.default_rng(0))
     gc.collect()
     gc.freeze()  # the batch stands for what engines hand over one by one: the collector need not go through it
     seconds: dict[str, list[float]] = {stage.__name__: [] for stage in STAGES}
@@ -157,27 +133,25 @@ def measure(num_prompts: int, repeats: int, seed: int = 0) -> dict[str, float]:
 
 
 def show(small: dict[str, float], large: dict[str, float], num_prompts: int, factor: int) -> None:
-    """Print the table."""
+    """Prints the table."""
     low, high = POOL_SIZES
     table = Table(title=f"Decisions of one step on one core, {low} to {high} candidates a prompt (median, ms)")
-    table.add_column("stage")
-    table.add_column("what is decided")
-    for title in (f"{num_prompts} prompts", f"{num_prompts * factor} prompts", "growth"):
-        table.add_column(title, justify="right")
+    for title in ("stage", "what is decided", f"{num_prompts} prompts", f"{num_prompts * factor} prompts", "growth"):
+        table.add_column(title, justify="left" if title in ("stage", "what is decided") else "right")
     for stage in STAGES:
-        a, b = small[stage.__name__], large[stage.__name__]
-        table.add_row(
-            stage.__name__, (stage.__doc__ or "").rstrip("."), f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{b / a:.1f} x"
-        )
+        table.add_row(stage.__name__, stage.__doc__, *_cells(small[stage.__name__], large[stage.__name__]))
     table.add_section()
-    a, b = sum(small.values()), sum(large.values())
-    table.add_row("total", "", f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{b / a:.1f} x")
+    table.add_row("total", "", *_cells(sum(small.values()), sum(large.values())))
     Console().print(table)
 
 
+def _cells(small: float, large: float) -> tuple[str, str, str]:
+    return f"{small * 1e3:.2f}", f"{large * 1e3:.2f}", f"{large / small:.1f} x"
+
+
 def main() -> int:
-    """Measure, print, and compare with the limits."""
-    parser = argparse.ArgumentParser(description="Cost of one step's decisions on one core.")
+    """Measures, prints, and compares with the limits."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=512)
     parser.add_argument("--factor", type=int, default=8, help="the larger batch, in multiples of the smaller")
     parser.add_argument("--repeats", type=int, default=15)

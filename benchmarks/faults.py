@@ -13,14 +13,16 @@ import argparse
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"))
 
 import psutil
-import requests
 import torch
 from rich.console import Console
 from rich.table import Table
 from task import accuracy_reward, make_dataset
 from transformers import PrinterCallback, TrainerCallback
 
-from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from benchmarks.servers import training_args
+from benchmarks.vllm_server import free_port, is_healthy
+from trl_darts import DARTSGRPOTrainer
 from trl_darts.engines.pool import State
-from trl_darts.scheduling import Candidate, CandidateEnded, CandidateState, Scheduler, TokensArrived
+from trl_darts.scheduling import CandidateEnded, CandidateState, EngineLost, Scheduler, TokensArrived
 
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner" / "checkpoint"
@@ -58,33 +61,25 @@ class Fault:
     back: float | None = None
 
 
-@dataclass
-class Books:
-    """What is known of all rollouts."""
-
-    rollouts: list[tuple[float, float]] = field(default_factory=list)  # start and end
-    submitted: int = 0
-    ended: int = 0
-    resumed: int = 0
-    dropped: int = 0
-    tokens: int = 0
-    received: int = 0
-    num_compared: int = 0
-    worst: float = 0.0
-
-
-class Chaos(threading.Thread):
-    """Harms the servers, one at a time, and notes when that is noticed and when the server is back."""
+class Chaos(TrainerCallback):
+    """Harms the servers, one at a time, and ends the training a few steps after the last fault."""
 
     def __init__(self, engine: Any, kinds: list[str], seed: int) -> None:
-        super().__init__(daemon=True)
         self.engine = engine
         self.kinds = kinds
         self.random = random.Random(seed)
         self.faults: list[Fault] = []
-        self.done = False
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.steps_left = 3
 
-    def run(self) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.thread.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps_left -= not self.thread.is_alive()
+        control.should_training_stop = self.steps_left <= 0
+
+    def _run(self) -> None:
         for kind in self.kinds:
             time.sleep(self.random.uniform(0.5, 8.0))
             url = self.random.choice(list(self.engine.states()))
@@ -94,7 +89,6 @@ class Chaos(threading.Thread):
             for process in processes:
                 process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             self._follow(fault, processes)
-        self.done = True
 
     def _follow(self, fault: Fault, processes: list[psutil.Process]) -> None:
         while fault.back is None:
@@ -104,10 +98,9 @@ class Chaos(threading.Thread):
                 fault.noticed = since
             if fault.noticed is not None and state is State.UP:
                 fault.back = since
-            if fault.kind == "freeze" and since > FROZEN_S and processes:
-                for process in processes:
-                    process.send_signal(signal.SIGCONT)
-                processes = []
+            if fault.kind == "freeze" and since > FROZEN_S:
+                while processes:
+                    processes.pop().send_signal(signal.SIGCONT)
 
 
 def server_processes(url: str) -> list[psutil.Process]:
@@ -121,175 +114,127 @@ def server_processes(url: str) -> list[psutil.Process]:
     return found
 
 
-class Stop(TrainerCallback):
-    """Ends the training a few steps after the last fault."""
+class Audit:
+    """Checks each rollout of a trainer before the trainer gets it, and counts what went in and out."""
 
-    def __init__(self, chaos: Chaos) -> None:
-        self.chaos = chaos
-        self.left = 3
+    def __init__(self, trainer: DARTSGRPOTrainer) -> None:
+        self.trainer = trainer
+        self.counts: Counter[str] = Counter()
+        self.rollouts: list[tuple[float, float]] = []  # start and end
+        self.worst = 0.0  # difference of a resumed candidate's log-prob
+        engine = trainer.vllm_generation.engine
+        self._run, engine.run = engine.run, self._audited
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.left -= self.chaos.done
-        control.should_training_stop = self.left <= 0
-
-
-def watch_rollouts(trainer: DARTSGRPOTrainer, books: Books) -> None:
-    """Checks each rollout before the trainer gets it."""
-    engine, run = trainer.vllm_generation.engine, trainer.vllm_generation.engine.run
-
-    def watched(scheduler: Scheduler, plans: Any, prompts: Any, *args: Any) -> Any:
-        handle = scheduler.handle
+    def _audited(self, scheduler: Scheduler, plans: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        ledger, handle, counts = scheduler.ledger, scheduler.handle, self.counts
 
         def counted(event: Any) -> Any:
-            if isinstance(event, TokensArrived | CandidateEnded) and scheduler.ledger.live(
-                event.candidate_id, event.segment
-            ):
-                books.received += len(event.tokens)
-            aborting = [c for c in scheduler.ledger.candidates if c.state is CandidateState.ABORTING]
-            lost = type(event).__name__ == "EngineLost"
-            books.dropped += sum(c.engine_id == event.engine_id for c in aborting) if lost else 0
-            books.ended += isinstance(event, CandidateEnded) and bool(
-                scheduler.ledger.live(event.candidate_id, event.segment)
-            )
+            if isinstance(event, TokensArrived | CandidateEnded) and ledger.live(event.candidate_id, event.segment):
+                counts["tokens received"] += len(event.tokens)
+                counts["ended"] += isinstance(event, CandidateEnded)
+            if isinstance(event, EngineLost):
+                aborting = [c for c in ledger.candidates if c.state is CandidateState.ABORTING]
+                counts["dropped"] += sum(c.engine_id == event.engine_id for c in aborting)
             return handle(event)
 
-        scheduler.handle = counted
+        scheduler.handle = counted  # type: ignore[method-assign]
         start = time.perf_counter()
-        result = run(scheduler, plans, prompts, *args)
-        books.rollouts.append((start, time.perf_counter()))
-        ledger = scheduler.ledger
-        books.submitted += ledger.num_submitted
-        books.resumed += ledger.num_resumed
-        books.tokens += sum(c.length for c in ledger.candidates)
-        assert all(len(group.rows) == trainer.args.num_generations for group in result.groups)
+        result = self._run(scheduler, plans, prompts, *args, **kwargs)
+        self.rollouts.append((start, time.perf_counter()))
+        counts["submitted"] += ledger.num_submitted
+        counts["resumed"] += ledger.num_resumed
+        counts["tokens in candidates"] += sum(c.length for c in ledger.candidates)
+        assert all(len(group.rows) == self.trainer.args.num_generations for group in result.groups)
         for candidate in [c for c in ledger.candidates if c.segment > 0 and c.length]:
-            compare(trainer, prompts[candidate.group_id][0].tokens, candidate, books)
+            self._compare(prompts[candidate.group_id][0].tokens, candidate.tokens, candidate.logprobs)
         return result
 
-    engine.run = watched
+    def _compare(self, prompt: Sequence[int], tokens: Sequence[int], logprobs: Any) -> None:
+        """A resumed candidate's log-probs with those of the model that it was sampled from."""
+        with torch.no_grad():
+            logits = self.trainer.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        self.counts["compared"] += 1
+        self.worst = max(self.worst, (torch.tensor(logprobs) - expected).abs().max().item())
+
+    @property
+    def nothing_lost(self) -> bool:
+        """Whether all adds up."""
+        counts = self.counts
+        ended = counts["ended"] + counts["resumed"] + counts["dropped"]
+        same = counts["tokens received"] == counts["tokens in candidates"]
+        return counts["submitted"] == ended and same and self.worst <= 1e-3
 
 
-def compare(trainer: DARTSGRPOTrainer, prompt: Any, candidate: Candidate, books: Books) -> None:
-    """A resumed candidate's log-probs against those of the model that it was sampled from."""
-    tokens = torch.tensor(candidate.tokens)
-    with torch.no_grad():
-        logits = trainer.model(torch.tensor([[*prompt, *candidate.tokens]])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    books.num_compared += 1
-    books.worst = max(books.worst, (torch.tensor(candidate.logprobs) - expected).abs().max().item())
-
-
-def serve(log_dir: str) -> tuple[subprocess.Popen, list[str]]:
-    """Starts the servers; their addresses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@contextmanager
+def serve(log_dir: str) -> Iterator[list[str]]:
+    """Addresses of two servers that are started again when they die."""
+    port = free_port()
     command = [sys.executable, "-m", "trl_darts.cli", "serve", str(CHECKPOINT), "--num-servers", "2", "--restart"]
-    process = subprocess.Popen(
-        [*command, "--port", str(port), "--log-dir", log_dir],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    urls = [f"http://127.0.0.1:{port + i}" for i in range(2)]
+    command += ["--port", str(port), "--log-dir", log_dir]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    urls = [f"http://127.0.0.1:{port + index}" for index in range(2)]
     deadline = time.monotonic() + 240
-    while not all(map(healthy, urls)):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"The servers did not start; logs in {log_dir}.")
-        time.sleep(0.5)
-    return process, urls
-
-
-def healthy(url: str) -> bool:
-    """Whether a server answers."""
     try:
-        return requests.get(f"{url}/health", timeout=2).ok
-    except requests.RequestException:
-        return False
+        while not all(map(is_healthy, urls)):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"The servers did not start; logs in {log_dir}.")
+            time.sleep(0.5)
+        yield urls
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
 
 
-def train(urls: list[str], kinds: list[str], seed: int, output_dir: str) -> tuple[list[Fault], Books, int]:
+def train(urls: list[str], kinds: list[str], seed: int, output_dir: str) -> tuple[list[Fault], Audit]:
     """The training among faults."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        group_port = probe.getsockname()[1]
-    args = DARTSGRPOConfig(
-        output_dir=output_dir,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=",".join(urls),
-        vllm_group_port=group_port,
+    args = training_args(
+        ",".join(urls),
+        output_dir,
         vllm_health_timeout_s=HEALTH_TIMEOUT_S,
         num_generations=8,
         per_device_train_batch_size=64,
         max_completion_length=256,
         max_steps=100_000,
         learning_rate=1e-6,  # answers stay long
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        save_strategy="no",
-        report_to=[],
         seed=seed,
     )
     trainer = DARTSGRPOTrainer(
         str(CHECKPOINT), reward_funcs=accuracy_reward, args=args, train_dataset=make_dataset(64, seed=0)
     )
     trainer.remove_callback(PrinterCallback)
-    books = Books()
-    watch_rollouts(trainer, books)
+    audit = Audit(trainer)
     chaos = Chaos(trainer.vllm_generation.engine, kinds, seed)
-    trainer.add_callback(Stop(chaos))
-    chaos.start()
+    trainer.add_callback(chaos)
     trainer.train()
-    return chaos.faults, books, trainer.state.global_step
+    return chaos.faults, audit
 
 
-def report(faults: list[Fault], books: Books, num_steps: int) -> bool:
-    """Prints what came of it; whether all is well."""
-    hit = [any(start <= fault.at <= end for fault in faults) for start, end in books.rollouts]
-    usual = statistics.median(end - start for (start, end), was in zip(books.rollouts, hit, strict=True) if not was)
-    table = Table(title=f"{len(faults)} faults in {num_steps} steps; a rollout without one takes {usual:.1f} s")
-    for name in (
-        "fault",
-        "number",
-        "noticed after (s)",
-        "back after (s)",
-        "rollouts that it hit",
-        "time lost in them (s)",
-    ):
-        table.add_column(name, justify="left" if name == "fault" else "right")
-    for kind in ("kill", "freeze"):
-        of_kind = [fault for fault in faults if fault.kind == kind]
-        lost = [
-            end - start - usual for start, end in books.rollouts if any(start <= fault.at <= end for fault in of_kind)
-        ]
-        if of_kind:
-            table.add_row(
-                kind,
-                str(len(of_kind)),
-                median_and_most([fault.noticed or 0.0 for fault in of_kind]),
-                median_and_most([fault.back or 0.0 for fault in of_kind]),
-                str(len(lost)),
-                median_and_most(lost) if lost else "–",
-            )
-    balanced = books.submitted == books.ended + books.resumed + books.dropped
-    console = Console()
-    console.print(table)
-    console.print(
-        f"submitted {books.submitted} = ended {books.ended} + resumed {books.resumed} + dropped {books.dropped}: "
-        f"{balanced}\ntokens received {books.received}, in candidates {books.tokens}\n"
-        f"log-probs of {books.num_compared} resumed candidates: at most {books.worst:.1e} off"
+def report(faults: list[Fault], audit: Audit) -> None:
+    """Prints what came of it."""
+
+    def hit(start: float, end: float, kind: str = "") -> bool:
+        return any(start <= fault.at <= end and fault.kind.startswith(kind) for fault in faults)
+
+    usual = statistics.median(end - start for start, end in audit.rollouts if not hit(start, end))
+    table = Table(
+        title=f"{len(faults)} faults, {len(audit.rollouts)} rollouts; one without a fault takes {usual:.1f} s"
     )
-    return balanced and books.received == books.tokens and books.worst <= 1e-3
-
-
-def median_and_most(values: list[float]) -> str:
-    """Both, with one digit."""
-    return f"{statistics.median(values):.1f} (≤ {max(values):.1f})"
+    for name in ("fault", "number", "noticed after (s)", "back after (s)", "rollouts hit", "lost in them (s)"):
+        table.add_column(name, justify="left" if name == "fault" else "right")
+    for kind in sorted({fault.kind for fault in faults}):
+        own = [fault for fault in faults if fault.kind == kind]
+        lost = [end - start - usual for start, end in audit.rollouts if hit(start, end, kind)]
+        times = [[fault.noticed or 0.0 for fault in own], [fault.back or 0.0 for fault in own], lost]
+        noticed, back, extra = (f"{statistics.median(t):.1f} (≤ {max(t):.1f})" if t else "–" for t in times)
+        table.add_row(kind, str(len(own)), noticed, back, str(len(lost)), extra)
+    Console().print(table)
+    print(", ".join(f"{name} {number}" for name, number in sorted(audit.counts.items())))
+    print(f"log-probs of resumed candidates: at most {audit.worst:.1e} off; nothing lost: {audit.nothing_lost}")
 
 
 def main() -> None:
+    """Exits with 1 where something was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--freezes", type=int, default=5)
@@ -297,14 +242,10 @@ def main() -> None:
     options = parser.parse_args()
     kinds = ["kill"] * options.kills + ["freeze"] * options.freezes
     random.Random(options.seed).shuffle(kinds)
-    with tempfile.TemporaryDirectory() as directory:
-        servers, urls = serve(directory)
-        try:
-            outcome = train(urls, kinds, options.seed, directory)
-        finally:
-            servers.send_signal(signal.SIGINT)
-            servers.wait(60)
-    raise SystemExit(0 if report(*outcome) else 1)
+    with tempfile.TemporaryDirectory() as directory, serve(directory) as urls:
+        faults, audit = train(urls, kinds, options.seed, directory)
+    report(faults, audit)
+    sys.exit(0 if audit.nothing_lost else 1)
 
 
 if __name__ == "__main__":

@@ -29,34 +29,78 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import requests
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.schedule_rows import ROWS, Replay, Row, ServerCluster, Total
+from benchmarks.models import EOS_ID
 from benchmarks.servers import benchmark_server
 from benchmarks.simulator import CURVE
-from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, Workload
+from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedRun, SimulatedTraining, Workload
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.engines.vllm_server import bring_back
 from trl_darts.policy import LatencyCurve
+from trl_darts.scheduling import (
+    GroupPlan,
+    Occupancy,
+    RolloutResult,
+    Scheduler,
+    ScheduleSettings,
+    Submit,
+    make_policies,
+)
 
 
 EPOCHS = 2  # in the first, nothing is known of any prompt
 PROFILED = (1, 4, 16, 64, 192)  # as many as partial rollout has at once
+PROFILED_LENGTHS = (40, 200)  # tokens
 MAX_MODEL_LEN = 1024
 ROOM = 256  # sequences of the server whose slots are not what limits
+FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # of the Markov model: prompts are made of these
+AUTO = {"long_end_patience": "auto"}
+BOTH_ENDS = {"selection": "dual_end", **AUTO}
 console = Console(width=160)
 
-Totals = Mapping[str, Sequence[Total]]  # by row, one for each repeat or seed
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the tables. `capped` ones run on engines that decode no more than N × M at once."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+    @property
+    def capped(self) -> bool:
+        """Only the sorted schedule is made for a queue."""
+        return str(self.settings["schedule"]) == "sorted"
+
+
+ROWS = [
+    Row("grpo", {"schedule": "grpo"}),
+    Row("darts (paper)", {"schedule": "darts", "long_end_patience": None}),
+    Row("darts, patience 2", {"schedule": "darts", "long_end_patience": 2.0}),
+    Row("darts, patience auto", {"schedule": "darts", **AUTO}),
+    Row("uniform, auto", {"schedule": "darts", "selection": "uniform", **AUTO}),
+    Row("tail batching", {"schedule": "tail_batching"}),
+    Row("tail batching, dual-end, auto", {"schedule": "tail_batching", **BOTH_ENDS}),
+    Row("partial rollout", {"schedule": "partial_rollout"}),
+    Row("partial rollout, dual-end, auto", {"schedule": "partial_rollout", **BOTH_ENDS}),
+    Row("sorted, on-policy", {"schedule": "sorted", "sorted_mode": "on_policy"}),
+    Row("sorted, partial", {"schedule": "sorted", "sorted_mode": "partial"}),
+]
 
 
 @dataclass(frozen=True)
@@ -86,6 +130,132 @@ class Size:
         return f"{self.prompts} prompts × {self.num_generations}, p50 {low:.0f}, p99 {high:.0f}, limit {self.limit}"
 
 
+class ServerCluster:
+    """
+    A real server of the Markov model in the place of [`SimulatedCluster`]: it decodes as many tokens of each candidate
+    as it is told to.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.engine = VLLMServerEngine([url])
+        self.model = self.engine.query(lambda server: server.get("/v1/models"))[0]["data"][0]["id"]
+
+    def run(
+        self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
+    ) -> RolloutResult:
+        """One rollout. The cache is emptied before it, as a weight sync does."""
+
+        def fixed(command: Submit) -> dict[str, Any]:
+            own = lengths[command.group_id][command.index]  # one that does not end by itself is cut by `max_tokens`
+            return {"min_tokens": min(own - 1, max_length), "logit_bias": {str(EOS_ID): 100}}
+
+        requests.post(f"{self.url}/reset_prefix_cache", timeout=30).raise_for_status()
+        places = [divmod(plan.prompt_key, NUM_TEXT_TOKENS) for plan in plans]
+        prompts = [[ServerPrompt([FIRST_TEXT_TOKEN + place for place in pair])] for pair in places]
+        body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}
+        # A server that is lost and comes back has the weights that it had: none were sent.
+        tend = partial(bring_back, self.engine, lambda url: True, set())
+        return self.engine.run(scheduler, plans, prompts, body, fixed, on_progress=lambda ledger: tend())
+
+    def profile(self, batch_sizes: Sequence[int]) -> tuple[LatencyCurve, float]:
+        """
+        Seconds per token at these numbers of sequences, and per request, as rollouts themselves see them: fixed
+        lengths cost the server more per token than free ones do, and the client is on the same machine.
+        """
+        short, long = PROFILED_LENGTHS
+        times = {(n, length): self._best_time(n, length) for n in batch_sizes for length in PROFILED_LENGTHS}
+        per_token = [max(1e-6, times[n, long] - times[n, short]) / (long - short) for n in batch_sizes]
+        per_request = (times[batch_sizes[-1], short] - short * per_token[-1]) / batch_sizes[-1]
+        return LatencyCurve.fit(batch_sizes, per_token), max(0.0, per_request)
+
+    def _best_time(self, num_candidates: int, length: int) -> float:
+        plans = [GroupPlan(index, 1, prompt_key=index) for index in range(num_candidates)]
+        lengths = [[length]] * num_candidates
+        grpo = make_policies("grpo", 1, 1, 0)
+        return min(Occupancy.of(self.run(Scheduler(grpo, 1), plans, lengths, length)).seconds for _ in range(3))
+
+
+@dataclass(frozen=True)
+class Total:
+    """What all steps of a row's training were like together. Shares are of 1."""
+
+    seconds: float
+    bubble_ratio: float
+    oversubscribed: float  # the bubble ratio of the rollouts that ended while others were under way; NaN without any
+    wasted: float  # of the tokens decoded: not trained on
+    off_policy: float  # of the tokens trained on: sampled by an older version of the policy
+    trained: float  # tokens
+
+    @classmethod
+    def median(cls, totals: Sequence["Total"]) -> "Total":
+        """Field by field."""
+        return cls(**{name: statistics.median(getattr(t, name) for t in totals) for name in cls.__annotations__})
+
+
+class Replay(SimulatedTraining):
+    """
+    A row's training, of which one step can be run at a time, on simulated engines or on `server`. Equal workloads and
+    seeds give equal lengths to all rows, batch by batch and candidate by candidate. A capped row needs a server with
+    as many slots as the batch has rows.
+    """
+
+    def __init__(
+        self, row: Row, size: Size, spec: ClusterSpec, server: ServerCluster | None = None, seed: int = 0
+    ) -> None:
+        self.slots = size.prompts * size.num_generations // spec.num_engines if row.capped else None
+        settings = ScheduleSettings(num_generations=size.num_generations, **row.settings)
+        super().__init__(size.workload, settings, replace(spec, max_num_seqs=self.slots), seed)
+        if server is not None:
+            self.cluster = server  # type: ignore[assignment]
+        self.num_engines = spec.num_engines
+        self.slot_seconds: list[tuple[float, float, bool]] = []  # of each rollout: used, available, oversubscribed
+        self.outcome = SimulatedRun()
+
+    def steps(self) -> Iterator[None]:
+        """One optimizer step after the other, without end."""
+        for outcome in self.outcomes():
+            self.outcome.add(outcome, self.workload)
+            yield
+
+    @property
+    def total(self) -> Total:
+        """All steps so far. The buffer must be empty, as it is at the end of an epoch: nothing is under way then."""
+        run = self.outcome
+        decoded, trained = sum(run.pool_tokens), sum(run.kept_tokens)
+        stale = sum(share * kept for share, kept in zip(run.off_policy_share, run.kept_tokens, strict=True))
+        wasted, off_policy = 1 - trained / decoded, stale / trained
+        return Total(sum(run.rollout_seconds), self._bubbles(), self._bubbles(True), wasted, off_policy, trained)
+
+    def _bubbles(self, oversubscribed: bool = False) -> float:
+        used, available, _ = np.array([[0, 0, 1], *(own for own in self.slot_seconds if own[2] >= oversubscribed)]).T
+        return float(1 - used.sum() / available.sum()) if available.any() else math.nan
+
+    def rollout(self, *args: Any, **kwargs: Any) -> RolloutResult:
+        result = super().rollout(*args, **kwargs)
+        occupancy = Occupancy.of(result)
+        available = (self.slots * self.num_engines if self.slots else occupancy.peak) * occupancy.seconds
+        self.slot_seconds.append((slots_used(result, self.slots), available, bool(result.deferred)))
+        return result
+
+
+def slots_used(result: RolloutResult, slots: int | None) -> float:
+    """
+    Slot-seconds in which a candidate was decoded. Of those on an engine with `slots`, the others wait in its queue,
+    which the scheduler's own timeline does not tell apart.
+    """
+    changes: dict[str, list[tuple[float, int]]] = {}
+    for group in [*result.groups, *result.deferred]:
+        for candidate in group.candidates:
+            if candidate.engine_id is not None:  # else it was complete before, or never submitted
+                changes.setdefault(candidate.engine_id, []).extend([(candidate.started, 1), (candidate.ended, -1)])
+    area = 0.0
+    for own in changes.values():
+        times, steps = np.array(sorted(own)).T
+        area += float(np.minimum(np.cumsum(steps)[:-1], slots or np.inf) @ np.diff(times))
+    return area
+
+
 def train(replays: Sequence[Replay], steps: int) -> list[Total]:
     """One step of each in turn; another one begins each time."""
     running = [replay.steps() for replay in replays]
@@ -95,67 +265,58 @@ def train(replays: Sequence[Replay], steps: int) -> list[Total]:
     return [replay.total for replay in replays]
 
 
-def on_server(size: Size, rows: Sequence[Row], repeats: int) -> None:
+def on_server(size: Size, repeats: int) -> None:
     """The first table."""
     servers: dict[bool, ServerCluster] = {}
     with ExitStack() as stack:
         for capped in (False, True):
             slots = size.prompts * size.num_generations if capped else ROOM
-            server = benchmark_server(max_model_len=MAX_MODEL_LEN, max_num_seqs=slots)
-            url, _ = stack.enter_context(server)
+            url, _ = stack.enter_context(benchmark_server(max_model_len=MAX_MODEL_LEN, max_num_seqs=slots))
             servers[capped] = ServerCluster(url)
             stack.callback(servers[capped].engine.close)
-        num, workload = size.num_generations, size.workload
         cold = ClusterSpec(LatencyCurve([1], [0.01]))
-        train([Replay(row, num, workload, cold, servers[row.capped]) for row in rows[:1] + rows[-1:]], 1)
+        train([Replay(row, size, cold, servers[row.capped]) for row in (ROWS[0], ROWS[-1])], 1)
         curve, per_request = servers[False].profile(PROFILED)
         cluster = ClusterSpec(curve, seconds_per_request=per_request)
         measured = [
-            train([Replay(row, num, workload, cluster, servers[row.capped]) for row in rows], size.steps)
+            train([Replay(row, size, cluster, servers[row.capped]) for row in ROWS], size.steps)
             for _ in range(repeats)
         ]
-    predicted = train([Replay(row, num, workload, cluster) for row in rows], size.steps)
+    predicted = train([Replay(row, size, cluster) for row in ROWS], size.steps)
     ms = " / ".join(f"{curve(n) * 1e3:.1f}" for n in PROFILED)
     costs = f"{ms} ms per token at {PROFILED} sequences, {per_request * 1e3:.1f} ms per request"
-    show(
-        f"Real server: {size}, {size.steps} steps, {repeats} repeats\n{costs}",
-        rows,
-        {row.name: totals for row, totals in zip(rows, zip(*measured, strict=True), strict=True)},
-        dict(zip([row.name for row in rows], predicted, strict=True)),
-    )
+    title = f"Real server: {size}, {size.steps} steps, {repeats} repeats\n{costs}"
+    show(title, list(zip(*measured, strict=True)), predicted)
 
 
-def on_simulator(size: Size, rows: Sequence[Row], seeds: int, gpus: int) -> None:
+def on_simulator(size: Size, seeds: int, gpus: int) -> None:
     """One further table."""
-    cluster = ClusterSpec(CURVE, gpus // 2)
-    totals = {
-        row.name: [
-            train([Replay(row, size.num_generations, size.workload, cluster, seed=seed)], size.steps)[0]
-            for seed in range(seeds)
-        ]
-        for row in rows
-    }
-    show(f"Simulator, {gpus} GPUs, two per engine: {size}, {size.steps} steps, {seeds} seeds", rows, totals)
+    spec = ClusterSpec(CURVE, gpus // 2)
+    totals = [[train([Replay(row, size, spec, seed=seed)], size.steps)[0] for seed in range(seeds)] for row in ROWS]
+    show(f"Simulator, {gpus} GPUs, two per engine: {size}, {size.steps} steps, {seeds} seeds", totals)
 
 
-def show(title: str, rows: Sequence[Row], totals: Totals, predicted: Mapping[str, Total] | None = None) -> None:
+def show(title: str, totals: Sequence[Sequence[Total]], predicted: Sequence[Total] | None = None) -> None:
     """Prints a table. The first row is the baseline."""
     table = Table(title=title)
-    names = ["seconds", "vs grpo (range)", *(["simulated"] if predicted else []), "expected"]
-    for name in ("schedule", *names, "bubble (oversub.)", "wasted", "off-policy", "trained on"):
-        table.add_column(name, justify="left" if name in ("schedule", "expected") else "right")
-    baseline = rows[0].name
-    for row in rows:
-        own = Total.median(totals[row.name])
-        ratios = [b.seconds / t.seconds for b, t in zip(totals[baseline], totals[row.name], strict=True)]
-        cells = [f"{own.seconds:.1f}", f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"]
-        if predicted:
-            cells.append(f"{predicted[baseline].seconds / predicted[row.name].seconds:.2f}")
-        bubbles = f"{own.bubble_ratio:.0%}" + (
-            "" if math.isnan(own.oversubscribed) else f" ({own.oversubscribed:.0%})"
+    columns = ["seconds", "vs grpo (range)", "bubble (oversub.)", "wasted", "off-policy", "trained on"]
+    for name in ("schedule", *columns, *(["simulated"] if predicted else [])):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    for index, row in enumerate(ROWS):
+        own = Total.median(totals[index])
+        ratios = [b.seconds / t.seconds for b, t in zip(totals[0], totals[index], strict=True)]
+        over = "" if math.isnan(own.oversubscribed) else f" ({own.oversubscribed:.0%})"
+        cells = [
+            f"{own.seconds:.1f}",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            f"{own.bubble_ratio:.0%}{over}",
+            f"{own.wasted:.0%}",
+            f"{own.off_policy:.0%}",
+            f"{own.trained:,.0f}",
+        ]
+        table.add_row(
+            row.name, *cells, *([f"{predicted[0].seconds / predicted[index].seconds:.2f}"] if predicted else [])
         )
-        shares = [f"{share:.0%}" for share in (own.wasted, own.off_policy)]
-        table.add_row(row.name, *cells, row.expected, bubbles, *shares, f"{own.trained:,.0f}")
     console.print(table)
 
 
@@ -172,9 +333,9 @@ def main() -> None:
     if args.quick:
         args.repeats = args.seeds = 1
     if args.only != "simulator":
-        on_server(server, ROWS, args.repeats)
+        on_server(server, args.repeats)
     for gpus in () if args.only == "server" else (16, 32, 64):
-        on_simulator(cluster, ROWS, args.seeds, gpus)
+        on_simulator(cluster, args.seeds, gpus)
 
 
 if __name__ == "__main__":

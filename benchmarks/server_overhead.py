@@ -13,7 +13,9 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,11 +29,14 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from benchmarks.servers import benchmark_server
 from trl_darts.engines import Deadlines
+from trl_darts.engines.batch import PromptBatch
+from trl_darts.engines.connection import ServerSettings, connect
+from trl_darts.engines.engine import RolloutPlan
 from trl_darts.engines.preflight import Requirements
-from trl_darts.generation import RolloutGeneration
-from trl_darts.rollout import RolloutConductor, Turn
-from trl_darts.scheduling import ScheduleSettings, UniformAdmission
-from trl_darts.servers import ServerSettings, connect
+from trl_darts.engines.servers import ServerEngine
+from trl_darts.engines.vllm_generation import SyncedGeneration
+from trl_darts.rows import KeptRows
+from trl_darts.scheduling import SchedulePolicies, Scheduler, UniformAdmission
 
 
 WORKLOADS = {
@@ -39,15 +44,17 @@ WORKLOADS = {
     "heavy-tailed, up to 512": {"seed": 11, "max_tokens": 512},
     "1 token each": {"max_tokens": 1},
 }
+Rows = list[list[int]]
+Generate = Callable[[Rows], tuple[Rows, Any]]
 
 
-def build(base_url: str, model_dir: Path, num_generations: int) -> RolloutGeneration:
+def build(base_url: str, model_dir: Path) -> SyncedGeneration:
     """Our generation object. `VLLMGeneration.generate` called on it is TRL's path, with TRL's client."""
     accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(model_dir)
     needs = Requirements(512, model.config, processed_logprobs=True, weight_transfer=None, timeout_s=60.0)
     settings = ServerSettings([base_url], "filesystem", None, Deadlines(), None, needs)
     engine, facts = connect(settings)
-    generation = RolloutGeneration(
+    generation = SyncedGeneration(
         model=model,
         accelerator=accelerator,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
@@ -59,28 +66,38 @@ def build(base_url: str, model_dir: Path, num_generations: int) -> RolloutGenera
         facts=facts,
     )
     generation.vllm_client = VLLMClient(base_url)
-    generation.conductor = RolloutConductor(
-        accelerator,
-        ScheduleSettings("grpo", num_generations),
-        UniformAdmission(num_generations),
-        num_generations,
-        show_progress=False,
-    )
-    generation.conductor.turn = Turn.TRAINING
     return generation
 
 
-def measure(generation: RolloutGeneration, rows: list[list[int]], num_generations: int, repeats: int) -> dict:
-    """Seconds of each side, alternating, after one warm-up of both."""
-    sides = {"TRL": VLLMGeneration.generate, "trl_darts": RolloutGeneration.generate}
+def both_sides(generation: SyncedGeneration, num_generations: int) -> dict[str, Generate]:
+    """TRL's call and ours, from rows to completions and their log-probs."""
+    engine = ServerEngine(generation)
+
+    def theirs(rows: Rows) -> tuple[Rows, Any]:
+        return VLLMGeneration.generate(generation, rows, None, num_generations)[1:3]
+
+    def ours(rows: Rows) -> tuple[Rows, Any]:
+        batch = PromptBatch.gather(rows, num_generations, 0)
+        admission = UniformAdmission(num_generations).plan(batch.infos)
+        scheduler = Scheduler(SchedulePolicies(), num_generations)
+        result = engine.run(RolloutPlan(admission, admission.plans(batch.infos), scheduler), batch)
+        kept = KeptRows.of_result(result, num_generations)
+        return kept.completion_ids, kept.logprobs
+
+    return {"TRL": theirs, "trl_darts": ours}
+
+
+def measure(
+    sides: dict[str, Generate], rows: Rows, repeats: int, reset: Callable[[], None]
+) -> dict[str, tuple[float, int]]:
+    """Median seconds and tokens of each side, alternating, after one warm-up of both."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens = {}
     for repeat in range(repeats + 1):
-        order = list(sides) if repeat % 2 else list(sides)[::-1]
-        for name in order:
-            generation.vllm_client.reset_prefix_cache()
+        for name in list(sides) if repeat % 2 else list(sides)[::-1]:
+            reset()
             start = time.perf_counter()
-            _, completion_ids, logprobs, _ = sides[name](generation, rows, None, num_generations)
+            completion_ids, logprobs = sides[name](rows)
             elapsed = time.perf_counter() - start
             assert len(completion_ids) == len(rows)
             assert all(len(c) == len(p) for c, p in zip(completion_ids, logprobs, strict=True))
@@ -91,21 +108,23 @@ def measure(generation: RolloutGeneration, rows: list[list[int]], num_generation
 
 
 def main() -> None:
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", help="A server that runs; by default one is started.")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--num-generations", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    table = Table(title=f"{args.num_prompts} prompts × {args.num_generations}, median of {args.repeats}")
+    for column in ("workload", "tokens", "TRL (s)", "trl_darts (s)", "ratio TRL / trl_darts"):
+        table.add_column(column, justify="right")
+    rows = [[60 + i % 40, 61 + i % 7] for i in range(args.num_prompts) for _ in range(args.num_generations)]
     with benchmark_server(args.base_url) as (base_url, model_dir):
-        generation = build(base_url, model_dir, args.num_generations)
-        rows = [[60 + i % 40, 61 + i % 7] for i in range(args.num_prompts) for _ in range(args.num_generations)]
-        table = Table(title=f"{args.num_prompts} prompts × {args.num_generations}, median of {args.repeats}")
-        for column in ("workload", "tokens", "TRL (s)", "trl_darts (s)", "ratio TRL / trl_darts"):
-            table.add_column(column, justify="right")
+        generation = build(base_url, model_dir)
+        sides = both_sides(generation, args.num_generations)
         for name, kwargs in WORKLOADS.items():
             generation.generation_kwargs = kwargs
-            result = measure(generation, rows, args.num_generations, args.repeats)
+            result = measure(sides, rows, args.repeats, generation.vllm_client.reset_prefix_cache)
             (theirs, their_tokens), (ours, our_tokens) = result["TRL"], result["trl_darts"]
             tokens = f"{our_tokens}" if our_tokens == their_tokens else f"{their_tokens} / {our_tokens}"
             table.add_row(name, tokens, f"{theirs:.2f}", f"{ours:.2f}", f"{theirs / ours:.3f}")

@@ -1,24 +1,21 @@
-"""The server that benchmarks measure: a real vLLM with an exact Markov chain, whose lengths are heavy-tailed."""
+"""What several benchmarks start from: a real vLLM server of a heavy-tailed model, and a training on a CPU."""
 
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tests.models import make_markov_model, make_tokenizer
-from tests.servers import start_vllm_server
+from benchmarks.models import make_markov_model, make_tokenizer
+from benchmarks.vllm_server import free_port, start_vllm_server
+from trl_darts import DARTSGRPOConfig
 
 
 @contextmanager
-def benchmark_server(base_url: str | None = None, **options: object) -> Iterator[tuple[str, Path]]:
+def benchmark_server(base_url: str | None = None, **options: Any) -> Iterator[tuple[str, Path]]:
     """
-    Yields the address of a server and its model's directory.
-
-    Args:
-        base_url (`str`, *optional*):
-            A server that runs already and serves the Markov model. By default one is started, and ended afterwards.
-        options:
-            Options of the server, see `start_vllm_server`.
+    Yields the address of a server of the Markov model, and the model's directory. One is started, with these options
+    of `start_vllm_server`, unless `base_url` names one that runs.
     """
     with tempfile.TemporaryDirectory() as directory:
         model_dir = make_markov_model(Path(directory) / "markov", make_tokenizer())
@@ -27,3 +24,20 @@ def benchmark_server(base_url: str | None = None, **options: object) -> Iterator
         else:
             with start_vllm_server(model_dir, **options) as server:
                 yield server.base_url, model_dir
+
+
+def training_args(base_url: str, output_dir: str | Path, **fields: Any) -> DARTSGRPOConfig:
+    """A training on a CPU and a server (or several, with commas) that logs each step and saves nothing."""
+    defaults: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": base_url,
+        "vllm_group_port": free_port(),
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+    }
+    return DARTSGRPOConfig(output_dir=str(output_dir), **{**defaults, **fields})

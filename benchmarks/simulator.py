@@ -18,7 +18,6 @@ speed: a training of 512 prompts × 16 per step, on one core. The aim for 500 st
 """
 
 import argparse
-import socket
 import statistics
 import sys
 import tempfile
@@ -30,11 +29,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.servers import benchmark_server
-from tests.builders import length_reward, letters_dataset, make_args
+from benchmarks.servers import benchmark_server, training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import (
@@ -80,7 +79,7 @@ def parity(steps: int) -> None:
             curve = LatencyCurve.fit(BATCHES, [(before(size) + after(size)) / 2 for size in BATCHES])
             request = seconds_per_request(url, trainer.vllm_generation.facts.model)
             spec = ClusterSpec(curve, max_num_seqs=MAX_NUM_SEQS, seconds_per_request=request)
-            table.add_row(name, *replayed(run_dir, trainer.args, spec))
+            table.add_row(name, *replayed(run_dir, trainer.args.schedule_settings, spec))
             before = after
     console.print(table)
 
@@ -123,29 +122,26 @@ def seconds_per_request(url: str, model: str) -> float:
 
 def train(url: str, model_dir: Path, out: Path, fields: dict[str, Any], steps: int) -> DARTSGRPOTrainer:
     """The trainer's own rollouts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    args = make_args(
+    args = training_args(
+        url,
         out,
         **fields,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=url,
-        vllm_group_port=port,
         num_generations=M,
-        max_num_generations=None,
         per_device_train_batch_size=PROMPTS * M,
         max_completion_length=LIMIT,
         max_steps=steps,
         learning_rate=0.0,
         save_rollout_trace=True,
     )
-    trainer = DARTSGRPOTrainer(
-        str(model_dir), reward_funcs=length_reward, args=args, train_dataset=letters_dataset(PROMPTS)
-    )
+    prompts = Dataset.from_list([{"prompt": f"{index}:"} for index in range(PROMPTS)])
+    trainer = DARTSGRPOTrainer(str(model_dir), reward_funcs=length_reward, args=args, train_dataset=prompts)
     trainer.train()
     return trainer
+
+
+def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that differs from row to row."""
+    return [float(len(ids) % 7) for ids in completion_ids]
 
 
 # About 14 B parameters on two H20: memory-bound up to some hundred sequences.

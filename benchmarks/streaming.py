@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tests.models import EOS_ID, VOCAB_SIZE, make_tokenizer
-from tests.servers import free_port, start_vllm_server
-from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+from benchmarks.models import EOS_ID, VOCAB_SIZE, make_tokenizer
+from benchmarks.servers import training_args
+from benchmarks.vllm_server import start_vllm_server
+from trl_darts import DARTSGRPOTrainer
 from trl_darts.streaming.streams import Streams
 
 
@@ -117,14 +118,10 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def slow_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """50 ms for each group of four."""
-    time.sleep(SLEEP_S * len(completion_ids) / 4)
-    return [float(ids[0] % 5) for ids in completion_ids]
-
-
-def quick_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """A reward that costs nothing."""
+def reward(completion_ids: list[list[int]], slow: list[bool], **kwargs: Any) -> list[float]:
+    """Costs nothing, or 50 ms for each group of four."""
+    if slow[0]:
+        time.sleep(SLEEP_S * len(completion_ids) / 4)
     return [float(ids[0] % 5) for ids in completion_ids]
 
 
@@ -134,14 +131,9 @@ class Bench:
     def __init__(self, regime: Regime, model_dir: Path, url: str, out: Path, pairs: int) -> None:
         self.regime = regime
         rows = regime.prompts * regime.num_generations
-        args = DARTSGRPOConfig(
-            output_dir=str(out),
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            logging_steps=1,
+        args = training_args(
+            url,
+            out,
             learning_rate=0.0,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=rows // 8,
@@ -153,70 +145,72 @@ class Bench:
             tail_pruning=regime.schedule != "darts",
             long_end_patience=None,  # all candidates are waited for
             beta=regime.beta,
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_server_base_url=url,
-            vllm_group_port=free_port(),
             stream_logprobs=not regime.rewards,
             stream_rewards=regime.rewards,
             stream_chunk_tokens=regime.chunk_tokens,
         )
-        prompts = Dataset.from_list([{"prompt": f"prompt {i}: "} for i in range(regime.prompts)])
+        prompts = Dataset.from_list(
+            [{"prompt": f"prompt {i}: ", "slow": regime.rewards} for i in range(regime.prompts)]
+        )
         self.trainer = DARTSGRPOTrainer(
             model=str(model_dir),
             args=args,
-            reward_funcs=slow_reward if regime.rewards else quick_reward,
+            reward_funcs=reward,
             train_dataset=prompts,
             processing_class=make_tokenizer(),
         )
+        self.rng = np.random.default_rng(0)
         self.streams = self.trainer._streams
         self.steps: list[dict[str, float]] = []
         self.lengths = np.zeros(0)
         self._watch(self.trainer)
 
     def _watch(self, trainer: Any) -> None:
-        rng = np.random.default_rng(0)
         score, compute = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
-        calculate, step = trainer._calculate_rewards, trainer.training_step
 
         def scored(inputs: Any) -> Any:
-            pair, second = divmod(len(self.steps), 2)
-            streamed = pair % 2 != second  # without, with; with, without; and so on
-            trainer._streams = trainer._conductor.streams = self.streams if streamed else Streams()
-            if not second:
-                levels = rng.normal(0, self.regime.spread / 2**0.5, (self.regime.prompts, 1))
-                shape = (self.regime.prompts, 2 * self.regime.num_generations)  # as many as DARTS may start
-                logs = levels + rng.normal(0, self.regime.spread / 2**0.5, shape)
-                self.lengths = np.clip(self.regime.median * np.exp(logs), 2, LIMIT).astype(int)
-            self.steps.append({"seconds": 0.0, "forward": 0.0, "rewards": 0.0})
+            self._begin_step()
             return score(inputs)
 
         def computed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            output = compute(*args, **kwargs)
-            if not torch.is_grad_enabled():
-                self.steps[-1]["forward"] += time.perf_counter() - start
-            return output
+            # With a gradient it is the loss's own pass, which streaming leaves alone.
+            with nullcontext() if torch.is_grad_enabled() else self._timed("forward"):
+                return compute(*args, **kwargs)
 
-        def calculated(*args: Any) -> Any:
-            start = time.perf_counter()
-            output = calculate(*args)
-            self.steps[-1]["rewards"] += time.perf_counter() - start
-            return output
+        def timed(name: str, function: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self._timed(name):
+                    return function(*args, **kwargs)
 
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            output = step(*args, **kwargs)
-            self.steps[-1]["seconds"] += time.perf_counter() - start
-            return output
+            return call
 
-        trainer._generate_and_score_completions, trainer.training_step = scored, stepped
-        trainer._get_per_token_logps_and_entropies, trainer._calculate_rewards = computed, calculated
+        trainer._generate_and_score_completions = scored
+        trainer._get_per_token_logps_and_entropies = computed
+        trainer.training_step = timed("seconds", trainer.training_step)
+        trainer._calculate_rewards = timed("rewards", trainer._calculate_rewards)
         # Each ends by itself where it should; the server's mask until then costs it time, as often in both steps.
-        trainer._conductor.overrides = lambda command: {
+        trainer._engine.overrides = lambda command: {
             "min_tokens": int(self.lengths[command.group_id, command.index]) - 1,
             "logit_bias": {str(EOS_ID): 100},
         }
+
+    def _begin_step(self) -> None:
+        pair, second = divmod(len(self.steps), 2)
+        streamed = pair % 2 != second  # without, with; with, without; and so on
+        self.trainer._streams = self.streams if streamed else Streams()
+        if not second:
+            regime, spread = self.regime, self.regime.spread / 2**0.5
+            levels = self.rng.normal(0, spread, (regime.prompts, 1))
+            # As many as DARTS may start.
+            logs = levels + self.rng.normal(0, spread, (regime.prompts, 2 * regime.num_generations))
+            self.lengths = np.clip(regime.median * np.exp(logs), 2, LIMIT).astype(int)
+        self.steps.append({"seconds": 0.0, "forward": 0.0, "rewards": 0.0})
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.steps[-1][name] += time.perf_counter() - start
 
     def run(self) -> list[tuple[dict[str, float], dict[str, float]]]:
         """Pairs of steps: without, with. The first pair warms up, and is left out."""
@@ -232,7 +226,7 @@ def row_of(regime: Regime, pairs: list[tuple[dict[str, float], dict[str, float]]
     """The cells of a regime."""
 
     def median(values: Any) -> float:
-        return statistics.median(list(values))
+        return float(statistics.median(list(values)))
 
     ratios = [off["seconds"] / on["seconds"] for off, on in pairs]
     name = "rewards" if regime.rewards else "forward"
@@ -264,7 +258,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model_dir = make_model(Path(directory) / "model")
         with on_cores({cores[0]}):
-            options = {"max_model_len": 2048, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+            options: dict[str, Any] = {"max_model_len": 2048, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
             server = stack.enter_context(start_vllm_server(model_dir, **options))
         stack.enter_context(on_cores({cores[-1]}))
         for regime in REGIMES:

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.models import CLASS_SIZE, FIRST_CLASS_TOKEN, make_markov_model
+from benchmarks.models import CLASS_SIZE, FIRST_CLASS_TOKEN, make_markov_model
 from trl_darts import DARTSGRPOConfig
 
 
@@ -79,8 +79,8 @@ def make_trainer(model_dir: Path, args: DARTSGRPOConfig, cls: type | None = None
     from trl_darts import DARTSGRPOTrainer
 
     arguments = {"reward_funcs": length_reward, "train_dataset": letters_dataset(), **kwargs}
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    return (cls or DARTSGRPOTrainer)(model=str(model_dir), args=args, processing_class=tokenizer, **arguments)
+    arguments.setdefault("processing_class", AutoTokenizer.from_pretrained(model_dir))
+    return (cls or DARTSGRPOTrainer)(model=str(model_dir), args=args, **arguments)
 
 
 def compare_with_trl(trainer: Any) -> list[tuple[str, float, int]]:

@@ -21,7 +21,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked `vllm` skip without vLLM, or fail where `TRL_DARTS_REQUIRE_VLLM=1` promises it."""
     if item.get_closest_marker("vllm") is None:
         return
-    from tests.servers import INSTALL_VLLM, vllm_available
+    from benchmarks.vllm_server import INSTALL_VLLM, vllm_available
 
     if vllm_available():
         return
@@ -69,7 +69,7 @@ def clock() -> Clock:
 @pytest.fixture(scope="session")
 def tokenizer():
     """One token per printable character; `eos` 1, `pad` 0, 128 tokens."""
-    from tests.models import make_tokenizer
+    from benchmarks.models import make_tokenizer
 
     return make_tokenizer()
 
@@ -77,7 +77,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory, tokenizer) -> Path:
     """A random Qwen2 with separate embeddings and LM head."""
-    from tests.models import make_random_model
+    from benchmarks.models import make_random_model
 
     return make_random_model(tmp_path_factory.mktemp("models") / "tiny", tokenizer)
 
@@ -85,7 +85,7 @@ def tiny_model_dir(tmp_path_factory, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def tied_model_dir(tmp_path_factory, tokenizer) -> Path:
     """A random Qwen2 whose LM head is its embedding."""
-    from tests.models import make_random_model
+    from benchmarks.models import make_random_model
 
     return make_random_model(tmp_path_factory.mktemp("models") / "tied", tokenizer, tied=True)
 
@@ -93,7 +93,7 @@ def tied_model_dir(tmp_path_factory, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def markov_model_dir(tmp_path_factory, tokenizer) -> Path:
     """An exact Markov chain: heavy-tailed lengths (p50 8, p90 67, p99 394 tokens) that end by themselves."""
-    from tests.models import SHORT_HEAVY_TAIL, make_markov_model
+    from benchmarks.models import SHORT_HEAVY_TAIL, make_markov_model
 
     return make_markov_model(tmp_path_factory.mktemp("models") / "markov", tokenizer, classes=SHORT_HEAVY_TAIL)
 
@@ -109,7 +109,7 @@ def model_dir(tmp_path_factory, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def server(model_dir, tmp_path_factory) -> Iterator[object]:
     """A real server of that model. Its weights follow the trainings that use it: each begins with a sync."""
-    from tests.servers import start_vllm_server
+    from benchmarks.vllm_server import start_vllm_server
 
     log_path = tmp_path_factory.mktemp("letters") / "server.log"
     with start_vllm_server(model_dir, log_path=log_path, max_model_len=512) as server:
@@ -123,7 +123,7 @@ def vllm_server(markov_model_dir, tmp_path_factory) -> Iterator[object]:
 
     A test that changes its weights or pauses it must put both back.
     """
-    from tests.servers import start_vllm_server
+    from benchmarks.vllm_server import start_vllm_server
 
     log_path = tmp_path_factory.mktemp("vllm") / "server.log"
     with start_vllm_server(markov_model_dir, log_path=log_path) as server:

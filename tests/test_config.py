@@ -87,7 +87,7 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
         ),
         ({"on_generation_error": "skip"}, r"`on_generation_error` \('skip'\) must be one of 'raise', 'drop_group'"),
         ({"on_generation_error": "drop_group"}, r"only has an effect with vLLM servers"),
-        ({"weight_sync_dir": "/tmp"}, r"`weight_sync_dir` \('/tmp'\) is only used with `weight_sync='filesystem'`"),
+        ({"weight_sync_dir": "/tmp", "weight_sync": "nccl"}, r"`weight_sync_dir` \('/tmp'\) has no effect"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": " , "}, "names no server"),
         ({"loss_type": "gpro"}, r"`loss_type` \('gpro'\) must be one of 'grpo', 'dr_grpo'"),
         (

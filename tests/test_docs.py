@@ -121,23 +121,30 @@ def calls(path: Path, name: str) -> list[str]:
     return [node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func) for node in found]
 
 
-def drawn() -> list[tuple[str, str, list[str]]]:
-    """File, method and calls of each paragraph of the picture."""
-    (picture,) = re.findall(
-        r"```text\n(trainer\.py.*?)```", (ROOT / "docs" / "how_it_works.md").read_text(), re.DOTALL
-    )
-    paragraphs = []
-    for paragraph in picture.strip().split("\n\n"):
-        path, name = paragraph.split()[:2]
-        paragraphs.append((path, name, re.findall(r"^ [├└] (\w+)", paragraph, re.MULTILINE)))
-    return paragraphs
+def drawn() -> dict[tuple[str, str], list[str]]:
+    """For each function that the picture has with its file, the functions below it. Engines are alternatives."""
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    (picture,) = re.findall(r"```text\n(DARTSGRPOTrainer.*?)```", page, re.DOTALL)
+    tree: dict[tuple[str, str], list[str]] = {}
+    above: dict[int, list[str]] = {}
+    for branch, name, path in re.findall(r"^([ │├└]*)([\w.]+) +(?:([\w/]+\.py):)?", picture, re.MULTILINE):
+        siblings = above.get(len(branch), [])
+        if (last := name.rpartition(".")[2]) not in siblings[-1:]:
+            siblings.append(last)
+        if path:
+            above[len(branch) + 2] = tree[path, name] = []
+    return tree
 
 
-@pytest.mark.parametrize(("path", "name", "drawn_calls"), drawn(), ids=lambda value: str(value)[:30])
-def test_the_picture_is_the_codes_order_of_calls(path, name, drawn_calls):
+PICTURE = drawn()
+
+
+@pytest.mark.parametrize("function", PICTURE, ids=lambda function: function[1])
+def test_the_picture_is_the_codes_order_of_calls(function):
+    path, name = function
     real = iter(calls(ROOT / "trl_darts" / path, name))
-    assert drawn_calls
-    assert [call for call in drawn_calls if call not in real] == []  # `in` goes on where the last one was found
+    assert PICTURE[function]
+    assert [call for call in PICTURE[function] if call not in real] == []  # `in` goes on where the last one was found
 
 
 # Metrics

@@ -1,30 +1,31 @@
 """
 Without more candidates than rows there is nothing to decide, and training is TRL's, to the last bit: the same seed
-gives the same parameters.
+gives the same parameters. On two processes: `tests/launches/test_two_processes.py::test_equal_to_trl`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.builders import letters_dataset, make_args, make_trainer
+from tests.builders import length_reward, letters_dataset, make_args, make_trainer
 from tests.engines.settings import engine_settings
-from tests.launches.leaving import leave
-from tests.launches.test_two_processes import CONFIGS, run_launcher
+from tests.trl_parity import common
+from tests.trl_parity.tool_calls import ADD, FAILING, RIGHT, TOOLS, Counter, caller_maker
+from tests.trl_parity.vlms import load_processor, make_vlm, some_images
+from tests.zoo import random_model, save
 from trl_darts import DARTSGRPOTrainer
 
 
 STEPS = 5
 OURS = {"grpo": {"schedule": "grpo"}, "darts": {"schedule": "darts", "max_num_generations": 4}}
+OFF_POLICY = {"num_iterations": 2, "learning_rate": 1e-2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {
@@ -33,11 +34,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "steps_per_generation": 2,
         "num_iterations": 2,
     },
-    "reference_model": {"beta": 0.1, "temperature": 0.7, "top_k": 20},
+    "reference model": {"beta": 0.1, "temperature": 0.7, "top_k": 20},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8},
-    "lora": {"peft": True, "beta": 0.1},
+    "lora": {"peft_config": LoraConfig(target_modules="all-linear"), "beta": 0.1},
+    "stream": {"train_dataset": letters_dataset().to_iterable_dataset()},
+    "continuous batching": engine_settings("continuous_batching"),
+    "masks and entropy": {
+        "mask_truncated_completions": True,
+        "max_completion_length": 20,
+        "top_entropy_quantile": 0.5,
+        "entropy_coef": 0.1,
+        "use_adaptive_entropy": True,
+        "entropy_target": 5.0,
+    },
+    "sequence ratios": {**OFF_POLICY, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "cispo": {**OFF_POLICY, "loss_type": "cispo", "off_policy_mask_threshold": 0.5, "scale_rewards": "batch"},
+    "vespo": {**OFF_POLICY, "loss_type": "vespo", "scale_rewards": "none", "pad_to_multiple_of": 16},
 }
-
 BASE = (
     "output_dir",
     "use_cpu",
@@ -51,12 +64,13 @@ BASE = (
     "disable_tqdm",
     "seed",
 )
+ARGUMENTS = ("peft_config", "train_dataset", "reward_funcs", "processing_class", "tools", "environment_factory")
 
 
-def trained(model_dir: Path, out: Path, schedule: str | None, peft: bool = False, **settings: Any) -> Any:
-    """A trainer after five steps; TRL's own for `schedule=None`."""
+def trained(model_dir: Path, out: Path, schedule: str | None, **settings: Any) -> Any:
+    """A trainer after five steps; TRL's own for `schedule=None`. Some settings are arguments of the trainer."""
     fields = {"max_steps": STEPS, "learning_rate": 1e-3, **settings}
-    more: dict[str, Any] = {"peft_config": LoraConfig(target_modules="all-linear")} if peft else {}
+    more = {name: fields.pop(name) for name in ARGUMENTS if name in fields}
     if fields.get("eval_strategy"):
         more["eval_dataset"] = letters_dataset(4)
     if schedule is None:
@@ -79,12 +93,18 @@ def assert_equal_parameters(ours: Any, theirs: Any) -> None:
     assert len(losses[0]) == STEPS
 
 
-@pytest.mark.parametrize("schedule", OURS)
+def assert_equal_training(model_dir: Path, tmp_path: Path, **settings: Any) -> Any:
+    """Trains as TRL and under both schedules. Returns the last trainer."""
+    theirs = trained(model_dir, tmp_path / "theirs", None, **settings)
+    for schedule in OURS:
+        ours = trained(model_dir, tmp_path / schedule, schedule, **settings)
+        assert_equal_parameters(ours, theirs)
+    return ours
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_transformers_generate(model_dir, tmp_path, schedule, setting):
-    theirs = trained(model_dir, tmp_path / "theirs", None, **SETTINGS[setting])
-    ours = trained(model_dir, tmp_path / "ours", schedule, **SETTINGS[setting])
-    assert_equal_parameters(ours, theirs)
+def test_settings(model_dir, tmp_path, setting):
+    assert_equal_training(model_dir, tmp_path, **SETTINGS[setting])
 
 
 def test_the_comparison_can_fail(model_dir, tmp_path):
@@ -94,36 +114,34 @@ def test_the_comparison_can_fail(model_dir, tmp_path):
         assert_equal_parameters(ours, theirs)
 
 
-@pytest.mark.parametrize("schedule", OURS)
-def test_continuous_batching(model_dir, tmp_path, schedule):
-    settings = engine_settings("continuous_batching")
-    theirs = trained(model_dir, tmp_path / "theirs", None, **settings)
-    ours = trained(model_dir, tmp_path / "ours", schedule, **settings)
-    assert_equal_parameters(ours, theirs)
+async def letters_reward(completions: list[str], **kwargs: Any) -> list[float | None]:
+    """Not applicable to every other row."""
+    return [len(set(text)) if row % 2 else None for row, text in enumerate(completions)]
 
 
-@pytest.mark.distributed
-def test_two_processes(model_dir, tmp_path):
-    """Groups straddle the processes, and each process's rows are sampled where TRL samples them."""
-    digests = {}
-    for who in ("theirs", *OURS):
-        run_launcher(CONFIGS / "ddp.yaml", "tests.test_equivalence", [model_dir, tmp_path / who, who])
-        digests[who] = json.loads((tmp_path / who / "parameters.json").read_text())
-    assert digests["grpo"] == digests["theirs"]
-    assert digests["darts"] == digests["theirs"]
+def test_rewards_of_all_kinds(model_dir, tmp_path):
+    judge = random_model("Qwen2ForSequenceClassification", AutoConfig.from_pretrained(model_dir, num_labels=1), seed=1)
+    judge_dir = save(tmp_path / "judge", judge, AutoTokenizer.from_pretrained(model_dir))
+    settings = {"reward_funcs": [length_reward, str(judge_dir), letters_reward], "reward_weights": [1.0, 0.5, 2.0]}
+    ours = assert_equal_training(model_dir, tmp_path, multi_objective_aggregation="normalize_then_sum", **settings)
+    assert len(ours._metrics["train"]) == 0  # logged, and nothing left over
+    assert {name for line in ours.state.log_history for name in line} >= {
+        "rewards/length_reward/mean",
+        "rewards/judge/mean",
+        "rewards/letters_reward/mean",
+    }
 
 
-def main() -> None:
-    model_dir, out, who = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    trainer = trained(model_dir, out, None if who == "theirs" else who, per_device_train_batch_size=6)
-    if trainer.accelerator.is_main_process:
-        values = {
-            name: hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()
-            for name, parameter in trainer.model.named_parameters()
-        }
-        (out / "parameters.json").write_text(json.dumps(values))
-    leave(trainer.accelerator)
+@pytest.mark.parametrize("actors", [{"tools": TOOLS}, {"environment_factory": Counter}], ids=",".join)
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_tools_and_environments(tmp_path, actors):
+    model_dir = caller_maker(lambda: tmp_path / "caller")(RIGHT, FAILING, ADD)
+    data = {"train_dataset": common.chats(), "max_completion_length": 600}
+    ours = assert_equal_training(model_dir, tmp_path, **data, **actors)
+    assert max(common.step_logs(ours, "tools/call_frequency")) > 0
 
 
-if __name__ == "__main__":
-    main()
+def test_images(tmp_path):
+    model_dir = make_vlm(tmp_path / "vlm", "qwen2_vl")
+    data = {"train_dataset": some_images([2, 1, 3])}
+    assert_equal_training(model_dir, tmp_path, processing_class=load_processor(model_dir), **data)

@@ -9,8 +9,8 @@ import pandas as pd
 import psutil
 import pytest
 
+from benchmarks.vllm_server import start_vllm_server
 from tests.builders import make_trainer, record_batches
-from tests.servers import start_vllm_server
 from tests.test_trainer_server import rollout_logs, server_args
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError

@@ -7,8 +7,8 @@ import urllib.request
 import pytest
 from transformers import TrainerCallback
 
+from benchmarks.vllm_server import free_port, start_vllm_server
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
-from tests.servers import free_port, start_vllm_server
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.preflight import ServerUnreachableError
 from trl_darts.errors import ConfigurationError, GenerationError

@@ -1,6 +1,5 @@
 """
-Small models of many kinds, made on the spot: language models (dense, tied, mixture of experts), reward models, and a
-chain that calls tools. Vision-language models: `tests/trl_parity/vlms.py`.
+Small models made on the spot: language models and Markov chains. Vision-language models: `tests/trl_parity/vlms.py`.
 
 All speak one tongue: a token per printable character, `<eos>` = 1, `<pad>` = 0, and a chat template that knows images
 and tools. Language models end by themselves after about `mean_length` tokens. Each is written as a float32 checkpoint
@@ -20,7 +19,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tests.models import EOS_ID, PAD_ID, make_tokenizer
+from benchmarks.models import EOS_ID, PAD_ID, make_tokenizer
 
 
 VOCAB_SIZE = 128  # of every model; tokenizers may fill less of it
@@ -68,15 +67,8 @@ RESPONSE_TEMPLATE = {
 
 def make_chat_tokenizer(words: Sequence[str] = (), image: str = "", tools: bool = False) -> PreTrainedTokenizerBase:
     """
-    One token per character, then one per word.
-
-    Args:
-        words (`Sequence[str]`, *optional*):
-            Texts that are one token each, such as a [`tool_call`].
-        image (`str`, *optional*):
-            What the chat template puts for an image.
-        tools (`bool`, *optional*, defaults to `False`):
-            Whether answers are read for tool calls.
+    One token per character, then one per word, such as a [`tool_call`]. The chat template puts `image` for an image;
+    with `tools`, answers are read for tool calls.
     """
     tokenizer = make_tokenizer(FIRST_WORD_ID)
     tokenizer.add_tokens(list(words))
@@ -93,47 +85,12 @@ def tool_call(name: str, **arguments: Any) -> str:
 
 def make_lm(out_dir: Path, kind: str = "qwen3", mean_length: float = 6, seed: int = 0) -> Path:
     """
-    Write a random causal language model.
-
-    Args:
-        out_dir (`Path`):
-            Where to.
-        kind (`str`, *optional*, defaults to `"qwen3"`):
-            `"qwen3"`, `"qwen3_tied"` (LM head = embedding), `"llama"` or `"qwen3_moe"` (four experts). Not
-            `"qwen2"`: for it, `AutoTokenizer` of transformers 5.17 puts its own pre-tokenizer in place of the saved
-            one, and spaces are lost.
-        mean_length (`float`, *optional*, defaults to `6`):
-            Tokens until it ends, about.
-        seed (`int`, *optional*, defaults to `0`):
-            Of the weights.
+    Writes a random causal language model, `"qwen3"` or `"llama"`. Not `"qwen2"`: for it, `AutoTokenizer` of
+    transformers 5.17 puts its own pre-tokenizer in place of the saved one, and spaces are lost.
     """
     tokenizer = make_chat_tokenizer()
-    model = random_model(f"{_camel_case(kind)}ForCausalLM", text_config(kind), seed)
+    model = random_model(f"{kind.capitalize()}ForCausalLM", text_config(kind), seed)
     set_odds(model, tokenizer, {EOS_ID: 1 / mean_length})
-    return save(out_dir, model, tokenizer)
-
-
-def make_reward_model(out_dir: Path, kind: str = "qwen3", reverse: bool = False, seed: int = 1) -> Path:
-    """
-    Write a random sequence-classification model with one label, whose score tells texts apart.
-
-    Args:
-        out_dir (`Path`):
-            Where to.
-        kind (`str`, *optional*, defaults to `"qwen3"`):
-            `"qwen3"` or `"llama"`.
-        reverse (`bool`, *optional*, defaults to `False`):
-            Whether its tokenizer gives the characters other IDs, and its chat template other words.
-        seed (`int`, *optional*, defaults to `1`):
-            Of the weights.
-    """
-    tokenizer = make_chat_tokenizer()
-    if reverse:
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        vocab = state["model"]["vocab"]
-        state["model"]["vocab"] = {token: index if index < 3 else 101 - index for token, index in vocab.items()}
-        tokenizer = tokenizer_of(state, tokenizer.chat_template.replace("': '", "' says '"))
-    model = random_model(f"{_camel_case(kind)}ForSequenceClassification", text_config(kind, num_labels=1), seed)
     return save(out_dir, model, tokenizer)
 
 
@@ -141,18 +98,9 @@ def make_chain(
     out_dir: Path, tokenizer: PreTrainedTokenizerBase, after: Mapping[str, Mapping[str, float]], floor: float = 1e-6
 ) -> Path:
     """
-    Write a Markov chain: what comes next depends on the last token alone.
-
-    Args:
-        out_dir (`Path`):
-            Where to.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
-        after (`Mapping[str, Mapping[str, float]]`):
-            By token, the odds of the next ones. `""` stands for all tokens that are not named: the last of a prompt is
-            among them.
-        floor (`float`, *optional*, defaults to `1e-6`):
-            Odds of all other tokens.
+    Writes a Markov chain: what comes next depends on the last token alone. `after` has, by token, the odds of the next
+    ones; `""` stands for all tokens that are not named: the last of a prompt is among them. `floor` are the odds of
+    all other tokens.
     """
     ids = tokenizer.convert_tokens_to_ids
     table = torch.full((VOCAB_SIZE, VOCAB_SIZE), floor)  # row = last token
@@ -175,7 +123,6 @@ def make_chain(
 
 def text_options(kind: str, hidden_size: int = HIDDEN_SIZE, **fields: Any) -> dict[str, Any]:
     """Fields of a small text model's config."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": hidden_size,
@@ -185,19 +132,18 @@ def text_options(kind: str, hidden_size: int = HIDDEN_SIZE, **fields: Any) -> di
         "num_key_value_heads": 1,
         "max_position_embeddings": 2048,
         "initializer_range": 0.2,  # so that the context matters
-        "tie_word_embeddings": kind.endswith("_tied"),
+        "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
         **({"head_dim": 32} if kind.startswith("qwen3") else {}),
-        **(experts if kind.endswith("_moe") else {}),
         **fields,
     }
 
 
 def text_config(kind: str, **fields: Any) -> transformers.PretrainedConfig:
     """A small text model's config."""
-    return getattr(transformers, f"{_camel_case(kind)}Config")(**text_options(kind, **fields))
+    return getattr(transformers, f"{kind.capitalize()}Config")(**text_options(kind, **fields))
 
 
 def random_model(class_name: str, config: transformers.PretrainedConfig, seed: int) -> PreTrainedModel:
@@ -222,7 +168,7 @@ def set_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, odds: M
             if "o_proj" in name or "down_proj" in name:
                 param[..., 0, :] = 0.0
         head[:, 0] = 0.0
-        embedding[:, 0] = 1.5  # if tied, that of the head too, which adds the same to all logits
+        embedding[:, 0] = 1.5
         hidden = model.model(torch.tensor([tokenizer("any words")["input_ids"]])).last_hidden_state[0, -1]  # (H,)
         rest = (head[others] @ hidden).logsumexp(0) - math.log(1 - sum(odds.values()))
         for token in (*never, *odds):
@@ -255,7 +201,3 @@ def save(out_dir: Path, model: PreTrainedModel, processing_class: Any) -> Path:
     model.save_pretrained(out_dir)
     processing_class.save_pretrained(out_dir)
     return Path(out_dir)
-
-
-def _camel_case(kind: str) -> str:
-    return "".join(part.capitalize() for part in kind.removesuffix("_tied").split("_"))

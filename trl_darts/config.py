@@ -107,13 +107,13 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
     )
     weight_sync: str = _field(
         "auto",
-        "How weights reach the servers: 'nccl' (TRL's way, CUDA), 'filesystem' (through `weight_sync_dir`; the "
+        "How weights reach the servers: 'nccl' (TRL's way, CUDA), 'filesystem' (through files; the "
         "servers need `trl_darts` installed), or 'auto': NCCL on CUDA, files elsewhere.",
     )
     weight_sync_dir: str | None = _field(
         None,
-        "Directory that the trainer and the servers share, for `weight_sync='filesystem'`. Defaults to a new "
-        "temporary directory of this machine.",
+        "Directory that the trainer and the servers share, where weights go through files. Defaults to a new one of "
+        "this machine, in shared memory where it has room.",
     )
 
     # Streaming: what the trainer computes while vLLM servers still write the last long answers
@@ -222,10 +222,10 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
                 "and `vllm_mode='server'`."
             )
         check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
-        if self.weight_sync_dir is not None and self.weight_sync != "filesystem":
+        if self.weight_sync_dir is not None and self.weight_sync == "nccl":
             raise ConfigurationError(
-                f"`weight_sync_dir` ({self.weight_sync_dir!r}) is only used with `weight_sync='filesystem'`, not "
-                f"{self.weight_sync!r}. Set that, or leave it unset."
+                f"`weight_sync_dir` ({self.weight_sync_dir!r}) has no effect with `weight_sync` ('nccl'). Set "
+                "`weight_sync='filesystem'`, or leave it unset."
             )
         urls = self.server_urls if self.uses_servers else []
         if self.uses_servers and not urls:

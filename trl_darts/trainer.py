@@ -13,7 +13,7 @@ from trl.extras.profiling import profiling_context
 
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
-from .buffer.feed import PromptFeed, skip_epochs
+from .buffer.feed import PromptFeed, completed_epochs, skip_epochs
 from .buffer.rounds import round_policy
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback
 from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_other_model
@@ -28,7 +28,7 @@ from .engines.vllm_generation import synced_generation
 from .policy import LengthTracker
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
-from .streaming import Streams, called_model, make_streams
+from .streaming import Streams, make_streams
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
 from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
@@ -108,21 +108,27 @@ class DARTSGRPOTrainer(GRPOTrainer):
         processing_class: Any = None,
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
-        **kwargs: Any,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Any] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
-        check_arguments(args, kwargs.get("rollout_func"))
+        check_arguments(args, rollout_func)
         callbacks = list(callbacks or [])
         if not any(isinstance(callback, VarianceTrackerCallback) for callback in callbacks):
             callbacks.append(VarianceTrackerCallback())
         settings = server_settings(args, model, train_dataset) if args.uses_servers else None
         servers, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
-        given = (reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
+        first = (model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
+        others = (optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory)
         try:
             with synced_generation(settings, servers, facts, args.pool_ratio):
-                super().__init__(model, *given, callbacks, **kwargs)
+                super().__init__(*first, callbacks, *others)  # in TRL's order
             self._init_rollouts()
         except BaseException:
             if servers is not None:
@@ -331,24 +337,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._log_all(bias_metrics(self._record, rewards, self.reward_weights, first_rows))
         return rewards
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         compute = super()._get_per_token_logps_and_entropies
-        stream = self._streams.log_probs
-        if stream is None or not stream.serves(name := called_model(self, model)):
-            return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-
-        def rest(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return compute(model, ids, mask, logits_to_keep, *args, **kwargs)[0]
-
-        return stream.log_probs(name, input_ids, attention_mask, logits_to_keep, rest), None, None
+        return self._streams.per_token_logps(self, compute, model, *args, **kwargs)
 
     # The loader, checkpoints, the model card
 
@@ -373,13 +364,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
             warn_of_lost_prompts(Path(checkpoint))
         else:
             load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
-            skip_epochs(self._sampler, Path(checkpoint))
+            skip_epochs(self._sampler, completed_epochs(Path(checkpoint)))
 
-    def create_model_card(  # type: ignore[override]  # TRL's own signature
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it
             self._name, self._paper = GRPOTrainer._name, GRPOTrainer._paper
-        super().create_model_card(model_name, dataset_name, tags)
+        super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             add_rollouts(Path(self.args.output_dir) / "README.md", self.args, self.state.log_history)

@@ -1,5 +1,5 @@
 """
-Links from a page to the repository's other files, such as `../benchmarks/first_step.py`. On GitHub they work as they
+Links from a page to the repository's other files, such as `../benchmarks/decisions.py`. On GitHub they work as they
 are. The site has no such files: with a `repo_url` they become links into the repository, and text that names the file
 as long as there is none.
 """

@@ -28,32 +28,15 @@ BATCH_SIZE = 256  # sequences per call of `generate`
 
 @dataclass(frozen=True)
 class Samples:
-    """
-    Completions of one set of prompts, `num_generations` for each.
+    """Completions of one set of prompts, `num_generations` for each."""
 
-    Args:
-        texts (`list[str]`):
-            Completions, those of one prompt in a row.
-        lengths (`np.ndarray` of shape `(N, M)`):
-            Lengths in tokens, the end-of-sequence token included.
-        truncated (`np.ndarray` of shape `(N, M)`):
-            Whether a completion hit the limit.
-        rewards (`np.ndarray` of shape `(N, M)`):
-            1.0 for a right answer, else 0.0.
-    """
-
-    texts: list[str]
-    lengths: np.ndarray
-    truncated: np.ndarray
-    rewards: np.ndarray
+    texts: list[str]  # those of one prompt in a row
+    lengths: np.ndarray  # (N, M), in tokens, the end-of-sequence token included
+    truncated: np.ndarray  # (N, M), whether a completion hit the limit
+    rewards: np.ndarray  # (N, M), 1.0 for a right answer, else 0.0
 
     def stats(self) -> dict[str, float]:
-        """
-        What the table shows.
-
-        Returns:
-            `dict[str, float]`: Value by name. NaN where there is nothing to average.
-        """
+        """What the table shows."""
         right, stds = self.rewards == 1.0, self.lengths.std(axis=1)
         p50, p90, p99 = np.percentile(self.lengths, (50, 90, 99))
         return {
@@ -82,26 +65,7 @@ def sample(
     max_new_tokens: int,
     temperature: float = 1.0,
 ) -> Samples:
-    """
-    Samples and scores completions with the global torch RNG.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer, padding on the left.
-        dataset ([`~datasets.Dataset`]):
-            Rows of `make_dataset`.
-        num_generations (`int`):
-            Completions per prompt.
-        max_new_tokens (`int`):
-            Limit of a completion's length.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature.
-
-    Returns:
-        [`Samples`]: The completions.
-    """
+    """Samples and scores completions with the global torch RNG."""
     prompts = [prompt for prompt in dataset["prompt"] for _ in range(num_generations)]
     answers = [answer for answer in dataset["answer"] for _ in range(num_generations)]
     texts, lengths, truncated = [], [], []
@@ -117,16 +81,7 @@ def sample(
 
 
 def missing_patterns(stats: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """
-    Compares right and wrong completions' lengths.
-
-    Args:
-        stats (`Mapping[str, Mapping[str, float]]`):
-            [`Samples.stats`] by family.
-
-    Returns:
-        `list[str]`: One message for each family without its pattern.
-    """
+    """Compares right and wrong completions' lengths."""
     messages = []
     for family, sign in (("sum", "<"), ("chain", ">")):
         right, wrong = stats[family]["E[l | right]"], stats[family]["E[l | wrong]"]
@@ -136,15 +91,7 @@ def missing_patterns(stats: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def print_table(stats: Mapping[str, Mapping[str, float]], title: str) -> None:
-    """
-    Prints one column per set of samples.
-
-    Args:
-        stats (`Mapping[str, Mapping[str, float]]`):
-            [`Samples.stats`] by name.
-        title (`str`):
-            Title.
-    """
+    """Prints one column per set of samples."""
     table = Table(title=title)
     table.add_column("")
     for name in stats:
@@ -172,12 +119,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def parse_args() -> argparse.Namespace:
-    """
-    Reads the command line.
-
-    Returns:
-        `argparse.Namespace`: The arguments, checked.
-    """
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=CHECKPOINT_DIR, help="checkpoint directory")
     parser.add_argument("--num_prompts", type=int, default=100, help="prompts per family")

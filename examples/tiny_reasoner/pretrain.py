@@ -29,12 +29,7 @@ Example = tuple[list[int], list[int]]  # input IDs and labels
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """
-    Tokenizer with one token per character.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`]: The tokenizer, padding on the left.
-    """
+    """Tokenizer with one token per character."""
     specials = ("<pad>", "<eos>", "<unk>")
     vocab = {token: i for i, token in enumerate((*specials, *ALPHABET))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -52,20 +47,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int) -> Qwen2ForCausalLM:
-    """
-    Untrained Qwen2 model with untied embeddings and heads of size 32.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Gives the size of the vocabulary and the special tokens.
-        hidden_size (`int`):
-            Width, a multiple of 32.
-        num_layers (`int`):
-            Depth.
-
-    Returns:
-        [`~transformers.Qwen2ForCausalLM`]: The model.
-    """
+    """Untrained Qwen2 model with untied embeddings and heads of size 32."""
     num_heads = hidden_size // 32
     config = Qwen2Config(
         vocab_size=32,
@@ -89,20 +71,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers
 
 
 def draw_examples(tokenizer: PreTrainedTokenizerFast, num_examples: int, rng: random.Random) -> list[Example]:
-    """
-    Draws texts of the writer over training prompts.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Tokenizer.
-        num_examples (`int`):
-            Number of texts.
-        rng (`random.Random`):
-            Source of randomness.
-
-    Returns:
-        `list[tuple[list[int], list[int]]]`: Input IDs and labels, -100 over the prompt.
-    """
+    """Draws texts of the writer over training prompts."""
     to_id = tokenizer.get_vocab()
     examples: list[Example] = []
     while len(examples) < num_examples:
@@ -120,20 +89,7 @@ def draw_examples(tokenizer: PreTrainedTokenizerFast, num_examples: int, rng: ra
 def batches(
     tokenizer: PreTrainedTokenizerFast, batch_tokens: int, rng: random.Random
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """
-    Endless batches of about equally many tokens, each of texts of about equal length.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Tokenizer.
-        batch_tokens (`int`):
-            Upper bound of rows times columns.
-        rng (`random.Random`):
-            Source of randomness.
-
-    Yields:
-        `tuple[torch.Tensor, torch.Tensor]`: Input IDs and labels, both of shape `(B, T)`, padded on the right.
-    """
+    """Endless batches of about equally many tokens, each of texts of about equal length."""
     while True:
         examples = sorted(draw_examples(tokenizer, 8192, rng), key=lambda example: len(example[0]))
         cuts: list[list[Example]] = [[]]
@@ -152,19 +108,7 @@ def batches(
 def train(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, rng: random.Random
 ) -> None:
-    """
-    Trains the model in place, with AdamW and one cosine.
-
-    Args:
-        model ([`~transformers.Qwen2ForCausalLM`]):
-            Model to be trained.
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Tokenizer.
-        args (`argparse.Namespace`):
-            `num_steps`, `batch_tokens` and `learning_rate`.
-        rng (`random.Random`):
-            Source of the texts.
-    """
+    """Trains the model in place, with AdamW and one cosine."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.learning_rate, total_steps=args.num_steps, pct_start=WARMUP, cycle_momentum=False
@@ -189,12 +133,7 @@ def train(
 
 
 def parse_args() -> argparse.Namespace:
-    """
-    Reads the command line.
-
-    Returns:
-        `argparse.Namespace`: The arguments, checked.
-    """
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=CHECKPOINT_DIR, help="where the checkpoint goes")
     parser.add_argument("--num_steps", type=int, default=4000, help="optimizer steps")

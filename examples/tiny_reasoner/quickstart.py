@@ -13,20 +13,22 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from task import accuracy_reward, make_dataset
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.analysis.plots import plot_comparison, series
 
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
+LINE_EVERY = 5  # steps
 RUNS: dict[str, dict[str, Any]] = {
     "GRPO": {"schedule": "grpo"},
     "DARTS, as in the paper": {"schedule": "darts", "long_end_patience": None},
@@ -34,7 +36,35 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(settings: Mapping[str, Any], steps: int, output_dir: Path) -> tuple[list[dict[str, Any]], float]:
+class ShowProgress(TrainerCallback):
+    """A bar on stderr with each step's reward and candidates; where stderr is no terminal, a line every few steps."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.name = name
+        self.console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Progress(*columns, TextColumn("{task.fields[state]}"), console=self.console)
+        self.task = self.bar.add_task(name, total=steps, state="")
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self.console.is_terminal:
+            self.bar.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "reward" not in logs:  # the last entry is about the whole training
+            return
+        total, aborted = logs["darts/budget/total"], logs["darts/rollout/aborted_candidates"]
+        text = f"reward {logs['reward']:.2f}, {total:.0f} candidates, {aborted:.0f} aborted"
+        self.bar.update(self.task, completed=state.global_step, state=text)
+        if not self.console.is_terminal and (state.global_step % LINE_EVERY == 0 or state.global_step == 1):
+            self.console.print(f"{self.name}: step {state.global_step} of {state.max_steps}, {text}", soft_wrap=True)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.console.is_terminal:
+            self.bar.stop()
+
+
+def train(name: str, steps: int, output_dir: Path) -> tuple[list[dict[str, Any]], float]:
     """Trains from the checkpoint; returns what was logged, step by step, and the seconds that training took."""
     args = DARTSGRPOConfig(
         output_dir=str(output_dir),
@@ -52,7 +82,7 @@ def train(settings: Mapping[str, Any], steps: int, output_dir: Path) -> tuple[li
         save_rollout_trace=True,  # for `trl-darts report`
         report_to=[],
         seed=0,
-        **settings,
+        **RUNS[name],
     )
     trainer = DARTSGRPOTrainer(
         model=str(CHECKPOINT),
@@ -60,6 +90,7 @@ def train(settings: Mapping[str, Any], steps: int, output_dir: Path) -> tuple[li
         args=args,
         # 64 prompts come back every 8 steps: from then on, budgets follow what is known of each.
         train_dataset=make_dataset(64, seed=0),
+        callbacks=[ShowProgress(name, steps)],
     )
     trainer.remove_callback(PrinterCallback)
     start = time.perf_counter()
@@ -94,12 +125,12 @@ def main() -> None:
         parser.error(f"--steps ({args.steps}) must be at least 1.")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    torch.set_num_threads(1)  # the model is tiny: more threads spin, and on a busy machine they do little else
     args.output_dir.mkdir(parents=True, exist_ok=True)
     console = Console()
     runs, cells = {}, {}
-    for name, settings in RUNS.items():
-        console.print(f"training {name} …")
-        runs[name], seconds = train(settings, args.steps, args.output_dir / name)
+    for name in RUNS:
+        runs[name], seconds = train(name, args.steps, args.output_dir / name)
         cells[name] = summarize(runs[name], seconds)
         gc.collect()
     table = Table("", *RUNS, title=f"{args.steps} steps of 8 prompts × 8 rows, one run each")

@@ -90,17 +90,3 @@ def test_recipes_have_the_papers_values(path):
     assert config.max_steps == 500
     assert config.steps_per_generation == config.gradient_accumulation_steps  # on-policy
     assert recipe.prompts_per_step == 128
-
-
-@of_the_paper
-def test_gpus_of_the_title_are_those_of_the_commands(path):
-    gpus = int(path.read_text().splitlines()[0].split(", ")[1].removesuffix(" GPUs"))
-    num_servers = yaml.safe_load(path.read_text())["vllm_server_base_url"].count("http://")
-    tensor_parallel = int(option(command(path, "trl-darts serve"), "--tensor-parallel-size") or 1)
-    assert num_processes(path) + num_servers * tensor_parallel == gpus
-
-
-def test_the_papers_recipes_are_all_there():
-    models = {yaml.safe_load(path.read_text())["model_name_or_path"] for path in OF_THE_PAPER}
-    sizes = ("2.5-3B", "2.5-Math-7B", "2.5-14B", "2.5-32B", "3-30B-A3B")
-    assert models == {f"Qwen/Qwen{size}" for size in sizes}

@@ -1,11 +1,9 @@
 """Pictures of log histories."""
 
 import numpy as np
-from matplotlib import pyplot as plt
-from matplotlib.colors import to_rgb
 from PIL import Image
 
-from trl_darts.analysis.plots import COLORS, plot_comparison, save_picture, series, smooth
+from trl_darts.analysis.plots import plot_comparison, series, smooth
 
 
 def test_series_leaves_out_what_was_not_logged():
@@ -24,17 +22,3 @@ def test_comparison_is_drawn_on_white(tmp_path):
     log = [{name: float(step + 1) for name in names} for step in range(8)]
     plot_comparison({"GRPO": log, "DARTS": log}, tmp_path / "picture.png")
     assert 230 < pixels(tmp_path / "picture.png").mean() < 254
-
-
-def test_colors_are_ours_and_settings_come_back(tmp_path):
-    def draw():
-        figure, axes = plt.subplots(figsize=(2, 2))
-        axes.bar([0], [1], color="C10")
-        axes.set_axis_off()
-        return figure
-
-    before = plt.rcParams["axes.prop_cycle"]
-    save_picture(draw, tmp_path / "a.png")
-    assert pixels(tmp_path / "a.png")[150, 150].tolist() == [round(255 * part) for part in to_rgb(COLORS[10])]
-    assert plt.rcParams["axes.prop_cycle"] == before
-    assert plt.get_fignums() == []

@@ -1,8 +1,6 @@
 """A recipe is parsed by the script's own classes; what they pass over, and what can't train, is one clear error."""
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -84,33 +82,19 @@ def test_recipes_that_run(recipe, fields):
     ("fields", "message"),
     [
         ({"num_generation": 8}, "`num_generation` must be a field of .* Did you mean `num_generations`"),
-        ({"zzzzzzzz": 8}, "`zzzzzzzz` must be a field of .* Take it out."),
         ({"num_generations": "eight"}, r"`num_generations` \('eight'\) must be of type int"),
-        ({"num_generations": 8.5}, r"`num_generations` \(8.5\) must be of type int"),
-        ({"num_generations": [8]}, r"`num_generations` \(\[8\]\) must be of type int"),
         ({"num_generations": True}, r"`num_generations` \(True\) must be of type int"),
-        ({"bf16_full_eval": None}, r"`bf16_full_eval` \(None\) must be of type bool"),
-        ({"use_vllm": 3}, r"`use_vllm` \(3\) must be of type bool"),
-        ({"learning_rate": {"a": 1}}, r"`learning_rate` \({'a': 1}\) must be of type float"),
         ({"reward_funcs": "accuracy_reward"}, r"`reward_funcs` .* must be of type list\[str\] \| None, in brackets"),
-        ({"reward_weights": ["x"]}, r"`reward_weights` \(\['x'\]\) must be of type list\[float\]"),
         ({"lr_scheduler_type": "straight"}, r"`lr_scheduler_type` \('straight'\) must be .* among linear, "),
-        ({"save_strategy": False}, r"`save_strategy` \(False\) must be of type"),
-        ({"env": 3}, "`env` must be a field of"),
-        ({"reward_funcs": []}, r"`reward_funcs` \(empty\) must name a reward"),
         ({"reward_funcs": ["acuracy_reward"]}, r"`reward_funcs` \(\['acuracy_reward'\]\) must be among accuracy_rew"),
-        ({"reward_funcs": [".foo"]}, r"`reward_funcs` \(\['.foo'\]\) must be among"),
         ({"reward_weights": [1.0, 2.0]}, r"`reward_weights` \(\[1.0, 2.0\]\) must be as many as the rewards \(1\)"),
         ({"dataset_name": None}, r"`dataset_name` \(empty\) must be a data set of the Hub"),
-        ({"model_name_or_path": None}, r"`model_name_or_path` \(empty\) must be a model"),
-        ({"max_completion_length": None}, r"`max_completion_length` \(None\) must be at least 1"),
         (
             {"num_prompts": 8},
             r"`num_prompts` \(8\) must be at least 1, and is only for `dataset_name` 'tiny_reasoner'",
         ),
         ({"system_prompt": "Think."}, r"`system_prompt` \('Think.'\) only has an effect with `prompt_column`"),
         ({"reward_funcs": OVERLONG}, r"`soft_punish_cache` \(None\) must be at least 1 with 'get_soft_overlong"),
-        ({"soft_punish_cache": 5}, r"`soft_punish_cache` \(5\) must be .* left out without it"),
         ({"reward_funcs": OVERLONG, "soft_punish_cache": 101}, r"\(101\) must be at most `max_completion_length`"),
         ({"per_device_train_batch_size": 0}, r"must have at least one prompt"),
         ({"per_device_train_batch_size": 5}, r"must be divisible by num_generations \(4\)"),
@@ -120,8 +104,6 @@ def test_recipes_that_run(recipe, fields):
         ({"sync_ref_model": True, "beta": 0.1, "use_peft": True}, r"`sync_ref_model` \(True\) does not run with `use"),
         # What the config and the trainer refuse by themselves.
         ({"max_num_generations": 2}, r"`max_num_generations` \(2\) must be at least `num_generations` \(4\)"),
-        ({"loss_type": "gpro"}, r"`loss_type` \('gpro'\) must be one of 'grpo'"),
-        ({"temperature": 0.0}, r"`temperature` \(0.0\) must be positive"),
         ({"schedule": "sorted"}, r"`schedule` \('sorted'\) trains on other prompts than the data loader's"),
         (
             {**SERVERS, "vllm_importance_sampling_correction": False, "stream_logprobs": True},
@@ -198,13 +180,6 @@ def test_math_verify_is_missing(recipe, monkeypatch):
     result = check(recipe(reward_funcs=["accuracy_reward"]))
     assert result.exit_code == 0
     assert "pip install 'trl-darts[math]'" in result.stderr
-
-
-def test_in_a_process_of_its_own(recipe):
-    command = [sys.executable, "-m", "trl_darts.cli", "config", "check", str(recipe()), "--num-processes", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "generation batch" in done.stdout
 
 
 def test_help_does_not_wait_for_torch():

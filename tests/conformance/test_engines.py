@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm_server import start_vllm_server
 from tests.builders import letter_of
 from tests.conformance.run import COUNTS, M_UP, M
 from tests.engines.settings import ENGINES
-from tests.servers import start_vllm_server
 from tests.test_docs import documented_metrics
 from trl_darts.policy import select_dual_end
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models import idefics3
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-from tests.models import EOS_ID
+from benchmarks.models import EOS_ID
 from tests.trl_parity.vlms import IMAGE_SIZE
 from tests.zoo import HIDDEN_SIZE, make_chat_tokenizer, random_model, save, set_odds, text_options
 

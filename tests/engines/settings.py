@@ -23,7 +23,7 @@ def engine_settings(engine: str, url: str | None = None) -> dict[str, Any]:
         }
     if engine == "vllm_colocated":
         return {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
-    from tests.servers import free_port
+    from benchmarks.vllm_server import free_port
 
     return {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}
 

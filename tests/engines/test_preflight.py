@@ -84,8 +84,8 @@ def test_good_server_passes():
             {"vllm_config": changed(model_config={"logprobs_mode": "raw_logprobs"})},
             "--logprobs-mode processed_logprobs",
         ),
-        ({"vllm_config": changed(weight_transfer_config=None)}, "no weight-transfer engine, and .* needs 'gloo'"),
-        ({"vllm_config": changed(weight_transfer_config={"backend": "nccl"})}, "backend 'nccl', and .* needs 'gloo'"),
+        ({"vllm_config": changed(weight_transfer_config=None)}, "no weight-transfer engine, and .* needs 'nccl'"),
+        ({"vllm_config": changed(weight_transfer_config={"backend": "nccl"})}, "backend 'nccl', and .* needs 'nccl'"),
     ],
 )
 def test_refused(kwargs, words):

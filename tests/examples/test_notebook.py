@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "notebooks"
 DROP_IN, READ_RUN = FOLDER / "drop_in.ipynb", FOLDER / "read_my_own_run.ipynb"
 PACKAGE = Path(trl_darts.__file__).parent
-NAMES = {"GRPOConfig": "DARTSGRPOConfig", "GRPOTrainer": "DARTSGRPOTrainer"}
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
@@ -56,9 +55,8 @@ def execute(notebook: Path, output_dir: Path, cwd: Path, max_steps: int) -> dict
     return {cell.id: cell for cell in cells}
 
 
-@pytest.mark.parametrize("cwd", [ROOT, pytest.param(FOLDER, marks=pytest.mark.slow)], ids=["root", "own_folder"])
-def test_drop_in_runs(tmp_path, cwd):
-    cells = execute(DROP_IN, tmp_path, cwd, max_steps=2)
+def test_drop_in_runs(tmp_path):
+    cells = execute(DROP_IN, tmp_path, FOLDER, max_steps=2)
     assert len(pictures(cells["plot"])) == 1
     text = cells["table"].outputs[0].data["text/plain"]
     assert "DARTSGRPOTrainer" in text
@@ -73,7 +71,6 @@ def test_read_my_own_run_runs(tmp_path):
     assert "new" in shown["budget"]
     assert "report.html" in shown["report"]
     assert "long_end_patience=2.0" in shown["what-if"]
-    assert "grpo" in cells["verdict"].outputs[0].data["text/plain"]
 
 
 @pytest.mark.parametrize("notebook", [DROP_IN, READ_RUN], ids=lambda notebook: notebook.stem)
@@ -93,11 +90,9 @@ def test_the_committed_run_is_whole_and_clean(notebook):
 
 def test_two_names_change():
     source = {cell.id: cell.source for cell in code_cells(DROP_IN)}
-    ours, theirs = source["train-darts"], source["train-grpo"]
-    changed = [
-        pair for pair in zip(re.split(r"(\W)", theirs), re.split(r"(\W)", ours), strict=True) if len({*pair}) > 1
-    ]
-    assert changed == list(NAMES.items())
+    theirs, ours = (re.split(r"(\W)", source[name]) for name in ("train-grpo", "train-darts"))
+    changed = {pair for pair in zip(theirs, ours, strict=True) if len({*pair}) > 1}
+    assert changed == {("GRPOConfig", "DARTSGRPOConfig"), ("GRPOTrainer", "DARTSGRPOTrainer")}
 
 
 @pytest.mark.parametrize("notebook", [DROP_IN, READ_RUN], ids=lambda notebook: notebook.stem)

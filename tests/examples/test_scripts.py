@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import free_port, start_vllm_server
+from benchmarks.vllm_server import free_port, start_vllm_server
 
 
 ROOT = Path(__file__).resolve().parents[2]

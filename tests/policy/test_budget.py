@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -46,12 +45,8 @@ def test_budget_examples() -> None:
     ("rho", "k", "price", "low", "high", "message"),
     [
         (-0.1, 1, 1, 1, 2, r"`rho` \(-0.1\)"),
-        (math.nan, 1, 1, 1, 2, r"`rho` \(nan\)"),
-        (math.inf, 1, 1, 1, 2, r"`rho` \(inf\)"),
         (1, 0, 1, 1, 2, r"`cost_slope` \(0\)"),
-        (1, math.nan, 1, 1, 2, "`cost_slope`"),
         (1, 1, -1, 1, 2, r"`cost_weight` \(-1\)"),
-        (1, 1, math.inf, 1, 2, "`cost_weight`"),
         (1, 1, 1, 3, 2, r"`low` \(3\)"),
     ],
 )
@@ -79,30 +74,17 @@ def test_always_within_bounds(
         controller.observe(rho, 100.0)
 
 
-def test_without_history_the_budget_is_the_target() -> None:
-    controller = BudgetController(M, M_UP)
-    assert controller.total(N, math.nan) == TARGET
-    controller.observe(math.nan, math.nan)
-    assert controller.total(N, math.nan) == TARGET
-    assert controller.total(N, 0.7) == TARGET  # the first ρ is its own reference
-
-
 def test_rho_moves_the_budget_in_proportion_to_that_of_the_first_steps() -> None:
     controller = BudgetController(M, M_UP)
-    assert totals(controller, [0.8] * 20) == [TARGET] * 20
+    assert totals(controller, [math.nan, 0.0]) == [TARGET] * 2  # no history, and lengths that never spread
+    controller = BudgetController(M, M_UP)
+    assert totals(controller, np.linspace(0.6, 1.0, REFERENCE_STEPS).tolist())[0] == TARGET
+    totals(controller, [1.1] * 50)  # the reference is the mean of the first steps, and held
     assert controller.total(N, 0.8 * 1.2) == round(1.2 * TARGET)
     assert controller.total(N, 0.8 * 0.9) == round(0.9 * TARGET)
     assert controller.total(N, 8.0) == N * M_UP
     assert controller.total(N, 0.0) == N * M
     assert controller.total(N // 4, 0.8) == TARGET / 4  # a smaller batch has the same redundancy
-
-
-def test_the_reference_is_the_mean_of_the_first_steps_and_then_held() -> None:
-    controller, rhos = BudgetController(M, M_UP), np.linspace(0.6, 1.2, REFERENCE_STEPS).tolist()
-    totals(controller, rhos)
-    reference = statistics.fmean(rhos)
-    totals(controller, [1.1] * 50)
-    assert controller.total(N, 1.0) == round(TARGET / reference)
 
 
 def test_over_many_runs_the_mean_budget_is_the_target() -> None:
@@ -112,10 +94,6 @@ def test_over_many_runs_the_mean_budget_is_the_target() -> None:
         noise = np.random.default_rng(seed).lognormal(-0.005, 0.1, 100)
         means.append(statistics.fmean(totals(BudgetController(M, M_UP), (0.9 * noise).tolist())))
     assert statistics.fmean(means) == pytest.approx(TARGET, rel=0.01)
-
-
-def test_lengths_that_never_spread_say_nothing() -> None:
-    assert totals(BudgetController(M, M_UP), [0.0] * 5) == [TARGET] * 5
 
 
 @pytest.mark.parametrize("controller", [BudgetController(M, M_UP, target_redundancy=1), BudgetController(M, M)])
@@ -145,7 +123,7 @@ def test_more_engines_and_flat_curves_make_candidates_cheaper() -> None:
     assert total(LatencyCurve([1, 2], [0.01, 0.02])) == N * M
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 5, 30])
+@pytest.mark.parametrize("num_steps", [1, 30])
 @pytest.mark.parametrize("price", [None, 1.2])
 def test_a_restored_controller_decides_the_same(num_steps: int, price: float | None) -> None:
     controller, restored = (BudgetController(M, M_UP, 1.5, price, CURVE) for _ in range(2))
@@ -157,39 +135,13 @@ def test_a_restored_controller_decides_the_same(num_steps: int, price: float | N
     assert totals(restored, rhos[num_steps:]) == totals(controller, rhos[num_steps:])
 
 
-def test_a_target_that_changed_since_is_met() -> None:
-    old, new = BudgetController(M, M_UP, target_redundancy=1.25), BudgetController(M, M_UP, target_redundancy=1.75)
-    totals(old, [0.9] * 10)
-    new.load_state_dict(old.state_dict())
-    assert (old.total(N, 0.9), new.total(N, 0.9)) == (1.25 * N * M, 1.75 * N * M)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("rho_sum"), r"has the keys \['length_sum'.*this one has"),
-        (lambda state: state.update(surplus=1), "'surplus'"),
-        (lambda state: state.update(num_generations=4), r"`num_generations` \(4\), and it is 8 now"),
-        (lambda state: state.update(max_num_generations=12), r"`max_num_generations` \(12\)"),
-    ],
-)
-def test_other_states_are_rejected_by_name(change: Callable[[dict[str, object]], object], message: str) -> None:
+@pytest.mark.parametrize("change", [{"num_generations": 4}, {"surplus": 1}])
+def test_other_states_are_rejected_by_name(change: dict[str, int]) -> None:
     state = BudgetController(M, M_UP).state_dict()
-    change(state)
-    with pytest.raises(StateMismatchError, match=message):
-        BudgetController(M, M_UP).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=f"saved one is .*{next(iter(change))!r}.*group sizes"):
+        BudgetController(M, M_UP).load_state_dict(state | change)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_generations": 0}, r"`num_generations` \(0\)"),
-        ({"max_num_generations": 7}, r"`max_num_generations` \(7\) must be at least `num_generations` \(8\)"),
-        ({"target_redundancy": 0.5}, r"`target_redundancy` \(0.5\) must be at least 1"),
-        ({"target_redundancy": math.nan}, r"`target_redundancy` \(nan\)"),
-        ({"cost_weight": 0.1}, r"`cost_weight` \(0.1\) needs `latency_curve`"),
-    ],
-)
-def test_settings_that_can_not_work_are_named(kwargs: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        BudgetController(**{"num_generations": M, "max_num_generations": M_UP, **kwargs})  # type: ignore[arg-type]
+def test_a_price_without_a_curve_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"`cost_weight` \(0.1\) needs `latency_curve`"):
+        BudgetController(M, M_UP, cost_weight=0.1)

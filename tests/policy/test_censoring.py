@@ -2,8 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Callable
-from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.policy import LengthTracker, group_moments
-from trl_darts.policy.censoring import MAX_LOG_STD, _beyond
+from trl_darts.policy.censoring import _beyond
 
 
 Group = tuple[list[int], list[bool]]
@@ -27,25 +25,18 @@ def abort_at(lengths: np.ndarray, num_complete: int) -> Group:
     return np.minimum(lengths, bound).tolist(), (lengths > bound).tolist()
 
 
-def limit_to(lengths: np.ndarray, limit: int) -> Group:
-    return np.minimum(lengths, limit).tolist(), (lengths >= limit).tolist()
-
-
 def log_normal(rng: np.random.Generator, sigma: float, num: int, median: float = 400) -> np.ndarray:
     return np.maximum(rng.lognormal(math.log(median), sigma, num).round(), 1).astype(int)
 
 
-@given(st.lists(st.integers(0, 100_000), min_size=2, max_size=40))
+@given(st.lists(st.integers(0, 100_000), min_size=1, max_size=40))
 def test_without_censoring_it_is_the_sample_mean_and_variance(lengths: list[int]) -> None:
+    variance = statistics.variance(lengths) if len(lengths) > 1 else 0.0
     for censored in (None, [False] * len(lengths)):
         moments = group_moments(lengths, censored)
         assert moments.mean == pytest.approx(statistics.fmean(lengths))
-        assert moments.variance == pytest.approx(statistics.variance(lengths), rel=1e-9, abs=1e-9)
+        assert moments.variance == pytest.approx(variance, rel=1e-9, abs=1e-9)
         assert moments.square == pytest.approx(statistics.fmean([length**2 for length in lengths]))
-
-
-def test_one_complete_length_has_no_variance() -> None:
-    assert group_moments([12])[:3] == (12.0, 0.0, 144.0)
 
 
 @given(groups, log_stds)
@@ -66,14 +57,6 @@ def test_the_order_of_the_candidates_does_not_matter(group: list[tuple[int, bool
     assert other == pytest.approx(one, rel=1e-9, abs=1e-6, nan_ok=True)
 
 
-@given(st.integers(1, 100_000), st.integers(1, 32), log_stds)
-def test_all_censored(bound: int, num: int, log_std: float) -> None:
-    moments = group_moments([bound] * num, [True] * num, log_std)
-    assert moments.num_complete == 0
-    assert moments.mean > bound * 1.001
-    assert moments.variance > 0
-
-
 def test_the_fewer_are_complete_the_more_the_data_set_says() -> None:
     lengths = [100 + 5 * i for i in range(16)]
 
@@ -83,14 +66,6 @@ def test_the_fewer_are_complete_the_more_the_data_set_says() -> None:
         return wild / calm
 
     assert effect(1) > effect(4) > effect(12) > effect(16) == 1.0
-
-
-def test_a_bound_far_beyond_the_fit_counts_as_its_own_length() -> None:
-    """Twelve answers of about ten tokens and four that hit the limit: no overflow, no division by zero."""
-    lengths = [9, 10, 11] * 4 + [100_000] * 4
-    moments = group_moments(lengths, [False] * 12 + [True] * 4)
-    assert moments.mean == pytest.approx(statistics.fmean(lengths), rel=0.02)
-    assert math.sqrt(moments.variance) == pytest.approx(statistics.stdev(lengths), rel=0.03)
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 1.5])
@@ -119,59 +94,6 @@ def test_a_horizon_only_takes_away(group: list[tuple[int, bool]], log_std: float
     assert cut.mean <= max(horizon, *lengths, 1.0) * (1 + 1e-9)
 
 
-def test_continuous_where_a_bound_is_beyond_what_the_fit_knows() -> None:
-    moments = [
-        group_moments([90, 100, 110, bound], [False, False, False, True]).square - (bound**2) / 4
-        for bound in range(3_000, 60_000, 500)
-    ]
-    ratios = [b / a for a, b in pairwise(moments)]
-    assert min(ratios) > 1
-    assert max(ratios) < 1.5
-
-
-def test_the_deviation_is_capped() -> None:
-    """Three lengths over four orders of magnitude would otherwise predict answers of 10^10 tokens."""
-    moments = group_moments([2, 200, 20_000, 20_000], [False, False, False, True])
-    assert moments.mean < 20_000 * math.exp(MAX_LOG_STD**2)
-
-
-TAILS: dict[str, tuple[float, Callable[[np.ndarray], Group]]] = {
-    "aborted at the 8th of 16, sigma 0.6": (0.6, lambda lengths: abort_at(lengths, 8)),
-    "aborted at the 8th of 16, sigma 1.0": (1.0, lambda lengths: abort_at(lengths, 8)),
-    "aborted at the 12th of 16, sigma 1.0": (1.0, lambda lengths: abort_at(lengths, 12)),
-    "limit at the 85th percentile, sigma 1.0": (1.0, lambda lengths: limit_to(lengths, 1128)),
-    "limit at the 60th percentile, sigma 1.0": (1.0, lambda lengths: limit_to(lengths, 515)),
-}
-
-
-@pytest.mark.parametrize("case", TAILS)
-def test_bias_against_the_naive_estimates(case: str) -> None:
-    """Averaged over the epochs of the same prompt, as the tracker does. The truth is known: the tail is simulated."""
-    sigma, censor = TAILS[case]
-    rng = np.random.default_rng(0)
-    truth = 400 * math.exp(sigma**2 / 2) * math.sqrt(math.expm1(sigma**2))
-    observed, dropped, ours = [], [], []
-    for _ in range(1500):
-        lengths, censored = censor(log_normal(rng, sigma, 16))
-        complete = [length for length, flag in zip(lengths, censored, strict=True) if not flag]
-        observed.append(statistics.pvariance(lengths))
-        dropped.append(statistics.pvariance(complete) if complete else 0.0)
-        ours.append(math.sqrt(group_moments(lengths, censored, log_std=sigma).variance))
-    as_observed, as_missing = (
-        math.sqrt(statistics.fmean(observed)) / truth,
-        math.sqrt(statistics.fmean(dropped)) / truth,
-    )
-    estimate, median = statistics.fmean(ours) / truth, statistics.median(ours) / truth
-    print(
-        f"{case}: std / true std: censored as observed {as_observed:.2f}, left out {as_missing:.2f}, "
-        f"ours mean {estimate:.2f}, median {median:.2f}"
-    )
-    assert as_observed < 0.55
-    assert as_missing < 0.5
-    assert 0.7 < median < 1.3
-    assert abs(math.log(estimate)) < abs(math.log(max(as_observed, as_missing)))
-
-
 @pytest.mark.parametrize("pool", [8, 16])
 @pytest.mark.parametrize("sigma", [0.25, 1.0])
 def test_a_tracked_deviation_is_that_of_the_tail_that_was_cut_off(sigma: float, pool: int) -> None:
@@ -197,22 +119,6 @@ def test_prompts_that_differ_in_deviation_are_told_apart() -> None:
     wild, calm = ([tracker.std(prompt) for prompt in range(first, 64, 2)] for first in (0, 1))
     assert statistics.median(wild) > 2 * statistics.median(calm)
     assert sum(a > b for a in wild for b in calm) > 0.95 * len(wild) * len(calm)
-
-
-@pytest.mark.parametrize("num_complete", [8, 10])
-def test_a_censored_heavy_tail_looks_wilder_than_a_censored_calm_prompt(num_complete: int) -> None:
-    """The heavy prompt's std is 8 times the calm one's; left out or taken for observed, its tail would not be seen."""
-    rng = np.random.default_rng(1)
-    right, naive = 0, 0
-    for _ in range(400):
-        heavy, calm = log_normal(rng, 1.0, 16), log_normal(rng, 0.2, 16, median=600)
-        ours = [group_moments(*abort_at(pool, num_complete)).variance for pool in (heavy, calm)]
-        complete = statistics.pvariance(np.sort(heavy)[:num_complete].tolist()), float(np.var(calm))
-        right += ours[0] > ours[1]
-        naive += complete[0] > complete[1]  # the calm prompt was not pruned
-    print(f"heavy tail ranked first: ours {right / 4:.1f} %, naive {naive / 4:.1f} %")
-    assert right >= 320
-    assert naive < right - 100
 
 
 @pytest.mark.parametrize(

@@ -64,15 +64,12 @@ def test_fits_measured_profiles(latencies: list[float], worst: float) -> None:
     assert errors.max() < np.abs(single(np.array(POWERS, float)) / latencies - 1).max() / 1.5
 
 
-def test_outliers_and_noise_do_not_bend_the_curve() -> None:
-    rng = np.random.default_rng(0)
-    sizes = np.repeat(np.unique(np.geomspace(1, 512, 24).round()), 5)
-    measured = THREE_STAGES(sizes) * np.exp(0.03 * rng.standard_normal(sizes.size))
-    disturbed = rng.random(sizes.size) < 0.15
-    measured[disturbed] *= rng.uniform(2, 6, disturbed.sum())  # another process ran
-    curve = LatencyCurve.fit(sizes, measured)
-    grid = np.geomspace(1, 512, 60)
-    assert np.abs(curve(grid) / THREE_STAGES(grid) - 1).max() < 0.08
+def test_models_are_compared_by_the_names_that_are_known() -> None:
+    curve = LatencyCurve([1], [1.0], {"model": "some/Tiny-1B"})
+    assert curve.is_of("/models/tiny-1b/")
+    assert curve.is_of(None)
+    assert LatencyCurve([1], [1.0]).is_of("some/Tiny-1B")
+    assert not curve.is_of("some/Other-7B")
 
 
 @pytest.mark.parametrize("spoilt", [0, 6, 9])
@@ -87,7 +84,9 @@ def test_one_disturbed_batch_size_does_not_bend_the_curve(spoilt: int) -> None:
     assert np.abs(curve(2048.0) / THREE_STAGES(2048.0) - 1) < 0.25
 
 
-def test_extrapolation() -> None:
+def test_extrapolation_and_arrays() -> None:
+    sizes = np.array([[0.5, 1, 20], [24, 300, 2000]])
+    assert THREE_STAGES(sizes).ravel() == pytest.approx([THREE_STAGES(size) for size in sizes.ravel().tolist()])
     curve = LatencyCurve([8, 64], [0.010, 0.038])
     assert curve(0) == curve(1) == curve(8) == 0.010
     assert curve(128) == pytest.approx(0.070)  # the last segment's slope
@@ -96,21 +95,12 @@ def test_extrapolation() -> None:
     assert len(set(falling.values)) == 1
 
 
-def test_arrays_and_scalars_agree() -> None:
-    sizes = np.array([[0.5, 1, 20], [24, 300, 2000]])
-    values = THREE_STAGES(sizes)
-    assert values.shape == sizes.shape
-    assert values.ravel() == pytest.approx([THREE_STAGES(size) for size in sizes.ravel().tolist()])
-    assert isinstance(THREE_STAGES(3), float)
-
-
 @pytest.mark.parametrize(
     ("batch_sizes", "latencies", "num_segments", "message"),
     [
         ([], [], 3, "at least 1"),
         ([1, 2], [0.1], 3, r"shape \(2,\)"),
         ([1, 0], [0.1, 0.1], 3, "`batch_sizes` must be positive"),
-        ([1, 2], [0.1, float("nan")], 3, "`latencies` must be positive"),
         ([1, 2], [0.1, 0.1], 0, r"`num_segments` \(0\)"),
     ],
 )
@@ -147,9 +137,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "curve.json"
     curve = LatencyCurve([1, 8.5], [0.1, 0.25], metadata={"model": "tiny", "tensor_parallel_size": 2})
     curve.save(path)
-    loaded = LatencyCurve.load(path)
-    assert loaded == curve
-    assert loaded.metadata == curve.metadata
+    assert LatencyCurve.load(path) == curve
     assert json.loads(path.read_text()) == {
         "kind": "latency_curve",
         "version": 1,
@@ -157,7 +145,6 @@ def test_file_round_trip(tmp_path: Path) -> None:
         "values": [0.1, 0.25],
         "metadata": {"model": "tiny", "tensor_parallel_size": 2},
     }
-    assert LatencyCurve.from_dict(curve.to_dict()) == curve
 
 
 CURVE = '{"kind": "latency_curve", "version": 1, '
@@ -166,43 +153,22 @@ CURVE = '{"kind": "latency_curve", "version": 1, '
 @pytest.mark.parametrize(
     ("content", "found"),
     [
+        (None, "No such file"),
         ("", "Expecting value"),
         ('{"kind": "recipe", "version": 1}', "`kind` \\('recipe'\\)"),
         ('{"kind": "latency_curve", "version": 2}', r"`version` \(2\)"),
         (CURVE + '"knots": [1]}', "`values`"),
-        (CURVE + '"knots": 1, "values": 2}', "not iterable"),
         (CURVE + '"knots": [1, 2], "values": [1]}', "same length"),
         (CURVE + '"knots": [2, 1], "values": [1, 2]}', "strictly increasing"),
         (CURVE + '"knots": [1, 2], "values": [2, 1]}', "non-decreasing"),
-        (CURVE + '"knots": [1, 2], "values": [1, NaN]}', "non-decreasing"),
         ('{"kind": "latency_profile", "version": 1}', "holds no latency curve"),
     ],
 )
-def test_bad_files_name_path_finding_and_remedy(tmp_path: Path, content: str, found: str) -> None:
+def test_bad_files_name_path_finding_and_remedy(tmp_path: Path, content: str | None, found: str) -> None:
     path = tmp_path / "curve.json"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
     with pytest.raises(ConfigurationError, match=found) as caught:
         LatencyCurve.load(path)
     assert str(path) in str(caught.value)
     assert "trl-darts profile" in str(caught.value)
-
-
-def test_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"`path`.*No such file"):
-        LatencyCurve.load(tmp_path / "nothing.json")
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigurationError, match="`path`"):
-        LatencyCurve.load(tmp_path / "binary.json")
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "fits"),
-    [
-        ("some/Tiny-1B", "/models/tiny-1b/", True),
-        ("some/Tiny-1B", "some/Other-7B", False),
-        (None, "some/Tiny-1B", True),
-        ("some/Tiny-1B", None, True),
-    ],
-)
-def test_models_are_compared_by_the_names_that_are_known(own, other, fits) -> None:
-    assert LatencyCurve([1], [1.0], {"model": own}).is_of(other) is fits

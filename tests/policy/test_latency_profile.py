@@ -9,14 +9,12 @@ import pytest
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import (
     DecodePoint,
-    HeldOutError,
     LatencyCurve,
     LatencyProfile,
     LatencySurface,
     PrefillLine,
     PrefillPoint,
 )
-from trl_darts.policy.latency_profile import held_out_error
 
 
 CONTEXTS = (128, 512, 2048, 8192)
@@ -52,32 +50,12 @@ def test_one_context_makes_no_surface() -> None:
     assert set(profile.held_out) == {"curve"}
 
 
-def test_a_single_point_is_a_constant() -> None:
-    profile = LatencyProfile.fit([point(4, 128)])
-    assert profile.curve(100) == point(4, 128).seconds
-    assert profile.held_out == {}
-
-
 def test_held_out_errors_grow_with_the_noise() -> None:
     exact, noisy = (LatencyProfile.fit(points(noise), prompts()).held_out for noise in (0.0, 0.05))
     assert set(exact) == {"curve", "surface", "prefill"}
     assert all(error.worst < 0.01 for error in exact.values())
     assert 0.01 < noisy["surface"].median < 0.1
     assert noisy["curve"].worst > 0.02
-
-
-def test_each_inner_point_is_left_out_once() -> None:
-    fitted = []
-
-    def fit(x: np.ndarray, y: np.ndarray):
-        fitted.append(x.tolist())
-        return lambda x: 1 + x / 10
-
-    columns = np.array([[0, 1, 2, 3, 4], [1, 1, 1, 1, 1]], float)
-    error = held_out_error(fit, columns, np.array([False, True, True, True, True]))
-    assert fitted == [[0, 2, 3], [0, 1, 3, 4], [0, 1, 2, 4]]
-    assert error == HeldOutError(pytest.approx(0.25), pytest.approx(0.4), 4)
-    assert held_out_error(fit, columns, np.zeros(5, bool)) is None
 
 
 def test_prefill_is_a_line() -> None:
@@ -102,21 +80,6 @@ def test_one_file_for_profile_curve_and_surface(tmp_path: Path) -> None:
     assert (data["kind"], data["version"]) == ("latency_profile", 1)
 
 
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        ('{"kind": "latency_curve", "version": 1}', "`kind` \\('latency_curve'\\) of a latency profile"),
-        ('{"kind": "latency_profile", "version": 1}', "must have the entries `points`, `prefill_points`, `curve`"),
-    ],
-)
-def test_bad_files_name_path_and_finding(tmp_path: Path, content: str, found: str) -> None:
-    path = tmp_path / "latency.json"
-    path.write_text(content)
-    with pytest.raises(ConfigurationError, match=found) as caught:
-        LatencyProfile.load(path)
-    assert str(path) in str(caught.value)
-
-
 def test_prefill_of_a_file(tmp_path: Path) -> None:
     """A profile's line, and none of a curve alone or of a profile without prompts."""
     points = [DecodePoint(1, 10, 10.0, 1.0, 0.0, (1.0,))]
@@ -128,7 +91,7 @@ def test_prefill_of_a_file(tmp_path: Path) -> None:
     LatencyCurve([1], [1.0]).save(tmp_path / "curve.json")
     assert PrefillLine.load(tmp_path / "decoding.json") is None
     assert PrefillLine.load(tmp_path / "curve.json") is None
-    (tmp_path / "broken.json").write_text('{"kind": "latency_profile", "prefill": {"base_s": 1.0}}')
-    for name, words in (("broken.json", "per_token_s"), ("nothing.json", "must name a JSON file")):
-        with pytest.raises(ConfigurationError, match=words):
-            PrefillLine.load(tmp_path / name)
+    (tmp_path / "broken.json").write_text('{"kind": "latency_profile", "version": 1, "prefill": {"base_s": 1.0}}')
+    for kind, reason in ((PrefillLine, "per_token_s"), (LatencySurface, "holds no"), (LatencyProfile, "`points`")):
+        with pytest.raises(ConfigurationError, match=reason):
+            kind.load(tmp_path / "broken.json")

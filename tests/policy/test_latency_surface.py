@@ -1,15 +1,12 @@
 """The invariants of `trl_darts/policy/latency_surface.py`, and how well the fit does."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError
-from trl_darts.policy import LatencyCurve, LatencySurface
+from trl_darts.policy import LatencySurface
 
 
 SIZES = 2 ** np.arange(9)
@@ -56,9 +53,8 @@ def test_recovers_the_lines_it_was_made_of() -> None:
     assert surface(200, 50_000) == pytest.approx(made(200, 50_000), rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_noise_and_outliers_do_not_bend_the_surface(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_noise_and_outliers_do_not_bend_the_surface() -> None:
+    rng = np.random.default_rng(0)
     sizes, tokens = np.repeat(GRID, 3, axis=0).T
     measured = truth(sizes, tokens) * np.exp(0.02 * rng.standard_normal(sizes.size))
     measured[rng.random(sizes.size) < 0.05] *= 3  # another process ran
@@ -68,24 +64,6 @@ def test_noise_and_outliers_do_not_bend_the_surface(seed: int) -> None:
     errors = np.abs(surface(*GRID.T) / truth(*GRID.T) - 1)
     assert errors.max() < 0.08
     assert np.median(errors) < 0.02
-
-
-@pytest.mark.parametrize("spoilt", [(1, 8192), (16, 128), (128, 128)])
-def test_one_disturbed_point_does_not_bend_the_others(spoilt: tuple[int, int]) -> None:
-    sizes, tokens = GRID.T
-    measured = truth(sizes, tokens) * np.exp(0.01 * np.cos(2.3 * np.arange(sizes.size)))
-    hit = (sizes == spoilt[0]) & (tokens == spoilt[0] * spoilt[1])
-    measured[hit] *= 3
-    errors = np.abs(LatencySurface.fit(sizes, tokens, measured)(sizes, tokens) / truth(sizes, tokens) - 1)
-    assert errors[~hit].max() < 0.04
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_noise_where_nothing_rises_is_averaged(seed: int) -> None:
-    """A fit whose lines are put in order afterwards, each lifted to the one before, is 5 % too high on average."""
-    noise = np.exp(0.05 * np.random.default_rng(seed).standard_normal(len(GRID)))
-    surface = LatencySurface.fit(*GRID.T, 0.01 * noise)
-    assert abs(np.mean(surface(*GRID.T)) / 0.01 - 1) < 0.02
 
 
 def test_a_batch_size_with_one_context_takes_its_neighbours_slope() -> None:
@@ -104,24 +82,12 @@ def test_extrapolation() -> None:
     assert surface(2, -5) == surface(2, 0) == 0.010
 
 
-def test_arrays_and_scalars_agree() -> None:
-    surface = LatencySurface.fit(*GRID.T, truth(*GRID.T))
-    sizes, tokens = np.array([[0.5], [24], [400]]), np.array([[0, 5_000, 1e6]])
-    values = surface(sizes, tokens)
-    assert values.shape == (3, 3)
-    assert values[1, 2] == surface(24, 1e6)
-    assert isinstance(surface(3, 4), float)
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
         (([1, 2], [0.1], [0, 0], [1, 1]), "one per batch size"),
-        (([1], [float("inf")], [0], [1]), "finite"),
         (([2, 1], [0.1, 0.1], [0, 0], [1, 1]), "`batch_sizes`.*must not decrease"),
-        (([1, 2], [0.2, 0.1], [0, 0], [1, 1]), "`base_latencies`.*must not decrease"),
         (([1, 2], [0.1, 0.1], [0, -1], [1, 1]), "`token_latencies` may be 0"),
-        (([1, 2], [0.1, 0.1], [0, 0], [2, 1]), "`reaches` must not decrease"),
     ],
 )
 def test_impossible_surfaces_are_named(columns: tuple[list[float], ...], message: str) -> None:
@@ -129,20 +95,3 @@ def test_impossible_surfaces_are_named(columns: tuple[list[float], ...], message
         LatencySurface(*columns)
     with pytest.raises(ConfigurationError, match="`context_length`"):
         LatencySurface([1], [0.1], [0], [1]).at_context(-1)
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (LatencyCurve([1], [0.1]).to_dict(), "`kind` \\('latency_curve'\\) of a latency surface"),
-        ({"kind": "latency_surface", "version": 1, "batch_sizes": [1]}, "`base_latencies`"),
-        ({"kind": "latency_profile", "version": 1}, "holds no latency surface. It was measured with one context"),
-    ],
-)
-def test_bad_files_name_path_finding_and_remedy(tmp_path: Path, content: dict, found: str) -> None:
-    path = tmp_path / "surface.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigurationError, match=found) as caught:
-        LatencySurface.load(path)
-    assert str(path) in str(caught.value)
-    assert "trl-darts profile" in str(caught.value)

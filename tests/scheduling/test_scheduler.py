@@ -71,7 +71,6 @@ def test_saturated_group_stops_at_its_mth_complete_candidate():
     aborted = [c for c in result.groups[0].candidates if c.state is CandidateState.ABORTED]
     assert [c.index for c in aborted] == [1, 3, 5]
     assert [c.length for c in aborted] == [12, 12, 12]  # what they had is known
-    assert all(c.censored for c in aborted)
 
 
 def test_tail_pruning_off_waits_for_the_saturated_group_too():
@@ -147,26 +146,6 @@ def test_candidates_of_an_earlier_rollout_are_not_sampled_again():
     assert [c.length for c in result.groups[0].candidates] == [8, 10, 4]
 
 
-def test_bounded_wait_does_nothing_before_the_mth_complete_candidate():
-    engine = StubEngine({0: [10, 15, 600, 700, 900]}, progress_interval=1)
-    result = engine.run(darts(long_end_patience=1.0), [GroupPlan(0, 5)])
-    assert result.groups[0].selected == [0, 1, 2]
-    assert end_of(result) == pytest.approx(600, abs=1)
-
-
-def test_same_decisions_whatever_the_order_of_simultaneous_groups():
-    lengths = {0: [4, 90, 7, 30, 12, 500], 1: [8, 8, 8, 8, 8, 8]}
-    alone = [StubEngine(lengths).run(darts(), [GroupPlan(i, 6)]).groups[0].selected for i in (0, 1)]
-    together = StubEngine(lengths).run(darts(), [GroupPlan(1, 6), GroupPlan(0, 6)])
-    assert [g.selected for g in together.groups] == alone[::-1]
-
-
-def test_candidates_go_to_the_least_loaded_engine():
-    scheduler = grpo(num_generations=4)
-    commands = scheduler.start([GroupPlan(0, 4)], [EngineLoad("a"), EngineLoad("b", capacity=1)], now=0.0)
-    assert [c.engine_id for c in commands] == ["a", "b", "a", "a"]
-
-
 def test_candidates_wait_for_room():
     scheduler = grpo(num_generations=3)
     assert len(scheduler.start([GroupPlan(0, 3)], [EngineLoad("a", capacity=2)], now=0.0)) == 2
@@ -195,12 +174,6 @@ def test_last_engine_lost_is_waited_for():
     assert not scheduler.done
     commands = scheduler.handle(EngineJoined("http://a", now=2.0))
     assert [(c.candidate_id, c.segment, c.prior_tokens) for c in commands] == [(0, 1, ()), (1, 1, (5, 6))]
-
-
-def test_without_an_engine_all_wait_for_one():
-    scheduler = grpo(num_generations=2)
-    assert scheduler.start([GroupPlan(0, 2)], [], now=0.0) == []
-    assert len(scheduler.handle(EngineJoined("a", now=1.0))) == 2
 
 
 def test_candidate_that_no_engine_survives_is_named():
@@ -264,7 +237,7 @@ def test_failed_candidate_aborts_the_rest_and_surfaces_the_message():
 
 
 @pytest.mark.parametrize(
-    ("event", "words"),
+    ("event", "message"),
     [
         (ended(0, 0, now=1.0), "without a single token"),
         (ended(0, 3, now=1.0, reason=FinishReason.ABORT), "not by this trainer"),
@@ -272,11 +245,11 @@ def test_failed_candidate_aborts_the_rest_and_surfaces_the_message():
         (CandidateEnded(0, 0, 0, [5, 5], [-1.0], FinishReason.STOP, 1.0), "1 log-probs came for 2 tokens"),
     ],
 )
-def test_answers_that_make_no_sense_fail(event, words):
+def test_answers_that_make_no_sense_fail(event, message):
     scheduler = grpo(num_generations=1)
     scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
     scheduler.handle(event)
-    with pytest.raises(GenerationError, match=words):
+    with pytest.raises(GenerationError, match=message):
         scheduler.result()
 
 
@@ -292,17 +265,6 @@ def test_failed_group_is_dropped_and_the_others_go_on():
     assert [group.plan.group_id for group in result.groups] == [1]
 
 
-def test_group_that_has_enough_keeps_it_when_a_candidate_fails():
-    policies = make_policies("darts", 2, 4, 1)
-    scheduler = Scheduler(policies, 2, drop_failed_groups=True)
-    scheduler.start([GroupPlan(0, 3)], [EngineLoad("a")], now=0.0)
-    scheduler.handle(ended(0, 3, now=1.0))
-    scheduler.handle(ended(2, 5, now=1.0))
-    scheduler.handle(CandidateFailed(1, 0, "broken", now=2.0))
-    (group,) = scheduler.result().groups
-    assert group.selected == [0, 2]
-
-
 def test_nothing_left_to_train_on_is_an_error():
     scheduler = Scheduler(SchedulePolicies(), 1, drop_failed_groups=True)
     scheduler.start([GroupPlan(0, 1), GroupPlan(1, 1)], [], now=0.0)
@@ -312,16 +274,13 @@ def test_nothing_left_to_train_on_is_an_error():
         scheduler.result()
 
 
-def test_too_few_candidates_are_refused():
-    with pytest.raises(ConfigurationError, match=r"`num_candidates` \(2\) of group 0 must be at least"):
-        grpo().start([GroupPlan(0, 2)], [EngineLoad("a")], now=0.0)
-
-
-def test_repeated_group_is_refused():
-    with pytest.raises(ConfigurationError, match="occurs twice"):
-        grpo().start([GroupPlan(0, 3), GroupPlan(0, 3)], [EngineLoad("a")], now=0.0)
-
-
-def test_unknown_schedule_names_the_rows():
-    with pytest.raises(ConfigurationError, match=r"`schedule` \('best'\) must be one of 'grpo', 'darts'"):
-        make_policies("best", 8, 16, 1)
+@pytest.mark.parametrize(
+    ("plans", "message"),
+    [
+        ([GroupPlan(0, 2)], r"`num_candidates` \(2\) of group 0 must be at least"),
+        ([GroupPlan(0, 3)] * 2, "occurs twice"),
+    ],
+)
+def test_impossible_plans_are_refused(plans, message):
+    with pytest.raises(ConfigurationError, match=message):
+        grpo().start(plans, [EngineLoad("a")], now=0.0)

@@ -8,17 +8,15 @@ from trl_darts.buffer.rounds import PartialRollout, Sorted, TailBatching, round_
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve, LengthTracker
 from trl_darts.scheduling import (
-    AllGroups,
     AssignedPlacement,
     DualEnd,
     FirstGroups,
-    LeastLoaded,
     LengthRanked,
     LongestFirst,
     ScheduleSettings,
     UniformPool,
-    WaitForAll,
 )
+from trl_darts.scheduling.policies import AllGroups, LeastLoaded, WaitForAll
 
 
 def test_every_setting_says_what_it_means():
@@ -44,13 +42,6 @@ def test_rows_of_the_table(schedule, stop, rounds):
     assert settings.length_ranked == (schedule != "grpo")
 
 
-def test_selection_is_a_decision_of_its_own():
-    settings = ScheduleSettings("tail_batching", selection="dual_end")
-    assert type(settings.policies().group_stop) is DualEnd
-    assert settings.over_provisions
-    assert type(ScheduleSettings(selection="uniform").policies().group_stop) is UniformPool
-
-
 def test_the_policies_of_a_rollout_are_complete():
     lengths, ready = [10.0, 90.0], FirstGroups(1)
     assigned = AssignedPlacement([["0"], ["1"]])
@@ -62,11 +53,13 @@ def test_the_policies_of_a_rollout_are_complete():
     assert ScheduleSettings().policies(lengths, placement=assigned).placement is assigned
     assert type(ScheduleSettings().policies().placement) is LeastLoaded  # nothing is known of lengths
     assert type(ScheduleSettings(length_ranked=False).policies(lengths).placement) is LeastLoaded
+    assert type(ScheduleSettings("tail_batching", selection="dual_end").policies().group_stop) is DualEnd
+    assert type(ScheduleSettings(selection="uniform").policies().group_stop) is UniformPool
 
 
-@pytest.mark.parametrize(("word", "value"), [("2.5", 2.5), ("auto", "auto"), ("none", None)])
-def test_words_of_a_command_line(word, value):
-    assert ScheduleSettings(long_end_patience=word).long_end_patience == value
+@pytest.mark.parametrize(("text", "value"), [("2.5", 2.5), ("auto", "auto"), ("none", None)])
+def test_values_of_a_command_line(text, value):
+    assert ScheduleSettings(long_end_patience=text).long_end_patience == value
 
 
 @pytest.mark.parametrize("schedule", ["darts", "grpo", "tail_batching", "partial_rollout", "sorted"])
@@ -85,24 +78,18 @@ def test_a_price_of_time_needs_a_curve():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
+    ("kwargs", "message"),
     [
         ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'"),
         ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 1"),
         ({"num_longest": 8}, r"`num_longest` \(8\) must be at least 0 and less than `num_generations` \(8\)"),
-        ({"num_longest": -1}, r"`num_longest` \(-1\)"),
         (
             {"max_num_generations": 6},
             r"`max_num_generations` \(6\) must be at least `num_generations` \(8\). Raise it",
         ),
         ({"target_redundancy": 0.9}, r"`target_redundancy` \(0.9\) must be between 1 and .* \(2\)"),
-        ({"target_redundancy": 2.1}, r"`target_redundancy` \(2.1\)"),
-        ({"target_redundancy": float("nan")}, r"`target_redundancy` \(nan\)"),
-        ({"target_redundancy": 1.5, "max_num_generations": 8}, r"between 1 and .* \(1\)"),
         ({"redundancy_cost_weight": 0.0}, r"`redundancy_cost_weight` \(0.0\) must be positive"),
-        ({"redundancy_cost_weight": float("inf")}, r"`redundancy_cost_weight` \(inf\)"),
         ({"length_ema": 0.0}, r"`length_ema` \(0.0\)"),
-        ({"length_ema": 1.5}, r"`length_ema` \(1.5\)"),
         (
             {"schedule": "grpo", "selection": "dual_end"},
             r"`selection` \('dual_end'\) does not go with .*`schedule='darts'`",
@@ -111,14 +98,12 @@ def test_a_price_of_time_needs_a_curve():
         ({"selection": "best"}, r"`selection` \('best'\) must be one of 'dual_end', 'uniform', 'all'"),
         ({"long_end_patience": "soon"}, r"`long_end_patience` \('soon'\) must be a number, 'auto' or None"),
         ({"long_end_patience": "0.5"}, r"`long_end_patience` \(0.5\) must be at least 1"),
-        ({"long_end_patience": float("nan")}, r"`long_end_patience` \(nan\) must be at least 1"),
         (
             {"schedule": "sorted", "long_end_patience": 2.0},
             r"`long_end_patience` \(2.0\) has no effect with `selection`",
         ),
         ({"prompt_oversampling": 1.5}, r"`prompt_oversampling` \(1.5\) has no effect with `schedule` \('darts'\)"),
         ({"schedule": "tail_batching", "prompt_oversampling": 1.0}, "must be greater than 1"),
-        ({"schedule": "tail_batching", "max_partial_age": 2}, r"`max_partial_age` \(2\) has no effect"),
         ({"schedule": "partial_rollout", "max_partial_age": 0}, r"`max_partial_age` \(0\) must be at least 1"),
         ({"schedule": "partial_rollout", "mask_stale_after": -1}, r"`mask_stale_after` \(-1\) must be at least 0"),
         ({"schedule": "sorted", "sorted_mode": "post_hoc"}, r"`sorted_mode` \('post_hoc'\) must be one of"),
@@ -126,10 +111,9 @@ def test_a_price_of_time_needs_a_curve():
         ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
         ({"num_long_servers": -1}, "must not be negative"),
         ({"num_long_servers": 1, "length_ranked": False}, "needs `length_ranked=True`"),
-        ({"schedule": "grpo", "num_long_servers": 1}, "needs `length_ranked=True`"),
         ({"long_share": 1.0}, "must be between 0 and 1"),
     ],
 )
-def test_refused(kwargs, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_refused(kwargs, message):
+    with pytest.raises(ConfigurationError, match=message):
         ScheduleSettings(**kwargs)

@@ -16,11 +16,5 @@ def test_bubble_ratio_is_equation_4():
     busy = occupancy([2, 5, 5, 10])
     assert (busy.peak, busy.area, busy.seconds) == (4, 22.0, 10.0)
     assert bubble_ratio(busy) == pytest.approx(18 / 40)
-
-
-def test_equal_lengths_leave_no_bubble():
     assert bubble_ratio(occupancy([7, 7, 7])) == 0.0
-
-
-def test_nothing_ran():
     assert bubble_ratio(Occupancy(0, 0.0, 0.0)) == 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.servers import free_port
+from benchmarks.vllm_server import free_port
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving.build import VLLMBuild
 from trl_darts.serving.command import ServerCommand

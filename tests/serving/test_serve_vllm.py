@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.servers import VLLMServer
+from benchmarks.vllm_server import VLLMServer
 from trl_darts.serving.options import check_ports
 
 from .builders import assert_ended, family, free_ports, wait_for

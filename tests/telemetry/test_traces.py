@@ -9,7 +9,7 @@ import pytest
 from tests.analysis.report.builders import make_trace, write_run
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling import GroupSummary
-from trl_darts.telemetry.traces import COLUMNS, read_traces, write_trace
+from trl_darts.telemetry.traces import read_traces, write_trace
 
 
 def record(*groups: GroupSummary, deferred: tuple[GroupSummary, ...] = (), carries_over: bool = False):
@@ -65,19 +65,6 @@ def test_prompts_keep_all_digits_of_their_hashes(tmp_path):
     assert read_traces(tmp_path)[0]["prompt_key"].tolist() == [keys[0], keys[0], keys[1], keys[1]]
 
 
-def test_order_is_that_of_the_rollouts(tmp_path):
-    for step, micro in ((10, 0), (2, 1), (2, 0)):
-        write_trace(tmp_path, step, micro, record(group(1)))
-    traces, _ = read_traces(tmp_path)
-    assert traces[["step", "micro"]].drop_duplicates().to_numpy().tolist() == [[3, 0], [3, 1], [11, 0]]
-
-
-def test_no_traces_have_the_same_columns(tmp_path):
-    traces, notes = read_traces(tmp_path)
-    assert {**traces.dtypes} == {**traces.astype({**COLUMNS, "micro": "int64"}).dtypes}
-    assert notes == []
-
-
 def test_files_that_can_not_be_read_are_noted(tmp_path):
     write_run(tmp_path, traces=1)
     (tmp_path / "rollouts" / "rollout_00001_00.parquet").write_bytes(b"PAR1 half a file")
@@ -96,8 +83,6 @@ def test_files_that_can_not_be_read_are_noted(tmp_path):
             "lacks the columns length, start_seconds.*Train",
         ),
         (make_trace().astype({"selected": "int64"}), "must have bool in the column selected, and has int64"),
-        (make_trace().astype({"length": "float64"}), "must have int64 in the column length, and has float64"),
-        (make_trace().astype({"group": "str"}), "must have int64 in the column group"),
         (pd.DataFrame({"step": []}), "must be a Parquet file, with candidates. It has no candidates"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the tests of this directory share: data, a reward, and a training that is checked as TRL checks its own."""
+"""What the tests of this directory share: data, a reward, and a training that is checked."""
 
 from __future__ import annotations
 
@@ -55,27 +55,17 @@ def make_trainer(model: Any, args: DARTSGRPOConfig, **kwargs: Any) -> DARTSGRPOT
     return DARTSGRPOTrainer(model, args=args, **{"reward_funcs": variety, "train_dataset": texts(), **kwargs})
 
 
-def params_of(model: torch.nn.Module, trainable_only: bool = False) -> dict[str, torch.Tensor]:
-    """A copy of the parameters."""
-    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad or not trainable_only}
-
-
-def changed(trainer: Any, before: dict[str, torch.Tensor]) -> set[str]:
-    """Names of the parameters that are not what they were."""
-    return {name for name, param in before.items() if not torch.equal(param, trainer.model.get_parameter(name))}
-
-
 def train(trainer: Any) -> set[str]:
     """
     Trains, checks that there is a loss and that more was sampled than trained on, and returns the names of the
     parameters that changed.
     """
-    before = params_of(trainer.model)
+    before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     trainer.train()
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
     if trainer.args.schedule == "darts" and trainer.args.max_num_generations > trainer.args.num_generations:
         assert max(step_logs(trainer, "darts/budget/redundancy")) > 1
-    return changed(trainer, before)
+    return {name for name, param in before.items() if not torch.equal(param, trainer.model.get_parameter(name))}
 
 
 def train_all(trainer: Any) -> None:
@@ -88,21 +78,7 @@ def step_logs(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def record_losses(trainer: Any) -> list[tuple[dict[str, Any], torch.Tensor, float]]:
-    """Collects each micro-batch's inputs, log-probs and loss while the trainer trains."""
-    records: list[tuple[dict[str, Any], torch.Tensor, float]] = []
-    compute, forward = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
-    latest: list[Any] = []
-
-    def recorded_forward(*args: Any, **kwargs: Any) -> Any:
-        latest[:] = [forward(*args, **kwargs)]
-        return latest[0]
-
-    def recorded_compute(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = compute(model, inputs)
-        records.append((inputs, latest[0][0].detach(), loss.item()))
-        return loss
-
-    trainer._get_per_token_logps_and_entropies = recorded_forward
-    trainer._compute_loss = recorded_compute
-    return records
+def rows_of(batch: dict[str, Any], kind: str) -> list[list[int]]:
+    """Token IDs of a batch's prompts or completions, without padding."""
+    masks = batch[f"{kind}_mask"].bool()
+    return [ids[mask].tolist() for ids, mask in zip(batch[f"{kind}_ids"], masks, strict=True)]

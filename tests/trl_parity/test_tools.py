@@ -1,84 +1,31 @@
-"""Tools: the model calls them, they answer or fail, and the conversation goes on."""
+"""Tools and environments: a conversation goes on with the row that called, whatever was sampled beside it."""
 
-import asyncio
+import itertools
 
 import pytest
 
 from tests.builders import record_batches
-from tests.trl_parity.common import make_args, make_trainer, step_logs, train_all
+from tests.trl_parity.common import chats, step_logs, train, train_all
 from tests.trl_parity.tool_calls import (
-    BROKEN,
+    ADD,
+    ANSWERS,
+    DOUBLE,
     FAILING,
-    FAILING_LATER,
     LATER,
     RIGHT,
+    TOOLS,
     UNKNOWN,
     WRONG,
+    Counter,
     Reader,
+    multiply,
     said,
     tool_messages,
     tool_trainer,
 )
 
 
-def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two numbers.
-
-    Args:
-        a: One number.
-        b: The other.
-
-    Returns:
-        Their product.
-    """
-    return a * b
-
-
-async def multiply_later(a: int, b: int) -> int:
-    """
-    Multiplies two numbers, after a while.
-
-    Args:
-        a: One number.
-        b: The other.
-
-    Returns:
-        Their product.
-    """
-    await asyncio.sleep(0)
-    return a * b
-
-
-def fail(a: int) -> int:
-    """
-    Fails.
-
-    Args:
-        a: Any number.
-    """
-    raise RuntimeError(f"no {a}")
-
-
-async def fail_later(a: int) -> int:
-    """
-    Fails, after a while.
-
-    Args:
-        a: Any number.
-    """
-    fail(a)
-
-
-ANSWERS = {
-    RIGHT: "12",
-    LATER: "30",
-    WRONG: str({"error": "multiply() got an unexpected keyword argument 'c'"}),
-    UNKNOWN: str({"error": "Tool divide not found."}),
-    FAILING: str({"error": "no 1"}),
-    FAILING_LATER: str({"error": "no 2"}),
-}
-TOOLS = [multiply, multiply_later, fail, fail_later]
+pytestmark = pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
 
 
 def check_row(tokenizer, prompt, messages, ids, mask):
@@ -98,17 +45,7 @@ def check_row(tokenizer, prompt, messages, ids, mask):
             asked = [ANSWERS[call] for call in said(message)[1:]]
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        [RIGHT],
-        [LATER],
-        [RIGHT, WRONG],
-        [RIGHT, UNKNOWN],
-        [LATER, FAILING, FAILING_LATER],
-        [RIGHT, LATER, WRONG, UNKNOWN, FAILING, FAILING_LATER],
-    ],
-)
+@pytest.mark.parametrize("calls", [[RIGHT], [RIGHT, LATER, WRONG, UNKNOWN, FAILING]])
 def test_tools_answer_the_row_that_called_them(caller, tmp_path, calls):
     reader = Reader()
     trainer = tool_trainer(caller(*calls), tmp_path, reader, tools=TOOLS)
@@ -119,50 +56,11 @@ def test_tools_answer_the_row_that_called_them(caller, tmp_path, calls):
         for row, mask in zip(rows, batch["tool_mask"], strict=True):
             check_row(trainer.processing_class, *row, mask[: len(row[2])].tolist())
         contents = [message["content"] for row in rows for message in tool_messages(row)]
-        failures = [content for content in contents if "error" in content]
+        own_lengths = (batch["completion_mask"] * batch["tool_mask"]).sum(1).float()
         assert entry["tools/call_frequency"] == pytest.approx(len(contents) / 8)
-        assert entry["tools/failure_frequency"] == pytest.approx(len(failures) / max(len(contents), 1))
-        assert entry["completions/mean_length"] == pytest.approx(batch_lengths(batch).mean().item())
+        assert entry["completions/mean_length"] == pytest.approx(own_lengths.mean().item())
         answers += contents
     assert set(answers) == {ANSWERS[call] for call in calls}
-
-
-def batch_lengths(batch):
-    """Tokens of each row that the model wrote."""
-    return (batch["completion_mask"] * batch["tool_mask"]).sum(1).float()
-
-
-def test_call_that_can_not_be_read_is_text(caller, tmp_path):
-    reader = Reader()
-    trainer = tool_trainer(caller(BROKEN), tmp_path, reader, tools=TOOLS)
-    train_all(trainer)
-    assert all(len(messages) == 1 and not messages[0].get("tool_calls") for _, messages, _ in reader.batches[0])
-    assert BROKEN in "".join(messages[0]["content"] for _, messages, _ in reader.batches[0])
-    assert step_logs(trainer, "tools/call_frequency") == [0, 0, 0]
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-def test_tool_turns_are_limited(caller, tmp_path, limit):
-    reader = Reader()
-    fields = {"max_tool_calling_iterations": limit, "max_steps": 1}
-    trainer = tool_trainer(caller(RIGHT, share=0.9), tmp_path, reader, tools=TOOLS, fields=fields)
-    trainer.train()
-    turns = [sum(message["role"] == "assistant" for message in messages) for _, messages, _ in reader.batches[0]]
-    assert max(turns) == limit + 1
-
-
-def test_answers_beyond_the_limit_are_left_out(caller, tmp_path):
-    reader = Reader()
-    trainer = tool_trainer(
-        caller(RIGHT, share=0.9), tmp_path, reader, tools=TOOLS, fields={"max_completion_length": 60}
-    )
-    batches = record_batches(trainer)
-    train_all(trainer)
-    rows = [row for batch in reader.batches for row in batch]
-    assert max(len(ids) for _, _, ids in rows) <= 60
-    unanswered = [messages for _, messages, _ in rows if messages[-1].get("tool_calls")]
-    assert unanswered
-    assert all(batch["completion_ids"].shape == batch["tool_mask"].shape for batch in batches)
 
 
 def test_only_the_first_turn_has_more_candidates_than_rows(caller, tmp_path):
@@ -181,24 +79,136 @@ def test_only_the_first_turn_has_more_candidates_than_rows(caller, tmp_path):
     assert max(later) <= 8
 
 
-def test_tools_in_evaluation(caller, tmp_path):
+@pytest.mark.parametrize("actors", [{"tools": [multiply]}, {"environment_factory": Counter}], ids=",".join)
+def test_evaluation(caller, tmp_path, actors):
     reader = Reader()
-    trainer = tool_trainer(caller(RIGHT, WRONG), tmp_path, reader, tools=TOOLS)
+    trainer = tool_trainer(caller(RIGHT, ADD), tmp_path, reader, **actors)
     metrics = trainer.evaluate()
     contents = [message["content"] for rows in reader.batches for row in rows for message in tool_messages(row)]
+    assert [len(rows) for rows in reader.batches] == [8]
     assert metrics["eval_tools/call_frequency"] == pytest.approx(len(contents) / 8)
-    assert {ANSWERS[RIGHT], ANSWERS[WRONG]} == set(contents)
+    assert ("12" if "tools" in actors else "now 2") in contents
 
 
-def test_prompts_name_the_tools(caller, tmp_path):
-    trainer = tool_trainer(caller(RIGHT), tmp_path, tools=[multiply, fail])
+# Environments
+
+
+class ScoringCounter(Counter):
+    """Gives its own reward, after a while."""
+
+    async def get_reward(self):
+        return float(self.count)
+
+
+class Doubler:
+    """Has another tool."""
+
+    def reset(self, **kwargs):
+        self.count = 1
+
+    def double(self) -> str:
+        """Doubles the count."""
+        self.count *= 2
+        return f"now {self.count}"
+
+
+def data(**columns):
+    dataset = chats()
+    for name, values in columns.items():
+        dataset = dataset.add_column(name, values)
+    return {"train_dataset": dataset, "eval_dataset": dataset}
+
+
+def test_environment_belongs_to_its_row(caller, tmp_path):
+    """It began as its prompt says, and is what its conversation made of it."""
+    reader = Reader()
+
+    def reward(prompts, completions, environments, start, **kwargs):
+        assert len({id(environment) for environment in environments}) == len(completions) == 8
+        for prompt, messages, environment, first in zip(prompts, completions, environments, start, strict=True):
+            assert prompt[0]["content"] == chats()["prompt"][first // 10][0]["content"] + f" from {first}"
+            answers = [message["content"] for message in messages if message["role"] == "tool"]
+            assert answers == [f"now {first + 2 * turn}" for turn in range(1, len(answers) + 1)]
+            assert environment.count == first + 2 * len(answers)
+        return reader(prompts, completions, **kwargs)
+
+    starts = data(start=[10 * row for row in range(8)])
+    trainer = tool_trainer(caller(ADD), tmp_path, reward, starts, environment_factory=Counter)
+    train_all(trainer)
+    assert len(reader.batches) == 3
+    assert any(tool_messages(row) for batch in reader.batches for row in batch)
+    assert len(trainer._environment_pool[None]) == 8  # made once, reset often
+
+
+@pytest.mark.parametrize("with_function", [False, True])
+def test_environment_gives_the_reward(caller, tmp_path, with_function):
+    rewards = Reader() if with_function else []
+    rows = {**data(start=[10 * row for row in range(8)]), "reward_funcs": rewards}
+    trainer = tool_trainer(caller(ADD), tmp_path, data=rows, environment_factory=ScoringCounter)
     batches = record_batches(trainer)
     train_all(trainer)
-    for ids, mask in zip(batches[0]["prompt_ids"], batches[0]["prompt_mask"].bool(), strict=True):
-        assert trainer.processing_class.decode(ids[mask]).startswith("tool multiply\ntool fail\nuser: ")
+    completions, given = list(trainer._logs["completion"]), list(trainer._logs["rewards"]["ScoringCounter"])
+    counts = [
+        example["start"] + 2 * sum(message["role"] == "tool" for message in messages)
+        for example, messages in zip(batches[-1]["inputs"], completions, strict=True)
+    ]
+    assert given == counts
+    assert len(trainer._logs["rewards"]) == 1 + with_function
 
 
-def test_template_must_know_tools(lm, lm_tokenizer, tmp_path):
-    lm_tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    with pytest.raises(ValueError, match="does not support tool calling"):
-        make_trainer(lm, make_args(tmp_path), tools=[multiply], processing_class=lm_tokenizer)
+def test_rows_choose_among_environments(caller, tmp_path):
+    reader = Reader()
+    trainer = tool_trainer(
+        caller(ADD, DOUBLE),
+        tmp_path,
+        reader,
+        data(environment=["adder", "doubler"] * 4),
+        environment_factory={"adder": Counter, "doubler": Doubler},
+    )
+    batches = record_batches(trainer)
+    train_all(trainer)
+    for batch, rows in zip(batches, reader.batches, strict=True):
+        for ids, example, (_, messages, _) in zip(batch["prompt_ids"], batch["inputs"], rows, strict=True):
+            tool = {"adder": "add", "doubler": "double"}[example["environment"]]
+            prompt = trainer.processing_class.decode(ids, skip_special_tokens=True)
+            assert prompt.startswith(f"tool {tool}\nuser: ")
+            for message in messages:
+                if message["role"] == "tool":
+                    assert message["content"].startswith("now" if message["name"] == tool else "{'error': 'Tool")
+
+
+def test_tools_and_an_environment_that_brings_the_prompts(caller, tmp_path):
+    class Prompter(ScoringCounter):
+        def reset(self, **kwargs):
+            super().reset()
+            return "count up"
+
+    reader = Reader()
+    trainer = tool_trainer(
+        caller(ADD, RIGHT), tmp_path, reader, {"train_dataset": None}, tools=[multiply], environment_factory=Prompter
+    )
+    assert train(trainer)
+    rows = [row for batch in reader.batches for row in batch]
+    assert {prompt[0]["content"] for prompt, _, _ in rows} == {"count up"}
+    assert {"12", "now 2"} <= {message["content"] for row in rows for message in tool_messages(row)}
+
+
+def test_prompts_that_differ_within_a_group_are_answered_row_by_row(caller, tmp_path):
+    numbers = itertools.count()
+
+    class Prompter(ScoringCounter):
+        def reset(self, **kwargs):
+            super().reset()
+            return f" no {next(numbers)}"
+
+    reader = Reader()
+    trainer = tool_trainer(caller(ADD), tmp_path, reader, environment_factory=Prompter)
+    batches = record_batches(trainer)
+    trainer.train()
+    assert next(numbers) == 24  # no row more was asked for
+    for batch, rows in zip(batches, reader.batches, strict=True):
+        for ids, (prompt, _, _) in zip(batch["prompt_ids"], rows, strict=True):
+            text = trainer.processing_class.decode(ids, skip_special_tokens=True)
+            assert prompt[0]["content"] in text
+    assert step_logs(trainer, "darts/budget/total") == [8, 8, 8]
+    assert len(trainer.length_tracker) == 0  # nothing is learned of them

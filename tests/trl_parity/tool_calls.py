@@ -1,7 +1,8 @@
-"""A model that calls tools, and a reward that remembers the conversations that come of it."""
+"""A model that calls tools, the tools, and a reward that remembers the conversations that come of it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,10 +14,76 @@ from tests.zoo import make_chain, make_chat_tokenizer, tool_call
 
 RIGHT, LATER = tool_call("multiply", a=3, b=4), tool_call("multiply_later", a=5, b=6)
 WRONG, UNKNOWN = tool_call("multiply", a=3, c=4), tool_call("divide", a=3, b=4)
-FAILING, FAILING_LATER = tool_call("fail", a=1), tool_call("fail_later", a=2)
-BROKEN = "<call>{'name': }</call>"
+FAILING = tool_call("fail", a=1)
 ADD, DOUBLE = tool_call("add", a=2), tool_call("double")
-CALLS = (RIGHT, LATER, WRONG, UNKNOWN, FAILING, FAILING_LATER, BROKEN, ADD, DOUBLE)
+CALLS = (RIGHT, LATER, WRONG, UNKNOWN, FAILING, ADD, DOUBLE)
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two numbers.
+
+    Args:
+        a: One number.
+        b: The other.
+
+    Returns:
+        Their product.
+    """
+    return a * b
+
+
+async def multiply_later(a: int, b: int) -> int:
+    """
+    Multiplies two numbers, after a while.
+
+    Args:
+        a: One number.
+        b: The other.
+
+    Returns:
+        Their product.
+    """
+    await asyncio.sleep(0)
+    return a * b
+
+
+def fail(a: int) -> int:
+    """
+    Fails.
+
+    Args:
+        a: Any number.
+    """
+    raise RuntimeError(f"no {a}")
+
+
+TOOLS = [multiply, multiply_later, fail]
+ANSWERS = {
+    RIGHT: "12",
+    LATER: "30",
+    WRONG: str({"error": "multiply() got an unexpected keyword argument 'c'"}),
+    UNKNOWN: str({"error": "Tool divide not found."}),
+    FAILING: str({"error": "no 1"}),
+}
+
+
+class Counter:
+    """An environment that counts; it begins where its row says, or at 0, and says so in the prompt."""
+
+    def reset(self, start: int = 0, **kwargs: Any) -> str:
+        self.count = start
+        return f" from {start}"
+
+    def add(self, a: int) -> str:
+        """
+        Adds to the count.
+
+        Args:
+            a: How much.
+        """
+        self.count += a
+        return f"now {self.count}"
 
 
 def caller_maker(new_dir: Callable[[], Path]) -> Callable[..., Path]:

@@ -2,11 +2,6 @@
 Vision-language models with their processors, made on the spot and without torchvision: what they say depends on the
 image.
 
-```python
-model_dir = make_vlm(tmp_path / "vlm", kind="llava")
-processor = load_processor(model_dir)
-```
-
 A vLLM server loads the LLaVA with `--model-impl transformers` (vLLM's own LLaVA needs torchvision) and says the same
 as transformers; it does not load the others without torchvision.
 """
@@ -20,6 +15,8 @@ from typing import Any
 
 import torch
 import transformers
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageColumn
 from PIL import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -27,7 +24,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-from tests.models import EOS_ID
+from benchmarks.models import EOS_ID
 from tests.zoo import (
     HIDDEN_SIZE,
     RESPONSE_TEMPLATE,
@@ -49,20 +46,11 @@ def make_vlm(
     out_dir: Path, kind: str = "llava", mean_length: float = 6, words: Sequence[str] = (), seed: int = 0
 ) -> Path:
     """
-    Write a random vision-language model with its processor.
+    Writes a random vision-language model with its processor.
 
-    Args:
-        out_dir (`Path`):
-            Where to.
-        kind (`str`, *optional*, defaults to `"llava"`):
-            `"llava"`: one block of pixels per image. `"gemma3"`: the same, and `token_type_ids` that say which tokens
-            are images. `"qwen2_vl"`: patches of all images in one tensor, and more tokens for larger images.
-        mean_length (`float`, *optional*, defaults to `6`):
-            Tokens until it ends, about.
-        words (`Sequence[str]`, *optional*):
-            Further tokens, that come as often as the end does. With any, answers are read for tool calls.
-        seed (`int`, *optional*, defaults to `0`):
-            Of the weights.
+    `"llava"` has one block of pixels per image; `"gemma3"` too, and `token_type_ids` that say which tokens are images;
+    `"qwen2_vl"` has patches of all images in one tensor, and more tokens for larger images. `words` are further tokens
+    that come as often as the end does; with any, answers are read for tool calls.
     """
     make_config, make_processor, special, image = {
         "llava": (_llava_config, _llava_processor, ("<image>",), "<image>"),
@@ -97,6 +85,17 @@ def load_processor(model_dir: Path) -> Any:
 def picture(index: int, width: int = IMAGE_SIZE, height: int = IMAGE_SIZE) -> Image.Image:
     """A picture of one colour; sixteen of them differ clearly."""
     return Image.new("RGB", (width, height), (255 * (index & 1), 255 * (index >> 1 & 1), 85 * (index >> 2 & 3)))
+
+
+def some_images(counts: Sequence[int], num_rows: int = 8) -> Dataset:
+    """Conversations with a column `images` of pictures of several sizes, as many as `counts` says in turn."""
+    sizes = [(16, 16), (24, 16), (32, 24), (16, 32)]
+    rows = []
+    for i in range(num_rows):
+        images = [picture(2 * i + k, *sizes[(i + k) % 4]) for k in range(counts[i % len(counts)])]
+        rows.append({"prompt": [{"role": "user", "content": f"{i % 2} what is it"}], "images": images})
+    prompt = List({"role": Value("string"), "content": Value("string")})
+    return Dataset.from_list(rows, features=Features({"prompt": prompt, "images": List(ImageColumn())}))
 
 
 class ImageQwen2VLProcessor(Qwen2VLProcessor):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.servers import VLLMServer, start_vllm_server
+from benchmarks.vllm_server import VLLMServer, start_vllm_server
 
 
 def put_back(server: VLLMServer) -> None:

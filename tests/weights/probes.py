@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.models import EOS_ID, VOCAB_SIZE
-from tests.servers import VLLMServer
+from benchmarks.models import EOS_ID, VOCAB_SIZE
+from benchmarks.vllm_server import VLLMServer
 
 
 # Float32 on both sides: 1e-6 is usual. A stale LM head of a tied model is off by 0.1 to 1.1.

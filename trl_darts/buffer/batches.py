@@ -38,57 +38,26 @@ from .rounds import RoundPolicy
 
 @dataclass
 class BufferedRows:
-    """
-    What a round yielded for the optimizer, on every process.
+    """What a round yielded for the optimizer, on every process."""
 
-    Args:
-        kept ([`KeptRows`]):
-            Completions and log-probs of the whole batch.
-        entry_ids (`list[int]` of shape `(N,)`):
-            The prompt of each group.
-        left (`list[int]`):
-            Prompts that have left the buffer, also those that were dropped.
-        ages (`list[list[tuple[int, int]]]` of shape `(≤ N·M,)`):
-            For each row but the filler rows, how many optimizer steps old the policy was that sampled how many tokens
-            in a row.
-        states (`dict[str, int]`):
-            How many prompts the buffer has now, by what has become of them.
-        first_rows (`dict[int, int]`):
-            First row of each group that came to its end in this round, by its `group_id` there.
-    """
-
-    kept: KeptRows
-    entry_ids: list[int]
-    left: list[int]
+    kept: KeptRows  # completions and log-probs of the whole batch
+    entry_ids: list[int]  # (N,), the prompt of each group
+    left: list[int]  # prompts that have left the buffer, also those that were dropped
+    # Of each row but the filler rows: how many steps old the policy was that sampled how many tokens in a row.
     ages: list[list[tuple[int, int]]]
-    states: dict[str, int]
-    first_rows: dict[int, int]
+    states: dict[str, int]  # how many prompts the buffer has now, by what has become of them
+    first_rows: dict[int, int]  # first row of each group that came to its end in this round, by its `group_id` there
 
     @property
     def fillers(self) -> dict[int, int]:
-        """See [`KeptRows`]."""
         return self.kept.fillers
 
 
 class BufferedBatches:
     """
-    Decides what is sampled and what is trained on, for schedules with a [`RoundPolicy`].
-
-    Args:
-        policy ([`RoundPolicy`]):
-            The schedule's.
-        admission ([`AdmissionPolicy`]):
-            Candidates per prompt.
-        num_generations (`int`):
-            M.
-        feed ([`PromptFeed`]):
-            The loader.
-        main ([`MainProcess`]):
-            Of the trainer.
-        tokenize (`Callable[[list], tuple]`):
-            TRL's `_tokenize_prompts`: token IDs of prompts first.
-        micro_steps (`Callable[[], int]`):
-            How often the optimizer has been given a part of a batch: several steps can share one batch.
+    Decides what is sampled and what is trained on, for schedules with a [`RoundPolicy`]. `tokenize` is TRL's
+    `_tokenize_prompts`. `micro_steps` tells how often the optimizer has been given a part of a batch: several steps
+    can share one batch.
     """
 
     def __init__(
@@ -120,14 +89,8 @@ class BufferedBatches:
 
     def next_round(self, step: int) -> PromptBatch | None:
         """
-        Adds the prompts that the next round needs, and decides it. Called on every process at once.
-
-        Args:
-            step (`int`):
-                Optimizer steps so far.
-
-        Returns:
-            [`PromptBatch`]: What has to be sampled, each prompt in as many rows as it yields; `None` for nothing.
+        Adds the prompts that the next round needs, and decides it, after `step` optimizer steps. Called on every
+        process at once. Returns what has to be sampled, each prompt in as many rows as it yields; `None` for nothing.
         """
         self._step = step
         self.add_arrived()
@@ -167,40 +130,35 @@ class BufferedBatches:
 
     @property
     def batch_stop(self) -> BatchStop:
-        """When the rollout ends."""
         return self._round.batch_stop
 
     def collect(self, result: RolloutResult | None = None) -> BufferedRows:
-        """
-        What is trained on now, after a rollout, or where nothing had to be sampled.
-
-        Raises:
-            [`GenerationError`]: If there is nothing to train on.
-        """
+        """What is trained on now, after a rollout, or where nothing had to be sampled; or [`GenerationError`]."""
         collected = self.buffer.absorb(self._round, result, self._step)
-        groups, size = collected.groups, self._round.num_groups
-        if not groups:
-            return self._repeat_last([entry.entry_id for entry, _ in collected.dropped])
-        repeated = dict(zip(range(len(groups), size), cycle(range(len(groups))), strict=False))
-        rows = {place: [_row(row) for row in group.rows] for place, group in enumerate(groups)}
-        own = [group.entry.entry_id for group in groups]
+        trained, size = collected.entries, self._round.num_groups
+        dropped = [entry.entry_id for entry in collected.dropped]
+        if not trained:
+            return self._repeat_last(dropped)
+        repeated = dict(zip(range(len(trained), size), cycle(range(len(trained))), strict=False))
+        rows = {place: [_row(row) for row in entry.candidates] for place, entry in enumerate(trained)}
+        own = [entry.entry_id for entry in trained]
         places = {entry.entry_id: place for place, entry in enumerate(self._round.entries)}
         states = [entry.state.value for entry in self.buffer.entries.values()]
         return BufferedRows(
             kept=KeptRows.of_groups(rows, repeated, self.num_generations),
             entry_ids=own + [own[other] for other in repeated.values()],
-            left=own + [entry.entry_id for entry, _ in collected.dropped],
+            left=own + dropped,
             ages=[
                 [(self._step - version, count) for version, count in row.versions]
-                for group in groups
-                for row in group.rows
+                for entry in trained
+                for row in entry.candidates
             ],
             states={state: states.count(state) for state in ("waiting", "partial", "complete")},
             first_rows={places[i]: row * self.num_generations for row, i in enumerate(own) if i in places},
         )
 
     def _repeat_last(self, dropped: list[int]) -> BufferedRows:
-        """The last batch again, without weight: prompts were dropped, and the epoch has more steps than are needed."""
+        """The last batch again as filler rows: prompts were dropped, and the epoch has more steps than are needed."""
         last = self.last
         if last is None:
             raise GenerationError("There is nothing to train on: no prompt came to its end.")
@@ -215,16 +173,8 @@ class BufferedBatches:
 
     def finish(self, rows: BufferedRows, num_rows: int) -> tuple[Rows, KeptRows]:
         """
-        The part of a round's rows that this process trains on. Called on every process at once.
-
-        Args:
-            rows ([`BufferedRows`]):
-                Of all processes.
-            num_rows (`int`):
-                Rows of each process.
-
-        Returns:
-            `tuple[list[dict], KeptRows]`: TRL's `inputs`, and their completions.
+        TRL's `inputs` on this process, `num_rows` of the round's, and their completions. Called on every process at
+        once.
         """
         self.last = rows
         mine = slice(self.main.index * num_rows, (self.main.index + 1) * num_rows)

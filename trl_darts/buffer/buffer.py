@@ -51,39 +51,27 @@ class Lifecycle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledCandidate:
-    """
-    A candidate between two rollouts, or a row on its way to the optimizer.
-
-    Args:
-        partial ([`PartialCandidate`]):
-            Its tokens and log-probs.
-        versions (`tuple[tuple[int, int], ...]`):
-            Which version of the policy sampled how many of its tokens, in their order.
-    """
+    """A candidate between two rollouts, or a row on its way to the optimizer."""
 
     partial: PartialCandidate
-    versions: tuple[Version, ...] = ()
+    versions: tuple[Version, ...] = ()  # which one sampled how many of its tokens, in their order
 
     @property
     def length(self) -> int:
-        """Tokens sampled so far."""
         return len(self.partial.tokens)
 
 
 @dataclass(slots=True)
 class BufferEntry:
     """
-    One prompt in the buffer.
-
-    `num_candidates` is decided when it first goes into a rollout. `num_rounds` counts the rollouts since its oldest
-    token was sampled, and `num_deferrals` all those that ended without it.
+    One prompt in the buffer. `num_candidates` is decided when it first goes into a rollout; `num_deferrals` counts the
+    rollouts that ended without it. Once it is complete, its candidates are its `num_generations` rows.
     """
 
     entry_id: int
     prompt: PromptInfo
     state: Lifecycle = Lifecycle.WAITING
     num_candidates: int = 0
-    num_rounds: int = 0
     num_deferrals: int = 0
     candidates: list[SampledCandidate] = field(default_factory=list)
 
@@ -95,67 +83,34 @@ class BufferEntry:
 
 @dataclass(frozen=True)
 class Round:
-    """
-    What the next rollout is to do.
+    """What the next rollout is to do."""
 
-    Args:
-        entries (`list[BufferEntry]`):
-            Prompts that are started or resumed. Their place in the list is their `group_id` in the rollout.
-        num_groups (`int`):
-            How many prompts the optimizer takes, those that are complete already included.
-        num_finishing (`int`):
-            How many of the entries the rollout brings to their end.
-        redundant (`bool`, *optional*, defaults to `True`):
-            Whether prompts that begin now may get more than `num_generations` candidates.
-        must_finish (`frozenset[int]`, *optional*, defaults to an empty set):
-            Places of the entries that must be among the first.
-        long (`bool`, *optional*, defaults to `False`):
-            Whether it is a long round of tail batching.
-    """
-
-    entries: list[BufferEntry]
-    num_groups: int
-    num_finishing: int
-    redundant: bool = True
-    must_finish: frozenset[int] = frozenset()
-    long: bool = False
+    entries: list[BufferEntry]  # started or resumed; their place in the list is their `group_id` in the rollout
+    num_groups: int  # prompts that the optimizer takes, those that are complete already included
+    num_finishing: int  # how many of the entries the rollout brings to their end
+    must_finish: frozenset[int] = frozenset()  # places of entries that must be among them
+    long: bool = False  # a long round of tail batching: no prompt gets more than `num_generations` candidates
 
     @property
     def batch_stop(self) -> FirstGroups:
-        """When the rollout ends."""
         return FirstGroups(self.num_finishing, self.must_finish)
 
 
 @dataclass(frozen=True)
-class TrainedGroup:
-    """A prompt on its way to the optimizer, with its `num_generations` rows."""
-
-    entry: BufferEntry
-    rows: list[SampledCandidate]
-
-
-@dataclass(frozen=True)
 class Collected:
-    """
-    What a round yielded: the groups to train on, in the order in which their prompts entered, and the entries that
-    were dropped, with the reason.
-    """
+    """What a round yielded: the prompts to train on, as they entered, and those that were dropped."""
 
-    groups: list[TrainedGroup]
-    dropped: list[tuple[BufferEntry, str]] = field(default_factory=list)
+    entries: list[BufferEntry]
+    dropped: list[BufferEntry]
 
 
 class RolloutBuffer:
     """
     Prompts that have entered and have not been trained on.
 
-    Args:
-        keeps_tokens (`bool`):
-            Whether what has been sampled for a prompt is kept when a rollout ends without it. Otherwise it begins anew
-            under the new weights.
-        order (`Callable[[BufferEntry], float]`, *optional*):
-            Which of the complete prompts are trained on first: the smallest. Defaults to the order in which they
-            entered.
+    With `keeps_tokens`, what has been sampled for a prompt is kept when a rollout ends without it. Otherwise it begins
+    anew under the new weights. Of the complete prompts, those that are smallest in `order` are trained on first, by
+    default those that entered first.
     """
 
     def __init__(self, keeps_tokens: bool, order: Callable[[BufferEntry], float] | None = None) -> None:
@@ -182,29 +137,17 @@ class RolloutBuffer:
 
     def begin(self, plan: Round, num_generations: int, policy: AdmissionPolicy) -> tuple[Admission, list[GroupPlan]]:
         """
-        Puts a round's entries in flight.
-
-        Args:
-            plan ([`Round`]):
-                Which.
-            num_generations (`int`):
-                M.
-            policy ([`AdmissionPolicy`]):
-                Decides how many candidates the prompts get that begin now. It stays with them while their tokens are
-                kept.
-
-        Returns:
-            `tuple[Admission, list[GroupPlan]]`: What was decided, and plans by place.
+        Puts a round's entries in flight. `policy` decides how many candidates the prompts get that begin now; that
+        stays with them while their tokens are kept. Returns the decision, and plans by place.
         """
         fresh = [entry for entry in plan.entries if not entry.candidates]
         decided = policy.plan([entry.prompt for entry in fresh])
-        if not plan.redundant:
+        if plan.long:
             decided = replace(decided, num_candidates=[num_generations] * len(fresh), saturated=0)
         for entry, count in zip(fresh, decided.num_candidates, strict=True):
-            entry.num_candidates, entry.num_rounds = count, 0
+            entry.num_candidates = count
         for entry in plan.entries:
             entry.state = Lifecycle.IN_FLIGHT
-            entry.num_rounds += 1
         prompts = [entry.prompt for entry in plan.entries]
         counts = [entry.num_candidates for entry in plan.entries]
         admission = replace(decided, num_candidates=counts, expected_lengths=policy.expected_lengths(prompts))
@@ -213,25 +156,15 @@ class RolloutBuffer:
 
     def absorb(self, plan: Round, result: RolloutResult | None, version: int) -> Collected:
         """
-        Takes what a rollout yielded.
-
-        Args:
-            plan ([`Round`]):
-                What it was to do.
-            result ([`RolloutResult`], *optional*):
-                What it did. `None` where nothing had to be started.
-            version (`int`):
-                Of the policy that sampled in it.
-
-        Returns:
-            [`Collected`]: What is trained on now. It has left the buffer.
+        Takes what a rollout yielded that was sampled by a `version` of the policy; no result where nothing had to be
+        started. What is trained on now has left the buffer.
         """
-        dropped: list[tuple[BufferEntry, str]] = []
+        dropped: list[BufferEntry] = []
         if result is not None:
             for group in [*result.groups, *result.deferred]:
                 self._take_back(plan.entries[group.plan.group_id], group, version)
-            dropped = [(plan.entries[place], reason) for place, reason in result.dropped.items()]
-        for entry, _ in dropped:
+            dropped = [plan.entries[place] for place in result.dropped]
+        for entry in dropped:
             del self.entries[entry.entry_id]
         done = self.select(Lifecycle.COMPLETE)
         must = {plan.entries[place].entry_id for place in plan.must_finish}
@@ -244,13 +177,13 @@ class RolloutBuffer:
             for entry in done[num_taken:]:
                 entry.num_deferrals += 1
                 _begin_anew(entry)
-        return Collected([TrainedGroup(entry, entry.candidates) for entry in taken], dropped)
+        return Collected(taken, dropped)
 
     def _take_back(self, entry: BufferEntry, group: GroupResult, version: int) -> None:
         before = entry.candidates
         known = [*before, *[None] * (len(group.candidates) - len(before))]
         candidates = [_sampled(c, old, version) for c, old in zip(group.candidates, known, strict=True)]
-        if group.harvested:
+        if group.complete:
             entry.state = Lifecycle.COMPLETE
             entry.candidates = [candidates[index] for index in group.selected]
             return
@@ -266,7 +199,6 @@ class RolloutBuffer:
 def _begin_anew(entry: BufferEntry) -> None:
     entry.state = Lifecycle.WAITING
     entry.candidates = []
-    entry.num_rounds = 0
 
 
 def _sampled(candidate: Candidate, old: SampledCandidate | None, version: int) -> SampledCandidate:

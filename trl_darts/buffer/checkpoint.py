@@ -1,42 +1,35 @@
 """The rollout buffer and its prompts in checkpoints."""
 
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
+from numpy.typing import NDArray
 
 from ..errors import StateMismatchError
-from ..scheduling import PromptInfo, prompt_key
+from ..scheduling import FinishReason, PartialCandidate, PromptInfo, prompt_key
 from .batches import BufferedBatches
-from .buffer import BufferEntry, RolloutBuffer
-from .state import dump, load
+from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate
 
 
 logger = get_logger(__name__)
 
-BUFFER_FILE = "darts_buffer.npz"
-PROMPTS_FILE = "darts_prompts.json"
+BUFFER_FILE = "darts_buffer.json"
+TOKENS_FILE = "darts_buffer_tokens.npz"
 
 
 def save_buffer(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
     """
-    Writes the buffer and its prompts. Called on every process at once; the main process writes.
+    Writes the buffer and its prompts. Called on every process at once; the main process writes. `mid_epoch` tells
+    whether a resumed training skips what the loop has got.
 
     The prompts of a batch that has not been used up count as waiting: a resumed training does not go on within a
     batch, but generates anew.
-
-    Args:
-        batches ([`BufferedBatches`]):
-            Of the trainer.
-        directory (`Path`):
-            The checkpoint.
-        mid_epoch (`bool`):
-            Whether a resumed training skips what the loop has got.
-
-    Raises:
-        [`StateMismatchError`]: If a row of the data set has values that are no JSON.
     """
     batches.add_arrived()
     batches.main.run(lambda: _write(batches, directory, mid_epoch))
@@ -45,35 +38,24 @@ def save_buffer(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> N
 def load_buffer(batches: BufferedBatches, directory: Path, skips: bool) -> None:
     """
     Restores what [`save_buffer`] wrote. Called on every process at once; the main process reads. A checkpoint without
-    it, of a schedule that trains on the loader's batches, is fine: the buffer begins empty.
-
-    Args:
-        batches ([`BufferedBatches`]):
-            Of the trainer.
-        directory (`Path`):
-            The checkpoint.
-        skips (`bool`):
-            Whether the training skips what it had got of the epoch.
-
-    Raises:
-        [`StateMismatchError`]: If it is of another schedule.
+    it, of a schedule that trains on the loader's batches, is fine: the buffer begins empty. `skips` tells whether the
+    training skips what it had got of the epoch.
     """
     batches.clear()
     if not batches.main.broadcast((directory / BUFFER_FILE).exists):
         logger.warning(f"{directory} has no {BUFFER_FILE}: the rollout buffer begins empty.")
         return
-    arrays, prompts = batches.main.broadcast(lambda: _read(directory))
-    load(batches.buffer, arrays)
-    batches.feed.restore(*(arrays["feed"].tolist() if skips else (0, 0)))
-    for entry_id, (row, tokens) in zip(batches.buffer.entries, prompts, strict=True):
+    state, arrays = batches.main.broadcast(lambda: _read(directory))
+    load(batches.buffer, state, arrays)
+    batches.feed.restore(*(state["feed"] if skips else (0, 0)))
+    for entry_id, (row, tokens) in zip(batches.buffer.entries, state["prompts"], strict=True):
         batches.rows[entry_id], batches.prompt_ids[entry_id] = row, tokens
 
 
 def warn_of_lost_prompts(directory: Path) -> None:
     """Says that a checkpoint has prompts in its buffer which a schedule without one does not train on."""
     if (directory / BUFFER_FILE).exists():
-        with np.load(directory / BUFFER_FILE) as arrays:
-            num_prompts = len(arrays["keys"])
+        num_prompts = len(_read(directory)[0]["entries"])
         logger.warning(
             f"{directory} has {num_prompts} prompts in its rollout buffer, of another `schedule`. This one has no "
             "buffer: they are left out until they come up in the next epoch."
@@ -84,9 +66,10 @@ def _write(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     buffer, prompts = _rest(batches)
     feed = [batches.feed.position, batches.feed.num_taken] if mid_epoch else [0, 0]
-    arrays: dict[str, Any] = {**dump(buffer), "feed": np.array(feed, np.int64)}
-    np.savez_compressed(directory / BUFFER_FILE, **arrays)
-    (directory / PROMPTS_FILE).write_text(json.dumps(prompts, default=_refuse), encoding="utf-8")
+    state, arrays = dump(buffer)
+    text = json.dumps({**state, "feed": feed, "prompts": prompts}, default=_refuse)
+    (directory / BUFFER_FILE).write_text(text, encoding="utf-8")
+    np.savez_compressed(directory / TOKENS_FILE, allow_pickle=False, **arrays)
 
 
 def _refuse(value: Any) -> None:
@@ -110,6 +93,60 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     return buffer, [prompts[entry_id] for entry_id in buffer.entries]
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], list[tuple[dict[str, Any], list[int]]]]:
-    with np.load(directory / BUFFER_FILE) as arrays:  # numbers alone: nothing is unpickled
-        return dict(arrays), json.loads((directory / PROMPTS_FILE).read_text(encoding="utf-8"))
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    with np.load(directory / TOKENS_FILE) as arrays:  # numbers alone: nothing is unpickled
+        return json.loads((directory / BUFFER_FILE).read_text(encoding="utf-8")), dict(arrays)
+
+
+def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """
+    The state of a buffer between two rollouts: what JSON can hold, and as arrays the tokens and log-probs of all
+    candidates one after another.
+    """
+    candidates = [c.partial for entry in buffer.entries.values() for c in entry.candidates]
+    arrays = {
+        "tokens": np.array([token for c in candidates for token in c.tokens], np.int64),
+        "logprobs": np.array([value for c in candidates for value in c.logprobs or ()], np.float64),
+    }
+    entries = [
+        {**asdict(replace(entry, candidates=[])), "candidates": [_as_json(c) for c in entry.candidates]}
+        for entry in buffer.entries.values()
+    ]
+    return {"keeps_tokens": buffer.keeps_tokens, "num_entered": buffer.num_entered, "entries": entries}, arrays
+
+
+def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Restores what [`dump`] returned into an empty buffer, or raises [`StateMismatchError`]."""
+    if state["keeps_tokens"] != buffer.keeps_tokens:
+        raise StateMismatchError(
+            f"The checkpoint's rollout buffer has keeps_tokens={state['keeps_tokens']}, and this training needs "
+            f"keeps_tokens={buffer.keeps_tokens}. Resume with the `schedule` that saved it."
+        )
+    tokens, logprobs = (iter(arrays[name].tolist()) for name in ("tokens", "logprobs"))
+    buffer.num_entered, buffer.entries = state["num_entered"], {}
+    for saved in state["entries"]:
+        entry = BufferEntry(**saved | {"prompt": PromptInfo(**saved["prompt"]), "state": Lifecycle(saved["state"])})
+        entry.candidates = [_from_json(candidate, tokens, logprobs) for candidate in saved["candidates"]]
+        buffer.entries[entry.entry_id] = entry
+
+
+def _as_json(candidate: SampledCandidate) -> dict[str, Any]:
+    partial = candidate.partial
+    return {
+        "num_tokens": len(partial.tokens),
+        "has_logprobs": partial.logprobs is not None,
+        "finish_reason": partial.finish_reason,
+        "num_segments": partial.num_segments,
+        "versions": candidate.versions,
+    }
+
+
+def _from_json(saved: Mapping[str, Any], tokens: Iterator[int], logprobs: Iterator[float]) -> SampledCandidate:
+    num_tokens, reason = saved["num_tokens"], saved["finish_reason"]
+    partial = PartialCandidate(
+        list(islice(tokens, num_tokens)),
+        list(islice(logprobs, num_tokens)) if saved["has_logprobs"] else None,
+        reason and FinishReason(reason),
+        saved["num_segments"],
+    )
+    return SampledCandidate(partial, tuple(tuple(run) for run in saved["versions"]))

@@ -21,11 +21,8 @@ Rows = list[dict[str, Any]]
 
 class PromptFeed:
     """
-    The batches of prompts of an epoch, as many ahead of the training loop as are asked for.
-
-    Args:
-        repeats (`int`):
-            Items of the loader for each batch of prompts.
+    The batches of prompts of an epoch, as many ahead of the training loop as are asked for; the loader has `repeats`
+    items of each.
     """
 
     def __init__(self, repeats: int) -> None:
@@ -45,13 +42,8 @@ class PromptFeed:
 
     def restore(self, position: int, num_taken: int) -> None:
         """
-        Goes on in the middle of an epoch, with the next iterator.
-
-        Args:
-            position (`int`):
-                Items that the training loop had got: those that a resumed training skips.
-            num_taken (`int`):
-                Batches that had been pulled.
+        Goes on in the middle of an epoch, with the next iterator: the training loop had got `position` items, which
+        are skipped, and `num_taken` batches had been pulled.
         """
         self._source = self._wrapped = None
         self._ahead.clear()
@@ -60,14 +52,8 @@ class PromptFeed:
 
     def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
         """
-        What the training loop is to iterate in the place of the loader's iterator. A new one begins an epoch.
-
-        Args:
-            source (`Iterator`):
-                The loader's iterator.
-
-        Returns:
-            `Iterator`: The same items.
+        What the training loop iterates in the place of the loader's iterator: the same items. A new one begins an
+        epoch.
         """
         if source is not self._source:
             if not self._restored:
@@ -113,18 +99,17 @@ class PromptFeed:
         return item
 
 
-def skip_epochs(sampler: Any, checkpoint: Path) -> None:
+def skip_epochs(sampler: Any, num_epochs: int) -> None:
     """
     Draws the orders of the epochs that a resumed training has behind it. TRL 1.16 does not: its sampler begins with
     the first epoch's order again, and the part of an epoch that is skipped is then not the part that was trained on.
     It can go when TRL's `RepeatSampler` knows the epoch.
-
-    Args:
-        sampler (`RepeatSampler`):
-            TRL's sampler. One that does not shuffle has nothing to draw.
-        checkpoint (`Path`):
-            Its trainer state says how many epochs are over.
     """
     if getattr(sampler, "shuffle", False):
-        for _ in range(int(TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch)):
+        for _ in range(num_epochs):
             torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+
+def completed_epochs(checkpoint: Path) -> int:
+    """Whole epochs that a checkpoint has behind it."""
+    return int(TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch)

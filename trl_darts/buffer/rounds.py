@@ -27,15 +27,12 @@ class RoundPolicy(Protocol):
 
     def buffer(self) -> RolloutBuffer:
         """An empty buffer that keeps what this policy needs."""
-        ...
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         """How many more prompts it wants from the loader before the next round."""
-        ...
 
     def next(self, buffer: RolloutBuffer) -> Round:
         """The next round. Called with as many prompts as `lacking` asked for, or with all that are left."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -44,39 +41,29 @@ class TailBatching:
     Short rounds that leave their slowest prompts to a long one (RollPacker;
     [DARTS](https://huggingface.co/papers/2605.30859), Appendix H). On-policy: what was sampled for a prompt that is
     deferred is thrown away.
-
-    Args:
-        num_groups (`int`):
-            N, prompts per batch.
-        oversampling (`float`):
-            N' / N of short rounds, above 1.
     """
 
-    num_groups: int
-    oversampling: float
+    num_groups: int  # N, prompts per batch
+    oversampling: float  # N' / N of short rounds, above 1
 
     def buffer(self) -> RolloutBuffer:
-        """One that keeps prompts only."""
         return RolloutBuffer(keeps_tokens=False)
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         """Up to N' that were never deferred; none before a long round."""
         new, deferred = _by_age(buffer)
-        return 0 if len(deferred) >= self.num_groups else max(0, self._num_started - len(new))
+        size = self.num_groups
+        return 0 if len(deferred) >= size else max(0, _num_started(self.oversampling, size) - len(new))
 
     def next(self, buffer: RolloutBuffer) -> Round:
         """A long round once N are deferred. At the end of an epoch, deferred ones fill up the last batches."""
         new, deferred = _by_age(buffer)
         size = self.num_groups
         if len(deferred) >= size:
-            return Round(deferred[:size], size, size, redundant=False, long=True)
-        entries = new[: self._num_started]
+            return Round(deferred[:size], size, size, long=True)
+        entries = new[: _num_started(self.oversampling, size)]
         entries += deferred[: max(0, size - len(entries))]
         return Round(entries, size, min(size, len(entries)))
-
-    @property
-    def _num_started(self) -> int:
-        return _num_started(self.oversampling, self.num_groups)
 
 
 @dataclass(frozen=True)
@@ -84,30 +71,19 @@ class PartialRollout:
     """
     A constant number of prompts in flight; what is unfinished when the batch is ready goes on in the next rollout,
     under the new weights (Kimi k1.5, APRIL).
-
-    Args:
-        num_groups (`int`):
-            N, prompts per batch.
-        oversampling (`float`):
-            N' / N, prompts in flight over prompts per batch, above 1.
-        max_age (`int`):
-            Rollouts after which a prompt must come to its end: in the next one it is waited for.
     """
 
-    num_groups: int
-    oversampling: float
-    max_age: int
+    num_groups: int  # N, prompts per batch
+    oversampling: float  # N' / N, prompts in flight over prompts per batch, above 1
+    max_age: int  # rollouts that may end without a prompt: the next one waits for it
 
     def buffer(self) -> RolloutBuffer:
-        """One that keeps tokens."""
         return RolloutBuffer(keeps_tokens=True)
 
     def lacking(self, buffer: RolloutBuffer) -> int:
-        """Up to N' in flight."""
         return max(0, _num_started(self.oversampling, self.num_groups) - len(buffer))
 
     def next(self, buffer: RolloutBuffer) -> Round:
-        """Those in flight first, then new ones."""
         num_complete = len(buffer.select(Lifecycle.COMPLETE))
         missing = self.num_groups - num_complete
         if missing <= 0:
@@ -123,25 +99,17 @@ class PartialRollout:
 class Sorted:
     """
     SortedRL: n batches of prompts enter together, and each optimizer step takes those that finish first (SortedRL,
-    Section 3.1). Responses of similar length so come together, and the engines' queues stay full.
-
-    Args:
-        num_groups (`int`):
-            N, prompts per batch.
-        num_batches (`int`):
-            n, batches that enter together.
-        mode (`str`):
-            What becomes of the rest when a batch is ready: `"on_policy"` begins it anew, `"partial"` keeps its tokens
-            (Section 3.2).
+    Section 3.1). Responses of similar length so come together, and the engines' queues stay full. The rest is begun
+    anew, or goes on with its tokens (Section 3.2).
     """
 
-    num_groups: int
-    num_batches: int
-    mode: str
+    num_groups: int  # N, prompts per batch
+    num_batches: int  # n, batches that enter together
+    keeps_tokens: bool
 
     def buffer(self) -> RolloutBuffer:
-        """One that keeps tokens, unless all is on-policy. The shortest complete prompts are trained on first."""
-        return RolloutBuffer(self.mode != "on_policy", lambda entry: entry.mean_length)
+        """The shortest complete prompts are trained on first."""
+        return RolloutBuffer(self.keeps_tokens, lambda entry: entry.mean_length)
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         """n batches once all are used; before that, none."""
@@ -184,5 +152,5 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
     if settings.schedule == "partial_rollout":
         return PartialRollout(num_groups, settings.prompt_oversampling or 0.0, settings.max_partial_age or 0)
     if settings.schedule == "sorted":
-        return Sorted(num_groups, settings.sorted_group_batches or 0, settings.sorted_mode or "")
+        return Sorted(num_groups, settings.sorted_group_batches or 0, settings.keeps_tokens)
     return None

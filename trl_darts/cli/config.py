@@ -94,8 +94,8 @@ def push(
     """
     Publish a config on the Hub: its fields, and a card.
 
-    Secrets, paths, addresses, accounts and what loads code never leave; docs/recipes.md has the list. The token is that
-    of `hf auth login`, or `HF_TOKEN`.
+    Secrets, paths, addresses, accounts and what loads code never leave; docs/recipes.md has the list. The token is
+    that of `hf auth login`, or `HF_TOKEN`.
 
     Example:
 

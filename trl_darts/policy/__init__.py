@@ -6,16 +6,15 @@ NumPy and the standard library only; fitting a latency loads scipy. Nothing here
 number.
 """
 
-from trl_darts.policy.allocation import allocate_redundancy
-from trl_darts.policy.bias import LengthBias, RewardBias, length_bias, reward_bias
-from trl_darts.policy.budget import BudgetController, redundancy_budget
-from trl_darts.policy.censoring import GroupMoments, group_moments
-from trl_darts.policy.latency import LatencyCurve, rollout_time
-from trl_darts.policy.latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillLine, PrefillPoint
-from trl_darts.policy.latency_surface import LatencySurface
-from trl_darts.policy.lengths import LengthTracker
-from trl_darts.policy.prior import PromptLengthPrior
-from trl_darts.policy.selection import select_dual_end, select_shortest
+from .allocation import allocate_redundancy
+from .bias import LengthBias, RewardBias, length_bias, reward_bias
+from .budget import BudgetController, redundancy_budget
+from .censoring import GroupMoments, group_moments
+from .latency import LatencyCurve, rollout_time
+from .latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillLine, PrefillPoint
+from .latency_surface import LatencySurface
+from .lengths import LengthTracker, PromptLengthPrior
+from .selection import select_dual_end, select_shortest
 
 
 __all__ = [

@@ -72,41 +72,17 @@ class BudgetController:
 
     Longer tails than in the first steps raise the budget, shorter ones lower it. With a λ of the user's own, Eq. 8 is
     computed as it stands, with k from the latency curve.
-
-    Args:
-        num_generations (`int`):
-            Group size M.
-        max_num_generations (`int`):
-            Most candidates of a prompt, M_up.
-        target_redundancy (`float`, *optional*, defaults to `1.5`):
-            Budget over N·M for the ρ of the first steps. `1` turns over-provisioning off, whatever ρ is.
-        cost_weight (`float`, *optional*):
-            λ, instead of the target.
-        latency_curve ([`LatencyCurve`], *optional*):
-            Of one engine: gives k. Needed with λ, and read only then.
-        num_engines (`int`, *optional*, defaults to `1`):
-            Engines that share a batch.
-
-    Raises:
-        [`ConfigurationError`]: If a setting can't work.
     """
 
     def __init__(
         self,
         num_generations: int,
         max_num_generations: int,
-        target_redundancy: float = 1.5,
-        cost_weight: float | None = None,
-        latency_curve: LatencyCurve | None = None,
-        num_engines: int = 1,
+        target_redundancy: float = 1.5,  # budget over N·M for the ρ of the first steps; 1 for no over-provisioning
+        cost_weight: float | None = None,  # λ, instead of the target
+        latency_curve: LatencyCurve | None = None,  # of one engine, gives k: needed with λ, and read only then
+        num_engines: int = 1,  # that share a batch
     ) -> None:
-        if not 1 <= num_generations <= max_num_generations:
-            raise ConfigurationError(
-                f"`max_num_generations` ({max_num_generations}) must be at least `num_generations` "
-                f"({num_generations}), and both at least 1."
-            )
-        if not target_redundancy >= 1:
-            raise ConfigurationError(f"`target_redundancy` ({target_redundancy}) must be at least 1.")
         if cost_weight is not None and latency_curve is None:
             raise ConfigurationError(
                 f"`cost_weight` ({cost_weight}) needs `latency_curve`, which says what a candidate costs. Give both."
@@ -122,17 +98,8 @@ class BudgetController:
 
     def total(self, num_prompts: int, rho: float) -> int:
         """
-        Number of candidates of the coming step, M_total (Eq. 8 and 9).
-
-        Args:
-            num_prompts (`int`):
-                Number of prompts of the batch, N.
-            rho (`float`):
-                Standard deviation over mean of the data set's response lengths, ρ. NaN before there is history: the
-                budget is then the target.
-
-        Returns:
-            `int`: A number in `[N * num_generations, N * max_num_generations]`.
+        Number of candidates of the coming step of `num_prompts` prompts, M_total (Eq. 8 and 9). ρ is NaN before there
+        is history: the budget is then the target.
         """
         low, high = num_prompts * self.num_generations, num_prompts * self.max_num_generations
         if self.cost_weight is not None and self._num_steps and not math.isnan(rho):
@@ -154,27 +121,14 @@ class BudgetController:
         return max(seconds, sys.float_info.min)  # on a flat stretch candidates are free
 
     def observe(self, rho: float, mean_length: float) -> None:
-        """
-        Record a step. Only the first ones with history count.
-
-        Args:
-            rho (`float`):
-                ρ after it. NaN is left out.
-            mean_length (`float`):
-                Mean response length of the data set, L̃, in tokens.
-        """
+        """Record the ρ and the mean response length L̃ after a step. Only the first ones with history count."""
         if self._num_steps < REFERENCE_STEPS and not math.isnan(rho):
             self._num_steps += 1
             self._rho_sum += rho
             self._length_sum += mean_length
 
     def state_dict(self) -> dict[str, Any]:
-        """
-        State that can be serialised as JSON.
-
-        Returns:
-            `dict[str, Any]`: What was observed, and the group sizes that it belongs to.
-        """
+        """What was observed, and the group sizes that it belongs to. Can be serialised as JSON."""
         return {
             "num_generations": self.num_generations,
             "max_num_generations": self.max_num_generations,
@@ -186,25 +140,14 @@ class BudgetController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
         Go on from a saved state, with the `target_redundancy` and `cost_weight` of now.
-
-        Args:
-            state (`Mapping[str, Any]`):
-                What [`~BudgetController.state_dict`] returned.
-
-        Raises:
-            [`StateMismatchError`]: If the keys are others, or the state belongs to other group sizes.
+        [`StateMismatchError`] if the keys are others, or the state belongs to other group sizes.
         """
         own = self.state_dict()
-        if set(state) != set(own):
+        sizes = ("num_generations", "max_num_generations")
+        if set(state) != set(own) or any(state[name] != own[name] for name in sizes):
             raise StateMismatchError(
-                f"The state of a `BudgetController` has the keys {sorted(own)}, and this one has {sorted(state)}. "
-                "Load the state that the controller saved, or start without one."
+                f"The state of this `BudgetController` is like {own}, and the saved one is {dict(state)}: its keys or "
+                "group sizes are others. Set them back, or start without the state."
             )
-        for name in ("num_generations", "max_num_generations"):
-            if state[name] != own[name]:
-                raise StateMismatchError(
-                    f"The saved state belongs to `{name}` ({state[name]}), and it is {own[name]} now. Set it back, or "
-                    "start without the state."
-                )
         self._num_steps = int(state["num_steps"])
         self._rho_sum, self._length_sum = float(state["rho_sum"]), float(state["length_sum"])

@@ -48,26 +48,12 @@ _SQRT2 = math.sqrt(2.0)
 
 
 class GroupMoments(NamedTuple):
-    """
-    Estimated moments of one prompt's response lengths.
+    """Estimated moments of one prompt's response lengths."""
 
-    Attributes:
-        mean (`float`):
-            Mean, in tokens.
-        variance (`float`):
-            Sample variance (divided by n - 1; 0 for one complete length), in tokens².
-        square (`float`):
-            Mean of the squares, in tokens²: what pools over groups of different sizes.
-        log_std (`float`):
-            Log-scale deviation by the group's complete lengths alone; NaN for fewer than two.
-        num_complete (`int`):
-            How many they are.
-    """
-
-    mean: float
-    variance: float
-    square: float
-    log_std: float
+    mean: float  # tokens
+    variance: float  # of the sample (divided by n - 1; 0 for one complete length), tokens²
+    square: float  # mean of the squares, tokens²: what pools over groups of different sizes
+    log_std: float  # log-scale deviation by the group's complete lengths alone; NaN for fewer than two
     num_complete: int
 
 
@@ -81,22 +67,10 @@ def group_moments(
     Mean and variance of one prompt's response lengths, σ²_L(q_i) of
     [DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2, with lower bounds taken for what they are.
 
-    Args:
-        lengths (`Sequence[int]` of shape `(B,)`):
-            Response lengths in tokens, in any order.
-        censored (`Sequence[bool]` of shape `(B,)`, *optional*):
-            Whether the length is a lower bound: the candidate was aborted or hit the limit. By default none is.
-        log_std (`float`, *optional*, defaults to NaN):
-            Log-scale deviation within the data set's groups. NaN stands for `DEFAULT_LOG_STD`.
-        horizon (`float`, *optional*, defaults to infinity):
-            No censored length is taken to be longer than this. The second moment of a log-normal tail that is fitted
-            to a few points is mostly made of lengths that no engine would let happen.
-
-    Returns:
-        [`GroupMoments`]: The moments are finite, and the mean is never below the mean of `lengths`.
-
-    Raises:
-        [`ValueError`]: If there are no lengths, one is negative, or `censored` has another length.
+    `log_std` is the log-scale deviation within the data set's groups, NaN for `DEFAULT_LOG_STD`. No censored length is
+    taken to be longer than `horizon`: the second moment of a log-normal tail that is fitted to a few points is mostly
+    made of lengths that no engine would let happen. The moments are finite, and the mean is never below that of
+    `lengths`.
     """
     num = len(lengths)
     if num == 0 or min(lengths) < 0:

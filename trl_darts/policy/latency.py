@@ -83,19 +83,7 @@ class SavedModel:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """
-        Read it from a JSON file.
-
-        Args:
-            path (`str` or `os.PathLike`):
-                A file that `save` or `trl-darts profile` wrote.
-
-        Returns:
-            `Self`: What was saved.
-
-        Raises:
-            [`ConfigurationError`]: If the file is missing or holds something else.
-        """
+        """Read it from a JSON file that `save` or `trl-darts profile` wrote, or raise [`ConfigurationError`]."""
         return read_json(path, cls.kind, cls._from_file)
 
     @classmethod
@@ -215,16 +203,7 @@ class LatencyCurve(SavedModel):
     @overload
     def __call__(self, batch_size: NDArray[Any]) -> Array: ...
     def __call__(self, batch_size: float | NDArray[Any]) -> float | Array:
-        """
-        Per-token latency of each of `batch_size` running sequences.
-
-        Args:
-            batch_size (`float` or `np.ndarray`):
-                Number of running sequences.
-
-        Returns:
-            `float` or `np.ndarray` of the same shape: Seconds per token.
-        """
+        """Seconds per token of each of `batch_size` running sequences; an array for an array."""
         knots, values = self.knots, self.values
         if isinstance(batch_size, np.ndarray):
             inside: Array = np.interp(batch_size, knots, values)
@@ -244,16 +223,7 @@ class LatencyCurve(SavedModel):
         return (self.values[-1] - self.values[-2]) / (self.knots[-1] - self.knots[-2])
 
     def is_of(self, model: Any) -> bool:
-        """
-        Whether it was measured with a model, as far as both tell their names.
-
-        Args:
-            model (`str`, *optional*):
-                Name or directory of a model. Directories before the name don't count.
-
-        Returns:
-            `bool`: `False` if both have names, and these differ.
-        """
+        """Whether it was measured with a model (a name or a directory), as far as both tell their names."""
         own = self.metadata.get("model")
         return not own or not model or _base_name(own) == _base_name(model)
 
@@ -363,8 +333,8 @@ def positive_columns(**columns: ArrayLike) -> list[Array]:
     arrays = {name: np.asarray(column, float) for name, column in columns.items()}
     shapes = [array.shape for array in arrays.values()]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1 or shapes[0] == (0,):
-        words = ", ".join(f"`{name}` (shape {array.shape})" for name, array in arrays.items())
-        raise ValueError(f"{words} must be lists of the same length, at least 1.")
+        given = ", ".join(f"`{name}` (shape {array.shape})" for name, array in arrays.items())
+        raise ValueError(f"{given} must be lists of the same length, at least 1.")
     for name, array in arrays.items():
         if not (np.isfinite(array).all() and (array > 0).all()):
             raise ValueError(f"`{name}` must be positive and finite, and holds {array.min():g} to {array.max():g}.")

@@ -49,17 +49,9 @@ class PrefillPoint:
 
 @dataclass(frozen=True)
 class PrefillLine:
-    """
-    Seconds until the first token, linear in the tokens of a prompt that is not cached.
+    """Seconds until the first token, linear in the tokens of a prompt that is not cached."""
 
-    Args:
-        base_s (`float`):
-            Seconds that any prompt takes: the request's way, and one pass through the model. Not negative.
-        per_token_s (`float`):
-            Seconds per token of the prompt. Not negative.
-    """
-
-    base_s: float
+    base_s: float  # that any prompt takes: the request's way, and one pass through the model
     per_token_s: float
 
     def __post_init__(self) -> None:
@@ -102,36 +94,17 @@ class HeldOutError:
 
 @dataclass(frozen=True)
 class LatencyProfile(SavedModel):
-    """
-    Measurements of one kind of server, and what was fitted to them.
-
-    Args:
-        points (`Sequence[DecodePoint]`):
-            Decoding, at least one point.
-        prefill_points (`Sequence[PrefillPoint]`):
-            Prompts. May be empty.
-        curve ([`LatencyCurve`]):
-            Over the batch size, at one context length ([DARTS](https://huggingface.co/papers/2605.30859), Appendix A).
-        surface ([`LatencySurface`], *optional*):
-            Over batch size and context tokens (PAT, Section 4.2). `None` if one context length was measured.
-        prefill ([`PrefillLine`], *optional*):
-            `None` if no prompts were measured.
-        held_out (`Mapping[str, HeldOutError]`):
-            Errors of `"curve"`, `"surface"` and `"prefill"` at points that were left out of the fit. Models with too
-            few points have none.
-        metadata (`dict`, *optional*):
-            What was measured, for humans: model, hardware, vLLM's version. Must be serialisable as JSON.
-    """
+    """Measurements of one kind of server, and what was fitted to them."""
 
     kind = PROFILE_KIND
 
     points: Sequence[DecodePoint]
     prefill_points: Sequence[PrefillPoint]
-    curve: LatencyCurve
-    surface: LatencySurface | None
+    curve: LatencyCurve  # at one context length ([DARTS](https://huggingface.co/papers/2605.30859), Appendix A)
+    surface: LatencySurface | None  # PAT, Section 4.2; `None` if one context length was measured
     prefill: PrefillLine | None
-    held_out: Mapping[str, HeldOutError]
-    metadata: dict[str, Any] = field(default_factory=dict)
+    held_out: Mapping[str, HeldOutError]  # of "curve", "surface" and "prefill"; models with too few points have none
+    metadata: dict[str, Any] = field(default_factory=dict)  # for humans: model, hardware, vLLM's version
 
     @classmethod
     def fit(
@@ -141,10 +114,8 @@ class LatencyProfile(SavedModel):
         metadata: Mapping[str, Any] | None = None,
     ) -> LatencyProfile:
         """
-        Fit everything to measurements, and measure how well that predicts.
-
-        The curve takes the points of the context length that the most batch sizes have; of several, the longest. Curve
-        and surface get the words and numbers of the metadata.
+        Fit everything to measurements, and measure how well that predicts. The curve takes the points of the context
+        length that the most batch sizes have; of several, the longest.
         """
         if not points:
             raise ValueError("`points` (empty) must hold at least one measurement.")
@@ -172,13 +143,11 @@ class LatencyProfile(SavedModel):
         return cls(points, list(prefill_points), curve, surface, prefill, found, dict(metadata or {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dictionary that can be serialised as JSON."""
         models = {"curve": self.curve.to_dict(), "surface": self.surface.to_dict() if self.surface else None}
         return super().to_dict() | models
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LatencyProfile:
-        """The profile that [`~LatencyProfile.to_dict`] described."""
         cls.check(data)
         return cls(
             [DecodePoint(**{**p, "server_seconds": tuple(p["server_seconds"])}) for p in data["points"]],

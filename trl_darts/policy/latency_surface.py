@@ -35,39 +35,15 @@ class LatencySurface(SavedModel):
     the last two, without context. Beyond its reach a line goes on with the smallest slope of its own and those of
     larger batch sizes: a steep line that was measured over few tokens must not overtake the others where it is a
     guess.
-
-    Args:
-        batch_sizes (`Sequence[float]` of shape `(K,)`):
-            Profiled batch sizes. Positive and strictly increasing.
-        base_latencies (`Sequence[float]` of shape `(K,)`):
-            Seconds per token without context. Positive and non-decreasing.
-        token_latencies (`Sequence[float]` of shape `(K,)`):
-            What each token of context adds, in seconds. Not negative.
-        reaches (`Sequence[float]` of shape `(K,)`):
-            Tokens in all contexts together up to which each line holds. Positive and non-decreasing. Up to its reach,
-            no line that [`~LatencySurface.fit`] returns lies above that of a larger batch size.
-        metadata (`dict`, *optional*):
-            What was measured, for humans. Must be serialisable as JSON. Surfaces that differ only here are equal.
-
-    Example:
-
-    ```python
-    >>> from trl_darts.policy import LatencySurface
-
-    >>> surface = LatencySurface([1, 64], [0.010, 0.012], [1e-7, 1e-7], [8_000, 64_000])
-    >>> round(surface(1, 4_000), 4), round(surface(64, 40_000), 4), round(surface(32.5, 10_000), 4)
-    (0.0104, 0.016, 0.012)
-    >>> round(surface.at_context(1_000)(64), 4)
-    0.0184
-
-    ```
     """
 
     kind = "latency_surface"
 
-    batch_sizes: Sequence[float]
-    base_latencies: Sequence[float]
-    token_latencies: Sequence[float]
+    batch_sizes: Sequence[float]  # (K,), strictly increasing
+    base_latencies: Sequence[float]  # seconds per token without context, non-decreasing
+    token_latencies: Sequence[float]  # seconds that each token of context adds
+    # Tokens in all contexts up to which each line holds, non-decreasing. Up to there, no line that `fit` returns lies
+    # above that of a larger batch size.
     reaches: Sequence[float]
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -75,9 +51,9 @@ class LatencySurface(SavedModel):
         columns = [np.asarray(getattr(self, name), float) for name in _COLUMNS]
         sizes, base, slopes, reaches = columns
         if not sizes.size or len({column.shape for column in columns}) > 1 or not np.isfinite(columns).all():
-            raise ConfigurationError(f"{_words(_COLUMNS)} must be lists of finite numbers, one per batch size.")
+            raise ConfigurationError(f"{', '.join(_COLUMNS)} must be lists of finite numbers, one per batch size.")
         if min(sizes[0], base[0], reaches[0]) <= 0 or slopes.min() < 0:
-            raise ConfigurationError(f"{_words(_COLUMNS)} must be positive; `token_latencies` may be 0.")
+            raise ConfigurationError(f"{', '.join(_COLUMNS)} must be positive; `token_latencies` may be 0.")
         if np.diff(sizes).min(initial=1.0) <= 0 or np.diff([base, reaches]).min(initial=0.0) < 0:
             raise ConfigurationError("`batch_sizes`, `base_latencies` and `reaches` must not decrease.")
         for name, column in zip(_COLUMNS, columns, strict=True):
@@ -86,11 +62,9 @@ class LatencySurface(SavedModel):
     @classmethod
     def fit(cls, batch_sizes: ArrayLike, context_tokens: ArrayLike, latencies: ArrayLike) -> LatencySurface:
         """
-        Fit the surface to measurements of batch sizes, tokens in all contexts together, and seconds per token.
-
-        The fit minimises the Huber loss of the relative errors over all lines together, under the constraint that none
-        falls and none crosses the next one within its reach. A batch size with a single context takes the slope of its
-        neighbour.
+        Fit the surface to measurements of batch sizes, tokens in all contexts together, and seconds per token: the
+        least Huber loss of the relative errors over all lines together, under the constraint that none falls and none
+        crosses the next one within its reach. A batch size with a single context takes the slope of its neighbour.
         """
         columns = positive_columns(batch_sizes=batch_sizes, context_tokens=context_tokens, latencies=latencies)
         fit = _SurfaceFit(*columns)
@@ -206,7 +180,3 @@ def _least_squares_in_cone(design: Array, target: Array, rows: Array) -> Array:
     normals = solve_triangular(triangular, rows.T, trans="T")
     multipliers, _ = nnls(normals, -free)
     return np.asarray(solve_triangular(triangular, free + normals @ multipliers), np.float64)
-
-
-def _words(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

@@ -1,5 +1,6 @@
 """
-What is remembered of response lengths: per prompt over the epochs, and of the whole data set over the steps.
+What is remembered of response lengths: per prompt over the epochs, of the whole data set over the steps, and by the
+length of the prompt.
 
 A prompt is known by a 64-bit key. 100,000 prompts take about 20 MB in memory and 2.8 MB on disk.
 
@@ -28,8 +29,17 @@ from .censoring import group_moments
 PromptKey: TypeAlias = SupportsIndex | str
 """A 64-bit integer, or a string that is hashed to one."""
 
-_UNSEEN = (math.nan, math.nan, 0)
-_PER_PROMPT = {"keys": np.uint64, "means": np.float64, "variances": np.float64, "epochs": np.int32}
+NUM_BUCKETS = 40
+"""Two buckets of prompt length per doubling, up to 2^20 tokens. Longer prompts share the last one."""
+
+HALF_LIFE = 1024
+"""Groups after which an observation counts half, because the policy's lengths drift: 16 steps of 64 prompts."""
+
+SHRINKAGE = 8
+"""Groups of the overall mean that are added to each bucket."""
+
+_UNSEEN = (math.nan, math.nan)
+_PER_PROMPT = {"keys": np.uint64, "means": np.float64, "variances": np.float64}
 # Moving averages of (mean, mean square, log-scale deviation within groups, steps), and the step's sums of (count,
 # length, square, weight of a group's log-scale deviation, that times it).
 _PER_DATASET = {"dataset": (4,), "pending": (5,)}
@@ -83,7 +93,7 @@ class LengthTracker:
             raise ConfigurationError(f"`horizon` ({horizon}) must be at least 1, in tokens.")
         self.ema = ema
         self.horizon = horizon
-        self._prompts: dict[int, tuple[float, float, int]] = {}  # by key: mean, variance, epochs
+        self._prompts: dict[int, tuple[float, float]] = {}  # by key: mean, variance
         self._dataset = np.array([0.0, 0.0, math.nan, 0.0])
         self._pending = np.zeros(5)
 
@@ -107,11 +117,10 @@ class LengthTracker:
         """
         number = _as_64_bits(key)
         moments = group_moments(lengths, censored, float(self._dataset[2]), self.horizon)
-        mean, variance, epochs = self._prompts.get(number, (moments.mean, moments.variance, 0))
+        mean, variance = self._prompts.get(number, (moments.mean, moments.variance))
         self._prompts[number] = (
             mean + self.ema * (moments.mean - mean),
             variance + self.ema * (moments.variance - variance),
-            epochs + 1,
         )
         num, weight = len(lengths), max(moments.num_complete - 1, 0)
         log_std = moments.log_std if weight else 0.0
@@ -124,10 +133,6 @@ class LengthTracker:
     def std(self, key: PromptKey) -> float:
         """Smoothed standard deviation of a prompt's lengths in tokens, σ̃_L(q_i), NaN if it was never seen."""
         return math.sqrt(self._prompts.get(_as_64_bits(key), _UNSEEN)[1])
-
-    def epochs(self, key: PromptKey) -> int:
-        """Number of updates that a prompt has had."""
-        return self._prompts.get(_as_64_bits(key), _UNSEEN)[2]
 
     @property
     def dataset_mean(self) -> float:
@@ -158,18 +163,11 @@ class LengthTracker:
         return np.append(averages, steps + 1)
 
     def end_step(self) -> None:
-        """
-        Fold the step's pooled moments into the data set's moving average. Does nothing after a step without data.
-        """
+        """Fold the step's pooled moments into the data set's moving average, if it had data."""
         self._dataset, self._pending = self._folded(), np.zeros(5)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """
-        Everything but the configuration, as copies.
-
-        Returns:
-            `dict[str, np.ndarray]`: One array per quantity.
-        """
+        """Everything but the configuration, as copies: one array per quantity."""
         rows = [(key, *values) for key, values in self._prompts.items()]
         columns = zip(*rows, strict=True) if rows else [()] * len(_PER_PROMPT)
         state = {
@@ -178,37 +176,21 @@ class LengthTracker:
         return {**state, "dataset": self._dataset.copy(), "pending": self._pending.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """
-        Go on from a saved state. `ema` and `horizon` stay as configured.
-
-        Args:
-            state (`Mapping[str, np.ndarray]`):
-                What [`~LengthTracker.state_dict`] returned.
-
-        Raises:
-            [`StateMismatchError`]: If the keys or the shapes are not those of a length tracker.
-        """
-        expected = {*_PER_PROMPT, *_PER_DATASET}
-        if set(state) != expected:
+        """Go on from a saved state, or raise [`StateMismatchError`]. `ema` and `horizon` stay as configured."""
+        num = len({int(key) for key in state.get("keys", ())})
+        expected = dict.fromkeys(_PER_PROMPT, (num,)) | _PER_DATASET
+        found = {name: np.shape(state[name]) for name in sorted(state)}
+        if found != expected:
             raise StateMismatchError(
-                f"The state of a `LengthTracker` has the keys {sorted(expected)}, and this one has {sorted(state)}. "
-                "Load the state that the tracker saved, or start without one."
-            )
-        shapes = {name: np.shape(state[name]) for name in sorted(expected)}
-        num = len({int(key) for key in state["keys"]})
-        if shapes != {name: _PER_DATASET.get(name, (num,)) for name in shapes}:
-            raise StateMismatchError(
-                f"The state of a `LengthTracker` with {num} distinct prompts has arrays of other shapes: {shapes}. "
-                "Load the state that the tracker saved, or start without one."
+                f"The state of a `LengthTracker` with {num} distinct prompts has the keys and shapes {expected}, and "
+                f"this one has {found}. Load the state that the tracker saved, or start without one."
             )
         keys, *values = (np.asarray(state[name], dtype).tolist() for name, dtype in _PER_PROMPT.items())
         self._prompts = dict(zip(keys, zip(*values, strict=True), strict=True))
         self._dataset, self._pending = (np.array(state[name], float) for name in _PER_DATASET)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """
-        Write the state to exactly this path, in NumPy's `.npz` format without pickles. Replaces the file at once.
-        """
+        """Write the state to exactly this path, as NumPy's `.npz` without pickles. Replaces the file at once."""
         arrays: dict[str, Any] = self.state_dict()
         partial = Path(f"{os.fspath(path)}.partial")
         with partial.open("wb") as file:
@@ -217,15 +199,8 @@ class LengthTracker:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """
-        Go on from the state in a file.
-
-        Args:
-            path (`str` or `os.PathLike`):
-                A file that [`~LengthTracker.save`] wrote.
-
-        Raises:
-            [`ConfigurationError`]: If the file is missing or not in NumPy's `.npz` format.
-            [`StateMismatchError`]: If it holds something else.
+        Go on from the state in a file that [`~LengthTracker.save`] wrote. [`ConfigurationError`] if it is missing or
+        not in NumPy's `.npz` format, [`StateMismatchError`] if it holds something else.
         """
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
@@ -236,3 +211,51 @@ class LengthTracker:
                 f"failed: {error}. Point it to the checkpoint's file, or start without one."
             ) from error
         self.load_state_dict(state)
+
+
+class PromptLengthPrior:
+    """
+    Expected response length by prompt length, for dispatching by length before a prompt has a history.
+
+    Dispatch wants the order of the prompts more than their lengths (StreamRL trains a model to rank them). This one is
+    ours and needs no training: a mean per geometric bucket of prompt lengths, drawn to the overall mean where a bucket
+    has seen little.
+    """
+
+    def __init__(self) -> None:
+        self._weights, self._totals = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
+
+    def update(self, num_prompt_tokens: int, mean_length: float) -> None:
+        """Add one group: its prompt's length, and the mean length of its responses, the aborted ones estimated."""
+        fading = 0.5 ** (1 / HALF_LIFE)
+        self._weights *= fading
+        self._totals *= fading
+        bucket = _bucket(num_prompt_tokens)
+        self._weights[bucket] += 1
+        self._totals[bucket] += mean_length
+
+    def expected(self, num_prompt_tokens: int) -> float:
+        """Expected mean length of the responses in tokens, NaN before the first update."""
+        total = self._weights.sum()
+        if not total:
+            return math.nan
+        bucket, overall = _bucket(num_prompt_tokens), self._totals.sum() / total
+        return float((self._totals[bucket] + SHRINKAGE * overall) / (self._weights[bucket] + SHRINKAGE))
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Two lists of `NUM_BUCKETS` numbers, as JSON has it."""
+        return {"weights": self._weights.tolist(), "totals": self._totals.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; [`StateMismatchError`] for anything else."""
+        wanted, found = ({name: np.shape(s[name]) for name in sorted(s)} for s in (self.state_dict(), state))
+        if found != wanted:
+            raise StateMismatchError(
+                f"The state of a `PromptLengthPrior` has the keys and shapes {wanted}, and this one has {found}. "
+                "Load the state that the prior saved, or start without one."
+            )
+        self._weights, self._totals = (np.array(state[name], float) for name in ("weights", "totals"))
+
+
+def _bucket(num_prompt_tokens: int) -> int:
+    return min(int(2 * math.log2(max(num_prompt_tokens, 1))), NUM_BUCKETS - 1)

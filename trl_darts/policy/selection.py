@@ -11,15 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def _check(lengths: Sequence[int], complete: Sequence[bool], num: int) -> None:
-    if len(complete) != len(lengths):
-        raise ValueError(
-            f"`complete` has {len(complete)} entries and `lengths` has {len(lengths)}. Give one per candidate."
-        )
-    if num > len(lengths):
-        raise ValueError(f"{num} candidates are to be selected out of {len(lengths)}. Generate at least {num}.")
-
-
 def select_dual_end(
     lengths: Sequence[int], complete: Sequence[bool], num_shortest: int, num_longest: int
 ) -> list[int]:
@@ -50,15 +41,20 @@ def select_dual_end(
     """
     if num_shortest < 0 or num_longest < 0:
         raise ValueError(f"`num_shortest` ({num_shortest}) and `num_longest` ({num_longest}) must not be negative.")
-    _check(lengths, complete, num_shortest + num_longest)
+    num = num_shortest + num_longest
+    if len(complete) != len(lengths):
+        raise ValueError(
+            f"`complete` has {len(complete)} entries and `lengths` has {len(lengths)}. Give one per candidate."
+        )
+    if num > len(lengths):
+        raise ValueError(f"{num} candidates are to be selected out of {len(lengths)}. Generate at least {num}.")
     length_of = lengths.__getitem__
     # Sorting is stable, also in reverse: equal lengths stay in index order.
     ranked = sorted([i for i, done in enumerate(complete) if done], key=length_of)
     selected = ranked[:num_shortest]
     if num_longest and len(ranked) > num_shortest:
         selected += sorted(ranked[num_shortest:], key=length_of, reverse=True)[:num_longest]
-    missing = num_shortest + num_longest - len(selected)
-    if missing:
+    if missing := num - len(selected):
         selected += sorted([i for i, done in enumerate(complete) if not done], key=length_of)[:missing]
     selected.sort()
     return selected
@@ -69,20 +65,7 @@ def select_shortest(lengths: Sequence[int], complete: Sequence[bool], num: int) 
     The shortest candidates of one prompt's pool: tail pruning ([DARTS](https://huggingface.co/papers/2605.30859),
     Section 4.3.1 and Algorithm 2, line 12).
 
-    Complete candidates come first, then incomplete ones, each shortest first; equal lengths go to the lower index.
-
-    Args:
-        lengths (`Sequence[int]` of shape `(B,)`):
-            Response lengths in tokens.
-        complete (`Sequence[bool]` of shape `(B,)`):
-            Whether the candidate ended by itself: neither aborted nor at the length limit.
-        num (`int`):
-            Number of candidates to take.
-
-    Returns:
-        `list[int]`: `num` distinct indices into `lengths`, ascending.
-
-    Raises:
-        [`ValueError`]: If there are fewer candidates than that, `num` is negative, or `complete` has another length.
+    Complete candidates come first, then incomplete ones, each shortest first; equal lengths go to the lower index. The
+    arguments and errors are those of [`select_dual_end`].
     """
     return select_dual_end(lengths, complete, num, 0)

@@ -64,23 +64,18 @@ class AdmissionPolicy(Protocol):
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
         """Decides before a rollout."""
-        ...
 
     def expected_lengths(self, prompts: Sequence[PromptInfo]) -> list[float] | None:
         """Tokens that a candidate of each prompt is expected to have; `None` where nothing is ever known."""
-        ...
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:
         """Learns after a rollout."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed training needs, beside the length tracker."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores it."""
-        ...
 
 
 class UniformAdmission:
@@ -95,7 +90,6 @@ class UniformAdmission:
         self.prior = PromptLengthPrior()
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
-        """M for each."""
         counts = [self.num_generations] * len(prompts)
         return Admission(counts, expected_lengths=self.expected_lengths(prompts))
 
@@ -103,14 +97,10 @@ class UniformAdmission:
         """Smoothed mean lengths; of a prompt never seen, what its own length says. `None` without a tracker."""
         if self.tracker is None:
             return None
-        means = [self.tracker.mean(prompt.key) for prompt in prompts]
-        return [
-            self.prior.expected(prompt.num_tokens) if np.isnan(mean) else mean
-            for prompt, mean in zip(prompts, means, strict=True)
-        ]
+        means = [(prompt, self.tracker.mean(prompt.key)) for prompt in prompts]
+        return [self.prior.expected(prompt.num_tokens) if np.isnan(mean) else mean for prompt, mean in means]
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:
-        """Updates the prompts' statistics, with a tracker."""
         if self.tracker is None:
             return
         learned = []
@@ -126,7 +116,6 @@ class UniformAdmission:
             self.prior.update(summary.num_prompt_tokens, self.tracker.mean(summary.prompt_key))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of prompts by their lengths, with a tracker, which its callback saves."""
         return {} if self.tracker is None else {"prior": self.prior.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,15 +153,12 @@ class VarianceAdmission(UniformAdmission):
         return Admission(counts, saturated, None if np.isnan(rho) else rho, self.expected_lengths(prompts))
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:
-        """Updates the prompts' statistics, and ρ and the mean length that the budget refers to."""
         super().observe(summaries)
         self.budget.observe(self.tracker.rho, self.tracker.dataset_mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """The budget's state, and what is known of prompts by their lengths."""
         return {"budget": self.budget.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores both."""
         super().load_state_dict(state)
         self.budget.load_state_dict(state["budget"])

@@ -56,7 +56,6 @@ class LongestFirst(LeastLoaded):
         self.expected_lengths = known_lengths(expected_lengths)
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Longest expected first; ties in the order of the batch."""
         lengths = self.expected_lengths
         return sorted(candidates, key=lambda c: lengths[c.group_id], reverse=True)
 
@@ -77,7 +76,6 @@ class LengthRanked(LongestFirst):
         self._long = frozenset(ranking[: max(1, round(long_share * len(ranking)))])
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
-        """The least loaded engine of its kind."""
         if len(engines) > self.num_long:
             long = candidate.group_id in self._long
             engines = engines[: self.num_long] if long else engines[self.num_long :]
@@ -95,12 +93,10 @@ class AssignedPlacement:
         self.expected_lengths = None if expected_lengths is None else known_lengths(expected_lengths)
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Longest expected first; ties in the order of the batch."""
         lengths = self.expected_lengths
         return candidates if lengths is None else sorted(candidates, key=lambda c: -lengths[c.group_id])
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
-        """The engine that was chosen."""
         return self.engine_ids[candidate.group_id][candidate.index]
 
 

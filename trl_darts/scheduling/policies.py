@@ -34,20 +34,16 @@ class GroupStop(Protocol):
     @property
     def needs_progress(self) -> bool:
         """Whether it must see tokens while they are decoded, not only ends."""
-        ...
 
     @property
     def follows_batch(self) -> bool:
         """Whether a group with enough complete candidates goes on only as long as the batch waits for other groups."""
-        ...
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
         """Unfinished candidates that are not worth waiting for any more. Called after each event of the group."""
-        ...
 
     def select(self, group: Group) -> list[int]:
         """Indices of the `num_generations` rows. Called once, when no candidate of the group is unfinished."""
-        ...
 
 
 class BatchStop(Protocol):
@@ -55,7 +51,6 @@ class BatchStop(Protocol):
 
     def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         """Whether these groups, of all, are enough. Called after each that is done, or can't be completed."""
-        ...
 
 
 class Placement(Protocol):
@@ -63,33 +58,22 @@ class Placement(Protocol):
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
         """The order of submission."""
-        ...
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         """An engine for the candidate; `None` to let it wait for room."""
-        ...
 
 
 @dataclass(frozen=True)
 class WaitForAll:
     """GRPO: every candidate is waited for and kept. `num_candidates` must equal `num_generations`."""
 
-    @property
-    def needs_progress(self) -> bool:
-        """No: only ends matter."""
-        return False
-
-    @property
-    def follows_batch(self) -> bool:
-        """No: all are waited for."""
-        return False
+    needs_progress = False
+    follows_batch = False
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
-        """None: all are wanted."""
         return ()
 
     def select(self, group: Group) -> list[int]:
-        """All of them."""
         return list(range(len(group.candidates)))
 
 
@@ -116,14 +100,14 @@ class DualEnd:
     long_end_patience: Patience = None
 
     @property
-    def has_long_end(self) -> bool:
+    def _keeps_longer(self) -> bool:
         """Whether candidates can be kept that are longer than the M-th shortest."""
         return self.num_longest > 0
 
     @property
     def length_bound(self) -> float | None:
         """In multiples of the M-th shortest complete length: from there on, a candidate is not waited for."""
-        if not self.has_long_end:
+        if not self._keeps_longer:
             return 1.0
         return None if isinstance(self.long_end_patience, str) else self.long_end_patience
 
@@ -134,7 +118,6 @@ class DualEnd:
 
     @property
     def follows_batch(self) -> bool:
-        """With `long_end_patience="auto"`."""
         return self.long_end_patience == AUTO
 
     def saturated(self, group: Group) -> bool:
@@ -153,7 +136,6 @@ class DualEnd:
         return [c for c in group.unfinished if c.length >= bound]
 
     def select(self, group: Group) -> list[int]:
-        """The M shortest complete ones of a saturated group, else both ends."""
         lengths = [len(c.tokens) for c in group.candidates]
         complete = [c.complete for c in group.candidates]
         if self.saturated(group):
@@ -169,10 +151,9 @@ class UniformPool(DualEnd):
     are left are the shorter ones, and that bias remains.
     """
 
-    has_long_end = True  # whatever came to an end can be kept
+    _keeps_longer = True  # whatever came to an end can be kept
 
     def select(self, group: Group) -> list[int]:
-        """The first M that came to an end by themselves or at the limit."""
         finished = [c.index for c in group.candidates if c.state is CandidateState.FINISHED]
         return finished[: self.num_generations]
 
@@ -182,7 +163,6 @@ class AllGroups:
     """The batch is ready when every group is settled; nothing is deferred."""
 
     def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
-        """Whether all are done, but for those that can't be."""
         return len(done) + len(dropped) == num_groups
 
 
@@ -194,7 +174,7 @@ class FirstGroups:
     must_finish: frozenset[int] = frozenset()  # IDs of groups that must be among them, however long they take
 
     def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
-        """Whether there are enough, dropped ones included, and those that must be among them are."""
+        """Dropped groups count, and need not finish."""
         closed = done | dropped if self.must_finish else done
         return len(done) >= max(1, self.num_groups - len(dropped)) and self.must_finish <= closed
 
@@ -206,11 +186,9 @@ class LeastLoaded:
     """
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
-        """As they come: group by group."""
         return candidates
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
-        """The least loaded engine with room."""
         chosen, least = None, 0.0
         # Called once per candidate: a plain loop is twice as fast as `min` with a key, and few are asked for room.
         for engine in engines:
@@ -246,11 +224,9 @@ def make_policies(
     placement: Placement | None = None,
 ) -> SchedulePolicies:
     """
-    The policies of a schedule within one rollout. Which prompts go into it, and how many of them it waits for, is the
-    business of its [`RoundPolicy`].
-
-    The arguments are those of [`ScheduleSettings`] of the same names, but that `long_end_patience` is the paper's by
-    default; `batch_stop` and `placement` default to [`AllGroups`] and [`LeastLoaded`].
+    The policies of a schedule within one rollout. The arguments are those of [`ScheduleSettings`] of the same names,
+    but that `long_end_patience` is the paper's by default. Which prompts go into the rollout, and how many of them it
+    waits for, is the business of the schedule's [`RoundPolicy`].
     """
     check_choice("schedule", schedule, SCHEDULES)
     selection = selection or SCHEDULES[schedule]

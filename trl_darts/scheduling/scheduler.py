@@ -120,14 +120,10 @@ class Scheduler:
         if self.error is not None:
             raise GenerationError(self.error)
         groups = self.ledger.groups.values()
-        results = [
-            GroupResult(group.plan, group.candidates, group.selected or [], harvested=group.settled)
-            for group in groups
-            if group.error is None
-        ]
+        results = [GroupResult(g.plan, g.candidates, g.selected or [], g.settled) for g in groups if g.error is None]
         return RolloutResult(
-            groups=[r for r in results if r.harvested],
-            deferred=[r for r in results if not r.harvested],
+            groups=[r for r in results if r.complete],
+            deferred=[r for r in results if not r.complete],
             timeline=self.ledger.timeline,
             num_resumed=self.ledger.num_resumed,
             dropped={group.group_id: group.error for group in groups if group.error is not None},

@@ -296,16 +296,9 @@ class ScheduleSettings:
         placement: Placement | None = None,
     ) -> SchedulePolicies:
         """
-        The policies of one rollout, complete.
-
-        Args:
-            expected_lengths (`Sequence[float]` of shape `(N,)`, *optional*):
-                Tokens that a candidate of each group is expected to have, NaN where nothing is known. With
-                `length_ranked`, the longest start first.
-            batch_stop ([`BatchStop`], *optional*):
-                When the rollout ends. Defaults to the end of all groups; see [`Round`].
-            placement ([`Placement`], *optional*):
-                Where candidates run, if that is decided already.
+        The policies of one rollout, complete. With `length_ranked`, groups that are expected to be longest start first
+        (NaN where nothing is known), unless their `placement` is decided already. `batch_stop` defaults to the end of
+        all groups; see [`Round`].
         """
         if placement is None and self.length_ranked and expected_lengths is not None:
             placement = (
@@ -326,31 +319,16 @@ class ScheduleSettings:
         )
 
     def tracker(self, max_completion_length: int) -> LengthTracker:
-        """
-        A new tracker of response lengths.
-
-        Args:
-            max_completion_length (`int`):
-                Tokens at which responses are cut off.
-        """
+        """A new tracker of response lengths."""
         return LengthTracker(self.length_ema, HORIZON * max_completion_length)
 
     def admission(
         self, tracker: LengthTracker, latency_curve: LatencyCurve | None = None, num_engines: int = 1
     ) -> AdmissionPolicy:
         """
-        The policy that gives each prompt its candidates.
-
-        Args:
-            tracker ([`LengthTracker`]):
-                What is known of response lengths.
-            latency_curve ([`LatencyCurve`], *optional*):
-                Of one engine. Needed with `redundancy_cost_weight`.
-            num_engines (`int`, *optional*, defaults to `1`):
-                Engines that decode a batch together.
-
-        Raises:
-            [`ConfigurationError`]: If the curve is needed and missing.
+        The policy that gives each prompt its candidates, for `num_engines` that decode a batch together. The curve is
+        that of one engine, and [`ConfigurationError`] is raised if it is missing where `redundancy_cost_weight` needs
+        it.
         """
         if not self.over_provisions:
             return UniformAdmission(self.num_generations, tracker if self.length_ranked else None)

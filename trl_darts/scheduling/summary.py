@@ -7,14 +7,6 @@ import numpy as np
 from .types import FinishReason, GroupResult, RolloutResult
 
 
-# A look-up by the member is faster than its `value`, before Python 3.12.
-_WORDS: dict[FinishReason | None, str] = {
-    None: FinishReason.ABORT.value,
-    **{reason: reason.value for reason in FinishReason},
-}
-_STOP = FinishReason.STOP.value
-
-
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
     """
@@ -34,33 +26,27 @@ class GroupSummary:
 
     @classmethod
     def of(cls, group: GroupResult) -> "GroupSummary":
-        """The summary of a group's result."""
+        resumed = [len(partial.tokens) for partial in group.plan.resumed]  # they have the first indices
         return cls(
             group_id=group.plan.group_id,
             prompt_key=group.plan.prompt_key,
             lengths=[len(c.tokens) for c in group.candidates],
-            finish_reasons=[_WORDS[c.finish_reason] for c in group.candidates],
+            finish_reasons=[str(c.finish_reason or FinishReason.ABORT) for c in group.candidates],
             selected=group.selected,
             num_prompt_tokens=group.plan.num_prompt_tokens,
             times=[((c.ended if c.started is None else c.started) or 0.0, c.ended or 0.0) for c in group.candidates],
-            carried=_carried(group) if group.plan.resumed else [],
+            carried=resumed and resumed + [0] * (len(group.candidates) - len(resumed)),
             expected_length=group.plan.expected_length,
         )
 
     @property
     def num_carried_tokens(self) -> int:
-        """How many of its tokens are of an earlier rollout."""
         return sum(self.carried)
 
     @property
     def censored(self) -> list[bool]:
         """For each candidate, whether its length is only a lower bound."""
-        return [reason != _STOP for reason in self.finish_reasons]
-
-
-def _carried(group: GroupResult) -> list[int]:
-    resumed = [len(partial.tokens) for partial in group.plan.resumed]  # they have the first indices
-    return resumed + [0] * (len(group.candidates) - len(resumed))
+        return [reason != FinishReason.STOP for reason in self.finish_reasons]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +59,6 @@ class Occupancy:
 
     @classmethod
     def of(cls, result: RolloutResult) -> "Occupancy":
-        """Integrates a rollout's occupancy."""
         times, running = np.asarray(result.timeline.times), np.asarray(result.timeline.running)
         if not len(times):
             return cls(0, 0.0, 0.0)

@@ -72,18 +72,12 @@ class Candidate:
 
     @property
     def length(self) -> int:
-        """Tokens sampled so far."""
         return len(self.tokens)
 
     @property
     def complete(self) -> bool:
         """Whether it came to its natural end (and was not called off just before)."""
         return self.state is _FINISHED and self.finish_reason is _STOP
-
-    @property
-    def censored(self) -> bool:
-        """Whether its length is only a lower bound of what the model would have written."""
-        return self.finish_reason is not _STOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +122,6 @@ class Group:
 
     @property
     def group_id(self) -> int:
-        """Identity within the rollout."""
         return self.plan.group_id
 
     @property
@@ -177,23 +170,20 @@ class EngineLoad:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more candidate fits."""
         return self.capacity is None or self.num_running < self.capacity
 
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
     """
-    What a group yielded.
-
-    `selected` are the indices of its `num_generations` rows in `candidates`, ascending. `harvested` is `False` for a
-    group that was deferred: it has no rows, and its candidates carry what was sampled so far.
+    What a group yielded. `selected` are the indices of its `num_generations` rows in `candidates`, ascending. A group
+    that was deferred is not `complete`: it has no rows, and its candidates carry what was sampled so far.
     """
 
     plan: GroupPlan
     candidates: list[Candidate]
     selected: list[int]
-    harvested: bool = True
+    complete: bool = True
 
     @property
     def rows(self) -> list[Candidate]:

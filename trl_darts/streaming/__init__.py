@@ -1,6 +1,6 @@
 """What the trainer does while candidates still decode: their log-probs, and the rewards of complete groups."""
 
-from .streams import Streams, called_model, make_streams
+from .streams import Streams, make_streams
 
 
-__all__ = ["Streams", "called_model", "make_streams"]
+__all__ = ["Streams", "make_streams"]

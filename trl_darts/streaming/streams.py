@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate.utils import is_peft_model
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
@@ -68,6 +69,27 @@ class Streams:
     def serving_rewards(self) -> AbstractContextManager[None]:
         """Inside, TRL calls reward functions for the whole batch, and is given their results for its groups."""
         return nullcontext() if self.rewards is None else self.rewards.serving()
+
+    def per_token_logps(
+        self,
+        trainer: Any,
+        compute: Callable[..., Any],
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """What TRL's `_get_per_token_logps_and_entropies`, `compute`, returns, from what was scored already."""
+        stream = self.log_probs
+        if stream is None or not stream.active or not stream.serves(name := called_model(trainer, model)):
+            return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+        def rest(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return compute(model, ids, mask, logits_to_keep, *args, **kwargs)[0]
+
+        return stream.log_probs(name, input_ids, attention_mask, logits_to_keep, rest), None, None
 
     def close(self) -> None:
         """Ends the threads of reward functions."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,6 @@ from tests.engines.fake_server import fake_server
 from trl_darts.analysis.profile.grid import GridPoint
 from trl_darts.analysis.profile.measure import WINDOW_TOKENS, DecodeWindow, ServerProbe
 from trl_darts.engines.vllm_api import VLLMServer, new_session
-from trl_darts.errors import GenerationError
 
 from .builders import FakeVLLM, facts, rng
 
@@ -108,15 +106,6 @@ def test_requests_ask_for_what_the_trainer_asks_and_the_warm_up_reads_their_prom
     assert len({body["request_id"] for body in server.requests}) == len(server.requests)
 
 
-def test_prompts_of_smaller_points_are_prefixes() -> None:
-    async def prompts(probe: ServerProbe) -> list[list[list[int]]]:
-        return [probe._prompts(GridPoint(size, length, 1)) for size, length in [(2, 5), (3, 9), (1, 3)]]
-
-    small, large, least = probed(FakeVLLM(), prompts)
-    assert small == [row[:5] for row in large[:2]]
-    assert least == [large[0][:3]]
-
-
 @pytest.mark.parametrize(
     ("max_num_seqs", "others", "preempts", "max_tokens"),
     [(2, 0, False, 200), (9, 1, False, 200), (9, 0, True, 200), (9, 0, False, WINDOW_TOKENS)],
@@ -161,12 +150,3 @@ def test_a_prompt_is_new_each_time() -> None:
     assert len(first) == len(second) == 16
     assert first[0:4] != second[0:4]
     assert all(0.02 <= time < 1.0 for time in seconds)
-
-
-def test_a_refusal_is_told() -> None:
-    class Refusing(FakeVLLM):
-        async def completions(self, request: web.Request) -> web.StreamResponse:
-            return web.json_response({"error": {"message": "too long"}}, status=400)
-
-    with pytest.raises(GenerationError, match="too long"):
-        probed(Refusing(), lambda probe: probe.decode(POINT))

@@ -89,9 +89,3 @@ def test_the_trainer_takes_the_file_and_the_server_is_idle_afterwards(profiled, 
         time.sleep(0.1)
     assert vllm_server.metric("vllm:num_requests_running") == 0
     assert vllm_server.metric("vllm:num_preemptions_total") == 0
-
-
-def test_more_sequences_than_the_server_takes_are_refused(vllm_server):
-    result = CliRunner().invoke(app, ["profile", vllm_server.base_url, "--max-batch-size", "100000"])
-    assert result.exit_code == 2
-    assert "`max_batch_size` (100000) must be at most" in result.stderr

@@ -10,9 +10,9 @@ from aiohttp import web
 from tests.engines.fake_server import fake_server
 from trl_darts.analysis.profile import ProfileOptions, ProfileResult, profile_servers
 from trl_darts.analysis.profile.grid import Grid, GridPoint
-from trl_darts.analysis.profile.picture import draw, make_figure
+from trl_darts.analysis.profile.picture import draw
 from trl_darts.analysis.profile.run import MAX_FAILURES, Measurement, check_alike, describe
-from trl_darts.analysis.profile.summary import summarize, warn
+from trl_darts.analysis.profile.summary import warn
 from trl_darts.errors import ConfigurationError, GenerationError
 
 from .builders import GRID, FakeProbe, FakeVLLM, facts, rng, seconds_of
@@ -70,11 +70,6 @@ def test_points_that_cannot_be_measured_are_told_and_given_up() -> None:
     assert "32 x 2048" in warning
 
 
-def test_nothing_measured() -> None:
-    with pytest.raises(GenerationError, match="No point could be measured"):
-        measure([FakeProbe([], impossible=lambda point: True)])
-
-
 def test_several_servers_are_pooled_and_compared() -> None:
     result = measure([FakeProbe([]), FakeProbe([], lambda: 1.3)])
     point = result.profile.points[0]
@@ -90,14 +85,6 @@ def test_a_busy_machine_is_told() -> None:
     assert "the machine was busy" in warning
 
 
-def test_summary() -> None:
-    lines = summarize(measure([FakeProbe([])]).profile)
-    assert lines[0] == "tiny (vLLM 0.31.0)"
-    assert lines[1].startswith("Per token, 2,048 tokens of context: 4.41 ms at 1")
-    assert lines[2] == "Prompt: 3 ms and 1 s per 20,000 tokens"
-    assert lines[3].startswith("Held-out error of the curve: median 0.")
-
-
 @pytest.mark.parametrize("name", ["model", "dtype", "tensor_parallel_size"])
 def test_servers_that_differ_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"`{name}`.*http://b has .*Profile them separately"):
@@ -109,29 +96,6 @@ def test_metadata_says_what_was_measured() -> None:
     about = describe(servers, ProfileOptions(("http://a", "http://b")))
     assert about["hardware"] == "1 x X; 1 x Y"
     assert (about["servers"], about["max_num_seqs"]) == (["http://a", "http://b"], 64)
-
-
-def markers(axes) -> dict[str, int]:
-    """Number of points by label; lines without markers are left out."""
-    lines = [line for line in axes.lines if line.get_marker() not in ("None", None, "")]
-    return {line.get_label(): len(line.get_xdata()) for line in lines}
-
-
-def test_the_picture_shows_points_fits_and_knots() -> None:
-    profile = measure([FakeProbe([])]).profile
-    figure = make_figure(profile)
-    by_batch, by_tokens, prompts = figure.axes
-    shown = markers(by_batch)
-    assert [shown[f"{length:,} tokens"] for length in (128, 512, 2048)] == [6, 6, 6]
-    knots = next(line for line in by_batch.lines if line.get_marker() == "D")
-    assert knots.get_xdata() == pytest.approx(np.array(profile.curve.knots))
-    assert knots.get_ydata() == pytest.approx(1e3 * np.array(profile.curve.values))
-    assert list(markers(by_tokens).values()) == [3] * 6
-    fitted = next(line for line in by_tokens.lines if line.get_marker() == "None")
-    assert fitted.get_ydata() == pytest.approx([1e3 * profile.surface(1, tokens) for tokens in fitted.get_xdata()])
-    assert list(markers(prompts).values()) == [3]
-    assert "held-out error" in by_batch.get_title()
-    assert figure.get_suptitle() == "tiny · vLLM 0.31.0"
 
 
 def test_the_picture_of_one_context_and_no_prompts(tmp_path) -> None:

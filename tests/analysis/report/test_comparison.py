@@ -16,13 +16,10 @@ from trl_darts.analysis.report.comparison import (
     common_traces,
     common_window,
     compare_settings,
-    number,
-    percent,
     plus_minus,
     reward_ends,
     summary,
     typical_step,
-    weighted_mean,
 )
 from trl_darts.scheduling import ScheduleSettings
 
@@ -43,12 +40,6 @@ def test_all_tables_cover_the_common_steps(tables):
         part = window.of(table)
         assert part["num_steps"].sum() <= window.last
         assert (part.index <= window.last).all()
-
-
-def test_no_common_step():
-    assert common_window([pd.DataFrame({"x": 0}, index=steps) for steps in ([1, 2], [3, 4])]) is None
-    assert common_window([]) is None
-    assert str(Window(3, 3)) == "step 3"
 
 
 def read(tmp_path, **runs):
@@ -130,15 +121,6 @@ def test_what_a_schedule_sets_is_not_other_work(tmp_path):
     assert not any(setting.matters for setting in settings)
 
 
-def test_no_common_steps_are_said(tmp_path):
-    late = {f"rollout_{step:05d}_00.parquet": make_trace(step=step) for step in (5, 6)}
-    runs = read(tmp_path, a={"traces": 2}, b={"traces": late})
-    text = " ".join(cautions(runs, compare_settings(runs)))
-    assert "Settings are unknown: a, b" in text
-    assert "No step has rollouts of all runs" in text
-    assert summary(runs) == []
-
-
 def test_log_and_traces_have_windows_of_their_own(tmp_path):
     runs = read(tmp_path, a={"traces": 4, "log": 4}, b={"log": 3}, c={"traces": 2})
     over = {row.key: row.over for row in summary(runs)}
@@ -164,13 +146,3 @@ def test_reward_ends():
     assert (list(first), list(last)) == ([0, 1], [2, 4])
     assert plus_minus(first) == "0.50 ± 0.71"
     assert plus_minus(pd.Series([0.25])) == "0.250"
-
-
-def test_entries_weigh_as_many_steps_as_they_stand_for():
-    table = pd.DataFrame({"total": [1.0, 4.0, None], "num_steps": [1, 3, 9]})
-    assert weighted_mean(table, "total") == 13 / 4
-
-
-def test_formats():
-    assert [number(x) for x in (0, 1234.5, 12.345, 0.012345, float("nan"))] == ["0", "1,234", "12.3", "0.0123", "–"]
-    assert [percent(x) for x in (0, 0.0312, 0.5, 1)] == ["0 %", "3.1 %", "50 %", "100 %"]

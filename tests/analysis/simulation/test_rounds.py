@@ -8,14 +8,12 @@ Schedules whose batches are not the loader's, against small trainings computed b
 from collections import Counter
 from itertools import islice
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.simulation.builders import SECOND_PER_TOKEN, GivenLengths, InOrder, train_given
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedTraining, Workload
-from trl_darts.analysis.simulation.workload import BatchLengths
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
 
@@ -165,13 +163,3 @@ def lengths_seen(training: SimulatedTraining, num_epochs: int) -> dict[tuple[int
     for number, _ in enumerate(islice(training.outcomes(), 6 * num_epochs)):
         epoch = (number + 1) // 6
     return seen
-
-
-def test_attempts_differ_and_what_a_candidate_is_does_not_depend_on_who_else_is_drawn():
-    batch = BatchLengths(LogNormalLengths(16), 0, 0, np.arange(8))
-    attempts = [[batch.of(place, 6, attempt, 0.0) for place in range(8)] for attempt in range(3)]
-    assert attempts[0] == batch.all(6, 0.0)
-    assert [own[:4] for own in attempts[0]] == batch.all(4, 0.0)
-    assert attempts[0] != attempts[1] != attempts[2] != attempts[0]
-    shorter = batch.of(0, 6, 0, -1.0)
-    assert all(1 <= a < b for a, b in zip(shorter, attempts[0][0], strict=True))

@@ -245,10 +245,10 @@ class _EpochOfRounds:
         return own.lengths
 
     def _outcome(self, result: RolloutResult | None, collected: Collected, saturated: int) -> StepOutcome:
-        rows = [row for group in collected.groups for row in group.rows]
+        rows = [row for entry in collected.entries for row in entry.candidates]
         settled = [GroupSummary.of(group) for group in (result.groups if result else [])]
         deferred = [GroupSummary.of(group) for group in (result.deferred if result else [])]
-        taken = [self.sampled.pop(group.entry.entry_id) for group in collected.groups]
+        taken = [self.sampled.pop(entry.entry_id) for entry in collected.entries]
         return StepOutcome(
             settled,
             deferred,

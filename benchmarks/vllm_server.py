@@ -1,5 +1,5 @@
 """
-Real vLLM servers for tests: start one, use it, end every process of it.
+Real vLLM servers for tests and benchmarks: start one, use it, end every process of it.
 
 A server runs in its own process session, because killing the API process alone leaves the engine process behind; the
 whole session is ended by its ID. Nothing is ever killed by name.
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -68,43 +69,34 @@ def free_port() -> int:
             return port
 
 
+def is_healthy(base_url: str) -> bool:
+    """Whether `/health` answers 200 within five seconds."""
+    try:
+        with _LOCAL.open(f"{base_url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
 @dataclass
 class VLLMServer:
-    """
-    A running server.
-
-    Args:
-        base_url (`str`):
-            Such as `"http://127.0.0.1:41234"`.
-        model (`str`):
-            The name it serves the model under.
-        model_dir (`Path`):
-            The checkpoint that it started from.
-        process (`subprocess.Popen`):
-            The API process, leader of the server's session.
-        log_path (`Path`):
-            What the server wrote to stdout and stderr.
-    """
+    """A running server."""
 
     base_url: str
-    model: str
+    model: str  # the name it serves the model under
     model_dir: Path
-    process: subprocess.Popen
-    log_path: Path
+    process: subprocess.Popen[bytes]  # the API process, leader of the server's session
+    log_path: Path  # what it wrote to stdout and stderr
 
     def log_tail(self, num_lines: int = 40) -> str:
         """The last lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
 
-    def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether `/health` answers 200."""
-        try:
-            with _LOCAL.open(f"{self.base_url}/health", timeout=timeout_s) as response:
-                return response.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
+    def healthy(self) -> bool:
+        """Whether it answers."""
+        return is_healthy(self.base_url)
 
-    def request(self, path: str, payload: dict | None = None, timeout_s: float = 120.0) -> dict:
+    def request(self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = 120.0) -> Any:
         """GET `path`, or POST it if there is a payload; JSON in, JSON out."""
         data = None if payload is None else json.dumps(payload).encode()
         request = urllib.request.Request(self.base_url + path, data, {"Content-Type": "application/json"})
@@ -179,32 +171,16 @@ def start_vllm_server(
     log_path: str | Path | None = None,
     weight_transfer: str | None = "auto",
     wait: bool = True,
-    **options: object,
+    **options: Any,
 ) -> Iterator[VLLMServer]:
     """
-    Start a vLLM server, wait until it is healthy, and stop it on exit.
+    Start a vLLM server, wait until it is healthy (a trainer waits for its servers by itself: `wait=False`), and stop
+    it on exit. [`ServerError`] if it dies or is not healthy in time, with the end of its log.
 
-    Args:
-        model_dir (`str` or `Path`):
-            Checkpoint with tokenizer. It is served under the directory's path.
-        port (`int`, *optional*):
-            A free one by default.
-        env (`dict[str, str]`, *optional*):
-            Added to the environment, over our own settings.
-        timeout_s (`float`, *optional*, defaults to `240.0`):
-            Seconds until it must be healthy.
-        log_path (`str` or `Path`, *optional*):
-            A file in a fresh temporary directory by default.
-        weight_transfer (`str`, *optional*, defaults to `"auto"`):
-            Backend of `--weight-transfer-config`: `"nccl"` on CUDA, else none. `None` leaves it out.
-        wait (`bool`, *optional*, defaults to `True`):
-            Whether it is healthy when it is yielded. A trainer waits for its servers, so it can start beside them.
-        options:
-            Further command line options: `max_num_seqs=8` is `--max-num-seqs 8`, `True` a bare flag, `None` or `False`
-            takes a default away, a `dict` becomes JSON.
-
-    Raises:
-        [`ServerError`]: If it dies or is not healthy in time, with the end of its log.
+    `env` is added to the environment, over our own settings. `weight_transfer` is the backend of
+    `--weight-transfer-config`: `"nccl"` on CUDA, else none, by default. Further options are those of the command line:
+    `max_num_seqs=8` is `--max-num-seqs 8`, `True` a bare flag, `None` or `False` takes a default away, a `dict`
+    becomes JSON.
     """
     on_cuda = torch.cuda.is_available()
     if weight_transfer == "auto":

@@ -1,0 +1,237 @@
+"""
+What two processes of one launch play, one scenario after the other: `accelerate launch … scenarios.py BACKEND MODEL
+OUT [URL]`. Each process writes what it saw to `OUT/<scenario>/rank<r>.json`. `MODEL` and the server at `URL` are those
+of the fixtures `model_dir` and `server`; without a URL, scenarios with a server are left out.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from trl import GRPOTrainer
+
+from benchmarks.models import CLASS_SIZE
+from tests.builders import compare_with_trl, letter_of, letters_dataset, make_args, make_trainer, record_batches
+from tests.engines.settings import engine_settings, prepare_colocated
+from tests.launches.cpu_sharded import allow_fsdp_on_cpu
+from tests.test_equivalence import trained
+from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
+from tests.zoo import make_chat_tokenizer, tool_call
+from trl_darts.engines import in_process
+from trl_darts.engines.main_process import MainProcess
+
+
+Play = Callable[[Path, Path, str | None], dict[str, Any]]  # model, folder of the scenario, URL
+SERVER = "vllm_server"
+
+
+def train(
+    model_dir: Path,
+    out: Path,
+    url: str | None,
+    engine: str = "transformers",
+    refused: tuple[int, ...] = (),
+    breaks_on: int | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    """
+    A training on [`letters_dataset`] whose reward is the length. `refused` are groups that a server is asked for in a
+    way that it refuses; generation breaks on the process `breaks_on`. An error ends the training, and is its result.
+    """
+
+    def reward(prompts: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"per_device_train_batch_size": 6, "max_steps": 3, "learning_rate": 0.0, "scale_rewards": False}
+    args = make_args(out / "run", **{**settings, **engine_settings(engine, url), **fields})
+    trainer = make_trainer(model_dir, args, reward_funcs=reward, train_dataset=letters_dataset(10))
+    batches = record_batches(trainer)
+    differences = compare_with_trl(trainer) if args.stream_logprobs else []
+    if refused:
+        trainer._engine.overrides = lambda command: {"top_p": 7.0} if command.group_id in refused else {}
+    if breaks_on == trainer.accelerator.process_index:
+        trainer.model.generate = lambda **kwargs: 1 / 0
+    with recorded_rollouts(trainer) as (records, decoded):
+        try:
+            trainer.train()
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+    rows = [
+        {
+            "prompts": [example["prompt"] for example in batch["inputs"]],
+            "letters": [letter_of(ids[0]) for ids in batch["completion_ids"].tolist()],
+            "lengths": batch["completion_mask"].sum(1).tolist(),
+            "advantages": batch["advantages"].tolist(),
+            "num_items": batch["num_items_in_batch"].item(),
+        }
+        for batch in batches
+    ]
+    return {
+        "records": records,
+        "decoded": decoded,
+        "rows": rows,
+        "tracked": len(trainer.length_tracker),
+        "distributed_type": str(trainer.accelerator.distributed_type),
+        "log": trainer.state.log_history,
+        "streamed": differences,
+    }
+
+
+@contextmanager
+def recorded_rollouts(trainer: Any) -> Any:
+    """Budgets and selections of each rollout, and how many candidates this process decoded."""
+    records: list[Any] = []
+    decoded: list[int] = []
+    log_rollout, share_class = trainer._log_rollout, in_process.Share
+
+    def logged(record: Any, training: bool) -> None:
+        records.append([record.admission.num_candidates, [[s.lengths, s.selected] for s in record.summaries]])
+        log_rollout(record, training)
+
+    def share(slots: Any, *args: Any, **kwargs: Any) -> Any:
+        decoded.append(len(slots))
+        return share_class(slots, *args, **kwargs)
+
+    trainer._log_rollout, in_process.Share = logged, share
+    try:
+        yield records, decoded
+    finally:
+        in_process.Share = share_class
+
+
+# Answers by call. In the tokenizer that has these as words, the server's answers of the first two classes are calls.
+MULTIPLY = {tool_call("multiply", a=3, b=b): str(3 * b) for b in range(2 * CLASS_SIZE)}
+
+
+def call_tools(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
+    """Two rows in five go on with a call, so that loops of tools differ in length from process to process."""
+    reader, turns = Reader(), []
+    fields = {"max_completion_length": 200, "max_steps": 6, "learning_rate": 0.0, **engine_settings(SERVER, url)}
+    tokenizer = make_chat_tokenizer([*MULTIPLY, *(f"<{token}>" for token in range(3 * CLASS_SIZE))], tools=True)
+    trainer = tool_trainer(model_dir, out, reader, tools=[multiply], fields=fields, processing_class=tokenizer)
+    rollout, later_turn = trainer._rollout, trainer._engine.later_turn
+    trainer._rollout = lambda *args: turns.append("training") or rollout(*args)
+    trainer._engine.later_turn = lambda batch: turns.append("later") or later_turn(batch)
+    trainer.train()
+    rows = [row for batch in reader.batches for row in batch]
+    return {
+        "turns": turns,
+        "calls": [[text for m in row[1] if m["role"] == "assistant" for text in said(m)[1:]] for row in rows],
+        "answers": [[message["content"] for message in tool_messages(row)] for row in rows],
+        "log": [{name: value for name, value in line.items() if "/" in name} for line in trainer.state.log_history],
+    }
+
+
+def wait_long(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
+    """The main process takes longer than the group's timeout, then fails."""
+    accelerator = Accelerator(cpu=True)
+    main = MainProcess(accelerator)
+    _set_pg_timeout(timedelta(seconds=3))
+    try:
+        values = [main.broadcast(lambda: "at once"), main.broadcast(lambda: time.sleep(6) or "after a while")]
+        try:
+            main.run(lambda: 1 / 0)
+        except ZeroDivisionError as error:
+            values.append(str(error))
+    finally:
+        _set_pg_timeout(timedelta(minutes=30))
+    return {"values": values}
+
+
+def train_like_trl(model_dir: Path, out: Path, url: str | None, schedule: str | None) -> dict[str, Any]:
+    """Digests of the parameters after a training; `schedule=None` is TRL's own trainer."""
+    trainer = trained(model_dir, out, schedule, per_device_train_batch_size=6)
+    assert (type(trainer) is GRPOTrainer) == (schedule is None)
+    parameters = trainer.model.named_parameters()
+    return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in parameters}
+
+
+# Six rows on each process: the second of three groups straddles both. `target_redundancy` at its bound: every group is
+# pruned, mostly by what the other process reports.
+PRUNED = {"target_redundancy": 2.0}
+OWN_BATCHES = {"engine": SERVER, "max_completion_length": 96, "max_steps": 6}
+STREAMED = {
+    "engine": SERVER,
+    "learning_rate": 3e-3,
+    "beta": 0.1,
+    "stream_logprobs": True,
+    "stream_chunk_tokens": 16,
+    "stream_rewards": True,
+}
+BACKENDS: dict[str, dict[str, Play]] = {
+    "ddp": {
+        "whole groups": partial(train, per_device_train_batch_size=8, max_steps=4),
+        "straddling groups": partial(train, max_steps=4),
+        "continuous batching": partial(train, engine="continuous_batching", **PRUNED),
+        "broken process": partial(train, breaks_on=1),
+        "long wait": wait_long,
+        "theirs": partial(train_like_trl, schedule=None),
+        "grpo": partial(train_like_trl, schedule="grpo"),
+        "darts": partial(train_like_trl, schedule="darts"),
+        "server": partial(train, engine=SERVER, max_steps=4),
+        "tail_batching": partial(train, schedule="tail_batching", prompt_oversampling=1.5, **OWN_BATCHES),
+        "partial_rollout": partial(
+            train, schedule="partial_rollout", max_partial_age=1, mask_stale_after=1, **OWN_BATCHES
+        ),
+        "sorted": partial(train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", **OWN_BATCHES),
+        "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
+        "refused group": partial(train, engine=SERVER, refused=(1,)),
+        "streamed": partial(train, **STREAMED),
+        "tools": call_tools,
+    },
+    "fsdp2": {"sharded": partial(train, **PRUNED), "streamed": partial(train, **STREAMED)},
+    "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
+    "deepspeed_zero3": {
+        "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
+        "streamed": partial(train, **STREAMED),
+    },
+    "colocated": {"colocated": partial(train, engine="vllm_colocated", **PRUNED)},
+    "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
+}
+NEED_A_SERVER = {"server", "tail_batching", "partial_rollout", "sorted", "dropped group", "refused group", "streamed"}
+NEED_A_SERVER |= {"tools"}
+
+
+def leave(accelerator: Accelerator) -> None:
+    """
+    Ends the process without finalizing the interpreter, in which one launch in some ten on a busy machine aborts
+    ("terminate called without an active exception"), after everything is done, also where the process group was ended
+    before. A thread of torch's is still in native code then; which one is not known.
+    """
+    accelerator.end_training()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    backend, model_dir, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    url = sys.argv[4] if len(sys.argv) > 4 else None
+    allow_fsdp_on_cpu()
+    if backend in ("colocated", "tensor_parallel"):
+        prepare_colocated()
+    rank = int(os.environ["RANK"])
+    for name, play in BACKENDS[backend].items():
+        if name in NEED_A_SERVER and url is None:
+            continue
+        folder = out / name
+        folder.mkdir(exist_ok=True)
+        begin = time.process_time()
+        result = play(model_dir, folder, url)
+        (folder / f"rank{rank}.json").write_text(json.dumps(result))
+        print(f"rank {rank}: {name}: {time.process_time() - begin:.1f} s of the processor", flush=True)
+    leave(Accelerator())
+
+
+if __name__ == "__main__":
+    main()
