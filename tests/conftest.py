@@ -119,7 +119,7 @@ def server(model_dir, tmp_path_factory) -> Iterator[object]:
 @pytest.fixture(scope="session")
 def second_server(model_dir, tmp_path_factory) -> Iterator[object]:
     """Another one of that model, with more room, that wants the key `secret`."""
-    from tests.servers import start_vllm_server
+    from benchmarks.vllm_server import start_vllm_server
 
     options = {"max_model_len": 600, "env": {"VLLM_API_KEY": "secret"}}
     log_path = tmp_path_factory.mktemp("letters") / "second.log"
