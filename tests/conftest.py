@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
+
+# A busy machine takes longer than a deadline for one example.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 # Models here are tiny: a second thread gains nothing, and waits for the server beside it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
