@@ -205,7 +205,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         meanwhile = streams.follow if streams else None
         plan = main.run(lambda: self._plan(batch, training))
         with RolloutProgress(main.is_here and not self.args.disable_tqdm) as progress:
-            on_progress = main.run(lambda: streams.watch(batch.longest, progress))
+            on_progress = main.run(lambda: streams.watch(batch.longest, progress), meanwhile)
             with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
                 result = self._engine.run(plan, batch, on_progress, meanwhile)
         rows, record = main.broadcast(lambda: self._conclude(plan, result, batch, training), meanwhile)

@@ -133,13 +133,13 @@ def call_tools(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
 
 
 def wait_long(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
-    """The main process takes longer than the group's timeout, then fails."""
+    """The main process takes longer than the group's timeout, also when it is asked first, then fails."""
     accelerator = Accelerator(cpu=True)
     main = MainProcess(accelerator)
     accelerator.wait_for_everyone()  # the scenario before may have ended at different times
     _set_pg_timeout(timedelta(seconds=3))
     try:
-        values = [main.broadcast(lambda: "at once"), main.broadcast(lambda: time.sleep(6) or "after a while")]
+        values = [main.broadcast(lambda: time.sleep(6) or "after a while"), main.broadcast(lambda: "at once")]
         try:
             main.run(lambda: 1 / 0)
         except ZeroDivisionError as error:

@@ -58,17 +58,18 @@ class MainProcess:
         """
         if self.num_processes == 1:
             return compute()
+        mailbox = self.mailbox  # opened by all at once, and not after `compute`
         if self.is_here:
             try:
                 value = compute()
             except Exception as error:
                 self.fail(error)
                 raise
-            self.mailbox.announce(DONE)
+            mailbox.announce(DONE)
             return value
-        announcement = self.mailbox.await_announcement(meanwhile)
+        announcement = mailbox.await_announcement(meanwhile)
         if announcement != DONE:
-            self.mailbox.post(0, HEARD)
+            mailbox.post(0, HEARD)
             raise pickle.loads(announcement)
         return None
 
