@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
+
+# A busy machine takes longer than a deadline for one example.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 # Models here are tiny: a second thread gains nothing, and waits for the server beside it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -119,7 +124,7 @@ def server(model_dir, tmp_path_factory) -> Iterator[object]:
 @pytest.fixture(scope="session")
 def second_server(model_dir, tmp_path_factory) -> Iterator[object]:
     """Another one of that model, with more room, that wants the key `secret`."""
-    from tests.servers import start_vllm_server
+    from benchmarks.vllm_server import start_vllm_server
 
     options = {"max_model_len": 600, "env": {"VLLM_API_KEY": "secret"}}
     log_path = tmp_path_factory.mktemp("letters") / "second.log"

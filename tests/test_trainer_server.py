@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 from transformers import TrainerCallback
 
+from benchmarks.vllm_server import free_port
 from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.fake_server import answer, fake_server
-from tests.servers import free_port
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.preflight import ServerUnreachableError
 from trl_darts.errors import ConfigurationError, GenerationError

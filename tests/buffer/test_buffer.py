@@ -67,7 +67,7 @@ trainings = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(trainings)
 def test_trained_once(training):
     num_batches, size = len(training.loader), training.policy.num_groups
@@ -77,7 +77,7 @@ def test_trained_once(training):
     assert all(len(group.candidates) == M for group in groups)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(trainings)
 def test_not_starved(training):
     policy, entered, left = training.policy, {}, {}
@@ -96,7 +96,7 @@ def test_not_starved(training):
         assert max(waits) <= 2 * policy.num_groups + 2
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(trainings)
 def test_logprobs_of_their_time(training):
     training.run()
@@ -112,7 +112,7 @@ def test_logprobs_of_their_time(training):
             assert [version for version, _ in row.versions] == [now]  # on-policy
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trainings, st.integers(0, 5))
 def test_restored_as_saved(training, stop_at):
     for _ in range(min(stop_at, len(training.loader))):

@@ -1,6 +1,6 @@
 """The look ahead in the loader: the loop gets what it would have got, and each batch of prompts is pulled once."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.buffer.feed import PromptFeed
@@ -10,7 +10,6 @@ def items(num_batches: int, repeats: int) -> list[list[dict]]:
     return [[{"prompt": batch}] for batch in range(num_batches) for _ in range(repeats)]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(0, 3), max_size=20), st.integers(1, 2))
 def test_look_ahead(num_batches, repeats, pulls, epochs):
     feed = PromptFeed(repeats)
@@ -31,7 +30,6 @@ def test_look_ahead(num_batches, repeats, pulls, epochs):
         assert feed.pull() is None
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 17), st.integers(0, 4))
 def test_resumed_in_the_middle(num_batches, repeats, stop_at, ahead):
     """What had been pulled is not pulled again, and what had not is; whatever part of it the loop had got."""

@@ -15,7 +15,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 HEALTHY = {
     "model_config": {"logprobs_mode": "processed_logprobs", "model": "served"},
-    "weight_transfer_config": {"backend": "gloo"},
+    "weight_transfer_config": {"backend": "nccl"},
 }
 
 

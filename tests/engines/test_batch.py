@@ -238,12 +238,6 @@ def test_the_budget_goes_to_the_groups_that_can_be_extended(flags):
     assert plan.saturated == alone.saturated == extended.count(M_UP)
 
 
-def test_expected_lengths_are_those_of_all_groups():
-    plan = admission().plan([*prompts([True, False]), PromptInfo(99, 10)])
-    assert plan.expected_lengths[:2] == [50.0, 50.0]
-    assert np.isnan(plan.expected_lengths[2])
-
-
 def test_without_a_group_that_can_be_extended_there_is_no_budget():
     policy = admission()
     before = policy.budget.state_dict()

@@ -114,17 +114,3 @@ def test_share_passes_on_only_aborts_of_what_still_runs():
     share.end(1, [4], None, STOP)
     link.answer = [2, 1, 0]
     assert share.exchange() == [2, 0]
-
-
-def test_one_process_hears_of_aborts_in_the_same_exchange():
-    director = darts_director([4])
-    share = Share(director.slots[0], director, director.scheduler.needs_progress)
-    share.end(3, [1], None, STOP)
-    assert share.exchange() == []
-    share.end(1, [1, 1], None, STOP)
-    assert share.exchange() == [0, 2]
-    for number in (0, 2):
-        share.end(number, [1, 1], None, ABORT)
-    assert share.exchange() == []
-    assert director.scheduler.done
-    assert director.result().groups[0].selected == [1, 3]

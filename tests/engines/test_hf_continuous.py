@@ -109,15 +109,6 @@ class World:
         return {number: tokens for number, (tokens, _) in self.share.rows.items()}
 
 
-def test_requests_are_the_candidates_in_their_order():
-    world = World(3)
-    world.manager.finish("req_12", 7, EOS)
-    world.manager.finish("req_10", 8)
-    assert [world.result().request_id, world.result().request_id] == ["req_12", "req_10"]
-    assert world.rows == {22: [7, EOS], 20: [8]}
-    assert world.share.running == {21}
-
-
 @pytest.mark.parametrize(("tokens", "reason"), [([7, 2], STOP), ([EOS, 8], LENGTH), ([EOS], STOP)])
 def test_the_last_token_tells_why_it_ended(tokens, reason):
     world = World(1, eos=(EOS, 2))

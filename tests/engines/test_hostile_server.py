@@ -74,11 +74,6 @@ def hostile_servers(server: HostileServer, deadlines: Deadlines, num_servers: in
     assert not server.problems + good.problems
 
 
-def is_fresh(url: str) -> bool:
-    """These servers have no weights to wait for."""
-    return True
-
-
 class Rollouts:
     """Runs rollouts, checks their ends, and counts how each request ended."""
 

@@ -12,7 +12,7 @@ from trl_darts.errors import ConfigurationError
 
 
 def needs(config, **kwargs) -> Requirements:
-    defaults = {"max_completion_length": 256, "processed_logprobs": True, "weight_transfer": "gloo", "timeout_s": 5.0}
+    defaults = {"max_completion_length": 256, "processed_logprobs": True, "weight_transfer": "nccl", "timeout_s": 5.0}
     return Requirements(model_config=config, **{**defaults, **kwargs})
 
 
@@ -85,7 +85,7 @@ def test_good_server_passes():
             "--logprobs-mode processed_logprobs",
         ),
         ({"vllm_config": changed(weight_transfer_config=None)}, "no weight-transfer engine, and .* needs 'nccl'"),
-        ({"vllm_config": changed(weight_transfer_config={"backend": "nccl"})}, "backend 'nccl', and .* needs 'nccl'"),
+        ({"vllm_config": changed(weight_transfer_config={"backend": "ipc"})}, "backend 'ipc', and .* needs 'nccl'"),
     ],
 )
 def test_refused(kwargs, words):
@@ -129,8 +129,8 @@ def test_server_that_starts_late_is_waited_for():
 @pytest.mark.vllm
 def test_real_server(vllm_server, markov_model_dir):
     config = AutoConfig.from_pretrained(markov_model_dir)
-    facts = check(vllm_server.base_url, needs(config))
+    facts = check(vllm_server.base_url, needs(config, weight_transfer=None))
     assert (facts.model, facts.max_model_len) == (vllm_server.model, 2048)
     config.vocab_size = 127  # what the server says of it is read from an error message
     with pytest.raises(ConfigurationError, match="vocabulary of 128 tokens, but the trainer's model has 127"):
-        check(vllm_server.base_url, needs(config))
+        check(vllm_server.base_url, needs(config, weight_transfer=None))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.policy import select_dual_end, select_shortest
@@ -46,7 +46,6 @@ def rollouts(draw: st.DrawFn, over_provisioned: bool = True, aborts: bool = True
     return Rollout(lengths, finished, selected, rewards, num)
 
 
-@settings(deadline=None)
 @given(rollouts(over_provisioned=False, aborts=False), st.data())
 def test_without_over_provisioning_there_is_no_bias(rollout: Rollout, data: st.DataObject) -> None:
     assert rollout.length_bias() == (1, 1, 0, 0)
@@ -56,7 +55,6 @@ def test_without_over_provisioning_there_is_no_bias(rollout: Rollout, data: st.D
     assert unseen_share == pytest.approx(1) if math.isnan(gap) else gap == pytest.approx(0, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(rollouts(aborts=False))
 def test_the_first_candidates_are_unbiased_whatever_else_was_started(rollout: Rollout) -> None:
     first = rollout._replace(selected=[list(range(rollout.num_generations))] * len(rollout.lengths))
@@ -64,7 +62,6 @@ def test_the_first_candidates_are_unbiased_whatever_else_was_started(rollout: Ro
     assert first.reward_bias().reward_gap == pytest.approx(0, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(rollouts(), st.randoms(), st.integers(2, 5), st.floats(-2, 2), st.floats(-3, 3))
 def test_order_and_units_do_not_matter(
     rollout: Rollout, random: Random, factor: int, scale: float, offset: float
@@ -84,7 +81,6 @@ def test_order_and_units_do_not_matter(
     assert other.reward_bias() == pytest.approx((scale * gap, unseen_share), abs=1e-6)
 
 
-@settings(deadline=None)
 @given(rollouts(), st.data())
 def test_an_aborted_candidate_counts_for_more_than_its_bound(rollout: Rollout, data: st.DataObject) -> None:
     """The same lengths taken for final make the unbiased sample shorter, and the ratio of the means larger."""

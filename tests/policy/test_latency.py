@@ -29,7 +29,7 @@ def rollout_time_by_definition(lengths: list[int], curve: LatencyCurve) -> float
     return sum((ordered[m] - ordered[m - 1]) * curve(num - m + 1) for m in range(1, num + 1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(measurements, st.integers(1, 4))
 def test_positive_continuous_non_decreasing_and_a_segment_per_two_batch_sizes(
     points: list[tuple[int, float]], num_segments: int

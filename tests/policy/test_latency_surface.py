@@ -23,7 +23,7 @@ def truth(sizes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return 0.009 + 4e-5 * np.maximum(0, sizes - 48) + 1.1e-7 * tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(measurements, st.floats(0, 1e5))
 def test_positive_continuous_and_non_decreasing_in_both_arguments(
     points: list[tuple[int, int, float]], length: float

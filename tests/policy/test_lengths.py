@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError, StateMismatchError
@@ -194,7 +194,6 @@ def fed(pairs: list[tuple[int, float]]) -> PromptLengthPrior:
     return prior
 
 
-@settings(deadline=None)
 @given(observations, st.integers(0, 1 << 24))
 def test_between_the_smallest_and_the_largest_mean(pairs: list[tuple[int, float]], num_prompt_tokens: int) -> None:
     means = [mean for _, mean in pairs]
@@ -218,7 +217,6 @@ def test_the_order_of_prompt_lengths_is_found(rng: np.random.Generator) -> None:
     assert expected[-1] > 6 * expected[0]
 
 
-@settings(deadline=None)
 @given(observations, observations)
 def test_a_restored_prior_goes_on_exactly(before: list[tuple[int, float]], after: list[tuple[int, float]]) -> None:
     prior, restored = fed(before), PromptLengthPrior()

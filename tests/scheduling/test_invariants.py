@@ -68,7 +68,7 @@ def run(rollout: dict) -> tuple[Scheduler, ChaosEngine]:
     return scheduler, engine
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rollouts())
 def test_ends_once(rollout):
     scheduler, engine = run(rollout)
@@ -85,7 +85,7 @@ def test_ends_once(rollout):
     assert all(abs(load.expected_tokens) < 1e-6 for load in ledger.engines.values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rollouts())
 def test_rows_per_group(rollout):
     scheduler, _ = run(rollout)
@@ -101,7 +101,7 @@ def test_rows_per_group(rollout):
         assert group.rows == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rollouts())
 def test_tokens_match_logprobs(rollout):
     scheduler, _ = run(rollout)
@@ -111,7 +111,7 @@ def test_tokens_match_logprobs(rollout):
             assert candidate.logprobs == [-float(t) for t in candidate.tokens]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rollouts())
 def test_nothing_outstanding(rollout):
     scheduler, engine = run(rollout)
@@ -123,7 +123,7 @@ def test_nothing_outstanding(rollout):
     assert all(scheduler.handle(event) == [] for event in late)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rollouts())
 def test_same_trace_same_commands(rollout):
     first, engine = run(rollout)
@@ -134,7 +134,7 @@ def test_same_trace_same_commands(rollout):
     assert [g.selected for g in second.result().groups] == [g.selected for g in first.result().groups]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rollouts())
 def test_settled_is_final(rollout):
     scheduler = new_scheduler(rollout)
@@ -155,7 +155,7 @@ def test_settled_is_final(rollout):
         assert len(seen) == len(rollout["plans"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rollouts(), st.floats(0.0, 0.2), st.none() | st.floats(0.0, 200.0))
 def test_dropped_or_complete(rollout, failure_rate, expires_at):
     """With `drop_failed_groups` each group has its rows, all of them finished, or the message of what went wrong."""

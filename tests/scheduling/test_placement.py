@@ -40,7 +40,7 @@ def batches(draw) -> tuple[list[int], list[float], int]:
     return counts, draw(st.lists(length, min_size=len(counts), max_size=len(counts))), draw(st.integers(1, 8))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(batches())
 def test_each_candidate_has_one_engine_and_no_engine_has_none_or_much_more_than_its_fair_part(batch):
     counts, lengths, num_engines = batch
@@ -57,7 +57,7 @@ def test_each_candidate_has_one_engine_and_no_engine_has_none_or_much_more_than_
     assert max(loads.values()) <= (fair + largest_piece) * TOLERANCE
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(batches())
 @example(([4] * 6, [0.1] * 6, 3))  # sums of 0.1 are not exact
 def test_a_group_of_at_most_a_fair_part_stays_whole(batch):
@@ -87,7 +87,7 @@ def test_longest_first_to_the_engine_with_the_least_work():
     assert balance([5, 1], [10.0, 10.0], 2) == [[0, 0, 0, 1, 1], [1]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 16), st.integers(1, 5000), st.booleans()), min_size=1), st.integers(1, 8))
 def test_unknown_lengths_are_the_mean_of_the_known(groups, num_engines):
     counts = [count for count, _, _ in groups]
@@ -104,7 +104,7 @@ def candidates(counts: list[int]) -> list[Candidate]:
     return [Candidate(number, group, index) for number, (group, index) in enumerate(pairs)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches())
 def test_order_is_longest_expected_first_and_stable(batch):
     counts, lengths, _ = batch

@@ -209,7 +209,7 @@ def test_another_process_asks_a_server_that_is_up_for_images():
         with processor("first") as first:
             generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
             assert generation.image_features(images) == [{"by": "first"}, None]
-        generation.engine = SimpleNamespace(states=lambda: {first: State.DOWN, second: State.UP})
+        # It is lost, and this process, which has asked nothing of it yet, does not know.
         assert generation.image_features(images) == [{"by": "second"}, None]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from ..errors import ConfigurationError, WeightSyncError
+from ..errors import ConfigurationError, GenerationError, WeightSyncError
 from ..weights.client import SyncedVLLMClient
-from ..weights.fleet import FleetVLLMClient, make_client
+from ..weights.fleet import make_client
 from .connection import ServerSettings
 from .hf_generate import replaced
 from .main_process import MainProcess
@@ -149,13 +149,13 @@ class SyncedGeneration(VLLMGeneration):
         """What a server makes of images, by the first that answers: it does not depend on weights."""
         if self.main.is_here:
             return self.vllm_client.image_features(images)
-        states = self.engine.states()
-        clients = [
-            SyncedVLLMClient(base_url=url, api_key=self.settings.api_key)
-            for url, state in states.items()
-            if state is State.UP
-        ]
-        return FleetVLLMClient(clients).image_features(images)
+        messages = []
+        for url in [url for url, state in self.engine.states().items() if state is State.UP]:
+            try:
+                return SyncedVLLMClient(base_url=url, api_key=self.settings.api_key).image_features(images)
+            except OSError as error:  # also those of requests; the next server may be there
+                messages.append(f"{url}: {type(error).__name__}: {error}")
+        raise GenerationError(f"No vLLM server processed the images. {'; '.join(messages)}")
 
     # Servers that come and go
 
