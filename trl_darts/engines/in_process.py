@@ -39,7 +39,8 @@ class InProcessEngine:
         """All candidates start at once, so each has its process before the rollout."""
         counts, lengths = admission.num_candidates, None
         if batch.multimodal or sum(counts) == len(batch.rows):
-            engines = [[self._home(batch, g, i) // self._size for i in range(n)] for g, n in enumerate(counts)]
+            owners = batch.owners  # of each row; a candidate's home is the process that has its prompt
+            engines = [[owners[batch.row_of(g, i)] // self._size for i in range(n)] for g, n in enumerate(counts)]
         else:
             lengths = (admission.expected_lengths if self._ranked else None) or [1.0] * len(counts)
             engines = balance(counts, lengths, self._main.num_processes // self._size)
@@ -73,10 +74,6 @@ class InProcessEngine:
                 self._main.fail(error)
             raise
         return self._with_tokens(self._main.run(lambda: director.result()), share)
-
-    def _home(self, batch: PromptBatch, group: int, index: int) -> int:
-        """The process that has the candidate's prompt."""
-        return batch.owners[batch.row_of(group, index)]
 
     def _direct(self, plan: RolloutPlan) -> Director:
         leaders = range(0, self._main.num_processes, self._size)
