@@ -28,10 +28,11 @@ def config(**kwargs) -> DARTSGRPOConfig:
 
 
 def test_defaults():
-    """The paper's, but for the wait, which is bounded."""
+    """The paper's, but for the wait, which is bounded, and the candidates to spare that it takes."""
     args = config()
     assert args.schedule == "darts"
     assert args.max_num_generations == 2 * args.num_generations == 16
+    assert args.min_num_generations == 10
     assert (args.num_longest, args.target_redundancy, args.length_ema) == (1, 1.5, 0.5)
     assert args.tail_pruning is True
     assert args.redundancy_cost_weight is None

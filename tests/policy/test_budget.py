@@ -59,18 +59,25 @@ def test_impossible_budgets_are_named(rho: float, k: float, price: float, low: i
     st.integers(1, 12),
     st.integers(0, 12),
     st.floats(0, 1),
+    st.floats(0, 1),
     st.lists(st.tuples(st.integers(1, 50), st.one_of(st.just(math.nan), st.floats(0, 20))), max_size=25),
     st.none() | st.floats(1e-6, 1e6),
 )
 def test_always_within_bounds(
-    num_generations: int, room: int, share: float, steps: list[tuple[int, float]], price: float | None
+    num_generations: int,
+    room: int,
+    share: float,
+    low_share: float,
+    steps: list[tuple[int, float]],
+    price: float | None,
 ) -> None:
-    most = num_generations + room
-    controller = BudgetController(num_generations, most, 1 + share * (most / num_generations - 1), price, CURVE)
+    most, least = num_generations + room, num_generations + int(low_share * room)
+    target = 1 + share * (most / num_generations - 1)
+    controller = BudgetController(num_generations, most, target, price, CURVE, min_num_generations=least)
     for num_prompts, rho in steps:
         total = controller.total(num_prompts, rho)
         assert type(total) is int
-        assert num_prompts * num_generations <= total <= num_prompts * most
+        assert num_prompts * least <= total <= num_prompts * most
         controller.observe(rho, 100.0)
 
 

@@ -3,6 +3,8 @@
 from dataclasses import fields
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trl_darts.buffer.rounds import PartialRollout, Sorted, TailBatching, round_policy
 from trl_darts.errors import ConfigurationError
@@ -13,6 +15,7 @@ from trl_darts.scheduling import (
     FirstGroups,
     LengthRanked,
     LongestFirst,
+    PromptInfo,
     ScheduleSettings,
     UniformPool,
 )
@@ -70,6 +73,42 @@ def test_the_wait_is_bounded_unless_told_otherwise(schedule):
     assert not ScheduleSettings(long_end_patience=None).policies().group_stop.follows_batch
 
 
+@given(st.integers(1, 64), st.integers(0, 64), st.floats(0, 1), st.sampled_from(["auto", 2.0, None]))
+def test_each_prompt_can_spare_a_candidate_where_the_wait_is_bounded(rows, room, share, patience):
+    most = rows + room
+    settings = ScheduleSettings(
+        num_generations=rows,
+        max_num_generations=most,
+        num_longest=0,
+        target_redundancy=1 + share * (most / rows - 1),
+        long_end_patience=patience,
+    )
+    affordable = settings.target_redundancy * rows + 1e-6
+    assert rows <= settings.min_num_generations <= min(most, affordable)
+    if patience != "auto":
+        assert settings.min_num_generations == rows
+    elif rows + 2 <= min(most, affordable):
+        assert settings.min_num_generations == rows + 2
+
+
+def test_fewest_candidates_by_default_and_by_choice():
+    assert ScheduleSettings().min_num_generations == 10
+    assert ScheduleSettings("grpo").min_num_generations == 8
+    assert ScheduleSettings("tail_batching", selection="dual_end").min_num_generations == 10
+    prompts = [PromptInfo(key, 4) for key in range(6)]
+    tracker = LengthTracker()
+    for key in range(6):
+        tracker.update(key, [100, 100 + key * key])
+    tracker.end_step()
+    for least in (8, 11):
+        plan = ScheduleSettings(min_num_generations=least).admission(tracker).plan(prompts)
+        assert (min(plan.num_candidates), sum(plan.num_candidates)) == (least, 6 * 12)
+    priced = ScheduleSettings(redundancy_cost_weight=1e9, min_num_generations=14)  # what a second costs, not a target
+    admission = priced.admission(tracker, LatencyCurve([1, 2], [0.01, 0.02]))
+    admission.observe([])
+    assert admission.plan(prompts).num_candidates == [14] * 6
+
+
 def test_a_price_of_time_needs_a_curve():
     settings = ScheduleSettings(redundancy_cost_weight=0.1)
     with pytest.raises(ConfigurationError, match=r"`cost_weight` \(0.1\) needs `latency_curve`"):
@@ -86,6 +125,15 @@ def test_a_price_of_time_needs_a_curve():
         (
             {"max_num_generations": 6},
             r"`max_num_generations` \(6\) must be at least `num_generations` \(8\). Raise it",
+        ),
+        (
+            {"min_num_generations": 7},
+            r"`min_num_generations` \(7\) must be between `num_generations` \(8\) and `max_num_generations` \(16\)",
+        ),
+        ({"min_num_generations": 17}, r"`min_num_generations` \(17\) must be between"),
+        (
+            {"min_num_generations": 13},
+            r"`min_num_generations` \(13\) must be at most `target_redundancy` × `num_generations` \(12\)",
         ),
         ({"target_redundancy": 0.9}, r"`target_redundancy` \(0.9\) must be between 1 and .* \(2\)"),
         ({"redundancy_cost_weight": 0.0}, r"`redundancy_cost_weight` \(0.0\) must be positive"),

@@ -1,8 +1,8 @@
 """
 How many candidates a batch gets in total.
 
-Invariants: a budget is always within [N·M, N·M_up]; it depends only on what was observed, in that order, so a restored
-controller goes on as the saved one would have, also on a slower machine.
+Invariants: a budget is always within [N·M_low, N·M_up]; it depends only on what was observed, in that order, so a
+restored controller goes on as the saved one would have, also on a slower machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def redundancy_budget(rho: float, cost_slope: float, cost_weight: float, low: in
         cost_weight (`float`):
             Price of a second in units of utility, λ.
         low (`int`):
-            Fewest candidates, N·M.
+            Fewest candidates, N·M_low (N·M in the paper).
         high (`int`):
             Most candidates, N·M_up.
 
@@ -67,7 +67,7 @@ class BudgetController:
     set such that Eq. 8 gives this target for the ρ of the first steps, k cancels:
 
     ```
-    M_total = target_redundancy · N · M · ρ / ρ_ref     within [N·M, N·M_up]
+    M_total = target_redundancy · N · M · ρ / ρ_ref     within [N·M_low, N·M_up]
     ```
 
     Longer tails than in the first steps raise the budget, shorter ones lower it. With a λ of the user's own, Eq. 8 is
@@ -82,6 +82,7 @@ class BudgetController:
         cost_weight: float | None = None,  # λ, instead of the target
         latency_curve: LatencyCurve | None = None,  # of one engine, gives k: needed with λ, and read only then
         num_engines: int = 1,  # that share a batch
+        min_num_generations: int | None = None,  # M_low, M by default
     ) -> None:
         if cost_weight is not None and latency_curve is None:
             raise ConfigurationError(
@@ -89,6 +90,7 @@ class BudgetController:
             )
         self.num_generations = num_generations
         self.max_num_generations = max_num_generations
+        self.min_num_generations = num_generations if min_num_generations is None else min_num_generations
         self.target_redundancy = target_redundancy
         self.cost_weight = cost_weight
         self.latency_curve = latency_curve
@@ -101,13 +103,13 @@ class BudgetController:
         Number of candidates of the coming step of `num_prompts` prompts, M_total (Eq. 8 and 9). ρ is NaN before there
         is history: the budget is then the target.
         """
-        low, high = num_prompts * self.num_generations, num_prompts * self.max_num_generations
+        low, high = num_prompts * self.min_num_generations, num_prompts * self.max_num_generations
         if self.cost_weight is not None and self._num_steps and not math.isnan(rho):
             return redundancy_budget(rho, self._cost_slope(low, high), self.cost_weight, low, high)
         reference = self._rho_sum / self._num_steps if self._num_steps else math.nan
         known = rho >= 0 and reference > 0 and self.target_redundancy > 1
         ratio = rho / reference if known else 1.0
-        return round(min(max(self.target_redundancy * ratio * low, low), high))
+        return round(min(max(self.target_redundancy * ratio * num_prompts * self.num_generations, low), high))
 
     def _cost_slope(self, low: int, high: int) -> float:
         """

@@ -133,7 +133,7 @@ class UniformAdmission:
 class VarianceAdmission(UniformAdmission):
     """
     Variance-based adaptive redundancy ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2): a budget for
-    the batch by Eq. 8 and 9, spread over the prompts by Algorithm 1, between M_low = M and M_up for each.
+    the batch by Eq. 8 and 9, spread over the prompts by Algorithm 1, between M_low and M_up for each.
     """
 
     tracker: LengthTracker
@@ -144,12 +144,12 @@ class VarianceAdmission(UniformAdmission):
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
         """M'_i by the prompts' smoothed length deviation; a prompt never seen gets the batch's mean weight."""
-        low, high = self.budget.num_generations, self.budget.max_num_generations
+        low, high = self.budget.min_num_generations, self.budget.max_num_generations
         rho = self.tracker.rho
         stds = [self.tracker.std(prompt.key) for prompt in prompts if prompt.extendable]
         extended = iter(allocate_redundancy(stds, self.budget.total(len(stds), rho), low, high) if stds else ())
-        counts = [next(extended) if prompt.extendable else low for prompt in prompts]
-        saturated = sum(count == high for count in counts) if high > low else 0
+        counts = [next(extended) if prompt.extendable else self.num_generations for prompt in prompts]
+        saturated = sum(count == high for count in counts) if high > self.num_generations else 0
         return Admission(counts, saturated, None if np.isnan(rho) else rho, self.expected_lengths(prompts))
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:

@@ -26,6 +26,9 @@ from .policies import (
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
 DEFAULT_REDUNDANCY = 1.5
+# Candidates beyond M of the calmest prompt where the wait is bounded. In simulation with 1 % of never-ending answers
+# rollouts are 2.5 times as fast with 2 as with none, and hardly faster with 3.
+SPARE_CANDIDATES = 2
 # A response that was aborted or cut off is taken to be at most this many times as long as the limit. At the limit
 # itself, a prompt whose responses are all cut off would look calm.
 HORIZON = 2
@@ -68,6 +71,12 @@ class ScheduleSettings:
     # What is sampled
     max_num_generations: int = _setting(
         None, "Most candidates of one prompt [M_up]. Defaults to twice `num_generations`."
+    )
+    min_num_generations: int = _setting(
+        None,
+        "Fewest candidates of one prompt [M_low]. With `long_end_patience='auto'` defaults to `num_generations + 2`, or "
+        "to what `target_redundancy` and `max_num_generations` allow where that is less: a prompt without a spare "
+        "candidate waits for each of its own. Otherwise defaults to `num_generations`, as in the paper.",
     )
     target_redundancy: float = _setting(
         None,
@@ -235,10 +244,29 @@ class ScheduleSettings:
                 f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) must be positive and finite. Leave it "
                 "unset for a budget by `target_redundancy`."
             )
+        self._set_minimum()
         if not 0 < self.length_ema <= 1:
             raise ConfigurationError(
                 f"`length_ema` ({self.length_ema}) must be greater than 0 and at most 1, the weight of the newest "
                 "observation."
+            )
+
+    def _set_minimum(self) -> None:
+        low, high = self.num_generations, self.max_num_generations
+        affordable = math.floor(self.target_redundancy * low + 1e-9)  # 1.1 × 10 is 11
+        if self.min_num_generations is None:
+            spare = SPARE_CANDIDATES if self.over_provisions and self.long_end_patience == AUTO else 0
+            self.min_num_generations = min(low + spare, high, affordable)
+        if not low <= self.min_num_generations <= high:
+            raise ConfigurationError(
+                f"`min_num_generations` ({self.min_num_generations}) must be between `num_generations` ({low}) and "
+                f"`max_num_generations` ({high}). Correct it, or leave it unset."
+            )
+        if self.redundancy_cost_weight is None and self.min_num_generations > affordable:
+            raise ConfigurationError(
+                f"`min_num_generations` ({self.min_num_generations}) must be at most `target_redundancy` × "
+                f"`num_generations` ({self.target_redundancy * low:g}), the candidates that there are for each prompt. "
+                "Lower it, or raise `target_redundancy`."
             )
 
     def _check_rounds(self) -> None:
@@ -339,5 +367,6 @@ class ScheduleSettings:
             self.redundancy_cost_weight,
             latency_curve,
             num_engines,
+            self.min_num_generations,
         )
         return VarianceAdmission(tracker, budget)

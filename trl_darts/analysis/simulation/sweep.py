@@ -16,6 +16,7 @@ from ...scheduling.settings import SCHEDULE_DEFAULTS
 # Settings that mean something only where more is sampled of a prompt than is kept.
 _SELECTING = {
     "max_num_generations",
+    "min_num_generations",
     "target_redundancy",
     "redundancy_cost_weight",
     "num_longest",
