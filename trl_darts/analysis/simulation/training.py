@@ -138,6 +138,7 @@ class SimulatedTraining:
         self.settings = settings
         self.seed = seed
         self.cluster = SimulatedCluster(cluster)
+        self.num_rollouts = 0
         tracker = settings.tracker(workload.max_completion_length)
         self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines)
         self.log_shift = 0.0  # what training has done to all log-lengths, see `Workload.shaping`
@@ -168,7 +169,8 @@ class SimulatedTraining:
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
         """One rollout. It ends with all of its groups, unless `batch_stop` says otherwise."""
-        policies = self.settings.policies(admission.expected_lengths, batch_stop)
+        policies = self.settings.policies(admission.expected_lengths, batch_stop, rollout=self.num_rollouts)
+        self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
         return self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
 
