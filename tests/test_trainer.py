@@ -109,6 +109,7 @@ def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curv
     fields = {
         "max_steps": 20,
         "min_num_generations": 4,
+        "long_end_every": 3,
         "save_strategy": "steps",
         "save_steps": 10,
         "save_rollout_trace": True,
@@ -171,7 +172,10 @@ def test_several_rollouts_per_optimizer_step(model_dir, tmp_path):
         steps_per_generation=1,
         save_rollout_trace=True,
     )
+    numbers, policies = [], args.policies
+    args.policies = lambda *given, rollout, **named: numbers.append(rollout) or policies(*given, **named)
     make_trainer(model_dir, args).train()
+    assert numbers == [0, 1, 2, 3]  # for `long_end_every`
     names = sorted(path.name for path in (tmp_path / "rollouts").glob("*.parquet"))
     assert names == [f"rollout_{step:05d}_{micro:02d}.parquet" for step in range(2) for micro in range(2)]
 
