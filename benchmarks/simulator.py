@@ -2,7 +2,7 @@
 The simulator: against a real server, against the paper, and against the clock.
 
     python benchmarks/simulator.py parity [--steps 12]
-    python benchmarks/simulator.py paper [--steps 60] [--seeds 5]
+    python benchmarks/simulator.py paper [--steps 40] [--seeds 5]
     python benchmarks/simulator.py speed [--steps 500]
 
 parity: rollouts that a trainer recorded are replayed with a curve that was measured on the same server. Profile and
@@ -151,8 +151,8 @@ def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
 
 # About 14 B parameters on two H20: memory-bound up to some hundred sequences.
 CURVE = LatencyCurve([1, 128, 512], [0.016, 0.020, 0.036])
-SHARES = (0.0, 0.0002, 0.0005, 0.001, 0.002, 0.01)
-SHAPINGS = (0.0, 0.02)
+SHARES = (0.0, 0.0003, 0.001, 0.002, 0.01)
+SHAPINGS = (0.0, 0.05)
 GRPO = ScheduleSettings("grpo", num_generations=M)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "evidence.md"
 
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, default=5, help="of the paper's tables")
     args = parser.parse_args()
-    steps = args.steps or {"parity": 12, "paper": 60, "speed": 500}[args.part]
+    steps = args.steps or {"parity": 12, "paper": 40, "speed": 500}[args.part]
     parts[args.part](steps, *([args.seeds] if args.part == "paper" else []))
 
 
