@@ -10,7 +10,7 @@ import torch
 
 from tests.builders import make_args
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.checks import check_combinations, check_path, has_images, warn_of_other_model
+from trl_darts.checks import check_combinations, check_path, has_images, warn_of_cut_long_ends, warn_of_other_model
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
@@ -174,3 +174,23 @@ def test_rows_that_no_checkpoint_can_hold():
     with pytest.raises(ConfigurationError, match=r"the column 'answer' \(set\).*`save_strategy='no'`"):
         check_path(trainer(**fields))
     check_path(trainer(**fields, save_strategy="no"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "warns"),
+    [
+        (31 * 8, {}, True),
+        (32 * 8, {}, False),
+        (8, {"long_end_every": 4}, False),
+        (8, {"long_end_patience": None}, False),
+        (8, {"num_longest": 0}, False),
+        (8, {"schedule": "grpo"}, False),
+        (8, {"schedule": "tail_batching", "selection": "dual_end"}, True),
+    ],
+)
+def test_few_prompts_cut_the_long_end_of_the_hardest(caplog, rows, fields, warns):
+    settings = ScheduleSettings(**fields)
+    settings.generation_batch_size = rows
+    warn_of_cut_long_ends(settings)
+    assert len(caplog.messages) == warns
+    assert not warns or f"with {rows // 8} prompts per batch" in caplog.text

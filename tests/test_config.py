@@ -54,7 +54,7 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
         "target_redundancy": 1.25,
         "selection": "uniform",
         "prompt_oversampling": 1.5,
-        "length_ranked": False,
+        "submit_order": "arrival",
         "num_long_servers": 0,
         "long_end_patience": 2.5,
         "tail_pruning": False,

@@ -172,7 +172,7 @@ def emitted_metrics() -> set[str]:
         selected=[0, 3],
     )
     admission = Admission([4], saturated=1, rho=0.9)
-    record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), num_generations=2)
+    record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), 2, long_end_below=9)
     rows = BufferedRows(
         KeptRows([[1]], None), [0], [0], [[(1, 1)]], {"waiting": 1, "partial": 0, "complete": 0}, {0: 0}
     )

@@ -10,6 +10,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import save_buffer
+from .errors import ConfigurationError
+from .history import LENGTHS_FILE, length_source, load_history
 from .policy import LengthTracker
 from .scheduling import AdmissionPolicy
 from .telemetry.log import SETTINGS, append_entry
@@ -17,7 +19,6 @@ from .telemetry.log import SETTINGS, append_entry
 
 logger = get_logger(__name__)
 
-LENGTHS_FILE = "darts_lengths.npz"
 ADMISSION_FILE = "darts_admission.json"
 
 
@@ -25,8 +26,8 @@ class VarianceTrackerCallback(TrainerCallback):
     """
     Owns what is known of response lengths, saves it with each checkpoint and restores it on resume.
 
-    The trainer adds one by itself. Pass your own in `callbacks` to read it, or to go on from an earlier training's
-    lengths.
+    The trainer adds one by itself. Pass your own in `callbacks` to read it. `length_history` goes on from an
+    earlier training's lengths.
 
     Args:
         tracker ([`LengthTracker`], *optional*):
@@ -39,7 +40,8 @@ class VarianceTrackerCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Makes the tracker, if there is none."""
         if self.tracker is None:
-            self.tracker = args.tracker(args.max_completion_length)
+            source = length_source(kwargs["model"].config, kwargs["processing_class"])
+            self.tracker = args.tracker(args.max_completion_length, source)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the lengths next to the trainer's own state, on the main process."""
@@ -65,6 +67,20 @@ class VarianceTrackerCallback(TrainerCallback):
         """
         if _is_there(directory / LENGTHS_FILE):
             self.tracker.load(directory / LENGTHS_FILE)
+
+
+def with_tracker(callbacks: list[Any], args: Any, model: Any, processing_class: Any) -> list[Any]:
+    """A trainer's callbacks and, if there is none among them, a [`VarianceTrackerCallback`] with `length_history`."""
+    has_history = args.length_history is not None
+    if not any(isinstance(callback, VarianceTrackerCallback) for callback in callbacks):
+        tracker = load_history(args, model, processing_class) if has_history else None
+        return [*callbacks, VarianceTrackerCallback(tracker)]
+    if has_history:
+        raise ConfigurationError(
+            f"`length_history` ({args.length_history!r}) has no effect with a `VarianceTrackerCallback` in "
+            "`callbacks`, which has lengths of its own. Leave one of them out."
+        )
+    return callbacks
 
 
 class RolloutStateCallback(TrainerCallback):
@@ -117,7 +133,8 @@ class RunLogCallback(TrainerCallback):
         if state.is_world_process_zero:
             settings = {name: getattr(args, name) for name in SETTINGS}
             model = kwargs["model"].config._name_or_path
-            run = {"name": args.run_name or args.output_dir, "model": model, **settings}
+            source = length_source(kwargs["model"].config, kwargs["processing_class"])
+            run = {"name": args.run_name or args.output_dir, "model": model, "source": source, **settings}
             append_entry(Path(args.output_dir), {"run": run})
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:

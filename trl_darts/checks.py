@@ -10,12 +10,15 @@ from datasets import Dataset
 from .config import DARTSGRPOConfig
 from .errors import ConfigurationError
 from .policy import LatencyCurve
+from .scheduling.policies import AUTO
 
 
 logger = get_logger(__name__)
 
 # Tokenizing this many prompts takes seconds.
 MAX_CHECKED_PROMPTS = 100_000
+# With fewer, the batch is ready before the longest answers of most of its hardest prompts are.
+FEW_PROMPTS = 32
 
 
 def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
@@ -87,6 +90,20 @@ def warn_of_other_model(curve: LatencyCurve | None, path: str | None, model: Any
             path,
             curve.metadata.get("model"),
             name,
+        )
+
+
+def warn_of_cut_long_ends(args: Any) -> None:
+    """Warns where a wait that follows the batch ends before the hardest prompts have their long end."""
+    num_prompts = args.generation_batch_size // args.num_generations
+    cuts = args.keeps_long_end and args.long_end_patience == AUTO and args.long_end_every is None
+    if cuts and num_prompts < FEW_PROMPTS:
+        logger.warning(
+            "`long_end_patience` ('auto') with %d prompts per batch mostly aborts the longest answers of the hardest "
+            "prompts, see `darts/selection/long_end_ratio`. Where those matter, use at least %d prompts, or set "
+            "`long_end_every`.",
+            num_prompts,
+            FEW_PROMPTS,
         )
 
 

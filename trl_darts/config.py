@@ -74,6 +74,14 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
         "a candidate where `redundancy_cost_weight` is set. Read when the trainer is built.",
     )
 
+    # History
+    length_history: str | None = _field(
+        None,
+        "What an earlier run has learned of response lengths, for the budget from the first step on: a checkpoint or "
+        "its `darts_lengths.npz`, or the `output_dir` of a run with `save_rollout_trace`. Of the same model and "
+        "tokenizer. A resumed training takes its checkpoint's lengths instead.",
+    )
+
     # vLLM servers
     vllm_request_timeout_s: float = _field(
         Deadlines.request_s, "Deadline of one candidate in seconds, its wait for a free slot on the server included."
@@ -160,6 +168,11 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
                 f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) needs `latency_curve`, which says what a "
                 "candidate costs. Measure one with `trl-darts profile`, or leave it unset for a budget by "
                 "`target_redundancy`."
+            )
+        if self.length_history is not None and not (self.over_provisions or self.ranks):
+            raise ConfigurationError(
+                f"`length_history` ({self.length_history!r}) has no effect with `schedule` ({self.schedule!r}) and "
+                f"`submit_order` ({self.submit_order!r}): nothing depends on lengths. Leave it unset."
             )
         self._check_trl()
         self._check_sampling()

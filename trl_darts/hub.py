@@ -44,7 +44,7 @@ CHECKSUM = "darts_config_sha256"  # on the card, of the file that the card was w
 MAX_BYTES = 65_536  # a config with every field is a tenth of it
 
 WITHHELD = (  # patterns of names: of fields, and of keys inside of them
-    *("*_dir", "resume_from_checkpoint", "latency_curve", "data_files"),  # paths
+    *("*_dir", "resume_from_checkpoint", "latency_curve", "length_history", "data_files"),  # paths
     *("vllm_server_base_url", "vllm_server_host", "*_port"),  # addresses
     *("*token", "*api_key", "*password", "*secret"),
     *("*hub*", "report_to", "run_name", "project", "trackio_*"),  # accounts, and what is sent to them

@@ -15,8 +15,8 @@ from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import PromptFeed, completed_epochs, skip_epochs
 from .buffer.rounds import round_policy
-from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback
-from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_other_model
+from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
+from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_cut_long_ends, warn_of_other_model
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.connection import connect, server_settings
@@ -119,9 +119,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
         check_arguments(args, rollout_func)
-        callbacks = list(callbacks or [])
-        if not any(isinstance(callback, VarianceTrackerCallback) for callback in callbacks):
-            callbacks.append(VarianceTrackerCallback())
+        callbacks = with_tracker(list(callbacks or []), args, model, processing_class)
         settings = server_settings(args, model, train_dataset) if args.uses_servers else None
         servers, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
         first = (model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
@@ -144,6 +142,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         curve = args.load_latency_curve()
         warn_of_other_model(curve, args.latency_curve, self.model)
+        warn_of_cut_long_ends(args)
         self._admission = args.admission(self.length_tracker, curve, args.num_engines)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
         if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
@@ -162,8 +161,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     @property
     def length_tracker(self) -> LengthTracker:
-        """What is known of response lengths on the main process. Stays empty without `length_ranked`, as with GRPO."""
+        """What is known of response lengths on the main process. Stays empty where nothing asks, as with GRPO."""
         return self._tracker_callback.tracker
+
+    @property
+    def _num_rollouts(self) -> int:
+        """How many came before this one. By the optimizer's steps: a resumed training goes on counting."""
+        args, passes = self.args, self.args.gradient_accumulation_steps
+        done = self.state.global_step * passes + self._step % passes
+        return int(done // (args.steps_per_generation * args.num_iterations))
 
     @property
     def is_sharded(self) -> bool:
@@ -223,12 +229,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
             groups, policies = admission.plans(batch.infos), SchedulePolicies()
         elif self._batches is not None:
             admission, groups = self._batches.plan()
-            policies = args.policies(admission.expected_lengths, self._batches.batch_stop)
+            policies = args.policies(admission.expected_lengths, self._batches.batch_stop, rollout=self._num_rollouts)
         else:
             admission = self._admission.plan(batch.infos)
             groups = admission.plans(batch.infos)
             placement = self._engine.placement(admission, batch)
-            policies = args.policies(admission.expected_lengths, placement=placement)
+            policies = args.policies(admission.expected_lengths, placement=placement, rollout=self._num_rollouts)
         scheduler = Scheduler(policies, batch.num_generations, args.on_generation_error == "drop_group")
         return RolloutPlan(admission, groups, scheduler)
 
@@ -241,7 +247,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         batches = self._batches if training else None
         rows: Any = KeptRows.of_result(result, batch.num_generations) if batches is None else batches.collect(result)
         carries_over = batches is not None and batches.buffer.keeps_tokens
-        record = RolloutRecord.of(plan.admission, result, batch, carries_over)
+        long_end_below = self.args.max_num_generations if training and self.args.keeps_long_end else 0
+        record = RolloutRecord.of(plan.admission, result, batch, carries_over, long_end_below)
         if training:
             self._streams.finish(result, None if batches is None else rows.kept.completion_ids)
             # Nothing is learned from groups of different prompts, or from what goes on: that comes to its end first.

@@ -113,3 +113,20 @@ def test_without_history_means_the_mean_weight() -> None:
 def test_impossible_requests_are_named(stds: list[float], total: int, low: int, high: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         allocate_redundancy(stds, total, low, high)
+
+
+@given(problems(), st.floats(0, 10), st.floats(0, 10))
+def test_a_typical_range_keeps_the_order_and_the_sum(problem: Problem, one: float, other: float) -> None:
+    stds, total, low, high = problem
+    allocation = allocate_redundancy(stds, total, low, high, (min(one, other), max(one, other)))
+    assert sum(allocation) == total
+    known = [
+        (std, size) for std, size in zip(stds, allocation, strict=True) if std is not None and not math.isnan(std)
+    ]
+    assert all(size <= larger for std, size in known for bigger, larger in known if bigger > std)
+
+
+def test_predictions_that_are_close_together_get_about_the_same() -> None:
+    stds = [95.0, 100.0, 105.0, 100.0]
+    assert allocate_redundancy(stds, 24, 4, 8) == [4, 6, 8, 6]
+    assert allocate_redundancy(stds, 24, 4, 8, (20.0, 500.0)) == [6, 6, 6, 6]

@@ -1,6 +1,5 @@
 """`LengthTracker`: moving averages per prompt and of the data set, state, memory."""
 
-import json
 import math
 import os
 import statistics
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError, StateMismatchError
 from trl_darts.policy import LengthTracker, PromptLengthPrior
-from trl_darts.policy.lengths import SHRINKAGE
+from trl_darts.policy.lengths import HALF_LIFE
 
 
 steps = st.lists(
@@ -28,12 +27,13 @@ steps = st.lists(
 
 def feed(tracker: LengthTracker, step: list[tuple[int, list[tuple[int, bool]]]]) -> None:
     for key, group in step:
-        tracker.update(key, [length for length, _ in group], [flag for _, flag in group])
+        tracker.update(key, [length for length, _ in group], [flag for _, flag in group], 10 ** (key + 3))
     tracker.end_step()
 
 
 def observables(tracker: LengthTracker) -> list[float]:
-    return [tracker.rho, *[value for key in range(-3, 4) for value in (tracker.mean(key), tracker.std(key))]]
+    per_prompt = [value for key in range(-3, 4) for value in (tracker.mean(key), tracker.std(key))]
+    return [tracker.rho, *per_prompt, *tracker.prior.predict(50), *(tracker.prior.typical_stds() or ())]
 
 
 def test_variance_and_mean_are_moving_averages_over_epochs() -> None:
@@ -160,7 +160,7 @@ def test_other_states_are_rejected_by_name() -> None:
     tracker = LengthTracker()
     tracker.update(1, [3, 5])
     state = tracker.state_dict()
-    twice = {name: np.repeat(array, 2, axis=0) for name, array in state.items()}
+    twice = {name: np.repeat(array, 2, axis=0) if array.ndim else array for name, array in state.items()}
     for other, message in [
         ({"keys": state["keys"], "extra": 1}, "this one has {'extra'"),
         ({**state, "means": np.zeros(3)}, r"'means': \(3,\)"),
@@ -181,49 +181,82 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | No
     assert str(path) in str(caught.value)
 
 
+def test_lengths_of_another_source_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.npz"
+    own = LengthTracker(source="qwen2 24×896, tokenizer 1")
+    own.update(1, [3, 5])
+    own.save(path)
+    LengthTracker(source=own.source).load(path)
+    LengthTracker().load(path)  # nobody knows
+    with pytest.raises(StateMismatchError, match=r"of qwen2 24×896, tokenizer 1, and this training is of llama 2×8"):
+        LengthTracker(source="llama 2×8, tokenizer 1").load(path)
+
+
 # The prior by prompt length
 
 
-observations = st.lists(st.tuples(st.integers(0, 1 << 24), st.floats(0, 1e6)), min_size=1, max_size=30)
+observations = st.lists(
+    st.tuples(st.integers(0, 1 << 24), st.floats(0, 1e6), st.floats(0, 1e6)), min_size=1, max_size=30
+)
 
 
-def fed(pairs: list[tuple[int, float]]) -> PromptLengthPrior:
+def fed(prompts: list[tuple[int, float, float]]) -> PromptLengthPrior:
     prior = PromptLengthPrior()
-    for num_prompt_tokens, mean_length in pairs:
-        prior.update(num_prompt_tokens, mean_length)
+    for prompt in prompts:
+        prior.update(*prompt)
+    prior.end_step()
     return prior
 
 
 @given(observations, st.integers(0, 1 << 24))
-def test_between_the_smallest_and_the_largest_mean(pairs: list[tuple[int, float]], num_prompt_tokens: int) -> None:
-    means = [mean for _, mean in pairs]
-    assert min(means) * (1 - 1e-9) <= fed(pairs).expected(num_prompt_tokens) <= max(means) * (1 + 1e-9)
+def test_a_prediction_is_no_further_out_than_what_was_seen(
+    prompts: list[tuple[int, float, float]], num_prompt_tokens: int
+) -> None:
+    for quantity, predicted in enumerate(fed(prompts).predict(num_prompt_tokens), start=1):
+        values = [prompt[quantity] for prompt in prompts]
+        spread, mean = statistics.pstdev([math.log(max(value, 1)) for value in values]), statistics.fmean(values)
+        assert predicted >= mean * math.exp(-2 * spread - spread**2 / 2) * (1 - 1e-6)
+        assert predicted <= mean * math.exp(2 * spread) * (1 + 1e-6)
 
 
-def test_a_bucket_is_drawn_to_the_overall_mean_the_less_the_more_it_has_seen() -> None:
-    pairs = [(50, 100.0), (900, 700.0)]
-    for repeats in (1, 2, 20):
-        prior, shrinkage = fed(pairs * repeats), SHRINKAGE
-        expected = (repeats * 100 + shrinkage * 400) / (repeats + shrinkage)
-        assert prior.expected(55) == pytest.approx(expected, rel=0.02)  # the same bucket as 50
-        assert prior.expected(200) == pytest.approx(400, rel=0.02)  # nothing in its bucket
+@given(st.integers(1, 1 << 20), st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), min_size=1, max_size=30))
+def test_prompts_of_one_length_predict_their_mean(tokens: int, moments: list[tuple[float, float]]) -> None:
+    prior = fed([(tokens, *pair) for pair in moments])
+    for other in (tokens, 1, 1 << 24):
+        expected = [statistics.fmean(column) for column in zip(*moments, strict=True)]
+        assert prior.predict(other) == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_order_of_prompt_lengths_is_found(rng: np.random.Generator) -> None:
-    prompts = np.exp(rng.uniform(math.log(20), math.log(4000), 2000))
-    prior = fed([(int(n), float(10 * n**0.7 * rng.lognormal(0, 0.5))) for n in prompts])
-    expected = [prior.expected(n) for n in (32, 128, 512, 2048)]
-    assert expected == sorted(expected)
-    assert expected[-1] > 6 * expected[0]
+def test_nothing_is_predicted_from_nothing() -> None:
+    assert all(map(math.isnan, PromptLengthPrior().predict(10)))
+    assert PromptLengthPrior().typical_stds() is None
 
 
-@given(observations, observations)
-def test_a_restored_prior_goes_on_exactly(before: list[tuple[int, float]], after: list[tuple[int, float]]) -> None:
-    prior, restored = fed(before), PromptLengthPrior()
-    state = json.loads(json.dumps(prior.state_dict()))
-    restored.load_state_dict(state)
-    for pair in after:
-        prior.update(*pair)
-        restored.update(*pair)
-    assert restored.state_dict() == prior.state_dict()
-    assert state == fed(before).state_dict()  # neither shares memory with it
+def test_a_trend_is_found_and_the_level_is_that_of_the_prompts_seen(rng: np.random.Generator) -> None:
+    tokens = np.exp(rng.normal(5, 1, 2000)).astype(int) + 1
+    means, stds = 10 * tokens**0.7 * rng.lognormal(0, 0.3, 2000), 20 * tokens**0.5 * rng.lognormal(0, 0.3, 2000)
+    prior = fed(list(zip(tokens.tolist(), means.tolist(), stds.tolist(), strict=True)))
+    for quantity, (truth, slope) in enumerate(((means, 0.7), (stds, 0.5))):
+        predicted = [prior.predict(n)[quantity] for n in tokens.tolist()]
+        assert np.mean(predicted) == pytest.approx(truth.mean(), rel=0.1)
+        assert prior.predict(400)[quantity] / prior.predict(100)[quantity] == pytest.approx(4**slope, rel=0.05)
+    low, high = prior.typical_stds()
+    assert np.mean((low < stds) & (stds < high)) > 0.9
+
+
+def test_few_prompts_say_little_of_others() -> None:
+    pairs = [(50, 100.0, 10.0), (400, 800.0, 80.0)]
+    ratios = [fed(pairs * repeats).predict(400)[0] / fed(pairs * repeats).predict(50)[0] for repeats in (1, 4, 64)]
+    assert ratios == sorted(ratios)
+    assert ratios[0] < 2
+    assert ratios[-1] > 6
+
+
+def test_what_was_known_long_ago_fades() -> None:
+    prior = fed([(10, 100.0, 10.0)] * HALF_LIFE)
+    for _ in range(10):
+        for _ in range(HALF_LIFE // 10):
+            prior.update(10, 400.0, 40.0)
+        prior.end_step()
+    new = 0.5 / math.log(2)  # of what came since, half faded
+    assert prior.predict(10)[0] == pytest.approx((0.5 * 100 + new * 400) / (0.5 + new), rel=0.01)

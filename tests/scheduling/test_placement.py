@@ -1,6 +1,5 @@
 """Who decodes what, decided before the rollout: `balance`, and the order and engines of `AssignedPlacement`."""
 
-import json
 import math
 from collections import Counter
 
@@ -18,10 +17,12 @@ from trl_darts.scheduling import (
     FinishReason,
     GroupPlan,
     GroupSummary,
+    LengthOrder,
     LengthRanked,
     PromptInfo,
     SchedulePolicies,
     Scheduler,
+    ScheduleSettings,
     Submit,
     UniformAdmission,
     balance,
@@ -105,13 +106,13 @@ def candidates(counts: list[int]) -> list[Candidate]:
 
 
 @settings(max_examples=100)
-@given(batches())
-def test_order_is_longest_expected_first_and_stable(batch):
+@given(batches(), st.booleans())
+def test_order_is_by_expected_length_and_stable(batch, longest_first):
     counts, lengths, _ = batch
     batch_order = candidates(counts)
-    ordered = AssignedPlacement([["0"] * count for count in counts], lengths).order(list(batch_order))
+    ordered = LengthOrder(lengths, longest_first).order(list(batch_order))
     expected = [lengths[c.group_id] for c in ordered]
-    assert expected == sorted(expected, reverse=True)
+    assert expected == sorted(expected, reverse=longest_first)
     for length in set(lengths):
         numbers = [c.candidate_id for c in ordered if lengths[c.group_id] == length]
         assert numbers == sorted(numbers)
@@ -178,6 +179,20 @@ def test_a_prompt_never_seen_is_expected_as_long_as_those_of_its_length():
     short, long, seen = admission.expected_lengths([PromptInfo(98, 4), PromptInfo(99, 64), PromptInfo(0, 64)])
     assert short < 0.3 * long
     assert seen == 400  # its own history counts, not its length
-    again = UniformAdmission(2, admission.tracker)
-    again.load_state_dict(json.loads(json.dumps(admission.state_dict())))
-    assert again.expected_lengths([PromptInfo(98, 4)]) == [short]
+    restored = LengthTracker()
+    restored.load_state_dict(admission.tracker.state_dict())
+    assert UniformAdmission(2, restored).expected_lengths([PromptInfo(98, 4)]) == [short]
+
+
+def test_prompts_never_seen_get_candidates_by_the_deviation_that_their_length_predicts():
+    tracker = LengthTracker()
+    for key, tokens in enumerate([4, 64] * 50):
+        tracker.update(key, [10 * tokens, 20 * tokens, 30 * tokens], num_prompt_tokens=tokens)
+    tracker.end_step()
+    admission = ScheduleSettings(min_num_generations=8).admission(tracker)
+    short, long = PromptInfo(1000, 4), PromptInfo(1001, 64)
+    counts = admission.plan([short, long] * 8).num_candidates
+    assert sum(counts) == 16 * 12
+    assert min(counts[1::2]) > max(counts[::2])
+    counts = admission.plan([PromptInfo(1000 + i, 16) for i in range(16)]).num_candidates
+    assert counts == [12] * 16  # nothing tells them apart

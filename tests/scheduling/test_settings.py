@@ -13,8 +13,8 @@ from trl_darts.scheduling import (
     AssignedPlacement,
     DualEnd,
     FirstGroups,
+    LengthOrder,
     LengthRanked,
-    LongestFirst,
     PromptInfo,
     ScheduleSettings,
     UniformPool,
@@ -42,7 +42,8 @@ def test_rows_of_the_table(schedule, stop, rounds):
     assert type(round_policy(settings, 4)) is rounds
     assert settings.buffers_prompts == (rounds is not type(None))
     assert settings.over_provisions == (schedule == "darts")
-    assert settings.length_ranked == (schedule != "grpo")
+    order = {"grpo": "arrival", "sorted": "shortest"}.get(schedule, "longest")
+    assert settings.submit_order == order
 
 
 def test_the_policies_of_a_rollout_are_complete():
@@ -51,11 +52,13 @@ def test_the_policies_of_a_rollout_are_complete():
     policies = ScheduleSettings(num_long_servers=1).policies(lengths, ready)
     assert type(policies.placement) is LengthRanked
     assert policies.batch_stop is ready
-    assert type(ScheduleSettings().policies(lengths).placement) is LongestFirst
+    assert type(ScheduleSettings().policies(lengths).placement) is LengthOrder
     assert type(ScheduleSettings().policies(lengths).batch_stop) is AllGroups
     assert ScheduleSettings().policies(lengths, placement=assigned).placement is assigned
     assert type(ScheduleSettings().policies().placement) is LeastLoaded  # nothing is known of lengths
-    assert type(ScheduleSettings(length_ranked=False).policies(lengths).placement) is LeastLoaded
+    assert ScheduleSettings().policies(lengths).placement.longest_first
+    assert not ScheduleSettings("sorted").policies(lengths).placement.longest_first
+    assert type(ScheduleSettings(submit_order="arrival").policies(lengths).placement) is LeastLoaded
     assert type(ScheduleSettings("tail_batching", selection="dual_end").policies().group_stop) is DualEnd
     assert type(ScheduleSettings(selection="uniform").policies().group_stop) is UniformPool
 
@@ -109,6 +112,13 @@ def test_fewest_candidates_by_default_and_by_choice():
     assert admission.plan(prompts).num_candidates == [14] * 6
 
 
+@given(st.integers(2, 10), st.sampled_from(["auto", 2.0]), st.sampled_from(["darts", "tail_batching"]))
+def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule):
+    settings = ScheduleSettings(schedule, selection="dual_end", long_end_patience=patience, long_end_every=every)
+    waits = [settings.policies(rollout=number).group_stop.long_end_patience for number in range(3 * every)]
+    assert waits == ([patience] * (every - 1) + [None]) * 3
+
+
 def test_a_price_of_time_needs_a_curve():
     settings = ScheduleSettings(redundancy_cost_weight=0.1)
     with pytest.raises(ConfigurationError, match=r"`cost_weight` \(0.1\) needs `latency_curve`"):
@@ -158,7 +168,15 @@ def test_a_price_of_time_needs_a_curve():
         ({"schedule": "sorted", "sorted_group_batches": 1}, r"`sorted_group_batches` \(1\) must be at least 2"),
         ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
         ({"num_long_servers": -1}, "must not be negative"),
-        ({"num_long_servers": 1, "length_ranked": False}, "needs `length_ranked=True`"),
+        ({"num_long_servers": 1, "submit_order": "arrival"}, "needs `submit_order=.longest.`"),
+        ({"num_long_servers": 1, "schedule": "sorted"}, r"needs `submit_order='longest'` \(it is 'shortest'\)"),
+        ({"submit_order": "random"}, r"`submit_order` \('random'\) must be one of 'longest', 'shortest', 'arrival'"),
+        ({"long_end_every": 1}, r"`long_end_every` \(1\) must be at least 2"),
+        ({"long_end_every": 4, "long_end_patience": None}, r"`long_end_every` \(4\) has no effect with `long_end_p"),
+        (
+            {"long_end_every": 4, "schedule": "grpo"},
+            r"`long_end_every` \(4\) has no effect with `selection`",
+        ),
         ({"long_share": 1.0}, "must be between 0 and 1"),
     ],
 )

@@ -36,7 +36,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
         api_key=args.api_key,
         requirements=Requirements(
             max_completion_length=args.max_completion_length,
-            model_config=_model_config(args, model),
+            model_config=model_config(args, model),
             processed_logprobs=args.vllm_importance_sampling_correction,
             weight_transfer=None if weight_sync == "filesystem" else weight_sync,
             timeout_s=args.vllm_server_timeout,
@@ -45,7 +45,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
     )
 
 
-def _model_config(args: Any, model: Any) -> PretrainedConfig:
+def model_config(args: Any, model: Any) -> PretrainedConfig:
     """The model's config, without its weights."""
     if not isinstance(model, str):
         return model.config

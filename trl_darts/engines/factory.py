@@ -24,12 +24,12 @@ def make_engine(
         return ServerEngine(trainer.vllm_generation)
     if not args.use_vllm:
         decode = partial(decode_with_transformers, trainer, generate, process_rows)
-        return InProcessEngine(main, decode, args.length_ranked)
+        return InProcessEngine(main, decode, args.submit_order)
     from .vllm_colocated import decode_colocated  # imports vLLM
 
     size = args.vllm_tensor_parallel_size
     group = trainer.vllm_generation.tp_group if size > 1 else None
-    return InProcessEngine(main, partial(decode_colocated, trainer.vllm_generation), args.length_ranked, size, group)
+    return InProcessEngine(main, partial(decode_colocated, trainer.vllm_generation), args.submit_order, size, group)
 
 
 def decode_with_transformers(

@@ -27,24 +27,25 @@ class InProcessEngine:
     where there are no more of them than rows, as TRL has it, or where something else than tokens goes with them.
     """
 
-    def __init__(self, main: MainProcess, decode: Decode, ranked: bool, size: int = 1, group: Any = None) -> None:
+    def __init__(self, main: MainProcess, decode: Decode, submit_order: str, size: int = 1, group: Any = None) -> None:
         self._main = main
         self._decode = decode
-        self._ranked = ranked
+        self._submit_order = submit_order
         self._size = size
         self._group = group
         self._num_rollouts = 0
 
     def placement(self, admission: Admission, batch: PromptBatch) -> AssignedPlacement:
         """All candidates start at once, so each has its process before the rollout."""
-        counts, lengths = admission.num_candidates, None
+        counts, lengths, order = admission.num_candidates, None, self._submit_order
         if batch.multimodal or sum(counts) == len(batch.rows):
             owners = batch.owners  # of each row; a candidate's home is the process that has its prompt
             engines = [[owners[batch.row_of(g, i)] // self._size for i in range(n)] for g, n in enumerate(counts)]
         else:
-            lengths = (admission.expected_lengths if self._ranked else None) or [1.0] * len(counts)
+            lengths = (None if order == "arrival" else admission.expected_lengths) or [1.0] * len(counts)
             engines = balance(counts, lengths, self._main.num_processes // self._size)
-        return AssignedPlacement([[str(engine) for engine in group] for group in engines], lengths)
+        engine_ids = [[str(engine) for engine in group] for group in engines]
+        return AssignedPlacement(engine_ids, lengths, longest_first=order != "shortest")
 
     def run(
         self,

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def allocate_redundancy(length_stds: Sequence[float | None], total: int, low: int, high: int) -> list[int]:
+def allocate_redundancy(
+    length_stds: Sequence[float | None],
+    total: int,
+    low: int,
+    high: int,
+    typical: tuple[float, float] | None = None,
+) -> list[int]:
     """
     Distribute a batch's candidates over its prompts by their length variance
     ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 5 and 10, Algorithm 1).
@@ -33,6 +39,9 @@ def allocate_redundancy(length_stds: Sequence[float | None], total: int, low: in
             Fewest candidates of a prompt, M_low.
         high (`int`):
             Most candidates of a prompt, M_up.
+        typical (`tuple[float, float]`, *optional*):
+            A range of standard deviations that counts for the normalisation as if the batch had both ends: where some
+            are predictions, which are closer to each other than the truth.
 
     Returns:
         `list[int]`: Number of candidates of each prompt, M'_i. Sums to `total`.
@@ -53,7 +62,7 @@ def allocate_redundancy(length_stds: Sequence[float | None], total: int, low: in
     if not stds:
         return []
     stds = _with_batch_mean(stds)
-    return _greedy(_normalised(stds), stds, total - num_prompts * low, low, high)
+    return _greedy(_normalised(stds, typical or ()), stds, total - num_prompts * low, low, high)
 
 
 def _known_or_nan(length_stds: Sequence[float | None]) -> list[float]:
@@ -78,9 +87,9 @@ def _with_batch_mean(stds: Sequence[float]) -> list[float]:
     return [std if std == std else mean for std in stds]
 
 
-def _normalised(stds: Sequence[float]) -> list[float]:
+def _normalised(stds: Sequence[float], typical: Sequence[float]) -> list[float]:
     """Norm of Eq. 5: min-max over the batch, 1 where all are equal."""
-    low, high = min(stds), max(stds)
+    low, high = min([*stds, *typical]), max([*stds, *typical])
     if low == high:
         return [1.0] * len(stds)
     return [(std - low) / (high - low) for std in stds]

@@ -1,6 +1,6 @@
 """
-What is remembered of response lengths: per prompt over the epochs, of the whole data set over the steps, and by the
-length of the prompt.
+What is remembered of response lengths: per prompt over the epochs, of the whole data set over the steps, and how they
+go with the length of the prompt.
 
 A prompt is known by a 64-bit key. 100,000 prompts take about 20 MB in memory and 2.8 MB on disk.
 
@@ -29,20 +29,21 @@ from .censoring import group_moments
 PromptKey: TypeAlias = SupportsIndex | str
 """A 64-bit integer, or a string that is hashed to one."""
 
-NUM_BUCKETS = 40
-"""Two buckets of prompt length per doubling, up to 2^20 tokens. Longer prompts share the last one."""
-
 HALF_LIFE = 1024
 """Groups after which an observation counts half, because the policy's lengths drift: 16 steps of 64 prompts."""
 
 SHRINKAGE = 8
-"""Groups of the overall mean that are added to each bucket."""
+"""
+Prompts that speak for no trend, each at a distance of e from the mean prompt length: a few dozen prompts of about the
+same length say little of others.
+"""
 
 _UNSEEN = (math.nan, math.nan)
 _PER_PROMPT = {"keys": np.uint64, "means": np.float64, "variances": np.float64}
 # Moving averages of (mean, mean square, log-scale deviation within groups, steps), and the step's sums of (count,
-# length, square, weight of a group's log-scale deviation, that times it).
-_PER_DATASET = {"dataset": (4,), "pending": (5,)}
+# length, square, weight of a group's log-scale deviation, that times it); the sums of a `PromptLengthPrior`, and those
+# of the step.
+_PER_DATASET = {"dataset": (4,), "pending": (5,), "prior": (2, 10)}
 
 
 def _as_64_bits(key: PromptKey) -> int:
@@ -69,6 +70,8 @@ class LengthTracker:
         horizon (`float`, *optional*, defaults to infinity):
             No censored length is taken to be longer than this many tokens, see [`group_moments`]. The trainer sets
             twice its `max_completion_length`.
+        source (`str`, *optional*, defaults to `""`):
+            Whose responses they are. Saved with them: the state of another source is refused.
 
     Example:
 
@@ -84,7 +87,7 @@ class LengthTracker:
     ```
     """
 
-    def __init__(self, ema: float = 0.5, horizon: float = math.inf) -> None:
+    def __init__(self, ema: float = 0.5, horizon: float = math.inf, source: str = "") -> None:
         if not 0 < ema <= 1:
             raise ConfigurationError(
                 f"`ema` ({ema}) must be above 0 and at most 1: it is the weight of the newest observation."
@@ -93,6 +96,8 @@ class LengthTracker:
             raise ConfigurationError(f"`horizon` ({horizon}) must be at least 1, in tokens.")
         self.ema = ema
         self.horizon = horizon
+        self.source = source
+        self.prior = PromptLengthPrior()
         self._prompts: dict[int, tuple[float, float]] = {}  # by key: mean, variance
         self._dataset = np.array([0.0, 0.0, math.nan, 0.0])
         self._pending = np.zeros(5)
@@ -100,7 +105,13 @@ class LengthTracker:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def update(self, key: PromptKey, lengths: Sequence[int], censored: Sequence[bool] | None = None) -> None:
+    def update(
+        self,
+        key: PromptKey,
+        lengths: Sequence[int],
+        censored: Sequence[bool] | None = None,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
         """
         Add one epoch's candidates of one prompt: all of them, also the discarded and the aborted ones.
 
@@ -111,6 +122,8 @@ class LengthTracker:
                 Response lengths in tokens.
             censored (`Sequence[bool]` of shape `(B,)`, *optional*):
                 Whether the length is a lower bound: the candidate was aborted or hit the limit. By default none is.
+            num_prompt_tokens (`int`, *optional*):
+                Length of the prompt, from which other prompts' lengths are predicted.
 
         Raises:
             [`ValueError`]: If there are no lengths, one is negative, or `censored` has another length.
@@ -118,10 +131,11 @@ class LengthTracker:
         number = _as_64_bits(key)
         moments = group_moments(lengths, censored, float(self._dataset[2]), self.horizon)
         mean, variance = self._prompts.get(number, (moments.mean, moments.variance))
-        self._prompts[number] = (
-            mean + self.ema * (moments.mean - mean),
-            variance + self.ema * (moments.variance - variance),
-        )
+        mean += self.ema * (moments.mean - mean)
+        variance += self.ema * (moments.variance - variance)
+        self._prompts[number] = mean, variance
+        if num_prompt_tokens is not None:
+            self.prior.update(num_prompt_tokens, mean, math.sqrt(variance))
         num, weight = len(lengths), max(moments.num_complete - 1, 0)
         log_std = moments.log_std if weight else 0.0
         self._pending += (num, num * moments.mean, num * moments.square, weight, weight * log_std)
@@ -165,6 +179,7 @@ class LengthTracker:
     def end_step(self) -> None:
         """Fold the step's pooled moments into the data set's moving average, if it had data."""
         self._dataset, self._pending = self._folded(), np.zeros(5)
+        self.prior.end_step()
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Everything but the configuration, as copies: one array per quantity."""
@@ -173,21 +188,32 @@ class LengthTracker:
         state = {
             name: np.array(column, dtype) for (name, dtype), column in zip(_PER_PROMPT.items(), columns, strict=True)
         }
-        return {**state, "dataset": self._dataset.copy(), "pending": self._pending.copy()}
+        dataset = {"dataset": self._dataset.copy(), "pending": self._pending.copy(), "prior": self.prior.state()}
+        return {**state, **dataset, "source": np.array(self.source)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, or raise [`StateMismatchError`]. `ema` and `horizon` stay as configured."""
         num = len({int(key) for key in state.get("keys", ())})
-        expected = dict.fromkeys(_PER_PROMPT, (num,)) | _PER_DATASET
+        expected = dict.fromkeys(_PER_PROMPT, (num,)) | _PER_DATASET | {"source": ()}
         found = {name: np.shape(state[name]) for name in sorted(state)}
         if found != expected:
             raise StateMismatchError(
                 f"The state of a `LengthTracker` with {num} distinct prompts has the keys and shapes {expected}, and "
                 f"this one has {found}. Load the state that the tracker saved, or start without one."
             )
+        self.check_source(str(state["source"]))
         keys, *values = (np.asarray(state[name], dtype).tolist() for name, dtype in _PER_PROMPT.items())
         self._prompts = dict(zip(keys, zip(*values, strict=True), strict=True))
-        self._dataset, self._pending = (np.array(state[name], float) for name in _PER_DATASET)
+        self._dataset, self._pending, prior = (np.array(state[name], float) for name in _PER_DATASET)
+        self.prior.load_state(prior)
+
+    def check_source(self, source: str) -> None:
+        """[`StateMismatchError`] if lengths of `source` are not of this tracker's, as far as both are known."""
+        if source and self.source and source != self.source:
+            raise StateMismatchError(
+                f"These are lengths of {source}, and this training is of {self.source}. Load lengths of the same "
+                "model and tokenizer, or start without."
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to exactly this path, as NumPy's `.npz` without pickles. Replaces the file at once."""
@@ -215,47 +241,59 @@ class LengthTracker:
 
 class PromptLengthPrior:
     """
-    Expected response length by prompt length, for dispatching by length before a prompt has a history.
+    Mean and standard deviation of the responses to a prompt never seen, by its length.
 
-    Dispatch wants the order of the prompts more than their lengths (StreamRL trains a model to rank them). This one is
-    ours and needs no training: a mean per geometric bucket of prompt lengths, drawn to the overall mean where a bucket
-    has seen little.
+    The logarithms of the mean and of the deviation are regressed on that of the prompt's length, and the slopes are
+    drawn to zero: what is left then is the mean of the prompts seen. Beyond two deviations of the lengths seen, the
+    prediction is that of the end. Ours, for the budget and for the order of submission (StreamRL trains a model).
     """
 
     def __init__(self) -> None:
-        self._weights, self._totals = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
+        # 1, x, x², y, x·y, z, x·z, z², mean, deviation, where x, y, z are logarithms of prompt length, mean, deviation
+        self._sums, self._pending = np.zeros(10), np.zeros(10)
 
-    def update(self, num_prompt_tokens: int, mean_length: float) -> None:
-        """Add one group: its prompt's length, and the mean length of its responses, the aborted ones estimated."""
-        fading = 0.5 ** (1 / HALF_LIFE)
-        self._weights *= fading
-        self._totals *= fading
-        bucket = _bucket(num_prompt_tokens)
-        self._weights[bucket] += 1
-        self._totals[bucket] += mean_length
+    def update(self, num_prompt_tokens: int, mean: float, std: float) -> None:
+        """Add what is known of a prompt's responses by now."""
+        x, y, z = (math.log(max(value, 1.0)) for value in (num_prompt_tokens, mean, std))
+        self._pending += (1.0, x, x * x, y, x * y, z, x * z, z * z, mean, std)
 
-    def expected(self, num_prompt_tokens: int) -> float:
-        """Expected mean length of the responses in tokens, NaN before the first update."""
-        total = self._weights.sum()
-        if not total:
-            return math.nan
-        bucket, overall = _bucket(num_prompt_tokens), self._totals.sum() / total
-        return float((self._totals[bucket] + SHRINKAGE * overall) / (self._weights[bucket] + SHRINKAGE))
+    def end_step(self) -> None:
+        """Let what was known before the step fade."""
+        self._sums = self._sums * 0.5 ** (self._pending[0] / HALF_LIFE) + self._pending
+        self._pending = np.zeros(10)
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """Two lists of `NUM_BUCKETS` numbers, as JSON has it."""
-        return {"weights": self._weights.tolist(), "totals": self._totals.tolist()}
+    def predict(self, num_prompt_tokens: int) -> tuple[float, float]:
+        """Mean and standard deviation in tokens, NaN before the first update."""
+        count, averages = self._averages()
+        if not count:
+            return _UNSEEN
+        _, x, xx, y, xy, z, xz, _, mean, std = averages
+        spread = max(xx - x * x, 0.0)
+        reach = 2 * math.sqrt(spread)
+        shift = min(max(math.log(max(num_prompt_tokens, 1)) - x, -reach), reach)
+        levels = []
+        for level, covariance in ((mean, xy - x * y), (std, xz - x * z)):
+            slope = count * covariance / (count * spread + SHRINKAGE)
+            levels.append(level * math.exp(slope * shift - slope * slope * spread / 2))  # `level` is their mean
+        return levels[0], levels[1]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; [`StateMismatchError`] for anything else."""
-        wanted, found = ({name: np.shape(s[name]) for name in sorted(s)} for s in (self.state_dict(), state))
-        if found != wanted:
-            raise StateMismatchError(
-                f"The state of a `PromptLengthPrior` has the keys and shapes {wanted}, and this one has {found}. "
-                "Load the state that the prior saved, or start without one."
-            )
-        self._weights, self._totals = (np.array(state[name], float) for name in ("weights", "totals"))
+    def typical_stds(self) -> tuple[float, float] | None:
+        """The range of most prompts' standard deviations, `None` before the first update."""
+        count, averages = self._averages()
+        if not count:
+            return None
+        z, zz = averages[5], averages[7]
+        reach = 2 * math.sqrt(max(zz - z * z, 0.0))
+        return math.exp(z - reach), math.exp(z + reach)
 
+    def _averages(self) -> tuple[float, list[float]]:
+        sums = self._sums + self._pending
+        count = float(sums[0])
+        return count, (sums / count).tolist() if count else []
 
-def _bucket(num_prompt_tokens: int) -> int:
-    return min(int(2 * math.log2(max(num_prompt_tokens, 1))), NUM_BUCKETS - 1)
+    def state(self) -> NDArray[np.float64]:
+        """As an array, with [`load_state`]."""
+        return np.array([self._sums, self._pending])
+
+    def load_state(self, state: NDArray[np.float64]) -> None:
+        self._sums, self._pending = state.copy()

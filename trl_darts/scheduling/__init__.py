@@ -1,7 +1,7 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
-from .placement import AssignedPlacement, LengthRanked, LongestFirst, balance
+from .placement import AssignedPlacement, LengthOrder, LengthRanked, balance
 from .policies import (
     SCHEDULES,
     BatchStop,
@@ -63,8 +63,8 @@ __all__ = [
     "GroupPlan",
     "GroupResult",
     "GroupSummary",
+    "LengthOrder",
     "LengthRanked",
-    "LongestFirst",
     "Occupancy",
     "PartialCandidate",
     "Placement",

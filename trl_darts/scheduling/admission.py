@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import StateMismatchError
-from ..policy import BudgetController, LengthTracker, PromptLengthPrior, allocate_redundancy
+from ..policy import BudgetController, LengthTracker, allocate_redundancy
 from .placement import known_lengths
 from .summary import GroupSummary
 from .types import GroupPlan
@@ -87,7 +87,6 @@ class UniformAdmission:
     def __init__(self, num_generations: int, tracker: LengthTracker | None = None) -> None:
         self.num_generations = num_generations
         self.tracker = tracker
-        self.prior = PromptLengthPrior()
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
         counts = [self.num_generations] * len(prompts)
@@ -98,25 +97,21 @@ class UniformAdmission:
         if self.tracker is None:
             return None
         means = [(prompt, self.tracker.mean(prompt.key)) for prompt in prompts]
-        return [self.prior.expected(prompt.num_tokens) if np.isnan(mean) else mean for prompt, mean in means]
+        return [self.tracker.prior.predict(p.num_tokens)[0] if np.isnan(mean) else mean for p, mean in means]
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:
         if self.tracker is None:
             return
-        learned = []
         for summary in summaries:
             # A candidate that was called off before it was started says nothing.
             seen = [(n, cut) for n, cut in zip(summary.lengths, summary.censored, strict=True) if n or not cut]
             if seen:
                 lengths, censored = zip(*seen, strict=True)
-                self.tracker.update(summary.prompt_key, lengths, censored)
-                learned.append(summary)
+                self.tracker.update(summary.prompt_key, lengths, censored, summary.num_prompt_tokens)
         self.tracker.end_step()
-        for summary in learned:
-            self.prior.update(summary.num_prompt_tokens, self.tracker.mean(summary.prompt_key))
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.tracker is None else {"prior": self.prior.state_dict()}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores it; [`StateMismatchError`] if it was saved under another schedule."""
@@ -126,8 +121,6 @@ class UniformAdmission:
                 f"`{type(self).__name__}` saves {sorted(own)}, but {sorted(state)} was saved, under another "
                 "`schedule`. Resume with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
             )
-        if "prior" in state:
-            self.prior.load_state_dict(state["prior"])
 
 
 class VarianceAdmission(UniformAdmission):
@@ -143,14 +136,20 @@ class VarianceAdmission(UniformAdmission):
         self.budget = budget
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
-        """M'_i by the prompts' smoothed length deviation; a prompt never seen gets the batch's mean weight."""
-        low, high = self.budget.min_num_generations, self.budget.max_num_generations
-        rho = self.tracker.rho
-        stds = [self.tracker.std(prompt.key) for prompt in prompts if prompt.extendable]
-        extended = iter(allocate_redundancy(stds, self.budget.total(len(stds), rho), low, high) if stds else ())
+        """M'_i by the prompts' smoothed length deviation, or by the one that a prompt's length predicts."""
+        high = self.budget.max_num_generations
+        rho, extendable = self.tracker.rho, [prompt for prompt in prompts if prompt.extendable]
+        extended = iter(self._allocate(extendable, self.budget.total(len(extendable), rho)) if extendable else ())
         counts = [next(extended) if prompt.extendable else self.num_generations for prompt in prompts]
         saturated = sum(count == high for count in counts) if high > self.num_generations else 0
         return Admission(counts, saturated, None if np.isnan(rho) else rho, self.expected_lengths(prompts))
+
+    def _allocate(self, prompts: Sequence[PromptInfo], total: int) -> list[int]:
+        prior, stds = self.tracker.prior, [self.tracker.std(prompt.key) for prompt in prompts]
+        all_seen = not any(map(np.isnan, stds))
+        stds = [prior.predict(p.num_tokens)[1] if np.isnan(std) else std for p, std in zip(prompts, stds, strict=True)]
+        low, high = self.budget.min_num_generations, self.budget.max_num_generations
+        return allocate_redundancy(stds, total, low, high, None if all_seen else prior.typical_stds())
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:
         super().observe(summaries)

@@ -46,21 +46,23 @@ def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engine
     return engines
 
 
-class LongestFirst(LeastLoaded):
+class LengthOrder(LeastLoaded):
     """
-    Longest expected first, each on the engine with the least work: the longest decide when the rollout ends. Expected
-    tokens of one candidate are given by group, NaN where nothing is known.
+    Longest or shortest expected first, each on the engine with the least work. The longest decide when a rollout ends
+    that waits for all; the shortest are what a batch is made of that is ready with the first. Expected tokens of one
+    candidate are given by group, NaN where nothing is known.
     """
 
-    def __init__(self, expected_lengths: Sequence[float]) -> None:
+    def __init__(self, expected_lengths: Sequence[float], longest_first: bool = True) -> None:
         self.expected_lengths = known_lengths(expected_lengths)
+        self.longest_first = longest_first
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
         lengths = self.expected_lengths
-        return sorted(candidates, key=lambda c: lengths[c.group_id], reverse=True)
+        return sorted(candidates, key=lambda c: lengths[c.group_id], reverse=self.longest_first)
 
 
-class LengthRanked(LongestFirst):
+class LengthRanked(LengthOrder):
     """
     Longest expected first, and the longest on servers of their own: those decode few candidates at once, each faster
     (StreamRL's skewness-aware dispatching). Within a server, the longest first is LPT.
@@ -82,19 +84,20 @@ class LengthRanked(LongestFirst):
         return super().choose(candidate, engines)
 
 
-class AssignedPlacement:
+class AssignedPlacement(LengthOrder):
     """
-    Each candidate on the engine that was chosen for it, by group and index. Longest expected first, or in the order of
-    the batch where no lengths are given.
+    Each candidate on the engine that was chosen for it, by group and index. In the order of the batch where no lengths
+    are given.
     """
 
-    def __init__(self, engine_ids: Sequence[Sequence[str]], expected_lengths: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        engine_ids: Sequence[Sequence[str]],
+        expected_lengths: Sequence[float] | None = None,
+        longest_first: bool = True,
+    ) -> None:
+        super().__init__(expected_lengths or [1.0] * len(engine_ids), longest_first)
         self.engine_ids = engine_ids
-        self.expected_lengths = None if expected_lengths is None else known_lengths(expected_lengths)
-
-    def order(self, candidates: list[Candidate]) -> list[Candidate]:
-        lengths = self.expected_lengths
-        return candidates if lengths is None else sorted(candidates, key=lambda c: -lengths[c.group_id])
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         return self.engine_ids[candidate.group_id][candidate.index]

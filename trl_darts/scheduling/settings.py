@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
-from .placement import LengthRanked, LongestFirst
+from .placement import LengthOrder, LengthRanked
 from .policies import (
     AUTO,
     SCHEDULES,
@@ -33,6 +33,7 @@ SPARE_CANDIDATES = 2
 # itself, a prompt whose responses are all cut off would look calm.
 HORIZON = 2
 SORTED_MODES = ("on_policy", "partial")
+SUBMIT_ORDERS = ("longest", "shortest", "arrival")
 # Settings that mean something with some schedules only, and their defaults there.
 SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "prompt_oversampling": {"tail_batching": 1.25, "partial_rollout": 2.0},
@@ -74,8 +75,8 @@ class ScheduleSettings:
     )
     min_num_generations: int = _setting(
         None,
-        "Fewest candidates of one prompt [M_low]. With `long_end_patience='auto'` defaults to `num_generations + 2`, or "
-        "to what `target_redundancy` and `max_num_generations` allow where that is less: a prompt without a spare "
+        "Fewest candidates of one prompt [M_low]. With `long_end_patience='auto'` defaults to `num_generations + 2`, "
+        "or to what `target_redundancy` and `max_num_generations` allow where that is less: a prompt without a spare "
         "candidate waits for each of its own. Otherwise defaults to `num_generations`, as in the paper.",
     )
     target_redundancy: float = _setting(
@@ -111,6 +112,11 @@ class ScheduleSettings:
         "that reach this many times the `num_generations`-th shortest complete length. None ('none' on a command "
         "line), the paper's rule, waits for the whole pool of every prompt that `tail_pruning` does not stop.",
     )
+    long_end_every: int | None = _setting(
+        None,
+        "One rollout in so many waits for the long end as in the paper, as if `long_end_patience` were None: long "
+        "wrong answers are then trained on, and lengths are known to their end. At least 2. Unset, none does.",
+    )
     selection: str = _setting(
         None,
         "What is kept of a prompt's candidates: 'dual_end', the shortest and the longest complete ones; 'uniform', "
@@ -145,10 +151,12 @@ class ScheduleSettings:
     )
 
     # Where candidates run
-    length_ranked: bool = _setting(
+    submit_order: str = _setting(
         None,
-        "Whether candidates are submitted in the order of their expected lengths, longest first. Defaults to true but "
-        "for `schedule='grpo'`.",
+        "In which order candidates start, by the lengths that are expected of them: 'longest' first, 'shortest' "
+        "first, or in that of their 'arrival'. Matters where engines have no room for all at once. Defaults to "
+        "'shortest' with `schedule='sorted'`, whose batches are those that finish first, to 'arrival' with 'grpo', as "
+        "in TRL, and to 'longest' otherwise.",
     )
     num_long_servers: int = _setting(
         0, "How many of several vLLM servers take nothing but the candidates that are expected to be longest."
@@ -165,6 +173,7 @@ class ScheduleSettings:
         self._fill_in()
         self._check_selection()
         self._check_patience()
+        self._check_long_end_every()
         self._check_budget()
         self._check_rounds()
         self._check_placement()
@@ -186,8 +195,8 @@ class ScheduleSettings:
             self.max_num_generations = 2 * self.num_generations
         if self.target_redundancy is None:
             self.target_redundancy = min(DEFAULT_REDUNDANCY, self.max_num_generations / self.num_generations)
-        if self.length_ranked is None:
-            self.length_ranked = self.schedule != "grpo"
+        if self.submit_order is None:
+            self.submit_order = {"grpo": "arrival", "sorted": "shortest"}.get(self.schedule, "longest")
         if self.selection is None:
             self.selection = SCHEDULES[self.schedule]
         for name, defaults in SCHEDULE_DEFAULTS.items():
@@ -232,6 +241,20 @@ class ScheduleSettings:
                 "wanted. Leave it unset, or set `selection='dual_end'`."
             )
 
+    def _check_long_end_every(self) -> None:
+        every = self.long_end_every
+        if every is None:
+            return
+        if every < 2:
+            raise ConfigurationError(
+                f"`long_end_every` ({every}) must be at least 2. Set `long_end_patience=None` for a wait in every "
+                "rollout, or leave it unset for none."
+            )
+        if self.selection == "all" or self.long_end_patience is None:
+            keeps_all = "`selection` ('all'): all candidates are wanted"
+            cause = keeps_all if self.selection == "all" else "`long_end_patience` (None): every rollout waits so"
+            raise ConfigurationError(f"`long_end_every` ({every}) has no effect with {cause}. Leave it unset.")
+
     def _check_budget(self) -> None:
         highest = self.max_num_generations / self.num_generations
         if not 1 <= self.target_redundancy <= highest:
@@ -265,8 +288,8 @@ class ScheduleSettings:
         if self.redundancy_cost_weight is None and self.min_num_generations > affordable:
             raise ConfigurationError(
                 f"`min_num_generations` ({self.min_num_generations}) must be at most `target_redundancy` × "
-                f"`num_generations` ({self.target_redundancy * low:g}), the candidates that there are for each prompt. "
-                "Lower it, or raise `target_redundancy`."
+                f"`num_generations` ({self.target_redundancy * low:g}), what there is for each prompt. Lower it, "
+                "or raise `target_redundancy`."
             )
 
     def _check_rounds(self) -> None:
@@ -296,16 +319,27 @@ class ScheduleSettings:
                 f"`long_share` ({self.long_share}) must be between 0 and 1: the share of candidates that "
                 "`num_long_servers` are for."
             )
-        if self.num_long_servers and not self.length_ranked:
+        check_choice("submit_order", self.submit_order, SUBMIT_ORDERS)
+        if self.num_long_servers and self.submit_order != "longest":
             raise ConfigurationError(
-                f"`num_long_servers` ({self.num_long_servers}) needs `length_ranked=True`: the candidates for those "
-                "servers are those that are expected to be longest."
+                f"`num_long_servers` ({self.num_long_servers}) needs `submit_order='longest'` (it is "
+                f"{self.submit_order!r}): the candidates for those servers are those that are expected to be longest."
             )
 
     @property
     def over_provisions(self) -> bool:
         """Whether prompts may get more than `num_generations` candidates."""
         return self.selection != "all"
+
+    @property
+    def keeps_long_end(self) -> bool:
+        """Whether prompts below `max_num_generations` keep their longest candidates beside the shortest."""
+        return self.selection == "dual_end" and self.num_longest > 0
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the order of submission asks for expected lengths."""
+        return self.submit_order != "arrival"
 
     @property
     def buffers_prompts(self) -> bool:
@@ -322,33 +356,35 @@ class ScheduleSettings:
         expected_lengths: Sequence[float] | None = None,
         batch_stop: BatchStop | None = None,
         placement: Placement | None = None,
+        rollout: int = 0,
     ) -> SchedulePolicies:
         """
-        The policies of one rollout, complete. With `length_ranked`, groups that are expected to be longest start first
-        (NaN where nothing is known), unless their `placement` is decided already. `batch_stop` defaults to the end of
-        all groups; see [`Round`].
+        The policies of one rollout, complete. Groups start in `submit_order` by their expected lengths (NaN where
+        nothing is known), unless their `placement` is decided already. `batch_stop` defaults to the end of all groups;
+        see [`Round`]. `rollout` counts from 0, for `long_end_every`.
         """
-        if placement is None and self.length_ranked and expected_lengths is not None:
+        if placement is None and self.ranks and expected_lengths is not None:
             placement = (
                 LengthRanked(expected_lengths, self.num_long_servers, self.long_share)
                 if self.num_long_servers
-                else LongestFirst(expected_lengths)
+                else LengthOrder(expected_lengths, self.submit_order == "longest")
             )
+        every = self.long_end_every
         return make_policies(
             self.schedule,
             self.num_generations,
             self.max_num_generations,
             self.num_longest,
             self.tail_pruning,
-            self.long_end_patience,
+            None if every and (rollout + 1) % every == 0 else self.long_end_patience,
             self.selection,
             batch_stop,
             placement,
         )
 
-    def tracker(self, max_completion_length: int) -> LengthTracker:
+    def tracker(self, max_completion_length: int, source: str = "") -> LengthTracker:
         """A new tracker of response lengths."""
-        return LengthTracker(self.length_ema, HORIZON * max_completion_length)
+        return LengthTracker(self.length_ema, HORIZON * max_completion_length, source)
 
     def admission(
         self, tracker: LengthTracker, latency_curve: LatencyCurve | None = None, num_engines: int = 1
@@ -359,7 +395,7 @@ class ScheduleSettings:
         it.
         """
         if not self.over_provisions:
-            return UniformAdmission(self.num_generations, tracker if self.length_ranked else None)
+            return UniformAdmission(self.num_generations, tracker if self.ranks else None)
         budget = BudgetController(
             self.num_generations,
             self.max_num_generations,

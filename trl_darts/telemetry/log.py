@@ -21,6 +21,7 @@ SETTINGS = (
     *(field.name for field in fields(ScheduleSettings)),
     "max_completion_length",
     "latency_curve",
+    "length_history",
     "learning_rate",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",

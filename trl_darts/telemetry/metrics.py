@@ -26,10 +26,16 @@ class RolloutRecord:
     num_dropped: int = 0  # groups that could not be completed; `summaries` has the others
     deferred: list[GroupSummary] = field(default_factory=list)  # groups that the rollout ended without
     carries_over: bool = False  # whether deferred groups go on in a later rollout with the tokens that they have
+    long_end_below: int = 0  # groups with fewer candidates are waited for to keep the longest too
 
     @classmethod
     def of(
-        cls, admission: Admission, result: RolloutResult, batch: PromptBatch, carries_over: bool = False
+        cls,
+        admission: Admission,
+        result: RolloutResult,
+        batch: PromptBatch,
+        carries_over: bool = False,
+        long_end_below: int = 0,
     ) -> "RolloutRecord":
         """The record of a rollout."""
         return cls(
@@ -42,6 +48,7 @@ class RolloutRecord:
             num_dropped=len(result.dropped),
             deferred=[GroupSummary.of(group) for group in result.deferred],
             carries_over=carries_over,
+            long_end_below=long_end_below,
         )
 
     @property
@@ -74,6 +81,7 @@ def rollout_metrics(record: RolloutRecord, sync_seconds: float | None = None) ->
         **_rollout(record, lengths, kept, aborted),
         "darts/selection/kept_vs_pool_length_ratio": float(kept.mean() / lengths.mean()),
         "darts/selection/kept_longest": float(np.mean([max(s.lengths[i] for i in s.selected) for s in summaries])),
+        **_long_ends(record),
     }
 
 
@@ -118,6 +126,15 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
         "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
         "darts/rollout/tokens_per_second": generated / seconds if seconds > 0 else 0.0,
     }
+
+
+def _long_ends(record: RolloutRecord) -> dict[str, float]:
+    """A group of which nothing was called off keeps the longest of its pool."""
+    groups = [group for group in record.summaries if len(group.lengths) < record.long_end_below]
+    if not groups:
+        return {}
+    whole = [FinishReason.ABORT.value not in group.finish_reasons for group in groups]
+    return {"darts/selection/long_end_ratio": sum(whole) / len(whole)}
 
 
 def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str, float]:

@@ -66,6 +66,8 @@ def _settings(config: Any) -> str:
             wait = (
                 f" The wait for the long end was not the paper's: it ended at {patience} × the M-th shortest length."
             )
+        if config.long_end_every is not None:
+            wait += f" One in {config.long_end_every} rollouts waited as in the paper."
     method = "DARTS" if config.schedule == "darts" else f"TRL's GRPO with the schedule `{config.schedule}`"
     words = ", ".join(f"`{name}={value!r}`" for name, value in shown.items())
     origin = (

@@ -28,7 +28,7 @@ WORKLOAD = Workload(LogNormalLengths(64, 200.0, 0.6, 0.5), 16, 2048, redraws=Tru
     [
         ("grpo", {}),
         ("darts", {}),
-        ("darts", {"length_ranked": False}),
+        ("darts", {"submit_order": "arrival"}),
         ("darts", {"long_end_patience": None}),
         ("darts", {"long_end_patience": 2.0}),
     ],

@@ -20,7 +20,7 @@ from .tables import rollouts, time_split
 
 # What a schedule may change. A difference anywhere else means that runs did not do the same work.
 METHOD_SETTINGS = frozenset(
-    {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve"}
+    {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve", "length_history"}
 )
 
 

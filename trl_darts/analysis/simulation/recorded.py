@@ -104,6 +104,7 @@ class RecordedRollout:
     lengths: list[list[int]]
     selected: list[list[int]]
     seconds: float
+    number: int = 0  # of those before it
 
     def replay(self, settings: ScheduleSettings, cluster: ClusterSpec, max_length: int) -> RolloutResult:
         """
@@ -116,20 +117,21 @@ class RecordedRollout:
                 "prompts were added. Replay a run of 'grpo' or 'darts', or simulate this run's workload."
             )
         known = [plan.expected_length for plan in self.plans if plan.expected_length is not None]
-        policies = settings.policies(known if len(known) == len(self.plans) else None)
+        policies = settings.policies(known if len(known) == len(self.plans) else None, rollout=self.number)
         scheduler = Scheduler(policies, settings.num_generations)
         return SimulatedCluster(cluster).run(scheduler, self.plans, self.lengths, max_length)
 
 
 def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
     """The rollouts of a run with `save_rollout_trace=True`, in order."""
-    for _, rollout in _traces(run_dir).groupby(["step", "micro"]):
+    for number, (_, rollout) in enumerate(_traces(run_dir).groupby(["step", "micro"])):
         groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
         yield RecordedRollout(
             plans=[_plan(index, group) for index, group in enumerate(groups)],
             lengths=[group["length"].where(group["finish_reason"] == STOP, ENDLESS).tolist() for group in groups],
             selected=[group.loc[group["selected"], "candidate"].tolist() for group in groups],
             seconds=float(rollout["end_seconds"].max() - rollout["start_seconds"].min()),
+            number=number,
         )
 
 

@@ -22,6 +22,7 @@ _SELECTING = {
     "num_longest",
     "tail_pruning",
     "long_end_patience",
+    "long_end_every",
 }
 # `mask_stale_after` decides what is learned from a token, and the schedule has an option of its own.
 _HINTS = get_type_hints(ScheduleSettings)

@@ -127,6 +127,7 @@ class SimulatedTraining:
         self.settings = settings
         self.seed = seed
         self.cluster = SimulatedCluster(cluster)
+        self.num_rollouts = 0
         tracker = settings.tracker(workload.max_completion_length)
         self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines)
         self.stop_rate = 0.0  # what training has added to the probability to stop at a token, see `Workload.shaping`
@@ -155,7 +156,8 @@ class SimulatedTraining:
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
         """One rollout. It ends with all of its groups, unless `batch_stop` says otherwise."""
-        policies = self.settings.policies(admission.expected_lengths, batch_stop)
+        policies = self.settings.policies(admission.expected_lengths, batch_stop, rollout=self.num_rollouts)
+        self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
         result = self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
         if self.workload.shaping:
