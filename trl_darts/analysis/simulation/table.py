@@ -23,63 +23,30 @@ class Column(NamedTuple):
     meaning: str
 
 
+def _mean(quantity: str) -> Callable[[Outcome], Estimate]:
+    return lambda outcome: outcome.estimate(quantity)
+
+
+# z: no "-0%" of a rounding error.
 COLUMNS = [
-    Column(
-        "speed-\nup",
-        lambda outcome: outcome.speedup,
-        ".3g",
-        "speed-up: seconds of the first row over this row's; with several endless shares, of the first with the same",
-    ),
-    Column(
-        "seconds\nper step",
-        lambda outcome: outcome.estimate("step_seconds"),
-        ".3g",
-        "seconds per step: of the rollout, and what training was said to cost",
-    ),
-    Column(
-        "wasted\ntokens",
-        lambda outcome: outcome.wasted_share,
-        "z.0%",  # z: no "-0%" of a rounding error
-        "wasted tokens: decoded, and never trained on",
-    ),
-    Column(
-        "bubble",
-        lambda outcome: outcome.estimate("bubble_ratio"),
-        ".2f",
-        "bubble: share of the decoding slots that stood idle",
-    ),
-    Column(
-        "satu-\nrated",
-        lambda outcome: outcome.estimate("saturated_ratio"),
-        ".2f",
-        "saturated: share of the prompts with max_num_generations candidates",
-    ),
+    Column("speed-\nup", lambda own: own.speedup, ".3g", "speed-up: over the first row with the same lengths"),
+    Column("seconds\nper step", _mean("step_seconds"), ".3g", "seconds per step: rollout, and what training costs"),
+    Column("wasted\ntokens", lambda own: own.wasted_share, "z.0%", "wasted tokens: decoded, and never trained on"),
+    Column("bubble", _mean("bubble_ratio"), ".2f", "bubble: share of the decoding slots that stood idle"),
+    Column("satu-\nrated", _mean("saturated_ratio"), ".2f", "saturated: prompts with max_num_generations candidates"),
     Column(
         "kept/\npool",
-        lambda outcome: outcome.estimate("kept_vs_pool_length_ratio"),
+        _mean("kept_vs_pool_length_ratio"),
         ".2f",
-        "kept/pool: mean length of the rows over that of all candidates; far below 1, look at the reward too",
+        "kept/pool: mean length of the rows over that of all candidates. Far below 1, look at the reward too",
     ),
 ]
-OFF_POLICY = Column(
-    "off-\npolicy",
-    lambda outcome: outcome.off_policy_share,
-    "z.0%",
-    "off-policy: share of the tokens trained on that an older policy sampled",
-)
+STALE = "off-policy: share of the tokens trained on that an older policy sampled"
+OFF_POLICY = Column("off-\npolicy", lambda own: own.off_policy_share, "z.0%", STALE)
+SPREAD = "batch lengths: how much the batches' mean lengths differ (coefficient of variation)"
 DEFERRED = [
-    Column(
-        "defer-\nred",
-        lambda outcome: outcome.estimate("deferred_groups"),
-        ".0f",
-        "deferred: prompts that a rollout ended without",
-    ),
-    Column(
-        "batch\nlengths",
-        lambda outcome: outcome.batch_length_spread,
-        ".0%",
-        "batch lengths: how much the batches' mean lengths differ (coefficient of variation)",
-    ),
+    Column("defer-\nred", _mean("deferred_groups"), ".0f", "deferred: prompts that a rollout ended without"),
+    Column("batch\nlengths", lambda own: own.batch_length_spread, ".0%", SPREAD),
 ]
 
 
