@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from ..analysis.output_files import check_directory, check_writable
 from ..analysis.simulation import (
+    ASSUMED_CLUSTER,
+    WORKLOADS,
     ClusterSpec,
-    Estimate,
     LogNormalLengths,
     Outcome,
     Workload,
@@ -27,126 +26,128 @@ from ..analysis.simulation import (
     recorded_workload,
     settings_of,
 )
+from ..analysis.simulation.recorded import check_model
+from ..analysis.simulation.table import show
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
-from ..policy import LatencyCurve, PrefillLine
-from ..scheduling import SCHEDULES
+from ..scheduling import SCHEDULES, ScheduleSettings
+from ..scheduling.policies import check_choice
 
 
-# An assumption for a model of about 7 B parameters on one 80 GB GPU: flat while weights are read, then compute counts.
-ASSUMED_CURVE = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062], {"assumed": True})
-# Of the distribution that takes the place of a trace.
-LENGTHS: dict[str, Any] = {
-    "num_prompts": 1_024,
-    "median_length": 800,
-    "inter_prompt_std": 0.6,
-    "intra_prompt_std": 0.5,
-    "endless_share": 0.005,
-}
 FILES = ("simulation.csv", "simulation.png")
-# Header, what stands below it, and how it is written. The last three are shown where a schedule has them.
-COLUMNS: list[tuple[str, Callable[[Outcome], Estimate], str]] = [
-    ("speed-\nup", lambda outcome: outcome.speedup, ".3g"),
-    ("seconds\nper step", lambda outcome: outcome.estimate("step_seconds"), ".3g"),
-    ("wasted\ntokens", lambda outcome: outcome.wasted_share, "z.0%"),  # z: no "-0%" of a rounding error
-    ("bubble", lambda outcome: outcome.estimate("bubble_ratio"), ".2f"),
-    ("satu-\nrated", lambda outcome: outcome.estimate("saturated_ratio"), ".2f"),
-    ("kept/\npool", lambda outcome: outcome.estimate("kept_vs_pool_length_ratio"), ".2f"),
-    ("off-\npolicy", lambda outcome: outcome.off_policy_share, "z.0%"),
-    ("defer-\nred", lambda outcome: outcome.estimate("deferred_groups"), ".0f"),
-    ("batch\nlengths", lambda outcome: outcome.batch_length_spread, ".0%"),
-]
-
+# Options that a trace leaves nothing to.
+LENGTHS = ("workload", "num_prompts", "median_length", "inter_prompt_std", "intra_prompt_std", "endless_share")
 
 console, errors = Console(), Console(stderr=True)
 
+option = partial(typer.Option, show_default=False)
+workload_option = partial(option, rich_help_panel="Workload")
+lengths_option = partial(option, rich_help_panel="Workload without a trace")
+engine_option = partial(option, rich_help_panel="Engines")
 
-workload_option = partial(typer.Option, rich_help_panel="Workload")
-engine_option = partial(typer.Option, rich_help_panel="Engines")
-
-
-def lengths_option(name: str, help: str) -> Any:
-    return typer.Option(help=f"{help} Default: {LENGTHS[name]:,}.", rich_help_panel="Workload without a trace")
+# The shell has `--schedule grpo darts` in two words, of which an option takes one.
+MoreSchedules = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SCHEDULE")]
+Trace = Annotated[
+    Path | None,
+    workload_option(
+        help="`output_dir` of a run with `save_rollout_trace=True`: its lengths, prompts and batch are used."
+    ),
+]
+PromptsPerStep = Annotated[int | None, workload_option(help="Prompts per rollout. Default: the trace's, or 128.")]
+MaxCompletionLength = Annotated[int | None, workload_option(help="Limit in tokens. Default: the trace's, or 32768.")]
+TrainSecondsPerToken = Annotated[
+    float | None, workload_option(help="Forward and backward pass, per kept token. Default: 0, rollouts only.")
+]
+FixedSeconds = Annotated[
+    float | None, workload_option(help="Weight sync, rewards and the like, per step. Default: 0.")
+]
+Shaping = Annotated[
+    float | None,
+    workload_option(
+        help="How fast the policy follows what is selected, an assumption; see docs/analysis.md. Default: 0."
+    ),
+]
+Published = Annotated[
+    str | None,
+    lengths_option(help=f"Published lengths: {' (the default) or '.join(WORKLOADS)}.", metavar="NAME"),
+]
+NumPrompts = Annotated[int | None, lengths_option(help="Prompts in the data set. Default: 1,024.")]
+MedianLength = Annotated[float | None, lengths_option(help="Median response length, instead of the workload's.")]
+InterPromptStd = Annotated[float | None, lengths_option(help="Spread of log-lengths between prompts, likewise.")]
+IntraPromptStd = Annotated[float | None, lengths_option(help="Spread of log-lengths of one prompt, likewise.")]
+EndlessShare = Annotated[
+    str | None,
+    lengths_option(
+        help="Share of responses that never end by themselves, or several, such as 0,0.002,0.01. Default: 0.",
+        metavar="LIST",
+    ),
+]
+LatencyCurveFile = Annotated[
+    Path | None,
+    engine_option(help="File of `trl-darts profile`. Default: an assumed curve, Llama-3.1-8B as NVIDIA published it."),
+]
+NumEngines = Annotated[
+    int | None, engine_option(help="Data parallel engines. Default: 1, or 8 with the assumed curve.")
+]
+MaxNumSeqs = Annotated[
+    int | None, engine_option(help="Sequences that an engine decodes at once. Default: the file's, or no limit.")
+]
+KVTokens = Annotated[
+    int | None, engine_option(help="Tokens that fit in an engine's KV cache. Default: the file's, or no limit.")
+]
+PrefillSecondsPerToken = Annotated[
+    float | None, engine_option(help="Per token that is prefilled. Default: what the file has, or 0.")
+]
+SecondsPerRequest = Annotated[
+    float | None, engine_option(help="What each candidate costs its engine, whatever its length. Default: 0.")
+]
+Schedules = Annotated[
+    list[str],
+    option(
+        help=f"Schedules to compare, the first is the baseline: {', '.join(SCHEDULES)}. Separate them by spaces or "
+        "commas, or repeat it. Default: grpo,darts."
+    ),
+]
+NumGenerations = Annotated[int | None, option(help="Rows per prompt. Default: the trace's, or 8.")]
+Sweep = Annotated[
+    list[str] | None,
+    option(
+        help="A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations. Each "
+        "schedule takes the settings that mean something to it.",
+        metavar="NAME=VALUE,…",
+    ),
+]
+Steps = Annotated[int, option(help="Steps of each training. Default: 50.")]
+Seeds = Annotated[int, option(help="Trainings of each setting. Default: 5.")]
+Output = Annotated[Path | None, option(help=f"Directory for `{FILES[0]}` and `{FILES[1]}`.")]
 
 
 def simulate(
-    more_schedules: Annotated[
-        list[str] | None,
-        # The shell has `--schedule grpo darts` in two words, of which an option takes one.
-        typer.Argument(hidden=True, metavar="SCHEDULE"),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        workload_option(
-            help="`output_dir` of a run with `save_rollout_trace=True`: its lengths, prompts and batch are used."
-        ),
-    ] = None,
-    num_prompts: Annotated[int | None, lengths_option("num_prompts", "Prompts in the data set.")] = None,
-    median_length: Annotated[
-        float | None, lengths_option("median_length", "Median response length in tokens.")
-    ] = None,
-    inter_prompt_std: Annotated[
-        float | None, lengths_option("inter_prompt_std", "Spread of log-lengths between prompts.")
-    ] = None,
-    intra_prompt_std: Annotated[
-        float | None, lengths_option("intra_prompt_std", "Spread of log-lengths of one prompt.")
-    ] = None,
-    endless_share: Annotated[
-        float | None, lengths_option("endless_share", "Share of responses that never end by themselves.")
-    ] = None,
-    prompts_per_step: Annotated[
-        int | None, workload_option(help="Prompts per rollout. Default: the trace's, or 128.")
-    ] = None,
-    max_completion_length: Annotated[
-        int | None, workload_option(help="Limit in tokens. Default: the trace's, or 16384.")
-    ] = None,
-    train_seconds_per_token: Annotated[
-        float, workload_option(help="Forward and backward pass, per kept token.")
-    ] = 0.0,
-    fixed_seconds: Annotated[float, workload_option(help="Weight sync, rewards and the like, per step.")] = 0.0,
-    shaping: Annotated[
-        float,
-        workload_option(help="How fast the policy follows what is selected, an assumption; see docs/analysis.md."),
-    ] = 0.0,
-    latency_curve: Annotated[
-        Path | None,
-        engine_option(help="File of `trl-darts profile`. Default: an assumed curve of a 7 B model on one GPU."),
-    ] = None,
-    num_engines: Annotated[int, engine_option(help="Data parallel engines.")] = 1,
-    max_num_seqs: Annotated[
-        int | None,
-        engine_option(help="Sequences that an engine decodes at once. Default: `--latency-curve`'s, or no limit."),
-    ] = None,
-    kv_tokens: Annotated[
-        int | None,
-        engine_option(help="Tokens that fit in an engine's KV cache. Default: `--latency-curve`'s, or no limit."),
-    ] = None,
-    prefill_seconds_per_token: Annotated[
-        float | None,
-        engine_option(help="Per token that is prefilled. Default: what `--latency-curve` measured, or 0."),
-    ] = None,
-    seconds_per_request: Annotated[
-        float, engine_option(help="What each candidate costs its engine, whatever its length.")
-    ] = 0.0,
-    schedule: Annotated[
-        list[str],
-        typer.Option(
-            help=f"Schedules to compare, the first is the baseline: {', '.join(SCHEDULES)}. Separate them by spaces "
-            "or commas, or repeat it."
-        ),
-    ] = ["grpo", "darts"],  # noqa: B006  typer copies it
-    num_generations: Annotated[int | None, typer.Option(help="Rows per prompt. Default: the trace's, or 8.")] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations. "
-            "Each schedule takes the settings that mean something to it.",
-            metavar="NAME=VALUE,…",
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each training.")] = 50,
-    seeds: Annotated[int, typer.Option(help="Trainings of each setting.")] = 3,
-    output: Annotated[Path | None, typer.Option(help=f"Directory for `{FILES[0]}` and `{FILES[1]}`.")] = None,
+    more_schedules: MoreSchedules = None,
+    trace: Trace = None,
+    prompts_per_step: PromptsPerStep = None,
+    max_completion_length: MaxCompletionLength = None,
+    train_seconds_per_token: TrainSecondsPerToken = None,
+    fixed_seconds: FixedSeconds = None,
+    shaping: Shaping = None,
+    workload: Published = None,
+    num_prompts: NumPrompts = None,
+    median_length: MedianLength = None,
+    inter_prompt_std: InterPromptStd = None,
+    intra_prompt_std: IntraPromptStd = None,
+    endless_share: EndlessShare = None,
+    latency_curve: LatencyCurveFile = None,
+    num_engines: NumEngines = None,
+    max_num_seqs: MaxNumSeqs = None,
+    kv_tokens: KVTokens = None,
+    prefill_seconds_per_token: PrefillSecondsPerToken = None,
+    seconds_per_request: SecondsPerRequest = None,
+    schedule: Schedules = ["grpo", "darts"],  # noqa: B006  typer copies it
+    num_generations: NumGenerations = None,
+    sweep: Sweep = None,
+    steps: Steps = 50,
+    seeds: Seeds = 5,
+    output: Output = None,
 ) -> None:
     """
     Compares schedules and settings on a workload, in virtual time.
@@ -156,38 +157,13 @@ def simulate(
         trl-darts simulate --trace out --latency-curve latency.json --schedule grpo darts --sweep
         max_num_generations=10,12,16 --sweep long_end_patience=none,2
     """
+    given = {name: value for name, value in locals().items() if value is not None}
     names = schedule_names(schedule, more_schedules or [])
-    limits: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "kv_tokens": kv_tokens,
-        "prefill_seconds_per_token": prefill_seconds_per_token,
-    }
-    cluster = replace(
-        _measured_cluster(latency_curve, trace),
-        num_engines=num_engines,
-        seconds_per_request=seconds_per_request,
-        **{name: value for name, value in limits.items() if value is not None},
-    )
-    costs: dict[str, Any] = {
-        "train_seconds_per_token": train_seconds_per_token,
-        "fixed_seconds": fixed_seconds,
-        "shaping": shaping,
-        "redraws": True,
-    }
-    lengths = (num_prompts, median_length, inter_prompt_std, intra_prompt_std, endless_share)
-    given = {name: value for name, value in zip(LENGTHS, lengths, strict=True) if value is not None}
-    size = (prompts_per_step, max_completion_length, num_generations)
-    workload, rows = _workload(trace, given, *size, **costs)
+    cluster, (workloads, rows) = _cluster(given), _workloads(given)
     settings = settings_of(names, rows, parse_sweep(sweep or []))
-    for name, value in (("--steps", steps), ("--seeds", seeds)):
-        if value < 1:
-            raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
-    if output is not None:
-        _check_output(output)
-    with Progress(console=errors, transient=True) as progress:
-        task = progress.add_task("Trainings", total=len(settings) * seeds)
-        outcomes = compare(workload, settings, cluster, steps, seeds, on_run=lambda: progress.advance(task))
-    show(console, outcomes, workload, cluster, steps, seeds)
+    _check(steps, seeds, output)
+    outcomes = _compare(workloads, settings, cluster, steps, seeds)
+    show(console, outcomes, next(iter(workloads.values())), cluster, steps, seeds)
     if output is not None:
         _write(outcomes, output)
 
@@ -205,60 +181,78 @@ def schedule_names(schedules: list[str], more: list[str]) -> list[str]:
     return [*names, *further]
 
 
-def _workload(
-    trace: Path | None,
-    lengths: dict[str, Any],
-    prompts_per_step: int | None,
-    max_completion_length: int | None,
-    num_generations: int | None,
-    **costs: Any,
-) -> tuple[Workload, int]:
-    """That of a trace, or else one of a distribution; and its rows per prompt."""
-    if trace is not None:
-        if lengths:
-            name, value = next(iter(lengths.items()))
-            raise ConfigurationError(
-                f"`--{name.replace('_', '-')}` ({value}) has no effect with `--trace` ({str(trace)!r}), which has "
-                "lengths and prompts of its own. Leave one of them out."
-            )
-        return recorded_workload(trace, prompts_per_step, max_completion_length, num_generations, **costs)
-    batch = 128 if prompts_per_step is None else prompts_per_step
-    limit = 16_384 if max_completion_length is None else max_completion_length
-    workload = Workload(LogNormalLengths(*(LENGTHS | lengths).values()), batch, limit, **costs)
-    return workload, 8 if num_generations is None else num_generations
+def _cluster(given: Mapping[str, Any]) -> ClusterSpec:
+    own = _fields(ClusterSpec, given)
+    if "latency_curve" not in given:
+        return replace(ASSUMED_CLUSTER, **own)
+    if "trace" in given:
+        check_model(given["trace"], given["latency_curve"])
+    return ClusterSpec.measured(given["latency_curve"], **own)
 
 
-def _measured_cluster(path: Path | None, trace: Path | None) -> ClusterSpec:
-    """One engine as `trl-darts profile` measured it, with its limits. A curve of another model is refused."""
-    if path is None:
-        return ClusterSpec(ASSUMED_CURVE)
-    curve, prefill = LatencyCurve.load(path), PrefillLine.load(path)
-    if trace is not None:
-        from ..telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
-
-        model = read_log(trace)[0].get("model")
-        if not curve.is_of(model):
-            raise ConfigurationError(
-                f"`--latency-curve` ({str(path)!r}) must be of the trace's model, and is of "
-                f"{curve.metadata.get('model')!r}, while {str(trace)!r} trained {model!r}. Measure one with "
-                "`trl-darts profile`, or leave the option out."
-            )
-    limits = (curve.metadata.get(name) for name in ("max_num_seqs", "kv_cache_tokens"))
-    max_num_seqs, kv_tokens = (limit if isinstance(limit, int) else None for limit in limits)
-    return ClusterSpec(
-        curve,
-        max_num_seqs=max_num_seqs,
-        kv_tokens=kv_tokens,
-        prefill_seconds_per_token=prefill.per_token_s if prefill is not None else 0.0,
-    )
+def _workloads(given: Mapping[str, Any]) -> tuple[dict[str, Workload], int]:
+    """By what their rows' names end with, and their rows per prompt: a trace's, or those of each endless share."""
+    own = {"redraws": True, **_fields(Workload, given)}
+    if "trace" in given:
+        for name in LENGTHS:
+            if name in given:
+                raise ConfigurationError(
+                    f"`--{name.replace('_', '-')}` ({given[name]}) has no effect with `--trace` "
+                    f"({str(given['trace'])!r}), which has lengths and prompts of its own. Leave one of them out."
+                )
+        workload, rows = recorded_workload(given["trace"], num_generations=given.get("num_generations"), **own)
+        return {"": workload}, rows
+    published = given.get("workload", next(iter(WORKLOADS)))
+    check_choice("--workload", published, WORKLOADS)
+    own = {"prompts_per_step": 128, "max_completion_length": 32_768, **own}
+    workloads = {}
+    for share in _shares(given.get("endless_share", "0")):
+        changes = _fields(LogNormalLengths, {**given, "endless_share": share})
+        label = f", endless_share={share:g}" if "," in given.get("endless_share", "") else ""
+        workloads[label] = Workload(replace(WORKLOADS[published], **changes), **own)
+    return workloads, given.get("num_generations", 8)
 
 
-def _check_output(directory: Path) -> None:
+def _shares(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigurationError(
+            f"`--endless-share` ({text!r}) must be numbers from 0 to 0.1 and commas, such as 0,0.002,0.01."
+        ) from None
+
+
+def _fields(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given of a dataclass, whose fields have the names of options."""
+    return {field.name: given[field.name] for field in fields(kind) if field.name in given}
+
+
+def _check(steps: int, seeds: int, output: Path | None) -> None:
     """Before anything is computed."""
-    require_matplotlib()
-    check_directory("--output", directory)
-    for name in FILES:
-        check_writable("--output", directory / name)
+    for name, value in (("--steps", steps), ("--seeds", seeds)):
+        if value < 1:
+            raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
+    if output is not None:
+        require_matplotlib()
+        check_directory("--output", output)
+        for name in FILES:
+            check_writable("--output", output / name)
+
+
+def _compare(
+    workloads: Mapping[str, Workload],
+    settings: Mapping[str, ScheduleSettings],
+    cluster: ClusterSpec,
+    steps: int,
+    seeds: int,
+) -> list[Outcome]:
+    with Progress(console=errors, transient=True) as progress:
+        task = progress.add_task("Trainings", total=len(workloads) * len(settings) * seeds)
+        return [
+            replace(outcome, name=outcome.name + label)
+            for label, workload in workloads.items()
+            for outcome in compare(workload, settings, cluster, steps, seeds, lambda: progress.advance(task))
+        ]
 
 
 def _write(outcomes: list[Outcome], directory: Path) -> None:
@@ -272,58 +266,3 @@ def _write(outcomes: list[Outcome], directory: Path) -> None:
         writer.writerows(rows)
     plot_simulation(outcomes, picture)
     console.print(f"Written: {table}, {picture}", highlight=False)
-
-
-def show(
-    console: Console, outcomes: Sequence[Outcome], workload: Workload, cluster: ClusterSpec, steps: int, seeds: int
-) -> None:
-    """Prints a comparison: `seeds` trainings of `steps` steps for each of the outcomes, the baseline first."""
-    columns = COLUMNS[:6]
-    if any(outcome.off_policy_share.mean for outcome in outcomes):
-        columns += COLUMNS[6:7]
-    if any(outcome.estimate("deferred_groups").mean for outcome in outcomes):
-        columns += COLUMNS[7:]
-    # With ten columns there is room for one space between them.
-    padding = (0, 2 if len(columns) < 8 else 1, 0, 0)
-    table = Table(
-        title=_title(workload, cluster, steps, seeds),
-        caption="± is half of a 95 % confidence interval over seeds" if seeds > 1 else None,
-        box=None,
-        padding=padding,
-        pad_edge=False,
-        header_style="underline",
-    )
-    table.add_column("setting", overflow="fold")
-    for header, _, _ in columns:
-        table.add_column(header, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        table.add_row(
-            outcome.name.replace(", ", "\n"), *(_cell(quantity(outcome), style) for _, quantity, style in columns)
-        )
-    console.print(table)
-    epochs = steps * workload.prompts_per_step / workload.lengths.num_prompts
-    if epochs < 2:
-        console.print(
-            f"Each prompt came up less than twice ({epochs:.1f} epochs): what a schedule learns of prompts hardly "
-            "shows. Simulate more `--steps`.",
-            markup=False,
-            highlight=False,
-        )
-
-
-def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> str:
-    limits = [f"{cluster.max_num_seqs:,} sequences"] if cluster.max_num_seqs else []
-    limits += [f"{cluster.kv_tokens:,} tokens of KV cache"] if cluster.kv_tokens else []
-    return (
-        f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
-        f"{'s' if cluster.num_engines > 1 else ''}{' of at most ' if limits else ''}{' and '.join(limits)}"
-        f"{', assumed latency curve' if cluster.latency.metadata.get('assumed') else ''}"
-    )
-
-
-def _cell(estimate: Estimate, style: str) -> str:
-    """The interval stands below the mean, so that the table fits 80 columns. One seed has none."""
-    mean = format(estimate.mean, style)
-    if math.isinf(estimate.half_width):
-        return mean
-    return f"{mean}\n±{estimate.half_width:{style.replace('.3g', '.2g')}}"

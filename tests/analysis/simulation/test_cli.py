@@ -86,8 +86,31 @@ def test_each_quantity_has_its_interval_below_it():
     means, intervals = (line.split() for line in lines[first : first + 2])
     assert len(means) == 10
     assert [interval[0] for interval in intervals] == ["±"] * 9
-    assert any("± is half of a 95 % confidence interval over seeds" in line for line in lines)
-    assert "assumed latency curve" in lines[0]
+    assert "±: half of a 95 % confidence interval over seeds" in lines
+
+
+def test_says_what_it_rests_on(tmp_path):
+    assumed = " ".join(run(*SMALL).stdout.split())
+    assert "bubble: share of the decoding slots that stood idle" in assumed
+    assert "Rollouts only: training takes no time here" in assumed
+    assert "WARNING: the latency curve is assumed (Llama-3.1-8B" in assumed
+    measured = save_profile(tmp_path / "latency.json")
+    text = run(*SMALL, "--latency-curve", measured, "--fixed-seconds", 1).stdout
+    assert "Rollouts only" not in text
+    assert "WARNING" not in text
+
+
+def test_each_endless_share_has_a_baseline_of_its_own(tmp_path):
+    found = rows(*SMALL, "--endless-share", "0,0.05", output=tmp_path)
+    names = [
+        "grpo, endless_share=0",
+        "darts, endless_share=0",
+        "grpo, endless_share=0.05",
+        "darts, endless_share=0.05",
+    ]
+    assert [row["setting"] for row in found] == names
+    assert [float(found[index]["speedup"]) for index in (0, 2)] == [1.0, 1.0]
+    assert [float(found[index]["truncated_ratio"]) > 0 for index in (0, 2)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +152,8 @@ def test_a_curve_of_another_model_is_refused(no_training, recorded, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option", ["--num-prompts", "--median-length", "--inter-prompt-std", "--intra-prompt-std", "--endless-share"]
+    "option",
+    ["--workload", "--num-prompts", "--median-length", "--inter-prompt-std", "--intra-prompt-std", "--endless-share"],
 )
 def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
     value = "64" if option == "--num-prompts" else "0.5"
@@ -145,6 +169,9 @@ def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
         (["--schedule", "best"], "`--schedule` ('best') must be one or several of 'grpo', 'darts'"),
         (["outputs/grpo"], "`outputs/grpo` is one argument too many: only schedules (grpo, darts,"),
         (["--sweep", "long_end_patience=fast"], "'fast') must be a number"),
+        (["--workload", "mine"], "`--workload` ('mine') must be one of 'llama_8b_deepscaler', 'deepseek_r1'"),
+        (["--endless-share", "0,few"], "`--endless-share` ('0,few') must be numbers from 0 to 0.1 and commas"),
+        (["--endless-share", "0,0.2"], "`endless_share` (0.2) must be between 0 and 0.1"),
         (["--steps", "0"], "`--steps` (0) must be at least 1"),
         (["--seconds-per-request", "-1"], "`seconds_per_request` (-1.0) must be finite and not negative"),
         (["--output", "out"], "`--output` ('out/simulation.png') must be a file that can be written: it is a direct"),

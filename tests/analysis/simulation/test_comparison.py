@@ -38,7 +38,7 @@ def test_interval_is_students():
 
 
 def test_heavy_tails_on_flat_latency_gain():
-    lengths = LogNormalLengths(64, median=200.0, intra_prompt_std=1.0)
+    lengths = LogNormalLengths(64, median_length=200.0, intra_prompt_std=1.0)
     grpo, darts = compare_two(lengths, FLAT, num_seeds=8, max_num_generations=6)
     assert grpo.speedup == Estimate(1.0, 0.0)
     assert darts.speedup.mean - darts.speedup.half_width > 1.2
@@ -47,7 +47,7 @@ def test_heavy_tails_on_flat_latency_gain():
 
 def test_tokens_that_wait_are_not_wasted():
     settings = {"partial": ScheduleSettings("partial_rollout", num_generations=4)}
-    workload = Workload(LogNormalLengths(128, median=200.0), 16, 4096)
+    workload = Workload(LogNormalLengths(128, median_length=200.0), 16, 4096)
     (partial,) = compare(workload, settings, FLAT, num_steps=3, num_seeds=2)
     assert partial.wasted_share.mean == pytest.approx(0.0, abs=1e-12)
     assert all(run.buffered_tokens[-1] > 0 for run in partial.runs)

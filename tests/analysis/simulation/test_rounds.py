@@ -135,7 +135,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("redraws", [False, True])
 def test_all_schedules_see_the_same_candidates(redraws):
     """Whenever they start a prompt in an epoch and however many candidates they give it, its i-th one is the same."""
-    workload = Workload(LogNormalLengths(48, median=100.0), 8, 4096, redraws=redraws)
+    workload = Workload(LogNormalLengths(48, median_length=100.0), 8, 4096, redraws=redraws)
     seen = {}
     for name, schedule in SCHEDULES.items():
         training = SimulatedTraining(workload, schedule, ClusterSpec(LatencyCurve([1], [1.0])), seed=5)

@@ -17,7 +17,7 @@ from trl_darts.scheduling import Candidate, ScheduleSettings
 
 
 CLUSTER = ClusterSpec(LatencyCurve([1, 64, 512], [0.010, 0.012, 0.040]), num_engines=2)
-LENGTHS = LogNormalLengths(64, median=200.0)
+LENGTHS = LogNormalLengths(64, median_length=200.0)
 
 
 def train(schedule="darts", num_steps=12, seed=0, workload=None, **fields):
@@ -46,7 +46,7 @@ def test_darts_spends_its_budget_and_learns_prompts():
 
 @pytest.mark.parametrize(
     ("lengths", "limit"),
-    [(LogNormalLengths(1024, median=200.0), 4096), (LogNormalLengths(1024, endless_share=0.005), 16384)],
+    [(LogNormalLengths(1024, median_length=200.0), 4096), (LogNormalLengths(1024, endless_share=0.005), 16384)],
 )
 def test_pruning_does_not_blow_up_what_is_known_of_lengths(lengths, limit):
     """ρ is learned from prompts of which half of the candidates were aborted, and must stay near the truth."""
@@ -76,15 +76,17 @@ def test_seconds_beside_the_rollout():
         assert step == pytest.approx(rollout + 2.0 + 1e-3 * (kept + 64 * 10))
 
 
-def test_shaping_shortens_what_prefers_short_answers():
-    shaped = Workload(LENGTHS, 16, 4096, shaping=0.05)
-    whole = {"num_steps": 60, "long_end_patience": None, "tail_pruning": False}  # aborted ones say nothing
-    training, run = train(workload=shaped, **whole)
-    _, plain = train(**whole)
-    assert training.log_shift < -0.1
-    assert np.mean(run.pool_tokens[-8:]) < 0.95 * np.mean(plain.pool_tokens[-8:])
+def test_shaping_unlearns_never_ending_answers():
+    """Where the short ones are preferred, until rollouts no longer wait for the limit."""
+    lengths = LogNormalLengths(64, median_length=200.0, endless_share=0.02)
+    plain, shaped = (Workload(lengths, 16, 4096, shaping=shaping) for shaping in (0.0, 0.05))
+    paper = {"num_steps": 60, "long_end_patience": None, "tail_pruning": False}
+    training, run = train(workload=shaped, **paper)
+    assert training.stop_rate > 1 / 4096
+    _, unshaped = train(workload=plain, **paper)
+    assert np.mean(run.rollout_seconds[-8:]) < 0.5 * np.mean(unshaped.rollout_seconds[-8:])
     same, _ = train("grpo", workload=shaped)
-    assert same.log_shift == 0.0  # nothing is selected, so nothing is preferred
+    assert same.stop_rate == pytest.approx(0.0, abs=1e-15)  # nothing is selected, so nothing is preferred
 
 
 def test_no_candidate_outlives_its_step():

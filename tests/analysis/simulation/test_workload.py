@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_darts.analysis.simulation import ENDLESS, LogNormalLengths, RecordedLengths, Workload
+from tests.analysis.simulation.builders import GivenLengths
+from trl_darts.analysis.simulation import ENDLESS, WORKLOADS, LogNormalLengths, RecordedLengths, Workload
+from trl_darts.analysis.simulation.workload import BatchLengths
 from trl_darts.errors import ConfigurationError
 
 
@@ -29,7 +31,7 @@ def test_further_candidates_change_no_earlier_one(model, few, more, seed):
 
 
 def test_log_normal_has_the_moments_that_were_asked_for():
-    model = LogNormalLengths(4000, median=600.0, inter_prompt_std=0.5, intra_prompt_std=0.4, endless_share=0.02)
+    model = LogNormalLengths(4000, median_length=600.0, inter_prompt_std=0.5, intra_prompt_std=0.4, endless_share=0.02)
     lengths = np.concatenate([model.draw(np.arange(4000), 16, (seed, 0)) for seed in range(4)], axis=1)
     endless = lengths == ENDLESS
     assert endless.mean() == pytest.approx(0.02, rel=0.1)
@@ -39,6 +41,26 @@ def test_log_normal_has_the_moments_that_were_asked_for():
     assert np.exp(np.nanmedian(logs)) == pytest.approx(600, rel=0.03)
     assert np.nanmean(logs, axis=1).std() == pytest.approx(0.5, rel=0.05)
     assert np.median(np.nanstd(logs, axis=1, ddof=1)) == pytest.approx(0.4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantiles"),
+    [
+        ("llama_8b_deepscaler", {0.5: 2748, 0.9: 8540, 0.99: 21525}),
+        ("deepseek_r1", {0.5: 833, 0.9: 4541, 0.99: 13915}),
+    ],
+)
+def test_published_workloads_have_the_quantiles_that_were_published(name, quantiles):
+    lengths = WORKLOADS[name].draw(np.arange(1024), 64, (0, 0))
+    assert np.quantile(lengths, list(quantiles)) == pytest.approx(list(quantiles.values()), rel=0.2)
+
+
+def test_shaping_shortens_the_longest_most_and_ends_the_endless():
+    batch = BatchLengths(GivenLengths([[1, 100, 1000, ENDLESS]]), 0, 0, np.array([0]))
+    assert batch.all(4, 0.0) == [[1, 100, 1000, ENDLESS]]
+    assert batch.all(4, 0.001) == [[1, 91, 500, 1000]]
+    assert batch.of(0, 4, 0, 0.001) == [1, 91, 500, 1000]
+    assert batch.all(4, -0.002) == [[1, 125, ENDLESS, ENDLESS]]
 
 
 def test_recorded_candidates_come_back_and_cut_ones_grow():

@@ -3,6 +3,7 @@
 from .cluster import SimulatedCluster
 from .comparison import Estimate, Outcome, compare
 from .engine import ClusterSpec
+from .published import ASSUMED_CLUSTER, LLAMA_8B_NIM, WORKLOADS
 from .recorded import RecordedRollout, recorded_rollouts, recorded_workload
 from .sweep import parse_sweep, settings_of
 from .training import SimulatedRun, SimulatedTraining
@@ -10,7 +11,10 @@ from .workload import ENDLESS, LengthModel, LogNormalLengths, RecordedLengths, W
 
 
 __all__ = [
+    "ASSUMED_CLUSTER",
     "ENDLESS",
+    "LLAMA_8B_NIM",
+    "WORKLOADS",
     "ClusterSpec",
     "Estimate",
     "LengthModel",

@@ -10,9 +10,11 @@ import math
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigurationError
-from ...policy import LatencyCurve
+from ...policy import LatencyCurve, PrefillLine
 from ...scheduling import FinishReason, Submit
 
 
@@ -59,6 +61,17 @@ class ClusterSpec:
         for name in ("prefill_seconds_per_token", "seconds_per_request"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
+
+    @classmethod
+    def measured(cls, path: Path, **fields: Any) -> ClusterSpec:
+        """As `trl-darts profile` measured an engine, with its limits, but for `fields`."""
+        curve, prefill = LatencyCurve.load(path), PrefillLine.load(path)
+        own: dict[str, Any] = {
+            "max_num_seqs": curve.metadata.get("max_num_seqs"),
+            "kv_tokens": curve.metadata.get("kv_cache_tokens"),
+            "prefill_seconds_per_token": prefill.per_token_s if prefill is not None else 0.0,
+        }
+        return cls(curve, **own | fields)
 
 
 _NOW = 1e-6  # steps that are as good as none

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...buffer.rounds import round_policy
 from ...errors import ConfigurationError
+from ...policy import LatencyCurve
 from ...scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
 from .cluster import SimulatedCluster
 from .engine import ClusterSpec
@@ -80,6 +81,19 @@ def recorded_workload(
         **fields,
     )
     return workload, rows if num_generations is None else num_generations
+
+
+def check_model(run_dir: Path, curve_file: Path) -> None:
+    """Refuses a latency curve of another model than the run's."""
+    from ...telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
+
+    model, curve = read_log(run_dir)[0].get("model"), LatencyCurve.load(curve_file)
+    if not curve.is_of(model):
+        raise ConfigurationError(
+            f"`--latency-curve` ({str(curve_file)!r}) must be of the trace's model, and is of "
+            f"{curve.metadata.get('model')!r}, while {str(run_dir)!r} trained {model!r}. Measure one with "
+            "`trl-darts profile`, or leave the option out."
+        )
 
 
 @dataclass(frozen=True)

@@ -62,17 +62,6 @@ class StepOutcome:
     num_buffered_tokens: int = 0
     longest_wait: int = 0
 
-    @property
-    def selection_effect(self) -> float:
-        """Mean over the prompts of (mean log-length of the kept candidates − that of all complete ones)."""
-        effects = []
-        for summary in self.settled:
-            logs = np.log(np.maximum(summary.lengths, 1))
-            complete = ~np.array(summary.censored)
-            if complete.any():
-                effects.append(float(logs[summary.selected].mean() - logs[complete].mean()))
-        return float(np.mean(effects)) if effects else 0.0
-
 
 @dataclass
 class SimulatedRun:
@@ -141,7 +130,7 @@ class SimulatedTraining:
         self.num_rollouts = 0
         tracker = settings.tracker(workload.max_completion_length)
         self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines)
-        self.log_shift = 0.0  # what training has done to all log-lengths, see `Workload.shaping`
+        self.stop_rate = 0.0  # what training has added to the probability to stop at a token, see `Workload.shaping`
 
     def run(self, num_steps: int) -> SimulatedRun:
         """Trains from the beginning."""
@@ -157,8 +146,6 @@ class SimulatedTraining:
         """One optimizer step after the other, without end."""
         for outcome in self._steps():
             self.admission.observe(outcome.observed)
-            if self.workload.shaping:
-                self.log_shift += self.workload.shaping * outcome.selection_effect
             yield outcome
 
     def rollout(
@@ -172,7 +159,20 @@ class SimulatedTraining:
         policies = self.settings.policies(admission.expected_lengths, batch_stop, rollout=self.num_rollouts)
         self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
-        return self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
+        result = self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
+        if self.workload.shaping:
+            self.stop_rate += self.workload.shaping * self._selection_effect(result, lengths)
+        return result
+
+    def _selection_effect(self, result: RolloutResult, lengths: list[list[int]]) -> float:
+        """How much more probably the kept candidates stop at a token than all do, with what nobody waited for."""
+        kept, pool = [], []
+        for group in result.groups:
+            own = np.array(lengths[group.plan.group_id][: len(group.candidates)])
+            logs = np.log(np.minimum(own, self.workload.max_completion_length))
+            kept.append(logs[group.selected].mean())
+            pool.append(logs.mean())
+        return float(np.exp(-np.mean(kept)) - np.exp(-np.mean(pool))) if kept else 0.0
 
     def _steps(self) -> Iterator[StepOutcome]:
         numbers = count()
@@ -184,7 +184,7 @@ class SimulatedTraining:
     def _step(self, batch: BatchLengths) -> StepOutcome:
         infos = [PromptInfo(int(prompt), self.workload.prompt_tokens) for prompt in batch.prompts]
         admission = self.admission.plan(infos)
-        lengths = batch.all(max(admission.num_candidates), self.log_shift)
+        lengths = batch.all(max(admission.num_candidates), self.stop_rate)
         result = self.rollout(admission, admission.plans(infos), lengths)
         kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
         settled = [GroupSummary.of(group) for group in result.groups]
@@ -242,7 +242,7 @@ class _EpochOfRounds:
         if not entry.candidates:
             redraws = training.workload.redraws and not self.buffer.keeps_tokens
             attempt = entry.num_deferrals if redraws else 0
-            own.lengths = own.batch.of(own.place, training.settings.max_num_generations, attempt, training.log_shift)
+            own.lengths = own.batch.of(own.place, training.settings.max_num_generations, attempt, training.stop_rate)
             own.begun = self.version if own.begun is None else own.begun
         return own.lengths
 

@@ -62,7 +62,7 @@ class LogNormalLengths:
     Args:
         num_prompts (`int`, *optional*, defaults to `10_000`):
             Prompts in the data set.
-        median (`float`, *optional*, defaults to `800.0`):
+        median_length (`float`, *optional*, defaults to `800.0`):
             Median of the prompts' median lengths, in tokens.
         inter_prompt_std (`float`, *optional*, defaults to `0.6`):
             Standard deviation of the prompts' mean log-lengths.
@@ -80,16 +80,16 @@ class LogNormalLengths:
     """
 
     num_prompts: int = 10_000
-    median: float = 800.0
+    median_length: float = 800.0
     inter_prompt_std: float = 0.6
     intra_prompt_std: float = 0.5
     endless_share: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_prompts < 1 or not 1 <= self.median < math.inf:
+        if self.num_prompts < 1 or not 1 <= self.median_length < math.inf:
             raise ConfigurationError(
-                f"`num_prompts` ({self.num_prompts}) and `median` ({self.median}) must be at least 1."
+                f"`num_prompts` ({self.num_prompts}) and `median_length` ({self.median_length}) must be at least 1."
             )
         _check_finite(inter_prompt_std=self.inter_prompt_std, intra_prompt_std=self.intra_prompt_std)
         if not 0 <= self.endless_share <= 0.1:
@@ -99,7 +99,7 @@ class LogNormalLengths:
     def _parameters(self) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Each prompt's mean and deviation of log-lengths, and its share of endless candidates."""
         rng = np.random.default_rng([self.seed, 2])
-        means = math.log(self.median) + self.inter_prompt_std * rng.standard_normal(self.num_prompts)
+        means = math.log(self.median_length) + self.inter_prompt_std * rng.standard_normal(self.num_prompts)
         stds = self.intra_prompt_std * np.exp(0.4 * rng.standard_normal(self.num_prompts))
         wild = rng.random(self.num_prompts) < 0.1
         return means, stds, np.where(wild, 5.0, 0.5 / 0.9) * self.endless_share
@@ -202,9 +202,10 @@ class Workload:
         fixed_seconds (`float`, *optional*, defaults to `0.0`):
             Per step: weight sync, rewards, optimizer.
         shaping (`float`, *optional*, defaults to `0.0`):
-            How fast the policy follows what is selected, an assumption: in each step, all log-lengths move by
-            `shaping` times the mean over the batch's prompts of (mean log-length of the kept candidates − that of all
-            complete ones). Rewards play no part in it.
+            How fast the policy follows what is selected, an assumption. A candidate stops at each of its tokens with a
+            probability of 1 over its length, a batch with the geometric mean of its candidates. Each step adds
+            `shaping` times (that of the kept candidates − that of all) to what every candidate stops with: the longest
+            shrink most, and those that never end come to an end. Rewards play no part in it.
         redraws (`bool`, *optional*, defaults to `False`):
             Whether a candidate that begins anew gets a new length, as one that is sampled anew would. Otherwise it has
             its length again, so that all schedules that keep all candidates train on the same ones.
@@ -251,20 +252,24 @@ class BatchLengths:
         self._seed = (seed, number)
         self._attempts: dict[int, IntArray] = {}
 
-    def all(self, num_candidates: int, log_shift: float) -> list[list[int]]:
-        """Of each prompt's first candidates. Training has moved all log-lengths by `log_shift`."""
-        moved: list[list[int]] = _moved(self._model.draw(self.prompts, num_candidates, self._seed), log_shift).tolist()
-        return moved
+    def all(self, num_candidates: int, stop_rate: float) -> list[list[int]]:
+        """Of each prompt's first candidates; `stop_rate` is what training has added to their probability to stop."""
+        drawn = self._model.draw(self.prompts, num_candidates, self._seed)
+        lengths: list[list[int]] = _shaped(drawn, stop_rate).tolist()
+        return lengths
 
-    def of(self, place: int, num_candidates: int, attempt: int, log_shift: float) -> list[int]:
+    def of(self, place: int, num_candidates: int, attempt: int, stop_rate: float) -> list[int]:
         """Of the prompt at a place, when it is sampled anew for the `attempt`-th time."""
         if attempt not in self._attempts:
             # A generator takes a seed's missing numbers for zeros, and a length model appends 0 or 1: hence the 1.
             key = (*self._seed, attempt + 1) if attempt else self._seed
             self._attempts[attempt] = self._model.draw(self.prompts, num_candidates, key)
-        moved: list[int] = _moved(self._attempts[attempt][place], log_shift).tolist()
-        return moved
+        lengths: list[int] = _shaped(self._attempts[attempt][place], stop_rate).tolist()
+        return lengths
 
 
-def _moved(lengths: IntArray, log_shift: float) -> IntArray:
-    return np.maximum(1, (lengths * math.exp(log_shift)).astype(np.int64)) if log_shift else lengths
+def _shaped(lengths: IntArray, stop_rate: float) -> IntArray:
+    """A candidate stopped at each token with a probability of 1 / length, and now does with `stop_rate` more."""
+    if not stop_rate:
+        return lengths
+    return np.rint(1 / np.clip(1 / lengths + stop_rate, 1 / ENDLESS, 1.0)).astype(np.int64)
