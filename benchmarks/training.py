@@ -128,8 +128,12 @@ class PacedSteps(TrainerCallback):
     plain sampling would give after it. Ends the training at a reward, after so many steps at least.
     """
 
-    def __init__(self, trainer: Any, seconds_per_token: float, stop: tuple[float, int] = (math.inf, 0)) -> None:
+    def __init__(
+        self, trainer: Any, pace: Callable[[], Pace], seconds_per_token: float, stop: tuple[float, int]
+    ) -> None:
         self.trainer = trainer
+        self.pace = pace  # of the engine
+        self.before = pace()
         self.seconds_per_token = seconds_per_token
         self.stop = stop
         self.steps: list[dict[str, float]] = []
@@ -146,16 +150,22 @@ class PacedSteps(TrainerCallback):
         left = self.begun + rollout + trained * self.seconds_per_token - time.perf_counter()
         time.sleep(max(0.0, left))
         seconds = time.perf_counter() - self.begun
+        engine, self.before = self.pace().since(self.before), self.pace()
         answers = Answers.of(self.trainer.model)
-        self.steps.append(
-            {"seconds": seconds, "rollout": rollout, "trained": trained, "left": left, **asdict(answers)}
-        )
+        own = {"seconds": seconds, "rollout": rollout, "trained": trained, "late": float(left < 0)}
+        self.steps.append(own | {"engine_late": engine.late / max(1, engine.steps), **asdict(answers)})
         reward, least = self.stop
         control.should_training_stop |= answers.reward >= reward and len(self.steps) >= least
 
 
 def train(
-    training: Training, url: str, start: Path, output_dir: Path, seconds_per_token: float, target: float
+    training: Training,
+    url: str,
+    pace: Callable[[], Pace],
+    start: Path,
+    output_dir: Path,
+    seconds_per_token: float = 0.0,
+    target: float = math.inf,
 ) -> dict[str, list[float]]:
     """One training, from a checkpoint of the task, or of a trainer. What each of its steps was like."""
     shared = training.arm is None
@@ -183,7 +193,7 @@ def train(
         processing_class=TOKENIZER,
     )
     trainer.remove_callback(PrinterCallback)
-    paced = PacedSteps(trainer, seconds_per_token, (target, training.steps))
+    paced = PacedSteps(trainer, pace, seconds_per_token, (target, training.steps))
     trainer.add_callback(paced)
     trainer.train(resume_from_checkpoint=None if shared else str(start))
     trainer.vllm_generation.engine.close()
@@ -208,18 +218,17 @@ def run_missing(trainings: Sequence[Training], results: Path) -> None:
             curve, slots = scaled(CURVES["llama-8b"], SCALE), WORLDS[world]
             with paced_server(start, curve, max_num_seqs=slots, max_model_len=2 * LIMIT) as (server, pace):
                 for seed in dict.fromkeys(own.seed for own in todo):
-                    run_seed(
-                        [own for own in todo if own.seed == seed], results, Path(directory), server.base_url, pace
-                    )
+                    own = [training for training in todo if training.seed == seed]
+                    run_seed(own, results, start, server.base_url, pace)
 
 
-def run_seed(todo: Sequence[Training], results: Path, directory: Path, url: str, pace: Callable[[], Pace]) -> None:
+def run_seed(todo: Sequence[Training], results: Path, start: Path, url: str, pace: Callable[[], Pace]) -> None:
     """The shared epoch, and what goes on from it. GRPO comes first: its reward is what the others train for."""
     shared = Training(todo[0].world, todo[0].seed, todo[0].steps)
-    checkpoint = directory / f"seed{shared.seed}" / f"checkpoint-{EPOCH}"
-    steps = train(shared, url, directory / "start", checkpoint.parent, 0.0, math.inf)
-    (checkpoint / ADMISSION_FILE).unlink()  # of another schedule's admission; the lengths stay
-    if not shared.file(results).exists():  # where it is there, other arms have been paced by it
+    checkpoint = ROOT / "outputs" / f"{results.name}.{shared.file(results).stem}" / f"checkpoint-{EPOCH}"
+    if not (checkpoint.exists() and shared.file(results).exists()):  # else this seed was interrupted
+        steps = train(shared, url, pace, start, checkpoint.parent)
+        (checkpoint / ADMISSION_FILE).unlink()  # of another schedule's admission; the lengths stay
         write(shared, results, {"by_step": steps})
     epoch = shared.load(results)["by_step"]
     seconds_per_token = (1 / ROLLOUT_SHARE - 1) * sum(epoch["rollout"][1:]) / sum(epoch["trained"][1:])
@@ -229,10 +238,9 @@ def run_seed(todo: Sequence[Training], results: Path, directory: Path, url: str,
         target = math.inf if training == grpo else grpo.load(results)["by_step"]["reward"][-1]
         before = pace()
         with tempfile.TemporaryDirectory() as output_dir:
-            steps = train(training, url, checkpoint, Path(output_dir), seconds_per_token, target)
-        own = pace().since(before)
-        print(f"{sum(steps['seconds']):.0f} s, {own}")
-        write(training, results, {"by_step": steps, "late": own.late / own.steps, "lost": own.lost / own.seconds})
+            steps = train(training, url, pace, checkpoint, Path(output_dir), seconds_per_token, target)
+        print(f"{sum(steps['seconds']):.0f} s, {pace().since(before)}")
+        write(training, results, {"by_step": steps})
     shutil.rmtree(checkpoint.parent)
 
 
@@ -291,6 +299,8 @@ SPEED: dict[str, Callable[[Steps, Steps], float]] = {
     "rollouts": _ratio("rollout"),
     "seconds per step": _mean("seconds"),
     "tokens ÷ GRPO": lambda own, base: 1 / _ratio("tokens")(own, base),
+    "late engine steps": _mean("engine_late"),
+    "late optimizer steps": _mean("late"),
 }
 LEARNED = {
     "training reward": _end("train_reward"),

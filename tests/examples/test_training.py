@@ -92,7 +92,7 @@ def test_the_task_has_a_long_tail_that_its_reward_hardly_depends_on(chain, tmp_p
 
 
 def steps_of(seconds: float, rewards: list[float]) -> dict[str, np.ndarray]:
-    each = dict.fromkeys(("rollout", "tokens", *training.METRICS), 1.0) | dict.fromkeys(
+    each = dict.fromkeys(("rollout", "late", "engine_late", *training.METRICS), 1.0) | dict.fromkeys(
         ("p99", "mean_right", "mean_wrong"), 20.0
     )
     return {name: np.full(len(rewards), value) for name, value in each.items()} | {
