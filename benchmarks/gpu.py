@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of each short training")
     args = parser.parse_args()
     tiny = args.size == "tiny"
-    size = Size(4, 4, 8.0, 48, batches=2) if tiny else Size(32, 8, 60.0, 800, batches=3)
+    size = Size(4, 4, 8.0, 48, batches=2) if tiny else Size(32, 8, 40.0, 400, batches=2)
     start = time.perf_counter()
     if args.only != "training":
         model = make_model(countdown(100 if tiny else size.limit), SIZES[args.size])

@@ -34,14 +34,17 @@ CURVES = {
     ),
     "darts": LatencyCurve((1, 128, 512), (0.016, 0.020, 0.036)),  # what the DARTS paper's benchmarks assume
 }
+# As in the DARTS paper, an engine has some 64 sequences of a batch, so the server stands for several. Two cores can't
+# follow the curves as they are.
+NUM_ENGINES, SCALE = 4, 4.0
 ENGINE_MODULE = "vllm.v1.engine.core"
 CURVE, COUNTS = "PACE_CURVE", "PACE_COUNTS"  # variables of the server's environment: a curve, and a file for [`Pace`]
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def scaled(curve: LatencyCurve, factor: float) -> LatencyCurve:
-    """The curve of an engine that takes `factor` times as long."""
-    return LatencyCurve(curve.knots, [factor * value for value in curve.values])
+def scaled(curve: LatencyCurve, factor: float, num_engines: int = 1) -> LatencyCurve:
+    """The curve of so many engines that share all sequences evenly, and take `factor` times as long."""
+    return LatencyCurve([num_engines * knot for knot in curve.knots], [factor * value for value in curve.values])
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """
 All schedules on the same heavy-tailed lengths: what each saves, what it wastes, and how old its tokens are.
 
-    python benchmarks/schedules.py [--quick] [--only shares|schedules|simulator] [--curve llama-8b] [--scale 2.5]
+    python benchmarks/schedules.py [--quick] [--only shares|schedules|simulator] [--curve llama-8b]
 
 The first two parts run on a real vLLM server at a GPU's pace (see `pacing.py`), with the simulator's ratio for the
 same trace beside the real one; the third on simulated clusters of 16, 32 and 64 GPUs.
@@ -54,7 +54,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.models import EOS_ID, make_markov_model, make_tokenizer
-from benchmarks.pacing import CURVES, Pace, paced_server, scaled
+from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
 from benchmarks.simulator import CURVE
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
@@ -353,14 +353,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="of each row on the simulator")
     parser.add_argument("--only", choices=parts, help="one of the parts")
     parser.add_argument("--curve", choices=CURVES, default="llama-8b", help="of the server")
-    parser.add_argument("--scale", type=float, default=2.5, help="of that curve, which a CPU may be too slow for")
+    parser.add_argument("--scale", type=float, default=SCALE, help="of that curve, which a CPU may be too slow for")
     parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
     args = parser.parse_args()
     server = Size(8, 4, 25.0, 100, batches=2) if args.quick else Size(32, 8, 25.0, 300, batches=4)
     cluster = Size(32, 4, 250.0, 5_120, batches=4) if args.quick else Size(64, 8, 250.0, 5_120)
     if args.quick:
         args.repeats = args.seeds = 1
-    curve = scaled(CURVES[args.curve], args.scale)
+    curve = scaled(CURVES[args.curve], args.scale, NUM_ENGINES)
     for part in (args.only,) if args.only else parts:
         if part == "shares":
             shares(server, curve, args.repeats)

@@ -5,9 +5,9 @@ The evidence for shaped rollouts, on two cores at a GPU's pace: how long each wa
 
 Each seed begins with one epoch of GRPO on the task of `long_tail.py`. From its checkpoint, which also knows the
 prompts' lengths, each arm trains with the same prompts in the same order: for as many steps as GRPO, and on until
-plain sampling has GRPO's reward at its end. vLLM is real, and follows the published curve of an 8 B model, times 2.5
-(`pacing.py`). What a step takes beside its rollout is paced too, per token that is trained on: 30 % of a step of GRPO,
-as in the paper. A seed goes through all arms before the next one begins.
+plain sampling has GRPO's reward at its end. vLLM is real, and follows the published curve of an 8 B model, four times
+as slow (`pacing.py`). What a step takes beside its rollout is paced too, per token that is trained on: 30 % of a step
+of GRPO, as in the paper. A seed goes through all arms before the next one begins.
 
 Worlds: `tail` is the task. Two controls have GRPO and the default alone: in `equal` all answers are equally long, so
 nothing can be gained, and in `full` the engine decodes a quarter of a batch at once, so further candidates queue.
@@ -42,7 +42,7 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.long_tail import LIMIT, TOKENIZER, Answers, grade_reward, load_model, make_checkpoint, make_dataset
-from benchmarks.pacing import CURVES, Pace, paced_server, scaled
+from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
 from benchmarks.servers import training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.plots import save_picture
@@ -57,7 +57,6 @@ EPOCH = 8  # steps
 STEPS, CONTROL_STEPS = 48, 16  # of GRPO, after the epoch that all share
 PATIENCE = 1.5  # the others get so many times as many to reach its reward
 LEARNING_RATE = 1e-3
-SCALE = 2.5  # of the curve: two cores can't follow it as it is
 ROLLOUT_SHARE = 0.7  # of a step of GRPO, in the paper
 LAST = 10  # steps: the end of a training
 
@@ -215,7 +214,7 @@ def run_missing(trainings: Sequence[Training], results: Path) -> None:
             continue
         with tempfile.TemporaryDirectory() as directory:
             start = make_checkpoint(Path(directory) / "start", equal=world == "equal")
-            curve, slots = scaled(CURVES["llama-8b"], SCALE), WORLDS[world]
+            curve, slots = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES), WORLDS[world]
             with paced_server(start, curve, max_num_seqs=slots, max_model_len=2 * LIMIT) as (server, pace):
                 for seed in dict.fromkeys(own.seed for own in todo):
                     own = [training for training in todo if training.seed == seed]
