@@ -6,6 +6,7 @@ All have `VOCAB_SIZE` tokens, `eos` = 1 and `pad` = 0, and fit the tokenizer of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,23 +49,27 @@ def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     return fast
 
 
-def _config(hidden_size: int, num_layers: int, tied: bool) -> Qwen2Config:
+def _config(hidden_size: int, num_layers: int, tied: bool, **sizes: int) -> Qwen2Config:
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "intermediate_size": 64,
+        "num_attention_heads": hidden_size // 32,  # vLLM's CPU attention needs heads of at least 32
+        "num_key_value_heads": hidden_size // 64,
+        "max_position_embeddings": 4096,
+    }
     return Qwen2Config(
-        vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
-        intermediate_size=64,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 32,  # vLLM's CPU attention needs heads of at least 32
-        num_key_value_heads=hidden_size // 64,
-        max_position_embeddings=4096,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
+        **(defaults | sizes),
     )
 
 
-def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path) -> Path:
+def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path) -> Path:
+    """Write a model as a checkpoint with its tokenizer."""
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     model.save_pretrained(out_dir)
@@ -88,7 +93,7 @@ def make_random_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(_config(hidden_size, num_layers, tied)).to(torch.float32)
-    return _save(model, tokenizer, out_dir)
+    return save_model(model, tokenizer, out_dir)
 
 
 def markov_transitions(
@@ -126,22 +131,30 @@ def make_markov_model(
     follow: float = 0.97,
     classes: Sequence[tuple[float, float]] = HEAVY_TAIL,
 ) -> Path:
+    """Write the chain of [`markov_transitions`]: heavy-tailed, ends by itself."""
+    return save_model(chain_model(markov_transitions(follow, classes)), tokenizer, out_dir)
+
+
+def chain_model(transitions: torch.Tensor, dtype: torch.dtype = torch.float32, **sizes: int) -> Qwen2ForCausalLM:
     """
-    Write a Qwen2 checkpoint that *is* the chain of [`markov_transitions`]: heavy-tailed, ends by itself.
+    A Qwen2 model that *is* a Markov chain with these next-token probabilities, `(V, V)`, row = last token, whatever
+    its size: `sizes` are fields of its config.
 
     Attention and MLP add nothing (their output projections are zero), each embedding is a unit vector, RMSNorm scales
     it by a constant, and the LM head undoes the constant and holds the logarithms of the transition matrix.
     """
-    config = _config(VOCAB_SIZE, num_layers=1, tied=False)
+    config = _config(sizes.pop("hidden_size", VOCAB_SIZE), sizes.pop("num_hidden_layers", 1), tied=False, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config).to(torch.float32)
-    log_probs = markov_transitions(follow, classes).log()
-    scale = (1 / VOCAB_SIZE + config.rms_norm_eps) ** -0.5
+        model = Qwen2ForCausalLM(config).to(dtype)
+    scale = (1 / config.hidden_size + config.rms_norm_eps) ** -0.5
+    size = len(transitions)  # the rest of a larger vocabulary never comes up
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
                 param.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(VOCAB_SIZE))
-        model.lm_head.weight.copy_((log_probs / scale).T)
-    return _save(model, tokenizer, out_dir)
+        embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
+        embeddings.copy_(torch.eye(*embeddings.shape))
+        head.fill_(math.log(1e-9) / scale)
+        head[:size, :size] = (transitions.log() / scale).T.to(head)
+    return model

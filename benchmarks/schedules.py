@@ -1,13 +1,19 @@
 """
 All schedules on the same heavy-tailed lengths: what each saves, what it wastes, and how old its tokens are.
 
-    python benchmarks/schedules.py [--quick] [--only server|simulator]
+    python benchmarks/schedules.py [--quick] [--only shares|schedules|simulator] [--curve llama-8b]
 
-First on a real vLLM server on CPU, then on simulated clusters of 16, 32 and 64 GPUs. In both, the same training of two
-epochs runs under each schedule, as in [`SimulatedTraining`]: admission, rounds, buffer, scheduler and tracker are the
-trainer's own. Lengths are drawn once per prompt, epoch and candidate, and are the same for all rows; a candidate that
-begins anew has its length again, one that is resumed the rest. Nothing is trained: the versions of the policy are
-counted, the weights stay.
+The first two parts run on a real vLLM server at a GPU's pace (see `pacing.py`), with the simulator's ratio for the
+same trace beside the real one; the third on simulated clusters of 16, 32 and 64 GPUs.
+
+- shares: the default against grpo, with and without M_low (`min_num_generations`), for several shares of answers that
+  never end; and two controls, with equal lengths, and on an engine that decodes half of a batch at once.
+- schedules: every schedule, with 0.2 % of answers that never end.
+
+The same training runs under each row, as in [`SimulatedTraining`]: admission, rounds, buffer, scheduler and tracker
+are the trainer's own. Lengths are drawn once per prompt, epoch and candidate, and are the same for all rows; a
+candidate that begins anew has its length again, one that is resumed the rest. Nothing is trained: the versions of the
+policy are counted, the weights stay.
 
 TRL's own request, one for the whole batch with n = M, can't be given a length per candidate. The row "grpo" stands for
 it: it waits for the same candidates, and `server_overhead.py` has what one request per candidate costs beside it.
@@ -22,7 +28,7 @@ Columns:
   of the rollouts alone that ended while others were under way, without those that wait for the last ones of an epoch
   or of a group of batches.
 - wasted: tokens that were decoded and never trained on. Off-policy: tokens trained on that an older policy sampled.
-- simulated: the simulator's ratio for the same trace, with latencies that were measured on the server.
+- simulated: the simulator's ratio for the same trace, at the server's pace.
 """
 
 import argparse
@@ -30,11 +36,12 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 
@@ -46,8 +53,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.models import EOS_ID
-from benchmarks.servers import benchmark_server
+from benchmarks.models import EOS_ID, make_markov_model, make_tokenizer
+from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
 from benchmarks.simulator import CURVE
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
@@ -64,11 +71,9 @@ from trl_darts.scheduling import (
 )
 
 
-EPOCHS = 2  # in the first, nothing is known of any prompt
-PROFILED = (1, 4, 16, 64, 192)  # as many as partial rollout has at once
-PROFILED_LENGTHS = (40, 200)  # tokens
+EPOCHS = 3  # in the first, nothing is known of any prompt
 MAX_MODEL_LEN = 1024
-ROOM = 256  # sequences of the server whose slots are not what limits
+ROOM = 1024  # sequences of the server whose slots are not what limits
 FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # of the Markov model: prompts are made of these
 AUTO = {"long_end_patience": "auto"}
 BOTH_ENDS = {"selection": "dual_end", **AUTO}
@@ -88,11 +93,12 @@ class Row:
         return str(self.settings["schedule"]) == "sorted"
 
 
+GRPO, DEFAULT = Row("grpo", {"schedule": "grpo"}), Row("default", {"schedule": "darts"})
 ROWS = [
-    Row("grpo", {"schedule": "grpo"}),
+    GRPO,
     Row("darts (paper)", {"schedule": "darts", "long_end_patience": None}),
     Row("darts, patience 2", {"schedule": "darts", "long_end_patience": 2.0}),
-    Row("darts, patience auto", {"schedule": "darts", **AUTO}),
+    DEFAULT,
     Row("uniform, auto", {"schedule": "darts", "selection": "uniform", **AUTO}),
     Row("tail batching", {"schedule": "tail_batching"}),
     Row("tail batching, dual-end, auto", {"schedule": "tail_batching", **BOTH_ENDS}),
@@ -105,19 +111,27 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Size:
-    """Of a training: N prompts per step, M rows of each, and how many steps an epoch has."""
+    """Of a training: N prompts per step, M rows of each, how many steps an epoch has, and what lengths are like."""
 
     prompts: int
     num_generations: int
     median: float
     limit: int
     batches: int = 8
+    endless_share: float = 0.002  # half of them are of a tenth of the prompts
+    equal: bool = False  # all lengths; else p99 / p50 is about 10
 
     @property
     def workload(self) -> Workload:
-        """p99 / p50 is about 10. Two in 1,000 never end; half of them are of a tenth of the prompts."""
-        lengths = LogNormalLengths(self.prompts * self.batches, self.median, 0.7, 0.6, endless_share=0.002)
+        """With these lengths."""
+        spread = (0.0, 0.0) if self.equal else (0.7, 0.6)
+        lengths = LogNormalLengths(self.prompts * self.batches, self.median, *spread, endless_share=self.endless_share)
         return Workload(lengths, self.prompts, self.limit)
+
+    @property
+    def rows(self) -> int:
+        """N × M."""
+        return self.prompts * self.num_generations
 
     @property
     def steps(self) -> int:
@@ -127,7 +141,8 @@ class Size:
     def __str__(self) -> str:
         lengths = self.workload.lengths.draw(np.arange(self.prompts * self.batches), self.num_generations, (0, 0))
         low, high = np.percentile(np.minimum(lengths, self.limit), (50, 99))
-        return f"{self.prompts} prompts × {self.num_generations}, p50 {low:.0f}, p99 {high:.0f}, limit {self.limit}"
+        size = f"{self.prompts} prompts × {self.num_generations}, p50 {low:.0f}, p99 {high:.0f}, limit {self.limit}"
+        return f"{size}, {self.endless_share:.1%} never end, {self.steps} steps"
 
 
 class ServerCluster:
@@ -158,22 +173,12 @@ class ServerCluster:
         tend = partial(bring_back, self.engine, lambda url: True, set())
         return self.engine.run(scheduler, plans, prompts, body, fixed, on_progress=lambda ledger: tend())
 
-    def profile(self, batch_sizes: Sequence[int]) -> tuple[LatencyCurve, float]:
-        """
-        Seconds per token at these numbers of sequences, and per request, as rollouts themselves see them: fixed
-        lengths cost the server more per token than free ones do, and the client is on the same machine.
-        """
-        short, long = PROFILED_LENGTHS
-        times = {(n, length): self._best_time(n, length) for n in batch_sizes for length in PROFILED_LENGTHS}
-        per_token = [max(1e-6, times[n, long] - times[n, short]) / (long - short) for n in batch_sizes]
-        per_request = (times[batch_sizes[-1], short] - short * per_token[-1]) / batch_sizes[-1]
-        return LatencyCurve.fit(batch_sizes, per_token), max(0.0, per_request)
-
-    def _best_time(self, num_candidates: int, length: int) -> float:
+    def seconds_per_request(self, num_candidates: int) -> float:
+        """What a request costs beside its tokens: rollouts of one token each have nothing else."""
         plans = [GroupPlan(index, 1, prompt_key=index) for index in range(num_candidates)]
-        lengths = [[length]] * num_candidates
         grpo = make_policies("grpo", 1, 1, 0)
-        return min(Occupancy.of(self.run(Scheduler(grpo, 1), plans, lengths, length)).seconds for _ in range(3))
+        rollouts = (self.run(Scheduler(grpo, 1), plans, [[1]] * num_candidates, 1) for _ in range(4))
+        return min(Occupancy.of(result).seconds for result in rollouts) / num_candidates
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,7 @@ class Replay(SimulatedTraining):
     def __init__(
         self, row: Row, size: Size, spec: ClusterSpec, server: ServerCluster | None = None, seed: int = 0
     ) -> None:
-        self.slots = size.prompts * size.num_generations // spec.num_engines if row.capped else None
+        self.slots = size.rows // spec.num_engines if row.capped else spec.max_num_seqs
         settings = ScheduleSettings(num_generations=size.num_generations, **row.settings)
         super().__init__(size.workload, settings, replace(spec, max_num_seqs=self.slots), seed)
         if server is not None:
@@ -265,44 +270,64 @@ def train(replays: Sequence[Replay], steps: int) -> list[Total]:
     return [replay.total for replay in replays]
 
 
-def on_server(size: Size, repeats: int) -> None:
-    """The first table."""
-    servers: dict[bool, ServerCluster] = {}
-    with ExitStack() as stack:
-        for capped in (False, True):
-            slots = size.prompts * size.num_generations if capped else ROOM
-            url, _ = stack.enter_context(benchmark_server(max_model_len=MAX_MODEL_LEN, max_num_seqs=slots))
-            servers[capped] = ServerCluster(url)
-            stack.callback(servers[capped].engine.close)
-        cold = ClusterSpec(LatencyCurve([1], [0.01]))
-        train([Replay(row, size, cold, servers[row.capped]) for row in (ROWS[0], ROWS[-1])], 1)
-        curve, per_request = servers[False].profile(PROFILED)
-        cluster = ClusterSpec(curve, seconds_per_request=per_request)
-        measured = [
-            train([Replay(row, size, cluster, servers[row.capped]) for row in ROWS], size.steps)
-            for _ in range(repeats)
-        ]
-    predicted = train([Replay(row, size, cluster) for row in ROWS], size.steps)
-    ms = " / ".join(f"{curve(n) * 1e3:.1f}" for n in PROFILED)
-    costs = f"{ms} ms per token at {PROFILED} sequences, {per_request * 1e3:.1f} ms per request"
-    title = f"Real server: {size}, {size.steps} steps, {repeats} repeats\n{costs}"
-    show(title, list(zip(*measured, strict=True)), predicted)
+@contextmanager
+def server_of(curve: LatencyCurve, slots: int | None, size: Size) -> Iterator[tuple[ServerCluster, ClusterSpec]]:
+    """A paced server with so many slots, warm, and what the simulator is told of it. Says how it kept its pace."""
+    with TemporaryDirectory() as directory:
+        model_dir = make_markov_model(Path(directory) / "markov", make_tokenizer())
+        with paced_server(model_dir, curve, max_model_len=MAX_MODEL_LEN, max_num_seqs=slots or ROOM) as (server, pace):
+            cluster = ServerCluster(server.base_url)
+            cost = cluster.seconds_per_request(size.rows) - curve(min(slots or ROOM, size.rows)) / size.rows
+            before: Pace = pace()
+            yield cluster, ClusterSpec(curve, max_num_seqs=slots, seconds_per_request=max(0.0, cost))
+            console.print(f"{pace().since(before)}; {cost * 1e3:.1f} ms per request")
+            cluster.engine.close()
+
+
+def on_server(
+    title: str, rows: Sequence[Row], size: Size, curve: LatencyCurve, slots: int | None, repeats: int
+) -> None:
+    """A table."""
+    with server_of(curve, slots, size) as (cluster, spec):
+        measured = [train([Replay(row, size, spec, cluster) for row in rows], size.steps) for _ in range(repeats)]
+    predicted = train([Replay(row, size, spec) for row in rows], size.steps)
+    show(f"{title}: {size}, {repeats} repeats", rows, list(zip(*measured, strict=True)), predicted)
+
+
+def shares(size: Size, curve: LatencyCurve, repeats: int) -> None:
+    """The default against grpo where more and more answers never end, and where nothing can be gained."""
+    bare = Row("default, M_low = M", {**DEFAULT.settings, "min_num_generations": size.num_generations})
+    for share in (0.0, 0.002, 0.01):
+        own = replace(size, endless_share=share)
+        on_server("At a GPU's pace", [GRPO, DEFAULT, bare], own, curve, None, repeats)
+    equal = replace(size, median=4 * size.median, endless_share=0.0, equal=True)
+    on_server("Control, equal lengths", [GRPO, DEFAULT], equal, curve, None, repeats)
+    on_server("Control, half a batch of slots", [GRPO, DEFAULT], size, curve, size.rows // 2, repeats)
+
+
+def schedules(size: Size, curve: LatencyCurve, repeats: int) -> None:
+    """Every schedule; those for a queue have one."""
+    for capped in (False, True):
+        rows = [GRPO, *(row for row in ROWS if row.capped == capped and row is not GRPO)]
+        on_server("At a GPU's pace", rows, size, curve, size.rows if capped else None, repeats)
 
 
 def on_simulator(size: Size, seeds: int, gpus: int) -> None:
     """One further table."""
     spec = ClusterSpec(CURVE, gpus // 2)
     totals = [[train([Replay(row, size, spec, seed=seed)], size.steps)[0] for seed in range(seeds)] for row in ROWS]
-    show(f"Simulator, {gpus} GPUs, two per engine: {size}, {size.steps} steps, {seeds} seeds", totals)
+    show(f"Simulator, {gpus} GPUs, two per engine: {size}, {seeds} seeds", ROWS, totals)
 
 
-def show(title: str, totals: Sequence[Sequence[Total]], predicted: Sequence[Total] | None = None) -> None:
+def show(
+    title: str, rows: Sequence[Row], totals: Sequence[Sequence[Total]], predicted: Sequence[Total] | None = None
+) -> None:
     """Prints a table. The first row is the baseline."""
     table = Table(title=title)
     columns = ["seconds", "vs grpo (range)", "bubble (oversub.)", "wasted", "off-policy", "trained on"]
     for name in ("schedule", *columns, *(["simulated"] if predicted else [])):
         table.add_column(name, justify="left" if name == "schedule" else "right")
-    for index, row in enumerate(ROWS):
+    for index, row in enumerate(rows):
         own = Total.median(totals[index])
         ratios = [b.seconds / t.seconds for b, t in zip(totals[0], totals[index], strict=True)]
         over = "" if math.isnan(own.oversubscribed) else f" ({own.oversubscribed:.0%})"
@@ -323,19 +348,26 @@ def show(title: str, totals: Sequence[Sequence[Total]], predicted: Sequence[Tota
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("shares", "schedules", "simulator")
     parser.add_argument("--repeats", type=int, default=2, help="of each row on the server")
     parser.add_argument("--seeds", type=int, default=2, help="of each row on the simulator")
-    parser.add_argument("--only", choices=["server", "simulator"], help="one of the two parts")
+    parser.add_argument("--only", choices=parts, help="one of the parts")
+    parser.add_argument("--curve", choices=CURVES, default="llama-8b", help="of the server")
+    parser.add_argument("--scale", type=float, default=SCALE, help="of that curve, which a CPU may be too slow for")
     parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
     args = parser.parse_args()
-    server = Size(8, 4, 25.0, 200, batches=4) if args.quick else Size(16, 4, 50.0, 600)
+    server = Size(8, 4, 25.0, 100, batches=2) if args.quick else Size(32, 8, 25.0, 300, batches=4)
     cluster = Size(32, 4, 250.0, 5_120, batches=4) if args.quick else Size(64, 8, 250.0, 5_120)
     if args.quick:
         args.repeats = args.seeds = 1
-    if args.only != "simulator":
-        on_server(server, args.repeats)
-    for gpus in () if args.only == "server" else (16, 32, 64):
-        on_simulator(cluster, args.seeds, gpus)
+    curve = scaled(CURVES[args.curve], args.scale, NUM_ENGINES)
+    for part in (args.only,) if args.only else parts:
+        if part == "shares":
+            shares(server, curve, args.repeats)
+        elif part == "schedules":
+            schedules(server, curve, args.repeats)
+        for gpus in (16, 32, 64) if part == "simulator" else ():
+            on_simulator(cluster, args.seeds, gpus)
 
 
 if __name__ == "__main__":

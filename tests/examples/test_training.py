@@ -1,134 +1,153 @@
-"""The benchmark behind docs/evidence.md: its statistics, and all of it, shortened, on a real server."""
+"""The benchmark behind docs/evidence.md: its pace, its task, its statistics, and all of it, shortened, on a server."""
 
 import json
+import math
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
-import pandas as pd
+import numpy as np
 import pytest
-from PIL import Image
+import torch
 
 from benchmarks import training
-from benchmarks.training import DIFFICULTIES, FAMILIES, PAGE, Run, load_groups, page_of, parse, trainings_of
-from trl_darts.errors import ConfigurationError
+from benchmarks.long_tail import TOKENIZER, Answers, grade_reward, load_model, make_checkpoint, make_dataset
+from benchmarks.pacing import CURVES, Pace, Pacer, scaled
+from benchmarks.training import ARMS, BASELINE, PAGE, Training, parse, trainings_of
+from trl_darts.scheduling import ScheduleSettings
 
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURES = {"evidence_training.png", "evidence_waits.png", "evidence_answers.png"}
-ANSWERS = {kind: {family: [(8, 1.0), (24, 0.0)] for family in FAMILIES} for kind in DIFFICULTIES}
 
 
-def run_of(seed: int, waited: float = 1.0, right: float = 1.0) -> Run:
-    """A training that costs and learns the same in each of 60 steps."""
-    held_out = {kind: {family: [(8, right), (24, right)] for family in FAMILIES} for kind in DIFFICULTIES}
-    costs = {"step_seconds": 1.0, "length": 16.0, "p99": 24.0, "decoded": 10.0, "waited": waited, "off_policy": 0.0}
-    return Run(seed, pd.DataFrame({"reward": right, **costs}, index=range(60)), held_out)
+# Pace
 
 
-def cells(runs: dict[str, list[Run]], name: str) -> dict[str, str]:
-    """The row of a method in a table of all columns."""
-    columns = training.LEARNED | training.HARDER | training.COSTS | training.WAITS
-    lines = training.table({"both": runs}, columns).splitlines()
-    (line,) = [line for line in lines if line.startswith(f"| {name} |")]
-    return dict(zip(*([cell.strip() for cell in row.strip("|").split("|")] for row in (lines[0], line)), strict=True))
+def run_steps(pacer: Pacer, work: list[float], decoded: int) -> float:
+    """Seconds that an engine takes whose steps by themselves take so many. Then it is idle."""
+    left = list(work)
+    engine = SimpleNamespace(scheduler=SimpleNamespace(has_requests=lambda: bool(left)))
+    rows = [SimpleNamespace(new_token_ids=[5])] * decoded + [SimpleNamespace(new_token_ids=[])]
+
+    def step(self):
+        time.sleep(left.pop(0))
+        return {0: SimpleNamespace(outputs=rows)}, True
+
+    start = time.perf_counter()
+    for _ in work:
+        pacer.run(step, engine)
+    return time.perf_counter() - start
 
 
-def leave_file(asked: training.Training, results: Path, **changes: object) -> None:
-    """What a training leaves behind, in which `changes` are other than was asked for."""
-    each = dict.fromkeys(
-        ("reward", "seconds", "step_seconds", "length", "p99", "off_policy", "decoded", "waited"), 1.0
+def test_steps_take_as_long_as_the_curve_says_and_late_ones_are_made_up_for(tmp_path):
+    """Ten steps of 19 ms, for the sequences that got a token alone; the third takes 45 ms by itself."""
+    pacer = Pacer(scaled(CURVES["llama-8b"], 2.5), tmp_path / "pace.json")
+    seconds = 10 * 2.5 * CURVES["llama-8b"](100)
+    assert run_steps(pacer, [0.0, 0.0, 0.045, *[0.0] * 7], 100) == pytest.approx(seconds, rel=0.15)
+    pace = Pace(**json.loads((tmp_path / "pace.json").read_text()))
+    assert (pace.steps, pace.seconds) == (10, pytest.approx(seconds))
+    assert 1 <= pace.late <= 9
+    time.sleep(0.1)  # idle: owed to nobody
+    assert run_steps(pacer, [0.0] * 5, 1) > 0.9 * 5 * 2.5 * 4.6e-3
+    assert "of 15 engine steps late" in str(pacer.pace)
+    assert pacer.pace.since(pace).steps == 5
+
+
+# The task
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """The task's model before any training."""
+    return load_model(make_checkpoint(tmp_path_factory.mktemp("chain")))
+
+
+def test_answers_are_those_of_plain_sampling(chain):
+    torch.manual_seed(0)
+    prompts = list(make_dataset(24)["prompt"]) * 50
+    inputs = TOKENIZER(prompts, return_tensors="pt")
+    rows = chain.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=40)[:, inputs["input_ids"].shape[1] :]
+    lengths = (rows != TOKENIZER.pad_token_id).sum(1).numpy()
+    rewards = np.array(grade_reward(TOKENIZER.batch_decode(rows, skip_special_tokens=True)))
+    answers = Answers.of(chain, limit=40)
+    assert rewards.mean() == pytest.approx(answers.reward, abs=0.04)
+    assert lengths.mean() == pytest.approx(answers.mean, rel=0.1)
+    assert (rows != TOKENIZER.eos_token_id).all(1).float().mean() == pytest.approx(answers.cut, abs=0.03)
+    assert np.median(lengths) == pytest.approx(answers.p50, abs=1)
+    assert lengths[rewards == 1].mean() == pytest.approx(answers.mean_right, rel=0.15)
+
+
+def test_the_task_has_a_long_tail_that_its_reward_hardly_depends_on(chain, tmp_path):
+    answers = Answers.of(chain)
+    assert answers.p99 / answers.p50 >= 8
+    assert 0.005 < answers.cut < 0.03
+    assert answers.mean_right / answers.mean_wrong > 0.7
+    equal = Answers.of(load_model(make_checkpoint(tmp_path, equal=True)))
+    assert equal.p50 == equal.p99 == pytest.approx(equal.mean, rel=1e-3)
+
+
+# Statistics
+
+
+def steps_of(seconds: float, rewards: list[float]) -> dict[str, np.ndarray]:
+    each = dict.fromkeys(("rollout", "late", "engine_late", *training.METRICS), 1.0) | dict.fromkeys(
+        ("p99", "mean_right", "mean_wrong"), 20.0
     )
-    steps = {name: [value] * asked.steps for name, value in each.items()}
-    asked.file(results).write_text(json.dumps({**asked.facts, "by_step": steps, "held_out": ANSWERS} | changes))
+    return {name: np.full(len(rewards), value) for name, value in each.items()} | {
+        "seconds": np.full(len(rewards), seconds),
+        "reward": np.array(rewards),
+    }
 
 
-def test_ratios_are_taken_seed_by_seed():
-    """0.5 and 0.7 of their own baselines; of the mean baseline they would be 0.3 and 1.1, twice as far apart."""
-    runs = {"grpo": [run_of(0, 10), run_of(1, 30)], "darts (paper)": [run_of(1, 21), run_of(0, 5)]}
-    row = cells(runs, "darts (paper)")
-    assert row["waited for ÷ grpo"] == row["… in the first 40 steps"] == "0.60 ± 0.10"
-    assert cells(runs, "grpo")["waited for ÷ grpo"] == "1"
+def test_time_to_equal_reward_is_that_of_grpos_end():
+    """Seed by seed; an arm that needs more steps is given them, and its other figures leave them out."""
+    base, own = steps_of(2.0, [0.1, 0.2, 0.3]), steps_of(1.0, [0.1, 0.15, 0.25, 0.35])
+    assert training.SPEED["to GRPO's reward"](own, base) == pytest.approx(6.0 / 3.5)
+    assert training.SPEED["steps"](own, base) == pytest.approx(2.0)
+    assert training.LEARNED["plain sampling"](own, base) == 0.25
+    assert training.seconds_to(own, 0.9) == math.inf
+    lines = training.table({"tail": {BASELINE: {0: base, 1: base}, "default": {0: own, 2: own}}}, training.SPEED)
+    assert "| tail | default | 1 | 1.71 |" in lines
+    assert "| tail | grpo | 2 | 1 ± 0 |" in lines
 
 
-def test_differences_are_taken_seed_by_seed():
-    runs = {"grpo": [run_of(0, right=0.0), run_of(1)], "shortest only": [run_of(0, right=0.0), run_of(1)]}
-    row = cells(runs, "shortest only")
-    assert row["harder − grpo"] == "+0.000 ± 0.000"
-    assert row["harder"] == "0.500 ± 0.500"
+def leave_file(asked: Training, results: Path, **changes: object) -> None:
+    """What a training leaves behind, in which `changes` are other than was asked for."""
+    steps = {name: values.tolist() for name, values in steps_of(1.0, [0.1, 0.2]).items()}
+    asked.file(results).write_text(json.dumps({**asked.facts, "by_step": steps} | changes))
 
 
-def test_without_a_baseline_there_are_no_ratios_and_one_seed_has_no_error():
-    row = cells({"darts (paper)": [run_of(0)]}, "darts (paper)")
-    assert row["harder − grpo"] == row["waited for ÷ grpo"] == "–"
-    assert row["held-out"] == "1.000"
-
-
-@pytest.mark.parametrize(("slots", "tokens"), [(None, 9), (3, 9), (2, 12), (1, 21)])
-def test_a_rollout_waits_for_its_longest_candidate_or_for_its_queue(slots, tokens):
-    assert training.waited_for([9, 5, 7], slots) == tokens
-
-
-def test_steps_without_a_rollout_have_waited_for_nothing():
-    """And tokens of an earlier rollout don't count."""
-    logs = [{"step": step, "reward": 1.0, "rewards/accuracy_reward/mean": 1.0} for step in (1, 2)]
-    traces = pd.DataFrame({"step": [2, 2], "length": [10, 30], "num_carried_tokens": [0, 25]})
-    steps = training.steps_of(logs, traces, 2, None)
-    assert (steps["decoded"], steps["waited"]) == ([0, 15], [0, 10])
-
-
-@pytest.mark.parametrize(
-    ("name", "other"), [("steps", 10), ("learning_rate", 1e-4), ("settings", {"schedule": "darts"})]
-)
-def test_other_trainings_are_not_taken_for_those_asked_for(tmp_path, monkeypatch, capsys, name, other):
-    asked = trainings_of(parse([]))
+def test_a_later_call_takes_what_is_there_and_refuses_what_was_not_asked_for(tmp_path):
+    asked = trainings_of(parse(["--seeds", "3"]))
+    assert {training.arm for training in asked if training.world == "tail"} == set(ARMS)
     leave_file(asked[0], tmp_path)
-    assert list(load_groups(asked, tmp_path)) == ["both"]
-    leave_file(asked[0], tmp_path, **{name: other})
-    with pytest.raises(ConfigurationError, match=f"holds grpo.seed0.json with {name} "):
-        load_groups(asked, tmp_path)
-    monkeypatch.setattr(sys, "argv", ["training.py", "--results", str(tmp_path)])
+    assert training.load(asked, tmp_path)["tail"][BASELINE].keys() == {3}
+    leave_file(asked[0], tmp_path, learning_rate=1.0)
     with pytest.raises(SystemExit, match=r"^error: .* is asked for"):
-        training.main()
+        training.load(asked, tmp_path)
 
 
-def test_a_part_of_the_trainings_has_a_page_of_its_own(tmp_path):
-    """The words around the tables stay, and `docs/` is for the full set."""
-    options = parse(["--results", str(tmp_path)])
-    *most, last = trainings_of(options)
-    for asked in most:
-        leave_file(asked, tmp_path)
-    page = page_of(options)
-    assert page == tmp_path / "evidence.md"
-    training.write_page(load_groups(most, tmp_path), ANSWERS, PAGE, page)
-    text = page.read_text()
-    assert "47 trainings of 100 steps, 2 to 3 seeds each." in text
-    assert text.startswith("# Evidence\n")
-    training.write_page(load_groups(most, tmp_path), ANSWERS, page, page)  # again and again
-    assert page.read_text() == text
-    assert {path.name for path in tmp_path.glob("*.png")} == PICTURES
-    leave_file(last, tmp_path)
-    assert page_of(options) == PAGE
-    for other in (["--steps", "150"], ["--seeds", "2"], ["--quick"]):
-        assert page_of(parse(["--results", str(tmp_path), *other])) == tmp_path / "evidence.md"
-    with pytest.raises(ValueError, match="must have one pair of the marks"):
-        training.put("nothing here", "training", "a table")
+def test_arms_are_settings_and_some_of_them_can_be_chosen():
+    assert all(ScheduleSettings(**settings) for settings in ARMS.values())
+    some = trainings_of(parse(["--seeds", "0", "--arms", "default", "--worlds", "tail"]))
+    assert [training.arm for training in some] == [BASELINE, "default"]
+    with pytest.raises(SystemExit):
+        parse(["--arms", "nope"])
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_quick_run(tmp_path):
+    """Paced rollouts, the epoch that is shared, and arms that go on from its checkpoint."""
     before = PAGE.read_text()
-    command = [sys.executable, "benchmarks/training.py", "--quick", "--results", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "benchmarks/training.py", "--quick", "--worlds", "tail", "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     assert PAGE.read_text() == before
     text = (tmp_path / "evidence.md").read_text()
-    assert "7 trainings of 10 steps, 1 seed each." in text
-    for line in ("| grpo | 0.", "| grpo, length penalty | 0.", "| darts, patience auto | 0.", "| `chain` | before |"):
-        assert line in text
-    assert "nan" not in text
-    for name in PICTURES:
-        with Image.open(tmp_path / name) as picture:
-            assert len(picture.convert("RGB").getcolors(1 << 24)) > 50  # something is drawn
+    assert all(f"| tail | {arm} | 1 |" in text for arm in ARMS)
+    assert "engine steps late" in done.stdout
+    assert (tmp_path / "evidence_training.png").stat().st_size > 20_000

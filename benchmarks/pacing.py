@@ -1,0 +1,141 @@
+"""
+A GPU's pace on a CPU: each step of a real vLLM engine takes as long as a latency curve says for the sequences that it
+decodes.
+
+A CPU decodes a model of under a million parameters faster than a GPU decodes one of billions, so the engine sleeps for
+what is left of each step. All else is real: HTTP, queues, aborts, weight sync. A step for which the CPU was too slow
+is late; the next ones make up for it as far as they have time left.
+
+[`register`] is a vLLM plugin. [`paced_server`] starts a server that loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from trl_darts.policy import LatencyCurve
+from trl_darts.weights.plugin import when_imported
+
+
+CURVES = {
+    # Llama-3.1-8B behind NVIDIA NIM, as published: 4.63 ms at one sequence and 4.58 at five, taken for the same.
+    "llama-8b": LatencyCurve(
+        (5, 25, 50, 100, 150, 200, 250), (4.6e-3, 5.19e-3, 5.91e-3, 7.57e-3, 9.81e-3, 12.65e-3, 16.14e-3)
+    ),
+    "darts": LatencyCurve((1, 128, 512), (0.016, 0.020, 0.036)),  # what the DARTS paper's benchmarks assume
+}
+# As in the DARTS paper, an engine has some 64 sequences of a batch, so the server stands for several. Two cores can't
+# follow the curves as they are.
+NUM_ENGINES, SCALE = 4, 4.0
+ENGINE_MODULE = "vllm.v1.engine.core"
+CURVE, COUNTS = "PACE_CURVE", "PACE_COUNTS"  # variables of the server's environment: a curve, and a file for [`Pace`]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def scaled(curve: LatencyCurve, factor: float, num_engines: int = 1) -> LatencyCurve:
+    """The curve of so many engines that share all sequences evenly, and take `factor` times as long."""
+    return LatencyCurve([num_engines * knot for knot in curve.knots], [factor * value for value in curve.values])
+
+
+@dataclass
+class Pace:
+    """How an engine has kept to its curve. Seconds are those that its steps should have taken."""
+
+    steps: int = 0
+    late: int = 0  # steps that ended after their time
+    seconds: float = 0.0
+    lost: float = 0.0  # seconds by which it was behind when it had nothing left to do
+
+    def since(self, before: Pace) -> Pace:
+        """What was added."""
+        return Pace(**{name: value - getattr(before, name) for name, value in asdict(self).items()})
+
+    def __str__(self) -> str:
+        late, lost = self.late / max(1, self.steps), self.lost / max(1e-9, self.seconds)
+        return f"{late:.1%} of {self.steps:,} engine steps late, {lost:.1%} of their time lost"
+
+
+class Pacer:
+    """Paces one engine's steps, and leaves their [`Pace`] in a file whenever the engine has nothing left to do."""
+
+    def __init__(self, curve: LatencyCurve, path: Path) -> None:
+        self.curve = curve
+        self.path = path
+        self.pace = Pace()
+        self.due: float | None = None  # when the last step should have ended; `None` while the engine is idle
+
+    def run(self, step: Callable[[Any], Any], engine: Any) -> Any:
+        """A step, and the sleep after it. Tokens leave the engine when it is over."""
+        if self.due is None:
+            self.due = time.perf_counter()
+        outputs, executed = step(engine)
+        num_decoded = sum(bool(row.new_token_ids) for own in outputs.values() for row in own.outputs)
+        if num_decoded:
+            seconds = self.curve(num_decoded)
+            self.due += seconds
+            left = self.due - time.perf_counter()
+            time.sleep(max(0.0, left))
+            self.pace.steps += 1
+            self.pace.late += left < 0
+            self.pace.seconds += seconds
+        if not engine.scheduler.has_requests():
+            self.pace.lost += max(0.0, time.perf_counter() - self.due - 1e-3)  # a sleep is never exact
+            self.due = None
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps(asdict(self.pace)))
+            part.rename(self.path)
+        return outputs, executed
+
+
+def register() -> None:
+    """Entry point of the group `vllm.general_plugins`."""
+    when_imported(ENGINE_MODULE, _patch_engine)
+
+
+def _patch_engine(module: ModuleType) -> None:
+    original = module.EngineCore.step
+    if hasattr(original, "paced"):
+        return
+    pacer = Pacer(LatencyCurve.from_dict(json.loads(os.environ[CURVE])), Path(os.environ[COUNTS]))
+
+    def step(self: Any) -> Any:
+        return pacer.run(original, self)
+
+    step.paced = True  # type: ignore[attr-defined]
+    module.EngineCore.step = step
+
+
+@contextmanager
+def paced_server(
+    model_dir: Path, curve: LatencyCurve, **options: Any
+) -> Iterator[tuple[VLLMServer, Callable[[], Pace]]]:
+    """
+    A server whose engine follows the curve, and a function that returns how it has done so far. The options are those
+    of `start_vllm_server`. It fails where nothing was paced: vLLM has other internals then.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        plugin, counts = Path(directory) / "pacing-0.dist-info", Path(directory) / "pace.json"
+        plugin.mkdir()
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: pacing\nVersion: 0\n")
+        (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\npacing = benchmarks.pacing:register\n")
+        path = os.pathsep.join([directory, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {"PYTHONPATH": path, CURVE: json.dumps(curve.to_dict()), COUNTS: str(counts)}
+
+        def pace() -> Pace:
+            return Pace(**json.loads(counts.read_text())) if counts.exists() else Pace()
+
+        # With asynchronous scheduling, the engine's step is another method, which returns before its tokens are there.
+        with start_vllm_server(model_dir, env=env, no_async_scheduling=True, **options) as server:
+            yield server, pace
+            if not pace().steps:
+                raise RuntimeError(f"No step of the engine was paced; log {server.log_path}:\n{server.log_tail()}")
