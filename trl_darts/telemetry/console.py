@@ -84,7 +84,7 @@ class ShortPrinterCallback(_ShortLog, PrinterCallback):
 def last_line(args: Any, state: TrainerState, totals: RolloutTotals) -> str:
     """What the training's rollouts cost, where its traces are, and how to look at them."""
     runtime = state.log_history[-1].get("train_runtime") if state.log_history else None
-    of_all = f" of {runtime:,.0f} s" if runtime else ""
+    of_all = f" of {runtime:,.1f} s" if runtime else ""
     thrown_away = max(0.0, totals.generated_tokens - totals.kept_tokens)
     share = thrown_away / totals.generated_tokens if totals.generated_tokens else 0.0
     report = "Set `save_rollout_trace=True` for traces and `trl-darts report`."

@@ -33,7 +33,8 @@ def summarize(profile: LatencyProfile) -> list[str]:
 
 def describe(error: HeldOutError) -> str:
     """The middle and the worst of an error."""
-    return f"{short(100 * error.median, 2)}%, at most {short(100 * error.worst, 2)}%"
+    median, worst = (f"{share:.{1 if share < 0.0995 else 0}%}" for share in (error.median, error.worst))
+    return f"{median}, at most {worst}"
 
 
 def short(value: float, digits: int = 3) -> str:

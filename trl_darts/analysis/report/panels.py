@@ -105,9 +105,7 @@ def time(runs: Sequence[Run]) -> Panel:
         "Where a step's time (`step_time`) goes. Generate: rollouts. Score: rewards, log-probs of the old and the "
         "reference policy. Sync: weights to the servers. Train: what is left, forward and backward.",
         found if len(means) else [],
-        Table(f"Seconds per step and share, mean over {window} ± half a 95 % interval", header, rows)
-        if rows
-        else None,
+        Table(f"Seconds per step and share, mean over {window}, ± 95 % intervals", header, rows) if rows else None,
         tables.PHASES,
         notes,
     )

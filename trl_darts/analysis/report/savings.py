@@ -101,7 +101,7 @@ def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
     if not math.isfinite(saved.rest.mean):
         unknown = "Rows had the same length in all steps: what shorter ones saved and the rest can't be told apart."
         return [verdict, rollouts, unknown]
-    lengths = f"the longest trained on had {number(saved.longest[1])} tokens, not {number(saved.longest[0])}"
+    lengths = f"the longest trained on had {saved.longest[1]:,.0f} tokens, not {saved.longest[0]:,.0f}"
     shorter_rows = plus_minus(saved.shorter_rows, " s")
     return [
         verdict,
