@@ -29,6 +29,7 @@ from .policy import LengthTracker
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
 from .streaming import Streams, make_streams
+from .telemetry.console import RolloutTotals, shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
 from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
@@ -155,6 +156,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self.add_callback(self._state_callback)
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
+        self._totals = RolloutTotals()
+        shorten_console(callbacks, self._totals)
         self._streams = make_streams(self)
         if args.uses_servers:
             self._main.run(lambda: check_prompt_lengths(self, self._engine.check_prompts))
@@ -210,7 +213,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         main, streams = self._main, self._streams if training else Streams()
         meanwhile = streams.follow if streams else None
         plan = main.run(lambda: self._plan(batch, training))
-        with RolloutProgress(main.is_here and not self.args.disable_tqdm) as progress:
+        with RolloutProgress(self.callback_handler.callbacks) as progress:
             on_progress = main.run(lambda: streams.watch(batch.longest, progress), meanwhile)
             with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
                 result = self._engine.run(plan, batch, on_progress, meanwhile)
@@ -261,7 +264,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if self._fillers:
                 self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(record.num_dropped))
             return
-        self._log_all(rollout_metrics(record, self.vllm_generation.pop_sync_seconds() if self.use_vllm else None))
+        metrics = rollout_metrics(record, self.vllm_generation.pop_sync_seconds() if self.use_vllm else None)
+        self._log_all(metrics)
+        self._totals.add(metrics)
         if self.args.save_rollout_trace and self._main.is_here:
             # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
             micro_step = self._step % self.args.gradient_accumulation_steps

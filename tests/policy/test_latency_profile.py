@@ -80,6 +80,11 @@ def test_one_file_for_profile_curve_and_surface(tmp_path: Path) -> None:
     assert (data["kind"], data["version"]) == ("latency_profile", 1)
 
 
+def test_no_error_from_a_single_point() -> None:
+    assert set(LatencyProfile.fit(points(contexts=(512,), limit=2048)).held_out) == set()  # 1, 2 and 4 sequences
+    assert set(LatencyProfile.fit(points(contexts=(512,), limit=4096)).held_out) == {"curve"}
+
+
 def test_prefill_of_a_file(tmp_path: Path) -> None:
     """A profile's line, and none of a curve alone or of a profile without prompts."""
     points = [DecodePoint(1, 10, 10.0, 1.0, 0.0, (1.0,))]

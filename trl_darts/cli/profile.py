@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ..analysis.output_files import check_writable, not_writable
 from ..errors import ConfigurationError, GenerationError
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
 
 
 SERVER_FAILED = 1
+LINE_INTERVAL_S = 10.0
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -118,10 +128,32 @@ def _check_outputs(output: Path, plot: Path | None) -> Path | None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar in a terminal, else a line every ten seconds."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
         task = bar.add_task("asking the servers", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+        with nullcontext() if console.is_terminal else _lines(bar.tasks[0]):
+            yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+@contextmanager
+def _lines(task: Task) -> Iterator[None]:
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.wait(LINE_INTERVAL_S):
+            counts = f"{task.completed:.0f} of {task.total:.0f} measurements, " if task.total else ""
+            left = "" if task.time_remaining is None else f", about {task.time_remaining:.0f} s left"
+            typer.echo(f"{counts}{task.elapsed or 0:.0f} s{left}: {task.description}", err=True)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _write(result: ProfileResult, output: Path, picture: Path | None) -> None:

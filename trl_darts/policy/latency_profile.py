@@ -163,7 +163,8 @@ class LatencyProfile(SavedModel):
 def held_out_error(fit: Callable[..., Any], columns: Array, inside: Array) -> HeldOutError | None:
     """
     Leaves out every third inner point, fits, predicts it, and begins again with the next one. The last of `columns` is
-    what is predicted. Points at the edge stay: without them a fit would extrapolate, which is another question.
+    what is predicted. Points at the edge stay: without them a fit would extrapolate, which is another question. `None`
+    where fewer than two are left: one tells nothing of the others.
     """
     *inputs, measured = columns
     order, errors = np.flatnonzero(inside), []
@@ -172,7 +173,7 @@ def held_out_error(fit: Callable[..., Any], columns: Array, inside: Array) -> He
         model = fit(*np.delete(columns, left_out, axis=1))
         predicted = model(*(column[left_out] for column in inputs))
         errors += np.abs(predicted / measured[left_out] - 1).tolist()
-    return HeldOutError(float(np.median(errors)), max(errors), len(errors)) if errors else None
+    return HeldOutError(float(np.median(errors)), max(errors), len(errors)) if len(errors) > 1 else None
 
 
 def _inside(numbers: Array) -> Array:

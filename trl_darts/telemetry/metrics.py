@@ -94,6 +94,7 @@ def _pool(lengths: np.ndarray, reasons: Sequence[str]) -> dict[str, float]:
         "darts/pool/length_p99": float(p99),
         "darts/pool/length_max": float(lengths.max()),
         "darts/pool/truncated_ratio": sum(r == FinishReason.LENGTH.value for r in reasons) / len(reasons),
+        "darts/pool/aborted_ratio": sum(r == FinishReason.ABORT.value for r in reasons) / len(reasons),
     }
 
 

@@ -1,51 +1,53 @@
-"""The line that shows a rollout while it runs."""
+"""How far a rollout is, behind the training's progress bar."""
 
 import sys
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from transformers import ProgressCallback, TrainerCallback
 
 from ..scheduling.ledger import Ledger
 
 
 REFRESH_S = 0.1
+PIPED_REFRESH_S = 10.0  # each refresh stays in a file
 
 
 class RolloutProgress:
-    """Shows how many candidates run, are complete and were aborted; disappears when the rollout ends."""
+    """
+    Shows how many candidates run, are complete and were aborted, where one of the callbacks has a progress bar. What
+    it showed last stays until the next rollout.
+    """
 
-    def __init__(self, enabled: bool) -> None:
-        self._live = None
-        if enabled and sys.stderr.isatty():
-            self._live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
-        self._last = 0.0
+    def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
+        bars = [callback.training_bar for callback in callbacks if isinstance(callback, ProgressCallback)]
+        self._bar = bars[0] if bars else None
+        self._interval_s = REFRESH_S if sys.stderr.isatty() else PIPED_REFRESH_S
+        self._ledger: Ledger | None = None
+        self._last = time.monotonic()
 
     def __enter__(self) -> "RolloutProgress":
-        if self._live is not None:
-            self._live.start()
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        if self._bar is not None and self._ledger is not None:
+            self._bar.set_postfix_str(describe(self._ledger), refresh=sys.stderr.isatty())
 
     def __call__(self, ledger: Ledger) -> None:
         """Shows the ledger's counters, at most ten times a second."""
         now = time.monotonic()
-        if self._live is None or now - self._last < REFRESH_S:
-            return
-        self._last = now
-        self._live.update(Text(describe(ledger), style="cyan"), refresh=True)
+        self._ledger = ledger
+        if self._bar is not None and now - self._last >= self._interval_s:
+            self._last = now
+            self._bar.set_postfix_str(describe(ledger))
 
 
 def describe(ledger: Ledger) -> str:
-    """One line on a rollout's state."""
+    """A rollout's state in a few words."""
     return (
-        f"rollout: {ledger.num_running} running, {ledger.num_complete} complete, {ledger.num_aborted} aborted "
-        f"of {len(ledger.candidates)} candidates"
+        f"{ledger.num_running} running, {ledger.num_complete} complete, {ledger.num_aborted} aborted of "
+        f"{len(ledger.candidates)} candidates"
     )

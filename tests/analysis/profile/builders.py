@@ -69,6 +69,9 @@ class FakeProbe:
     async def warm_up(self, point: GridPoint) -> None:
         self.log.append((self, point))
 
+    async def check_weights(self) -> None:
+        """No training has sent any."""
+
     async def prefill(self, num_tokens: int) -> float:
         self.log.append((self, num_tokens))
         return (0.003 + num_tokens / 20_000) * self.noise()
@@ -92,6 +95,7 @@ class FakeVLLM:
         self.seconds = 0.0
         self.late_s = 0.0  # that every third streamed request waits for its first token
         self.preempts = False
+        self.weight_versions: list[str] = []  # one after the other, then the last one; without any, it does not tell
 
     def routes(self) -> dict[str, Any]:
         routes = {
@@ -100,6 +104,8 @@ class FakeVLLM:
             "GET /metrics": self.metrics,
             "POST /v1/completions": self.completions,
         }
+        if self.weight_versions:
+            routes["GET /weight_info"] = self.weight_info
         return {**routes, "POST /abort_requests": self.abort} if self.abortable else routes
 
     async def models(self, request: web.Request) -> web.Response:
@@ -107,6 +113,10 @@ class FakeVLLM:
 
     async def version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "0.31.0"})
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        versions = self.weight_versions
+        return web.json_response({"weight_version": versions.pop(0) if len(versions) > 1 else versions[0]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.preemptions += self.preempts

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,13 @@ def test_writes_prints_and_names_the_trainers_argument(measured):
     assert "Per token, 2,048 tokens of context: 4.41 ms at 1" in result.stdout
     assert 'DARTSGRPOConfig(latency_curve="latency.json")' in result.stdout
     assert "Warning" not in result.stderr
+
+
+def test_progress_is_told_where_it_is_piped(measured, monkeypatch):
+    monkeypatch.setattr(command, "LINE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(FakeProbe, "check_weights", lambda probe: asyncio.sleep(0.02))
+    lines = run(URL, "--repeats", "1").stderr.splitlines()
+    assert re.match(r"\d+ of 27 measurements, \d+ s(, about \d+ s left)?: ", lines[len(lines) // 2])
 
 
 def test_options_arrive(measured, monkeypatch):

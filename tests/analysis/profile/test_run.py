@@ -1,6 +1,7 @@
 """Rounds, noise, points that can't be measured, several servers, and the picture. The probes measure a known law."""
 
 import asyncio
+import re
 from collections import Counter
 
 import numpy as np
@@ -12,8 +13,9 @@ from trl_darts.analysis.profile import ProfileOptions, ProfileResult, profile_se
 from trl_darts.analysis.profile.grid import Grid, GridPoint
 from trl_darts.analysis.profile.picture import draw
 from trl_darts.analysis.profile.run import MAX_FAILURES, Measurement, check_alike, describe
-from trl_darts.analysis.profile.summary import warn
+from trl_darts.analysis.profile.summary import summarize, warn
 from trl_darts.errors import ConfigurationError, GenerationError
+from trl_darts.policy import LatencySurface
 
 from .builders import GRID, FakeProbe, FakeVLLM, facts, rng, seconds_of
 
@@ -73,8 +75,8 @@ def test_points_that_cannot_be_measured_are_told_and_given_up() -> None:
 def test_several_servers_are_pooled_and_compared() -> None:
     result = measure([FakeProbe([]), FakeProbe([], lambda: 1.3)])
     point = result.profile.points[0]
-    assert point.server_seconds[1] == pytest.approx(1.3 * point.server_seconds[0])
-    assert point.seconds == pytest.approx(np.mean(point.server_seconds))
+    assert point.server_seconds[1] == pytest.approx(1.3 * point.server_seconds[0], rel=1e-4)
+    assert point.seconds == pytest.approx(np.mean(point.server_seconds), rel=1e-4)
     assert [line.split(" than")[0] for line in warn(result)] == ["http://a is 13% faster", "http://b is 13% slower"]
     assert warn(measure([FakeProbe([]), FakeProbe([], lambda: 1.05)])) == []
 
@@ -153,3 +155,27 @@ def test_more_sequences_than_files_can_be_open(monkeypatch) -> None:
     monkeypatch.setattr("trl_darts.analysis.profile.run.max_open_files", lambda: 3)
     with pytest.raises(ConfigurationError, match=r"`max_batch_size` \(4\) must be at most 3.*ulimit -n"):
         profile_fake(FakeVLLM())
+
+
+def test_a_server_that_a_training_uses_is_refused_and_one_that_was_used_is_marked() -> None:
+    server = FakeVLLM(step_s=0.001)
+    server.weight_versions = ["v3", "v3", "v4"]
+    with pytest.raises(GenerationError, match=r"got weights of a training meanwhile \(version 'v4'\).*of its own"):
+        profile_fake(server, batch_sizes=(1,))
+    assert len(server.requests) < 10  # at once
+    result = profile_fake(server, batch_sizes=(1,))
+    assert result.profile.metadata["weight_versions"] == ["v4"]
+    assert any(line.startswith("http://127.0.0.1") and "(version 'v4') had weights" in line for line in warn(result))
+
+
+def test_numbers_are_rounded_and_a_single_point_has_no_error() -> None:
+    noise = rng()
+    grid = Grid(tuple(point for point in GRID.points if point.batch_size < 8), (128, 512, 2048))
+    profile = measure([FakeProbe([], lambda: 1 + 0.01 * noise.random())], grid).profile
+    numbers = [*profile.curve.values, *profile.points[3].server_seconds, profile.prefill.per_token_s]
+    assert all(value == float(f"{value:.5g}") for value in numbers)
+    assert profile.surface == LatencySurface.from_dict(profile.to_dict()["surface"])
+    assert set(profile.held_out) == {"surface"}  # of three prompts, and of three batch sizes, one can be left out
+    lines = summarize(profile)
+    assert re.search(r": [\d.]{2,4} ms at 1, [\d.]{2,4} ms at [\d.]{1,4} sequences$", lines[1])
+    assert re.search(r"^Prompt: [\d.]{2,4} ms and 1 s per [12]\d,000 tokens$", lines[2])

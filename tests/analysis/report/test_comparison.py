@@ -16,11 +16,11 @@ from trl_darts.analysis.report.comparison import (
     common_traces,
     common_window,
     compare_settings,
-    plus_minus,
     reward_ends,
     summary,
     typical_step,
 )
+from trl_darts.analysis.report.estimates import mean_of, plus_minus
 from trl_darts.scheduling import ScheduleSettings
 
 from .builders import ROLLOUT, SETTINGS, make_entry, make_trace, write_run
@@ -81,10 +81,11 @@ def test_summary_is_over_the_common_steps(pair):
     }
     assert set(rows) == {*expected, "bubble"}
     for key, values in expected.items():
-        assert rows[key].values == pytest.approx(values), key
+        assert [estimate.mean for estimate in rows[key].estimates] == pytest.approx(values), key
         assert "steps 1 to 2" in rows[key].over
-    assert rows["waste"].cells == ["0 %", "31 %"]
-    assert [rows["rollout"].ratio(i) for i in (0, 1)] == ["", "0.50×"]
+    assert rows["waste"].cells == ["0 %", "31 %"]  # the same in both steps
+    assert rows["step"].cells == ["45 ± 191", "18.0"]  # 12.7 standard errors: there are two steps
+    assert [rows["rollout"].ratio(i) for i in (0, 1)] == ["", "0.500×"]
     assert rows["reward_last"].ratio(1) == ""  # a ratio of rewards says nothing
     (steps,) = cautions(pair, compare_settings(pair))
     assert steps.startswith("The runs have different numbers of steps: grpo 4, darts 2. Comparisons are over")
@@ -110,15 +111,20 @@ def test_other_work_is_said(tmp_path):
     assert cautions(runs[:1], compare_settings(runs[:1])) == []
 
 
-def test_what_a_schedule_sets_is_not_other_work(tmp_path):
+def test_what_a_schedule_sets_is_not_other_work_and_what_it_does_not_read_is_left_out(tmp_path):
     """All of the trainer's own settings, as its log has them: two schedules differ in many."""
     runs = {}
     for schedule in ("grpo", "sorted"):
         own = vars(ScheduleSettings(schedule, num_generations=2))
         runs[schedule] = {"traces": 1, "log": 1, "settings": {**SETTINGS, **own}}
-    settings = compare_settings(read(tmp_path, **runs))
-    assert "selection" in {setting.name for setting in settings}
-    assert not any(setting.matters for setting in settings)
+    read_in = read(tmp_path, **runs)
+    settings = {setting.name: setting for setting in compare_settings(read_in)}
+    assert settings["selection"].values == [None, "all"]
+    assert settings["sorted_mode"].values == [None, "on_policy"]
+    assert not any(setting.matters for setting in settings.values())
+    assert "long_end_patience" not in settings  # both keep all that they sample
+    of_grpo = {setting.name for setting in compare_settings(read_in[:1])}
+    assert of_grpo == {"model", "schedule", "num_generations", "prompts per rollout", "rollouts per step"}
 
 
 def test_log_and_traces_have_windows_of_their_own(tmp_path):
@@ -144,5 +150,5 @@ def test_typical_step(tmp_path):
 def test_reward_ends():
     first, last = reward_ends(pd.Series([0.0, 1.0, 5.0, None, 5.0, 2.0, 4.0]))
     assert (list(first), list(last)) == ([0, 1], [2, 4])
-    assert plus_minus(first) == "0.50 ± 0.71"
-    assert plus_minus(pd.Series([0.25])) == "0.250"
+    assert plus_minus(mean_of(last)) == "3 ± 13"
+    assert plus_minus(mean_of(pd.Series([0.25]))) == "0.250"

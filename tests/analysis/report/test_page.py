@@ -89,6 +89,8 @@ def test_command(tmp_path):
     text = (tmp_path / "new" / "page.html").read_text()
     assert "as a multiple of A" in text
     assert "This is step 2" in text
+    assert "<strong>B took 18.0 s a step, A 18.0 s (step 2): no difference beyond the noise" in text
+    assert text.index("<h2>In short<") < text.index("<h2>Where the time goes<") < text.index("<h2>Settings<")
 
 
 def test_text_of_a_run_is_text(tmp_path, no_figures):

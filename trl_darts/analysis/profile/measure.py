@@ -17,8 +17,9 @@ import aiohttp
 import numpy as np
 
 from ...engines.vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
+from ...errors import GenerationError
 from .grid import GridPoint
-from .servers import ServerFacts, read_clock
+from .servers import ServerFacts, read_clock, read_weight_version
 
 
 WINDOW_TOKENS = 32
@@ -91,6 +92,14 @@ class ServerProbe:
         start = time.perf_counter()
         await self.server.complete(request, REQUEST_TIMEOUT_S)
         return time.perf_counter() - start
+
+    async def check_weights(self) -> None:
+        """Raises [`GenerationError`] if a training has sent weights since the server was first asked."""
+        if (version := await read_weight_version(self.server)) != self.facts.weight_version:
+            raise GenerationError(
+                f"{self.facts.url} got weights of a training meanwhile (version {version!r}): its rollouts and these "
+                "measurements disturb each other. Measure a server of its own, or wait for the end of the training."
+            )
 
     def _request(self, prompt: Sequence[int], max_tokens: int) -> CompletionRequest:
         # Log-probs because the trainer asks for them: they are a part of each step. The salt because another profile

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...import_utils import require_matplotlib
 from ...policy import DecodePoint, LatencyProfile, PrefillPoint
+from .summary import describe
 
 
 MAX_BATCHES = 6  # of the middle panel: more lines than that can't be told apart
@@ -41,7 +42,7 @@ def make_figure(profile: LatencyProfile) -> Any:
     labels = ("sequences that decode together", "tokens in all contexts", "tokens of the prompt")
     for axes, (name, title), label in zip(figure.axes, titles.items(), labels, strict=True):
         error = profile.held_out.get(name)
-        axes.set_title(f"{title} (held-out error {error.median:.1%}, at most {error.worst:.1%})" if error else title)
+        axes.set_title(f"{title} (held-out error {describe(error)})" if error else title)
         axes.set(xlabel=label, ylabel="ms until the first token" if axes is prompts else "ms per token")
         _style(axes)
     about = profile.metadata

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -31,6 +31,8 @@ Of a point's repetitions. Whatever disturbs a measurement makes it slower; of ma
 
 MAX_FAILURES = 2
 """After which a point that was never measured is not tried again: each time costs a thousand tokens."""
+
+DIGITS = 5  # significant ones, of the numbers of the file
 
 Report = Callable[[int, int, str], None]
 """Called with the measurements done, their number, and what comes next."""
@@ -130,6 +132,7 @@ class Measurement:
         else:
             self._latencies[task][k].append(decoded.seconds)
             self._completions[task].append(decoded.completion_tokens)
+        await self.probes[k].check_weights()
 
     def _next(self, what: str) -> None:
         self._report(self._num_done, self._total, what)
@@ -154,13 +157,23 @@ class Measurement:
             prefill.append(PrefillPoint(num_tokens, float(np.median(seconds)), spread))
         about = {**metadata, "repeats": self.repeats, "window_tokens": WINDOW_TOKENS}
         skipped = tuple(point for point in self.grid.points if point not in measured)
-        return ProfileResult(LatencyProfile.fit(points, prefill, about), skipped)
+        profile = LatencyProfile.fit(points, prefill, about)
+        return ProfileResult(LatencyProfile.from_dict(rounded(profile.to_dict())), skipped)
 
 
 def reduce(repeats: Sequence[Sequence[float]]) -> tuple[list[float], float]:
     """The low quantile of each server, and the largest distance of a slowest repetition from the fastest one."""
     values = [float(np.quantile(times, QUANTILE)) for times in repeats]
     return values, max(max(times) / min(times) - 1 for times in repeats)
+
+
+def rounded(data: Any) -> Any:
+    """A file's numbers with as many digits as are more than measured."""
+    if isinstance(data, float):
+        return float(f"{data:.{DIGITS}g}")
+    if isinstance(data, Mapping):
+        return {key: rounded(value) for key, value in data.items()}
+    return [rounded(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def check_alike(facts: Sequence[ServerFacts]) -> None:
@@ -184,6 +197,7 @@ def describe(facts: Sequence[ServerFacts], options: ProfileOptions) -> dict[str,
         "vllm_version": _alike(fact.vllm_version for fact in facts),
         **{name: getattr(first, name) for name in same},
         "servers": [fact.url for fact in facts],
+        "weight_versions": [fact.weight_version for fact in facts],
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -30,7 +30,7 @@ IDLE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server. Without the development endpoints, what follows `kv_cache_tokens` but the version is unknown."""
+    """One server. Without the development endpoints, what follows `kv_cache_tokens` but vLLM's version is unknown."""
 
     url: str  # without credentials
     model: str  # the name that requests must carry
@@ -42,6 +42,7 @@ class ServerFacts:
     data_parallel_size: int | None = None
     dtype: str | None = None
     vllm_version: str | None = None
+    weight_version: str | None = None  # "default" before any training
     hardware: str | None = None  # such as "8 x NVIDIA H100 80GB HBM3"
 
 
@@ -81,6 +82,12 @@ async def read_clock(server: VLLMServer) -> Reading:
     return Reading(*(sum(sample.value for sample in found[name]) for name in names))
 
 
+async def read_weight_version(server: VLLMServer) -> str | None:
+    """What trainings count up with each update; `None` from a server without versions."""
+    version: str | None = (await server.get("/weight_info") or {}).get("weight_version")
+    return version
+
+
 async def learn(server: VLLMServer) -> ServerFacts:
     """
     Asks a server what it is, and whether it is idle. Raises [`ConfigurationError`] if it can't be reached, is no vLLM
@@ -98,6 +105,7 @@ async def learn(server: VLLMServer) -> ServerFacts:
             vocab_size=await _vocab_size(server, str(served["id"])),
             kv_cache_tokens=kv_cache_tokens(await server.get_text("/metrics")),
             vllm_version=(await server.get("/version") or {}).get("version"),
+            weight_version=await read_weight_version(server),
         )
         info = await server.get("/server_info?config_format=json", timeout_s=120.0)  # it looks at its machine
     except (aiohttp.ClientError, ServerRefusedError, TimeoutError, ValueError, TypeError, LookupError) as error:

@@ -14,14 +14,16 @@ from typing import Any
 import pandas as pd
 
 from ...scheduling import ScheduleSettings
+from ..simulation import Estimate
+from ..simulation.sweep import has_effect
+from .estimates import mean_of, plus_minus, plus_minus_percent, quotient, ratio_of_sums
 from .runs import OUTCOMES, Run
 from .tables import rollouts, time_split
 
 
 # What a schedule may change. A difference anywhere else means that runs did not do the same work.
-METHOD_SETTINGS = frozenset(
-    {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve", "length_history"}
-)
+SCHEDULE_SETTINGS = frozenset(field.name for field in fields(ScheduleSettings))
+METHOD_SETTINGS = SCHEDULE_SETTINGS - {"num_generations"} | {"latency_curve", "length_history"}
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Setting:
 
 
 def compare_settings(runs: Sequence[Run]) -> list[Setting]:
-    """Lines up the settings of runs, then what their traces say of the work they did."""
-    work = [{**run.settings, **_work(run)} for run in runs]
+    """Lines up those settings of runs that mean something, then what their traces say of the work they did."""
+    work = [{**_meaningful(run.settings), **_work(run)} for run in runs]
     # A run's name in its log is its directory, or says nothing about the work.
     names = dict.fromkeys(name for settings in work for name in settings if name != "name")
     settings = []
@@ -98,6 +100,17 @@ def compare_settings(runs: Sequence[Run]) -> list[Setting]:
             differs = len(known) > 1
             settings.append(Setting(name, values, differs, differs and name not in METHOD_SETTINGS))
     return settings
+
+
+def _meaningful(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that the run's schedule does not read."""
+    schedule = settings.get("schedule")
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in SCHEDULE_SETTINGS - {"schedule"} or schedule is None or has_effect(name, schedule, settings)
+        if name != "long_share" or settings.get("num_long_servers")
+    }
 
 
 def _work(run: Run) -> dict[str, Any]:
@@ -147,20 +160,25 @@ def same_prompts(runs: Sequence[Run]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One quantity of all runs: numbers (NaN where unknown), the same to be read, and what they are a mean of."""
+    """One quantity of all runs (NaN where unknown), how it is written, and what it is a mean of."""
 
     key: str
     label: str
-    values: list[float]
-    cells: list[str]
+    estimates: list[Estimate]
+    form: Callable[[Estimate], str]
     over: str
+
+    @property
+    def cells(self) -> list[str]:
+        """All runs' values, to be read."""
+        return [self.form(estimate) for estimate in self.estimates]
 
     def ratio(self, index: int) -> str:
         """A run's value as a multiple of the first run's. Empty for the first, and where it says nothing."""
-        first, value = self.values[0], self.values[index]
-        if index == 0 or not (first > 0 and math.isfinite(value)) or self.key.startswith("reward"):
+        first, own = self.estimates[0], self.estimates[index]
+        if index == 0 or not (first.mean > 0 and own.mean > 0) or self.key.startswith("reward"):
             return ""
-        return f"{value / first:.2f}×"
+        return plus_minus(quotient(own, first), "×")
 
 
 def summary(runs: Sequence[Run]) -> list[Quantity]:
@@ -171,43 +189,39 @@ def summary(runs: Sequence[Run]) -> list[Quantity]:
     found = [
         *_lined_up(LOG_LABELS, [_of_log(split) for split in splits], f"{log_window}, from the log"),
         *_lined_up(ROLLOUT_LABELS, [_of_rollouts(table) for table in tables], f"rollouts of {window}"),
+        *_lined_up(REWARD_LABELS, [_of_rewards(log["reward"]) for log in rewards], f"{log_window}, from the log"),
     ]
-    for place, name in enumerate(("first", "last")):
-        ends = [reward_ends(log["reward"])[place] for log in rewards]
-        over = f"{name} third of {log_window}, ± standard deviation of the log entries"
-        cells = [plus_minus(end) for end in ends]
-        found.append(Quantity(f"reward_{name}", f"Reward, {name} third", [e.mean() for e in ends], cells, over))
-    return [quantity for quantity in found if any(map(math.isfinite, quantity.values))]
+    return [row for row in found if any(math.isfinite(estimate.mean) for estimate in row.estimates)]
 
 
 def _lined_up(
-    labels: Mapping[str, tuple[str, Callable[[float], str]]], numbers: Sequence[Mapping[str, float]], over: str
+    labels: Mapping[str, tuple[str, Callable[[Estimate], str]]], numbers: Sequence[Mapping[str, Estimate]], over: str
 ) -> list[Quantity]:
-    rows = []
-    for key, (label, form) in labels.items():
-        values = [own[key] for own in numbers]
-        rows.append(Quantity(key, label, values, [form(value) for value in values], over))
-    return rows
+    return [Quantity(key, label, [own[key] for own in numbers], form, over) for key, (label, form) in labels.items()]
 
 
-def _of_log(split: pd.DataFrame) -> dict[str, float]:
-    total = weighted_mean(split, "total")
-    return {"step": total, "share": _divide(weighted_mean(split, "generate"), total)}
+def _of_log(split: pd.DataFrame) -> dict[str, Estimate]:
+    total, generate = (split[name] * split["num_steps"] for name in ("total", "generate"))
+    return {"step": ratio_of_sums([total], [split["num_steps"]]), "share": ratio_of_sums([generate], [total])}
 
 
-def _of_rollouts(table: pd.DataFrame) -> dict[str, float]:
-    total = table.sum(min_count=1)
-    generated = total[list(OUTCOMES)].sum(skipna=False)
+def _of_rollouts(table: pd.DataFrame) -> dict[str, Estimate]:
+    count, candidates, rows = table["num_rollouts"], table["candidates"], table["rows"]
+    generated = table[list(OUTCOMES)].sum(axis=1, skipna=False)
     return {
-        "rollout": _divide(total["seconds"], total["num_rollouts"]),
-        "longest": weighted_mean(table, "longest", "num_rollouts"),
-        "bubble": weighted_mean(table, "bubble", "num_rollouts"),
-        "candidates": _divide(total["candidates"], total["rows"]),
-        "tokens": _divide(generated, total["num_rollouts"]),
-        "waste": _divide(total["unused"] + total["aborted"], generated),
-        "aborted": _divide(total["aborted"], generated),
-        "shape": _divide(_divide(total["kept"], total["rows"]), _divide(generated, total["candidates"])),
+        "rollout": ratio_of_sums([table["seconds"]], [count]),
+        "longest": ratio_of_sums([table["longest"] * count], [count]),
+        "bubble": ratio_of_sums([table["bubble"] * count], [count]),
+        "candidates": ratio_of_sums([candidates], [rows]),
+        "tokens": ratio_of_sums([generated], [count]),
+        "waste": ratio_of_sums([table["unused"] + table["aborted"]], [generated]),
+        "aborted": ratio_of_sums([table["aborted"]], [generated]),
+        "shape": ratio_of_sums([table["kept"], candidates], [rows, generated]),
     }
+
+
+def _of_rewards(rewards: pd.Series) -> dict[str, Estimate]:
+    return dict(zip(REWARD_LABELS, map(mean_of, reward_ends(rewards)), strict=True))
 
 
 def reward_ends(rewards: pd.Series) -> tuple[pd.Series, pd.Series]:
@@ -217,46 +231,21 @@ def reward_ends(rewards: pd.Series) -> tuple[pd.Series, pd.Series]:
     return rewards.iloc[:third], rewards.iloc[-third:]
 
 
-def weighted_mean(table: pd.DataFrame, column: str, weight: str = "num_steps") -> float:
-    """The mean of a column, in which an entry counts as often as steps (or rollouts) that it stands for."""
-    known = table.dropna(subset=column)
-    return _divide((known[column] * known[weight]).sum(), known[weight].sum())
-
-
-def _divide(part: float, whole: float) -> float:
-    return float(part / whole) if whole else math.nan
-
-
-def number(value: float) -> str:
-    """Three significant digits, or all digits of the whole part."""
-    if not math.isfinite(value):
-        return "–"
-    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{min(6, max(0, digits))}f}"
-
-
-def percent(value: float) -> str:
-    """A share as whole percents; with one digit below ten."""
-    return f"{100 * value:.{1 if 0 < abs(value) < 0.0995 else 0}f} %" if math.isfinite(value) else "–"
-
-
-def plus_minus(values: pd.Series) -> str:
-    """Mean and standard deviation (Bessel's), both with as many digits as two of the deviation's take."""
-    mean, std = values.mean(), values.std()
-    if not std > 0:
-        return number(mean)
-    digits = max(0, min(6, 1 - math.floor(math.log10(std))))
-    return f"{mean:,.{digits}f} ± {std:,.{digits}f}"
-
-
-LOG_LABELS = {"step": ("Seconds per step", number), "share": ("Share of a step in rollouts", percent)}
+LOG_LABELS = {
+    "step": ("Seconds per step", plus_minus),
+    "share": ("Share of a step in rollouts", plus_minus_percent),
+}
 ROLLOUT_LABELS = {
-    "rollout": ("Seconds per rollout", number),
-    "longest": ("Longest candidate, tokens", number),
-    "bubble": ("Bubble: decoding slots that stood idle", percent),
-    "candidates": ("Candidates per row trained on", number),
-    "tokens": ("Tokens generated per rollout", number),
-    "waste": ("Tokens thrown away", percent),
-    "aborted": ("… of aborted candidates", percent),
-    "shape": ("Mean length, kept rows / pool", number),
+    "rollout": ("Seconds per rollout", plus_minus),
+    "longest": ("Longest candidate, tokens", plus_minus),
+    "bubble": ("Bubble: decoding slots that stood idle", plus_minus_percent),
+    "candidates": ("Candidates per row trained on", plus_minus),
+    "tokens": ("Tokens generated per rollout", plus_minus),
+    "waste": ("Tokens thrown away", plus_minus_percent),
+    "aborted": ("… of aborted candidates", plus_minus_percent),
+    "shape": ("Mean length, kept rows / pool", plus_minus),
+}
+REWARD_LABELS = {
+    "reward_first": ("Reward, first third", plus_minus),
+    "reward_last": ("Reward, last third", plus_minus),
 }

@@ -22,6 +22,7 @@ from .charts import figure
 from .comparison import cautions, compare_settings, summary
 from .panels import Panel
 from .runs import Run, read_runs
+from .savings import busy, in_short
 
 
 def write_report(
@@ -120,7 +121,8 @@ def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, by
     settings = compare_settings(runs)
     return environment.get_template("page.html.jinja").render(
         runs=runs,
-        cautions=cautions(runs, settings),
+        in_short=in_short(runs, settings),
+        cautions=[*cautions(runs, settings), *filter(None, map(busy, runs))],
         summary=summary(runs),
         settings=settings,
         panels=found,

@@ -10,8 +10,10 @@ import pandas as pd
 
 from ...errors import ConfigurationError
 from ...policy import LatencyCurve
+from ..simulation import Estimate
 from . import charts, tables
-from .comparison import common_traces, in_common, number, percent, typical_step, weighted_mean
+from .comparison import common_traces, in_common, typical_step
+from .estimates import number, percent, plus_minus, ratio_of_sums
 from .runs import OUTCOMES, Run
 
 
@@ -79,15 +81,15 @@ def time(runs: Sequence[Run]) -> Panel:
     """Generating, scoring, training, sending weights."""
     splits, window = in_common([tables.time_split(run) for run in runs])
     known = {i: split.dropna(subset=["train"]) for i, split in enumerate(splits)}
+    phases = {i: [_mean(split, phase) for phase in tables.PHASES] for i, split in known.items() if len(split)}
     means = pd.DataFrame(
-        {i: [weighted_mean(split, phase) for phase in tables.PHASES] for i, split in known.items() if len(split)},
-        index=list(tables.PHASES),
+        {i: [part.mean for part in parts] for i, parts in phases.items()}, index=list(tables.PHASES)
     ).T
     names = [run.name for run in runs]
     found = [partial(charts.stacks, title="Seconds per step", table=means, names=names, xlabel="seconds")]
     rows = [
-        [names[i], *(f"{number(part)} ({percent(part / row.sum())})" for part in row), number(row.sum())]
-        for i, row in means.iterrows()
+        [names[i], *(_part_of_step(part, known[i]) for part in parts), plus_minus(_mean(known[i], "total"))]
+        for i, parts in phases.items()
     ]
     header = ["Run", *(phase.capitalize() for phase in tables.PHASES), "Step"]
     notes = []
@@ -101,13 +103,20 @@ def time(runs: Sequence[Run]) -> Panel:
         "time",
         "Where the time goes",
         "Where a step's time (`step_time`) goes. Generate: rollouts. Score: rewards, log-probs of the old and the "
-        "reference policy. Sync: weights to the servers. Train: what is left, forward and backward. Rows of like "
-        "lengths take like times to train on: where they don't, other work may have run on the machine.",
+        "reference policy. Sync: weights to the servers. Train: what is left, forward and backward.",
         found if len(means) else [],
-        Table(f"Seconds per step and share, mean over {window}", header, rows) if rows else None,
+        Table(f"Seconds per step and share, mean over {window}, ± 95 % intervals", header, rows) if rows else None,
         tables.PHASES,
         notes,
     )
+
+
+def _mean(split: pd.DataFrame, phase: str) -> Estimate:
+    return ratio_of_sums([split[phase] * split["num_steps"]], [split["num_steps"]])
+
+
+def _part_of_step(part: Estimate, split: pd.DataFrame) -> str:
+    return f"{plus_minus(part)} ({percent(part.mean / _mean(split, 'total').mean)})"
 
 
 def occupancy(runs: Sequence[Run], step: int | None) -> Panel:

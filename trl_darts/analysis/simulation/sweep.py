@@ -86,7 +86,7 @@ def settings_of(
         ]
         for values in product(*choices):
             given = dict(zip(sweep, values, strict=True))
-            own = {name: value for name, value in given.items() if _has_effect(name, schedule, given)}
+            own = {name: value for name, value in given.items() if has_effect(name, schedule, given)}
             idle -= own.items()
             label = ", ".join([schedule, *(f"{name}={value}" for name, value in own.items())])
             if label not in settings:
@@ -102,7 +102,7 @@ def settings_of(
     return settings
 
 
-def _has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
+def has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
     """Whether a value that is given changes what a schedule does, beside the other values."""
     if name == "num_generations":
         return True

@@ -1,0 +1,94 @@
+"""
+What a step saved, and by what.
+
+Invariants: the parts sum to what was saved; a machine that is slower is no shorter row; a machine that was busy is
+said, also where settings differ.
+"""
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from trl_darts.analysis.report import read_run
+from trl_darts.analysis.report.estimates import fit_linear, ratio_of_sums
+from trl_darts.analysis.report.savings import busy, describe, in_short, saving
+
+from .builders import make_entry, write_run
+
+
+def entry(step, rollout, longest, per_token=0.02, other=1.0):
+    """A step whose training and scoring take `other` seconds and `per_token` for each token of the longest row."""
+    seconds = rollout + other + per_token * longest
+    times = {"step_time": seconds, "darts/rollout/seconds": rollout, "completions/max_length": longest}
+    return make_entry(step, **times)
+
+
+def make(tmp_path, name, rollout, longest, num=40, **more):
+    rng = np.random.default_rng(sum(map(ord, name)))
+    noisy = [
+        entry(step, rollout + 0.2 * rng.standard_normal(), round(longest * rng.uniform(0.7, 1.3)), **more)
+        for step in range(1, num + 1)
+    ]
+    for line in noisy:
+        line["step_time"] += 0.1 * rng.standard_normal()
+    noisy[0]["step_time"] += 100.0  # warms up
+    return read_run(write_run(tmp_path / name, log=noisy))
+
+
+def test_shorter_rows_are_told_from_rollouts_and_from_the_machine(tmp_path):
+    first = make(tmp_path, "grpo", 5.0, 400)
+    saved = saving(first, make(tmp_path, "darts", 4.5, 200))
+    for part, true in ((saved.rollouts, 0.5), (saved.shorter_rows, 0.02 * (saved.longest[0] - saved.longest[1]))):
+        assert abs(part.mean - true) <= 1.5 * part.half_width < 1.0
+    assert abs(saved.rest.mean) <= 1.5 * saved.rest.half_width < 0.5
+    parts = saved.rollouts.mean + saved.shorter_rows.mean + saved.rest.mean
+    assert parts == pytest.approx(saved.step.mean) == pytest.approx(saved.seconds[0] - saved.seconds[1])
+    verdict, _, shorter, rest = describe(saved)
+    assert verdict.startswith("darts took 9.")
+    assert "(steps 2 to 40): saved " in verdict
+    assert verdict.endswith(" %), most of it by shorter rows.")
+    assert "tokens, not" in shorter
+    assert "busy" not in rest
+
+    slow = saving(first, make(tmp_path, "slow", 5.0, 400, other=6.0))
+    assert abs(slow.shorter_rows.mean) < 1.0
+    assert slow.rest.mean == pytest.approx(-5.0, abs=1.0)
+    verdict, *_, rest = describe(slow)
+    assert ": lost " in verdict
+    assert "the machine of slow was busy" in rest
+    assert "Unless learning_rate explains that, the machine of slow was busy" in describe(slow, ["learning_rate"])[-1]
+
+
+def test_what_can_not_be_told(tmp_path):
+    flat = [
+        read_run(write_run(tmp_path / n, log=[entry(s, 5.0, x) for s in (1, 2, 3)])) for n, x in (("a", 9), ("b", 5))
+    ]
+    assert "can't be told apart" in in_short(flat, [])[0][-1]
+    again = read_run(write_run(tmp_path / "c", log=[entry(s, 5.0, 9) for s in (1, 2, 3)]))
+    assert "no difference beyond the noise" in in_short([flat[0], again], [])[0][0]
+    no_times = read_run(write_run(tmp_path / "d", log=[{"step": 1, "reward": 1.0}]))
+    assert in_short([flat[0], no_times], []) == []
+    assert in_short(flat[:1], []) == []
+
+
+def test_a_busy_machine_is_said_of_any_run(tmp_path):
+    assert busy(make(tmp_path, "quiet", 5.0, 400)) is None
+    lines = [entry(step, 5.0, 100 + 7 * step % 50, other=9.0 if 11 <= step <= 18 else 1.0) for step in range(1, 41)]
+    told = busy(read_run(write_run(tmp_path / "run", log=lines)))
+    assert told.startswith("run: training and scoring took more than 1.5 times as long as usual")
+    assert "in 8 of 39 log entries (steps 11 to 18). Other work ran on the machine then." in told
+    assert busy(read_run(write_run(tmp_path / "short", log=2))) is None
+
+
+def test_intervals_are_those_of_the_textbook():
+    """Against the two-sample t-test, and a mean's own interval."""
+    a, b = [4.0, 5.0, 7.0, 6.5], [3.0, 2.0, 4.5]
+    table = pd.DataFrame({"base": 1.0, "other": [0.0] * 4 + [1.0] * 3})
+    (found,) = fit_linear(table, pd.Series(a + b), pd.Series([1.0] * 7), [[0, -1]])
+    low, high = stats.ttest_ind(a, b).confidence_interval(0.95)
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx((low, high))
+    mean = ratio_of_sums([pd.Series(a)], [pd.Series([1.0] * 4)])
+    low, high = stats.t.interval(0.95, 3, np.mean(a), stats.sem(a))
+    assert (mean.mean - mean.half_width, mean.mean + mean.half_width) == pytest.approx((low, high))
+    assert ratio_of_sums([pd.Series([0.0, 0.0])], [pd.Series([1.0, 2.0])]).mean == 0.0

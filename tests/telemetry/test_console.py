@@ -1,0 +1,72 @@
+"""What a person reads of a training: few of our values, all of them elsewhere, and a last line."""
+
+import ast
+import json
+import shlex
+
+import pytest
+from transformers import ProgressCallback, TrainerCallback
+
+from tests.builders import make_args, make_trainer
+from trl_darts.telemetry.console import SHOWN, RolloutTotals, ShortPrinterCallback, last_line, shorten_console
+
+
+class Tracker(TrainerCallback):
+    """Sees what those of `report_to` see."""
+
+    def __init__(self):
+        self.logged = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logged.append(dict(logs))
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_few_values_on_the_console_all_elsewhere_and_a_last_line(model_dir, tmp_path, capsys, disable_tqdm):
+    tracker = Tracker()
+    args = make_args(tmp_path / "a run", max_steps=2, disable_tqdm=disable_tqdm, save_rollout_trace=True)
+    trainer = make_trainer(model_dir, args, callbacks=[tracker])
+    trainer.train()
+    out, err = capsys.readouterr()
+    *printed, last = [line for line in out.splitlines() if line]
+    steps = [entry for line in printed if "reward" in (entry := ast.literal_eval(line))]
+    assert len(steps) == 2
+    for entry, tracked, stored in zip(steps, tracker.logged, trainer.state.log_history, strict=False):
+        ours = [name for name in entry if name.startswith("darts/")]
+        assert ours == [name for name in stored if name in SHOWN]
+        assert 5 <= len(ours) <= 6
+        assert len([name for name in tracked if name.startswith("darts/")]) > 20
+        assert {name for name in tracked if not name.startswith("darts/")} == set(entry) - set(ours)
+        assert tracked.items() <= stored.items()
+    written = [json.loads(line) for line in (tmp_path / "a run/rollouts/log.jsonl").read_text().splitlines()]
+    assert written[1:3] == trainer.state.log_history[:2]
+    assert ("aborted of " in err) is not disable_tqdm  # the step's candidates, behind the bar
+
+    logs = trainer.state.log_history[:2]
+    generated, kept = (sum(e[f"darts/rollout/{name}_tokens"] for e in logs) for name in ("generated", "kept"))
+    assert last.startswith("Ended at step 2 of 2: 2 rollouts in ")
+    assert f", {generated - kept:,.0f} of {generated:,.0f} tokens thrown away (" in last
+    assert last.endswith(
+        f"Traces: {tmp_path}/a run/rollouts. Report: trl-darts report {shlex.quote(f'{tmp_path}/a run')}"
+    )
+
+
+def test_callbacks_of_others_stay():
+    class Mine(ProgressCallback):
+        pass
+
+    callbacks = [mine := Mine(), ProgressCallback(max_str_len=7)]
+    shorten_console(callbacks, RolloutTotals())
+    assert callbacks[0] is mine
+    assert callbacks[1].max_str_len == 7
+
+
+def test_without_traces_the_last_line_says_how_to_get_them(tmp_path, capsys):
+    callback = ShortPrinterCallback(totals := RolloutTotals())
+    state = type("State", (), {"is_world_process_zero": True, "log_history": [], "global_step": 3, "max_steps": 9})()
+    callback.on_train_end(make_args(tmp_path), state, None)
+    assert capsys.readouterr().out == ""  # nothing was trained
+    totals.add({f"darts/rollout/{name}": 2.0 for name in ("seconds", "generated_tokens", "kept_tokens")})
+    line = last_line(make_args(tmp_path), state, totals)
+    assert line.startswith("Ended at step 3 of 9: 1 rollout in 2.0 s, 0 of 2 tokens thrown away (0%).")
+    assert line.endswith("Set `save_rollout_trace=True` for traces and `trl-darts report`.")

@@ -1,0 +1,108 @@
+"""
+Numbers with 95 % intervals (Student's t), and how they are written.
+
+An interval is over the steps of one run: it says nothing of what another seed would give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from ..simulation import Estimate
+
+
+CONFIDENCE = 0.95
+
+
+def half_width(standard_error: float, degrees: int) -> float:
+    """Half of an interval; infinity where nothing is known of the error."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2) * standard_error) if degrees > 0 else math.inf
+
+
+def mean_of(values: pd.Series) -> Estimate:
+    """The mean of what is known."""
+    known = values.dropna()
+    return Estimate.of(known.to_list()) if len(known) else Estimate(math.nan, math.inf)
+
+
+def ratio_of_sums(above: Sequence[pd.Series], below: Sequence[pd.Series]) -> Estimate:
+    """
+    The product of some columns' sums over the product of others', from one row per step. The interval is that of the
+    first-order expansion, in which each row moves the logarithm by what it adds to each sum.
+    """
+    table = pd.concat([*above, *below], axis=1).dropna()
+    sums = table.sum().to_numpy()
+    over, under = sums[: len(above)], sums[len(above) :]
+    if not len(table) or not under.all():
+        return Estimate(math.nan, math.inf)
+    if not over.all():
+        return Estimate(0.0, 0.0)
+    signs = np.repeat([1.0, -1.0], [len(above), len(below)])
+    moves = (table.to_numpy() / sums) @ signs
+    value = float(np.prod(over) / np.prod(under))
+    error = math.sqrt(len(table)) * float(np.std(moves, ddof=1)) if len(table) > 1 else math.inf
+    return Estimate(value, abs(value) * half_width(error, len(table) - 1))
+
+
+def quotient(value: Estimate, first: Estimate) -> Estimate:
+    """One run's value over another's."""
+    ratio = value.mean / first.mean
+    return Estimate(ratio, abs(ratio) * math.hypot(value.half_width / value.mean, first.half_width / first.mean))
+
+
+def fit_linear(
+    columns: pd.DataFrame, y: pd.Series, weights: pd.Series, sums: Sequence[Sequence[float]]
+) -> list[Estimate]:
+    """
+    Least squares of `y`, with entries that count as often as their weights say: the estimate of each weighted sum of
+    the coefficients. One that the entries do not tell is NaN.
+    """
+    root = np.sqrt(weights.to_numpy(float))
+    design, target = columns.to_numpy(float) * root[:, None], y.to_numpy(float) * root
+    inverse = np.linalg.pinv(design)
+    coefficients = inverse @ target
+    degrees = len(y) - int(np.linalg.matrix_rank(design))
+    variance = float(((target - design @ coefficients) ** 2).sum()) / degrees if degrees else math.nan
+    found = []
+    for wanted in np.array(sums, float):
+        if not np.allclose(wanted @ inverse @ design, wanted):
+            found.append(Estimate(math.nan, math.inf))
+            continue
+        error = math.sqrt(variance) * float(np.linalg.norm(wanted @ inverse)) if degrees else math.nan
+        found.append(Estimate(float(wanted @ coefficients), half_width(error, degrees)))
+    return found
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all digits of the whole part."""
+    if not math.isfinite(value):
+        return "–"
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{min(6, max(0, digits))}f}"
+
+
+def percent(value: float) -> str:
+    """A share as whole percents; with one digit below ten."""
+    return f"{100 * value:.{1 if 0 < abs(value) < 0.0995 else 0}f} %" if math.isfinite(value) else "–"
+
+
+def plus_minus(estimate: Estimate, unit: str = "") -> str:
+    """A number and half of its interval, both with as many digits as two of the interval's take."""
+    mean, half = estimate.mean, estimate.half_width
+    if not math.isfinite(mean) or not 1e-9 * abs(mean) < half < math.inf:  # nothing but rounding is no interval
+        return number(mean) + unit
+    digits = max(0, min(6, 1 - math.floor(math.log10(half))))
+    return f"{mean:,.{digits}f} ± {half:,.{digits}f}{unit}".replace("-", "−")
+
+
+def plus_minus_percent(estimate: Estimate) -> str:
+    """A share and half of its interval, in percent."""
+    if not 1e-9 * abs(estimate.mean) < estimate.half_width < math.inf:
+        return percent(estimate.mean)
+    return plus_minus(Estimate(100 * estimate.mean, 100 * estimate.half_width), " %")
