@@ -90,6 +90,21 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
         ({"on_generation_error": "drop_group"}, r"only has an effect with vLLM servers"),
         ({"weight_sync_dir": "/tmp", "weight_sync": "nccl"}, r"`weight_sync_dir` \('/tmp'\) has no effect"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": " , "}, "names no server"),
+        (
+            {"vllm_server_base_url": "http://a:1"},
+            r"`vllm_server_base_url` \('http://a:1'\) would not be used: with `use_vllm` \(False\) .*"
+            "Set `use_vllm=True` and `vllm_mode='server'`, or",
+        ),
+        ({"use_vllm": True, "vllm_server_base_url": "http://a:1"}, r"`vllm_mode` \('colocate'\) .* Set `vllm_mode="),
+        ({"vllm_mode": "server", "vllm_server_host": "a"}, r"`vllm_server_host` \('a'\) .* Set `use_vllm=True`, or"),
+        *[
+            (SERVER | {"vllm_server_base_url": url}, rf"`vllm_server_base_url` \('{url}'\) must be an address")
+            for url in ("a:1", "127.0.0.1:8000", "htp://a", "http:", "http://a:x", "http://http://a:1")
+        ],
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "http://a"},
+            r"`vllm_server_host` \('http://htt",
+        ),
         ({"loss_type": "gpro"}, r"`loss_type` \('gpro'\) must be one of 'grpo', 'dr_grpo'"),
         (
             {"use_vllm": True, "vllm_importance_sampling_mode": "mask"},
@@ -139,7 +154,7 @@ def test_choices_are_those_of_trl(name):
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in CHOICES for value in CHOICES[name]])
 def test_what_trl_takes_is_taken(name, value):
     loss = {"loss_type": "vespo"} if value in VESPO_SAMPLING_MODES else {}
-    given = {"use_vllm": name in TRL_VLLM_CHOICES, "vllm_server_base_url": "http://a:1", name: value, **loss}
+    given = {"use_vllm": name in TRL_VLLM_CHOICES, name: value, **loss}
     assert getattr(config(**given), name) == value
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
+from .engines.addresses import check_address, split_addresses
 from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
 from .hub import PublishedConfig
@@ -240,19 +241,40 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
                 f"`weight_sync_dir` ({self.weight_sync_dir!r}) has no effect with `weight_sync` ('nccl'). Set "
                 "`weight_sync='filesystem'`, or leave it unset."
             )
+        self._check_addresses()
         urls = self.server_urls if self.uses_servers else []
-        if self.uses_servers and not urls:
-            raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
-        if len(set(urls)) < len(urls):
-            raise ConfigurationError(
-                f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names a server twice. Each address once."
-            )
         if self.num_long_servers and self.num_long_servers >= len(urls):
             raise ConfigurationError(
                 f"`num_long_servers` ({self.num_long_servers}) must be less than the number of vLLM servers "
                 f"({len(urls)}): the others take what is not long. Name more in `vllm_server_base_url`, or leave it "
                 "out."
             )
+
+    def _check_addresses(self) -> None:
+        if not self.uses_servers:
+            self._check_unused_addresses()
+            return
+        urls = self.server_urls
+        if not urls:
+            raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
+        for url in urls:
+            check_address("vllm_server_host" if self.vllm_server_base_url is None else "vllm_server_base_url", url)
+        if len(set(urls)) < len(urls):
+            raise ConfigurationError(
+                f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names a server twice. Each address once."
+            )
+
+    def _check_unused_addresses(self) -> None:
+        """A flag that was forgotten would train with another engine, on another machine's time, without a word."""
+        missing = [] if self.use_vllm else ["`use_vllm=True`"]
+        missing += [] if self.vllm_mode == "server" else ["`vllm_mode='server'`"]
+        for name in ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"):
+            value = getattr(self, name)
+            if value and value != self.__dataclass_fields__[name].default:
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) would not be used: with `use_vllm` ({self.use_vllm}) and `vllm_mode` "
+                    f"({self.vllm_mode!r}) no server generates. Set {' and '.join(missing)}, or leave `{name}` out."
+                )
 
     def _check_generation_kwargs(self) -> None:
         kwargs: Any = self.generation_kwargs or {}
@@ -321,7 +343,7 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
         """Base URLs of the vLLM servers."""
         if self.vllm_server_base_url is None:
             return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
-        return [url.strip().rstrip("/") for url in self.vllm_server_base_url.split(",") if url.strip()]
+        return split_addresses(self.vllm_server_base_url)
 
     @property
     def num_engines(self) -> int:

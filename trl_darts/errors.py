@@ -1,5 +1,7 @@
 """The package's exceptions: one base class, and each error is also the standard type that a caller would catch."""
 
+from collections.abc import Mapping
+
 
 class TRLDARTSError(Exception):
     """Base class of every error that `trl_darts` raises on purpose."""
@@ -24,4 +26,8 @@ class GenerationTimeoutError(GenerationError, TimeoutError):
 
 
 class WeightSyncError(TRLDARTSError, RuntimeError):
-    """The engine could not be brought to the trainer's weights."""
+    """The engine could not be brought to the trainer's weights. `failures` has those of servers, by address."""
+
+    def __init__(self, message: str, failures: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})

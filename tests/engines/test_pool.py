@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
+from trl_darts import waiting
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import ServerPool, State
@@ -158,6 +159,19 @@ def test_loss_is_told_once_and_its_last_reason_is_kept():
     with_pool(Switch(), play)
 
 
+def test_a_loss_has_the_words_of_its_cause(tmp_path, monkeypatch, caplog):
+    log = tmp_path / "server.log"
+    log.write_text("RuntimeError: no memory left")
+    monkeypatch.setattr(pool, "find_log", lambda url: log)
+    switch = Switch(500, b'{"error": {"message": "It broke. See stack trace (above) for the root cause."}}')
+
+    async def play(servers, member, log):
+        await until(lambda: member.state is State.DOWN)
+
+    with_pool(switch, play)
+    assert caplog.messages[0].endswith(f"answered 500: It broke. RuntimeError: no memory left. Its log: {log}")
+
+
 def test_draining():
     async def play(servers, member, log):
         (url,) = servers.members
@@ -216,13 +230,15 @@ def test_refreshed_server_serves_again():
     assert num_before <= 2 < switch.num_completions  # nothing was asked of it before it had the weights
 
 
-def test_server_that_is_not_refreshed_stays_out():
+def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "INTERVAL_S", 0.2)
     words = "ZeroDivisionError: division by zero"
     switch = Switch()
     switch.breaks = 2
     with switch.serve() as url, engine_on(url, return_s=0.5) as engine:
         with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
             rollout(engine, refresh=lambda url: 1 / 0)
+        assert f"No vLLM server left; waiting for {url} (0 of 0 s)" in caplog.messages
         assert switch.num_completions <= 2
         assert len(rollout(engine).groups) == 1  # it is healthy; the next rollout may have it
 
@@ -290,10 +306,12 @@ def test_rollout_deadline():
         check_deadline(url, 1.0, GenerationTimeoutError, words, rollout_s=1.0)
 
 
-def test_server_that_never_answers_is_an_error_in_time():
+def test_server_that_never_answers_is_an_error_in_time(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "INTERVAL_S", 0.2)
     with mute_server() as url:
         words = rf"`vllm_server_timeout` \(1 s\). {url}: no answer to `/health` after 0.5 s"
         check_deadline(url, 1.5, GenerationError, words, health_s=0.5, return_s=1.0)
+        assert caplog.messages[0] == f"No new tokens; waiting for {url} (0 of 600 s)"
 
 
 def test_server_that_takes_no_connection_is_told_from_a_slow_one():

@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoConfig, Qwen2Config
 
 from tests.engines.fake_server import HEALTHY, answer, fake_server
-from trl_darts.engines import VLLMServerEngine
+from trl_darts import waiting
+from trl_darts.engines import VLLMServerEngine, preflight
 from trl_darts.engines.preflight import Requirements, ServerUnreachableError, check_server
 from trl_darts.errors import ConfigurationError
 
@@ -109,9 +110,15 @@ def test_another_model_is_refused(tiny_model_dir):
             check(url, needs(other))
 
 
-def test_unreachable():
-    with pytest.raises(ServerUnreachableError, match=r"http://127.0.0.1:9 after `vllm_server_timeout` \(1 s\)"):
+def test_unreachable(monkeypatch, caplog):
+    monkeypatch.setattr(preflight, "RETRY_INTERVAL_S", 0.1)
+    monkeypatch.setattr(waiting, "INTERVAL_S", 0.3)
+    words = r"http://127.0.0.1:9 after `vllm_server_timeout` \(1 s\): nothing listens there\. Make sure"
+    with pytest.raises(ServerUnreachableError, match=words):
         check("http://127.0.0.1:9", needs(CONFIG, timeout_s=1.0))
+    words = "Waiting for the vLLM server at http://127.0.0.1:9: nothing listens there ("
+    assert 2 <= len(caplog.messages) <= 3
+    assert all(message.startswith(words) and message.endswith(" of 1 s)") for message in caplog.messages)
 
 
 def test_server_that_starts_late_is_waited_for():

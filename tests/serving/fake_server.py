@@ -40,7 +40,7 @@ def main() -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path.startswith("/exit"):
-                print("as you wish", flush=True)
+                print("OSError: as you wish", flush=True)
                 os._exit(int(self.path.partition("?")[2]))
             self.send_response(503 if args.never_healthy else 200)
             self.end_headers()

@@ -83,9 +83,9 @@ def interrupt(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
 
 
-def supervise(servers, *when_ready, restart: bool = False, timeout_s: float = 20.0) -> list[str]:
+def supervise(servers, *when_ready, restart: bool = False, timeout_s: float = 20.0, told: list | None = None) -> list:
     """Run until a signal or a failure; each time all are healthy, the next call of `when_ready`. What was reported."""
-    messages, calls = [], list(when_ready)
+    messages, calls = [] if told is None else told, list(when_ready)
     watcher = Supervisor(servers, timeout_s, restart)
 
     def report(found: list[str]) -> None:
@@ -119,13 +119,27 @@ def test_second_signal_kills(tmp_path):
 
 
 @pytest.mark.usefixtures("quick")
-def test_death_ends_all_with_its_log_and_exit_code(tmp_path):
-    servers = [fake_server(tmp_path) for _ in range(2)]
-    members = []
-    with pytest.raises(ServerFailedError, match="as you wish") as caught:
-        supervise(servers, lambda: (members.extend(members_of(*servers)), make_exit(servers[1], 9)))
-    assert caught.value.exit_code == 9
-    assert servers[1].command.base_url in str(caught.value)
+def test_others_go_on_until_none_is_left(tmp_path):
+    servers = [fake_server(tmp_path, "--engine", "own") for _ in range(2)]
+    urls = [server.command.base_url for server in servers]
+    members, messages = [], []
+
+    def next_dies():
+        messages.append([server.is_healthy() for server in servers])
+        make_exit(servers[0], 8)
+
+    def one_dies():
+        members.extend(members_of(*servers))
+        make_exit(servers[1], 9)
+
+    with pytest.raises(ServerFailedError) as caught:
+        supervise(servers, one_dies, next_dies, told=messages)
+    words = "The vLLM server at {} ended with exit code {} (log: {}): OSError: as you wish."
+    last, remedy = f"Still there: {urls[0]}.", "With `--restart`, a server that dies is started again."
+    assert messages[-2] == f"{words.format(urls[1], 9, servers[1].log_path)} {last} {remedy}"
+    assert messages[-1] == [True, False]
+    assert str(caught.value) == words.format(urls[0], 8, servers[0].log_path)
+    assert caught.value.exit_code == 8
     assert_ended(members, timeout_s=1)
 
 
@@ -144,7 +158,8 @@ def test_restart_and_its_log_goes_on(tmp_path):
     servers = [fake_server(tmp_path, "--engine", "own") for _ in range(2)]
     strike = lambda: make_exit(servers[0], 3)  # noqa: E731
     messages = supervise(servers, strike, strike, interrupt, restart=True)
-    assert sum("ended with exit code 3; it is started again" in message for message in messages) == 2
+    ends = [message.partition("OSError: as you wish. ")[2] for message in messages if "exit code 3" in message]
+    assert ends == [f"It is started again in {seconds} s." for seconds in ("0.05", "0.1")]
     assert servers[0].log_path.read_text().count("fake server") == 3
 
 

@@ -16,8 +16,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.weights.probes import load_model
 from tests.weights.stubs import stub_client
-from trl_darts.errors import WeightSyncError
-from trl_darts.weights.fleet import FleetVLLMClient
+from trl_darts.errors import ConfigurationError, WeightSyncError
+from trl_darts.weights.fleet import GROUP_PORT, FleetVLLMClient, free_port
 
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
@@ -138,6 +138,29 @@ def test_a_server_that_is_back_gets_the_weights_in_a_group_of_its_own(generation
     assert torch.equal(torch.cat(sent["group1"]), merged_bytes(generation))
     assert (fleet.behind, fleet.version) == ([], 1)
     assert not is_merged(generation)
+
+
+def test_two_trainings_on_one_machine_have_their_own_ports(monkeypatch):
+    """Each with a group per server, all from TRL's default on. The listening half of a group is vLLM's own."""
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    def open_group(client, device):
+        group = StatelessProcessGroup.create("127.0.0.1", client.group_port, rank=0, world_size=1)
+        client.communicator = SimpleNamespace(group=group)
+
+    monkeypatch.setattr(VLLMClient, "init_communicator", open_group)
+    clients = [stub_client(index) for index in (0, 1, 0, 1)]
+    fleets = [FleetVLLMClient(clients[:2]), FleetVLLMClient(clients[2:])]
+    for fleet in fleets:
+        fleet.init_communicator()
+    ports = [client.group_port for client in clients]
+    assert len(set(ports)) == 4
+    assert min(ports) >= GROUP_PORT
+    assert fleets[1].rejoin("http://stub0")
+    for fleet in fleets:
+        fleet.close_communicator()
+    with pytest.raises(ConfigurationError, match=r"`vllm_group_port` \(65536\)"):
+        free_port(65536)
 
 
 def test_update_that_a_lost_trainer_left_open(generation, sent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from PIL import Image
 
 from tests.engines.fake_server import answer, fake_server
 from tests.weights.stubs import stub_client
+from trl_darts import waiting
 from trl_darts.engines.pool import State
 from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.errors import ConfigurationError, GenerationError, WeightSyncError
@@ -161,6 +163,37 @@ def test_weights_that_could_not_be_written(fleet, clients):
     assert fleet.behind == ["http://stub0", "http://stub1", "http://stub2"]
     assert not clients[0].session.posts
     assert not fleet.refresh("http://stub0", METADATA, None)
+
+
+def test_each_server_is_lost_with_its_own_words(fleet, clients):
+    clients[0].session.answers["/collective_rpc"] = (500, "no memory left")
+    clients[2].session.answers["/pause"] = (500, "stuck")
+    lost = {}
+    generation = object.__new__(SyncedGeneration)
+    generation.mode, generation.main, generation.vllm_client = "server", SimpleNamespace(is_here=True), fleet
+    generation.engine = SimpleNamespace(
+        states=lambda: dict.fromkeys(fleet.base_urls, State.UP), lose=lambda url, reason: lost.update({url: reason})
+    )
+    with generation._servers_left_out():
+        fleet.update_named_params(METADATA, params())
+    assert lost.keys() == {"http://stub0", "http://stub2"}
+    assert "no memory left" in lost["http://stub0"]
+    assert "stuck" not in lost["http://stub0"]
+    assert lost["http://stub2"] == "`/pause` of the vLLM server at http://stub2 failed (500): stuck"
+
+
+def test_a_server_that_takes_long_is_said(clients, monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(waiting, "POLL_S", 0.01)
+    request = clients[0].session.request
+
+    def slow(*args, **kwargs):
+        time.sleep(0.08)
+        return request(*args, **kwargs)
+
+    clients[0].session.request = slow
+    clients[0].pause()
+    assert caplog.messages == ["Waiting for http://stub0 to answer `/pause` (0 of 15 s)"]
 
 
 def test_every_tensor_is_asked_for(fleet):

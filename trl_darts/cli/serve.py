@@ -17,7 +17,7 @@ from ..serving.options import API_KEY_VARIABLE, ServeOptions, check_options
 from ..serving.supervisor import Server, Supervisor, counted_signals
 
 
-LINE_INTERVAL_S = 30.0
+LINE_INTERVAL_S = 10.0
 
 
 def serve(
@@ -44,7 +44,9 @@ def serve(
     weight_sync: Annotated[
         str, typer.Option(help="auto, nccl or filesystem: how the trainer's weights arrive.", metavar="WAY")
     ] = "auto",
-    restart: Annotated[bool, typer.Option("--restart", help="Start a server again that died.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start a server again that died, beside the others that go on.")
+    ] = False,
     api_key: Annotated[
         str | None,
         typer.Option(help="Key that requests to /v1 must carry.", envvar=API_KEY_VARIABLE, show_default=False),
@@ -123,7 +125,7 @@ class Display:
             self._arguments = None
 
     def _progress(self) -> None:
-        """The spinner in a terminal, else a line every half minute."""
+        """The spinner in a terminal, else a line every ten seconds."""
         if self.console.is_terminal:
             self.status.update("\n".join(self.supervisor.describe()))
             self.status.start()

@@ -12,15 +12,18 @@ A server that is not UP is asked for its health alone: one that comes back has o
 """
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
 import aiohttp
 
 from .deadlines import Deadlines
+from .server_log import explain, find_log
 from .vllm_api import ServerRefusedError, VLLMServer
 
 
@@ -65,6 +68,7 @@ class Member:
     reason: str = ""  # why it was lost last
     draining: bool = False
     num_losses: int = 0
+    log: Path | None = None  # looked for while it is there
 
     @property
     def capacity(self) -> int:
@@ -111,9 +115,11 @@ class ServerPool:
     def lose(self, url: str, reason: str) -> None:
         """Takes a server out until it answers again."""
         member = self.members[url]
+        reason = explain(reason, member.log)
+        if member.state is not State.DOWN:
+            logger.warning("The vLLM server at %s is lost: %s", url, reason)
         if member.state is State.UP:
             member.num_losses += 1
-            logger.warning("The vLLM server at %s is lost: %s", url, reason)
             self._tell(lambda listener: listener.on_lost(url, reason))
         member.state, member.reason = State.DOWN, reason
 
@@ -136,6 +142,7 @@ class ServerPool:
             say(self.listener)
 
     async def _watch(self, url: str) -> None:
+        await self._find_log(url)
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
@@ -152,12 +159,21 @@ class ServerPool:
             return
         if member.state is State.DOWN:
             member.state = State.RETURNED
+            await self._find_log(url)
+
+    async def _find_log(self, url: str) -> None:
+        self.members[url].log = await asyncio.to_thread(find_log, url)
 
 
-def describe(error: BaseException, waited_for: str) -> str:
+def describe(error: BaseException | None, waited_for: str) -> str:
     """An error's message; a timeout has none."""
     if isinstance(error, ServerRefusedError):
         return str(error)
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
+        return "nothing listens there"
+    reset = isinstance(error, OSError) and error.errno == errno.ECONNRESET
+    if reset or isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
+        return "it closed the connection in the middle of an answer"
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer to {waited_for}"
     return f"{type(error).__name__}: {error}"

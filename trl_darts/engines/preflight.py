@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
 from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
+from ..waiting import INTERVAL_S, Waiting
+from .pool import FAILURES, describe
 from .vllm_api import ServerRefusedError, VLLMServer, vocabulary_size
 
 
@@ -66,20 +67,27 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
 
 
 async def _wait_until_healthy(server: VLLMServer, timeout_s: float) -> None:
-    failures = (aiohttp.ClientError, ServerRefusedError, TimeoutError)
+    waiting = Waiting(timeout_s)
+
+    def say(state: RetryCallState) -> None:
+        error = None if state.outcome is None else state.outcome.exception()
+        waiting.say(f"Waiting for the vLLM server at {server.base_url}: {describe(error, '`/health`')}")
+
     try:
         async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(failures),
+            retry=retry_if_exception_type(FAILURES),
             wait=wait_fixed(RETRY_INTERVAL_S),
             stop=stop_after_delay(timeout_s),
+            before_sleep=say,
             reraise=True,
         ):
             with attempt:
-                await server.get("/health", timeout_s=max(RETRY_INTERVAL_S, timeout_s))
-    except failures as error:
+                await server.get("/health", timeout_s=max(RETRY_INTERVAL_S, min(timeout_s, INTERVAL_S)))
+    except FAILURES as error:
         raise ServerUnreachableError(
             f"The vLLM server can't be reached at {server.base_url} after `vllm_server_timeout` ({timeout_s:g} s): "
-            f"{error}. Make sure that it is running, and that `vllm_server_base_url` is its address."
+            f"{describe(error, '`/health`')}. Make sure that it is running, and that `vllm_server_base_url` is its "
+            "address."
         ) from error
 
 

@@ -1,6 +1,5 @@
 """TRL's generation with vLLM, with weights that reach several servers, of which some may be lost."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -15,15 +14,13 @@ from trl.trainer import grpo_trainer
 from ..errors import ConfigurationError, GenerationError, WeightSyncError
 from ..weights.client import SyncedVLLMClient
 from ..weights.fleet import make_client
+from .addresses import check_address
 from .connection import ServerSettings
 from .hf_generate import replaced
 from .main_process import MainProcess
 from .pool import State
 from .preflight import ServerFacts, check_server
 from .vllm_server import VLLMServerEngine, bring_back
-
-
-logger = logging.getLogger(__name__)
 
 
 class SyncedGeneration(VLLMGeneration):
@@ -110,16 +107,15 @@ class SyncedGeneration(VLLMGeneration):
         back = [url for url, state in states.items() if state is State.RETURNED and self.vllm_client.rejoin(url)]
         taking_part = {url for url, state in states.items() if state is State.UP} | set(back)
         self.vllm_client.excluded = set(states) - taking_part
-        message = ""
+        problem = WeightSyncError("")
         try:
             yield
         except WeightSyncError as error:
-            message = str(error)
-            logger.warning("%s", message)
+            problem = error
         behind = self.vllm_client.behind
         for url in taking_part:
             if url in behind:
-                self.engine.lose(url, message)
+                self.engine.lose(url, problem.failures.get(url, str(problem)))
             elif url in back:
                 self.engine.join(url)
 
@@ -175,6 +171,7 @@ class SyncedGeneration(VLLMGeneration):
             [`ServerUnreachableError`]: If it does not answer within `vllm_server_timeout`.
         """
         url = url.strip().rstrip("/")
+        check_address("url", url)
         self.facts = self.main.broadcast(lambda: self._add(url))
         self._set_servers([*self.settings.base_urls, url])
 

@@ -33,6 +33,7 @@ from ..scheduling import (
     Submit,
     TokensArrived,
 )
+from ..waiting import Waiting
 from .deadlines import Deadlines
 from .pool import ServerPool, State, describe
 from .vllm_api import Chunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
@@ -77,6 +78,7 @@ class RolloutRun:
         self.internal_ids: dict[Key, str] = {}
         self.engine_of: dict[Key, str] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
+        self.tokens = Waiting(deadlines.first_token_s)  # the next ones
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def execute(self, plans: Sequence[GroupPlan]) -> RolloutResult:
@@ -115,14 +117,17 @@ class RolloutRun:
         self._report(EngineResized(url, capacity, time.perf_counter()))
 
     async def _keep_time(self) -> None:
-        """Ends a rollout that takes too long, or that no server is left for."""
-        start = since_up = time.perf_counter()
+        """Says what is waited for, and ends a rollout that takes too long, or that no server is left for."""
+        rollout, server = Waiting(self.deadlines.rollout_s), Waiting(self.deadlines.return_s)
         while not self.finished.done():
             await asyncio.sleep(CLOCK_S)
-            now = time.perf_counter()
-            if self.pool.urls(State.UP):
-                since_up = now
-            if now - since_up > self.deadlines.return_s:
+            if up := self.pool.urls(State.UP):
+                server = Waiting(self.deadlines.return_s)
+                self.tokens.say(f"No new tokens; waiting for {', '.join(up)}")
+            else:
+                self.tokens = Waiting(self.deadlines.first_token_s)
+                server.say(f"No vLLM server left; waiting for {', '.join(self.pool.members)}")
+            if server.seconds > self.deadlines.return_s:
                 reasons = "; ".join(f"{url}: {member.reason}" for url, member in self.pool.members.items())
                 self._fail(
                     GenerationError(
@@ -130,7 +135,7 @@ class RolloutRun:
                         f"`vllm_server_timeout` ({self.deadlines.return_s:g} s). {reasons}"
                     )
                 )
-            elif now - start > self.deadlines.rollout_s:
+            elif rollout.seconds > self.deadlines.rollout_s:
                 self._fail(
                     GenerationTimeoutError(
                         f"The rollout took longer than `vllm_rollout_timeout_s` ({self.deadlines.rollout_s:g} s): "
@@ -209,6 +214,7 @@ class RolloutRun:
 
     def _add(self, key: Key, offset: int, chunk: Chunk) -> None:
         now = time.perf_counter()
+        self.tokens = Waiting(self.deadlines.token_s)
         if chunk.finish_reason is None:
             self._report(TokensArrived(*key, offset, chunk.tokens, chunk.logprobs, now))
             return

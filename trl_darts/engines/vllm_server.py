@@ -227,9 +227,7 @@ def bring_back(engine: VLLMServerEngine, refresh: Callable[[str], bool], waiting
         try:
             fresh = refresh(url)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning("The vLLM server at %s is back, but %s", url, reason)
-            engine.lose(url, reason)
+            engine.lose(url, f"{type(error).__name__}: {error}")
             continue
         if fresh:
             engine.join(url)

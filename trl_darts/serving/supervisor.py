@@ -25,13 +25,13 @@ from pathlib import Path
 from ..errors import TRLDARTSError
 from . import guard
 from .command import ServerCommand
+from .log import last_words
 
 
 POLL_S = 0.2
 GRACE_S = 10.0  # from SIGTERM to SIGKILL: vLLM takes about 2 s when idle
 KILL_MARGIN_S = 15.0  # what a guard may need beyond that, to kill and to collect
 HEALTH_TIMEOUT_S = 2.0
-TAIL_LINES = 30
 FIRST_BACKOFF_S = 1.0
 # A server that stays healthy this long did not fail because of how it was started: its failures are counted anew.
 STABLE_S = 10.0
@@ -40,7 +40,7 @@ _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy
 
 
 class ServerFailedError(TRLDARTSError, RuntimeError):
-    """A server died, or did not become healthy. Has the end of its log, and what the command should exit with."""
+    """A server died, or did not become healthy. Has the reason and what the command should exit with."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -53,6 +53,7 @@ class State(StrEnum):
     WAITING = "waiting to restart"
     STARTING = "starting"
     HEALTHY = "healthy"
+    GONE = "gone"  # for good
 
 
 @dataclass(eq=False)
@@ -66,13 +67,14 @@ class Server:
     since: float = 0.0
     failures: int = 0  # in a row
     restart_at: float = 0.0
+    log_offset: int = 0  # of what its log says since it took its state
     process: subprocess.Popen[bytes] | None = None  # the guard's
 
     def start(self, now: float) -> None:
         """Start it, or start it again; the log then goes on."""
         self.ask_to_stop()  # the ended guard's pipe is still open here
-        self.enter(State.STARTING, now)
         with self.log_path.open("wb" if self.process is None else "ab") as log:
+            self.enter(State.STARTING, now)
             self.process = subprocess.Popen(
                 # -P: the file's directory is no place to import from.
                 [sys.executable, "-P", guard.__file__, str(self.grace_s), *self.command.argv],
@@ -86,6 +88,7 @@ class Server:
     def enter(self, state: State, now: float) -> None:
         """Take a state."""
         self.state, self.since = state, now
+        self.log_offset = self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def poll(self) -> int | None:
         """The exit code, 128 + signal if one killed it. `None` while it runs, or if it was never started."""
@@ -116,10 +119,6 @@ class Server:
             self.process.kill()
             self.process.wait()
 
-    def log_tail(self) -> str:
-        """The last lines of the log."""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-
 
 @contextmanager
 def counted_signals() -> Iterator[list[int]]:
@@ -138,10 +137,10 @@ def counted_signals() -> Iterator[list[int]]:
 
 class Supervisor:
     """
-    Runs servers until it is told to stop, or until one fails for good.
+    Runs servers until it is told to stop, or until none is left.
 
-    With `restart`, a server that dies after all were healthy is started again. One that dies before is not: a second
-    try would not make a wrong flag right.
+    Once all were healthy, a server that dies leaves the others alone; with `restart` it is started again. One that
+    dies before ends all: a second try would not make a wrong flag right, and no trainer has been told of it.
     """
 
     def __init__(
@@ -159,8 +158,8 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all servers are healthy now."""
-        return all(server.state is State.HEALTHY for server in self.servers)
+        """Whether all servers that are left are healthy now."""
+        return all(server.state in (State.HEALTHY, State.GONE) for server in self.servers)
 
     def describe(self) -> list[str]:
         """What each server is doing, and for how long."""
@@ -184,7 +183,7 @@ class Supervisor:
         One look at every server, and what follows from it. Returns what a user wants to know.
 
         Raises:
-            [`ServerFailedError`]: If a server died or did not become healthy, and is not to be started again.
+            [`ServerFailedError`]: If a server died or did not become healthy, and no other is left, or none was ready.
         """
         messages = [message for server in self.servers if (message := self._look_at(server))]
         self.was_ready = self.was_ready or self.is_ready
@@ -204,13 +203,15 @@ class Supervisor:
 
     def _look_at(self, server: Server) -> str | None:
         now = self.clock()
+        if server.state is State.GONE:
+            return None
         if server.state is State.WAITING:
             if now >= server.restart_at:
                 server.start(now)
             return None
         code = server.poll()
         if code is not None:
-            return self._failed(server, f"ended with exit code {code}", code)
+            return self._failed(server, f"ended with exit code {code}{_signal_of(code)}", code)
         if server.state is State.HEALTHY:
             return None
         if server.is_healthy():
@@ -223,17 +224,31 @@ class Supervisor:
         return None
 
     def _failed(self, server: Server, what: str, exit_code: int) -> str:
-        """The one place that decides what a failure means: the end of all, or a restart of this one."""
+        """The one place that decides what a failure means: the end of all or of this one, or its restart."""
         now = self.clock()
         stable = server.state is State.HEALTHY and now - server.since >= STABLE_S
         server.failures = 1 if stable else server.failures + 1
-        what = f"The vLLM server at {server.command.base_url} {what}"
         if server.failures > MAX_FAILURES:
             what += f", {server.failures} times in a row and each within {STABLE_S:g} s of being healthy"
-        if not (self.restart and self.was_ready) or server.failures > MAX_FAILURES:
-            log = f"The end of its log, {server.log_path}:\n{server.log_tail()}"
-            raise ServerFailedError(f"{what}. {log}", exit_code)
-        delay_s = FIRST_BACKOFF_S * 2 ** (server.failures - 1)
-        server.restart_at = now + delay_s
-        server.enter(State.WAITING, now)
-        return f"{what}; it is started again in {delay_s:g} s. Log: {server.log_path}"
+        words = f"The vLLM server at {server.command.base_url} {what} (log: {server.log_path})"
+        if exit_code != 128 + signal.SIGKILL:  # of which the log does not know
+            words += f": {last_words(server.log_path, server.log_offset).rstrip('.')}"
+        words += "."
+        if self.restart and self.was_ready and server.failures <= MAX_FAILURES:
+            delay_s = FIRST_BACKOFF_S * 2 ** (server.failures - 1)
+            server.restart_at = now + delay_s
+            server.enter(State.WAITING, now)
+            return f"{words} It is started again in {delay_s:g} s."
+        server.enter(State.GONE, now)
+        left = [other.command.base_url for other in self.servers if other.state is not State.GONE]
+        if not self.was_ready or not left:
+            raise ServerFailedError(words, exit_code)
+        remedy = "" if self.restart else " With `--restart`, a server that dies is started again."
+        return f"{words} Still there: {', '.join(left)}.{remedy}"
+
+
+def _signal_of(code: int) -> str:
+    try:
+        return f", by {signal.Signals(code - 128).name}"
+    except ValueError:
+        return ""

@@ -13,6 +13,7 @@ from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
 from ..errors import ConfigurationError, GenerationError, WeightSyncError
+from ..waiting import said_meanwhile
 
 
 CONNECT_TIMEOUT_S = 10.0
@@ -57,7 +58,7 @@ class SyncedVLLMClient(VLLMClient):
         self.api_key = api_key
         super().__init__(base_url=base_url, group_port=group_port, connection_timeout=connection_timeout)
 
-    def check_server(self, *args: Any, **kwargs: Any) -> None:
+    def check_server(self, total_timeout: float = 0.0, *args: Any, **kwargs: Any) -> None:
         """TRL's, which is the first that its constructor does with the new session: the next request wants the key."""
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, _Adapter())
@@ -65,7 +66,8 @@ class SyncedVLLMClient(VLLMClient):
         self.session.headers["Connection"] = "close"  # a server drops idle connections after 5 s
         if self.api_key:
             self.session.headers["Authorization"] = f"Bearer {self.api_key}"
-        super().check_server(*args, **kwargs)
+        with said_meanwhile(f"Waiting for {self.base_url}", total_timeout):
+            super().check_server(total_timeout, *args, **kwargs)
 
     def image_features(self, images: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """TRL's; a server that refuses an image is named."""
@@ -90,13 +92,13 @@ class SyncedVLLMClient(VLLMClient):
         or with another status than 200, a [`WeightSyncError`] with the server's own message.
         """
         try:
-            response = self.session.request(
-                method, self.base_url + path, json=body, params=params, timeout=(CONNECT_TIMEOUT_S, timeout_s)
-            )
+            with said_meanwhile(f"Waiting for {self.base_url} to answer `{path}`", timeout_s):
+                response = self.session.request(
+                    method, self.base_url + path, json=body, params=params, timeout=(CONNECT_TIMEOUT_S, timeout_s)
+                )
         except requests.RequestException as error:
-            raise WeightSyncError(
-                f"The vLLM server at {self.base_url} did not answer `{path}`: {error}. Its log says why."
-            ) from error
+            late = f" within {timeout_s:g} s" if isinstance(error, requests.Timeout) else ": the connection failed"
+            raise WeightSyncError(f"The vLLM server at {self.base_url} did not answer `{path}`{late}.") from error
         if response.status_code == 404 and optional:
             return {}
         if response.status_code == 404:

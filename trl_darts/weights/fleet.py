@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import requests
 import torch
 
 from ..errors import ConfigurationError, GenerationError, TRLDARTSError, WeightSyncError
+from ..waiting import said_meanwhile
 from . import WEIGHT_SYNCS
 from .client import SyncedVLLMClient
 from .files import WeightDirectory, is_this_machine
@@ -40,8 +42,8 @@ def make_client(
     """
     The client for one or several servers. Waits until they answer; `init_communicator` checks that they fit.
 
-    `device` is that of the trainer's main process. The first server's NCCL group has the port `group_port`, the next
-    one's the next.
+    `device` is that of the trainer's main process. Each server's NCCL group has the next free port from `group_port`
+    on.
     """
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     weight_sync = resolve_weight_sync(weight_sync, device, sync_dir)
@@ -134,7 +136,9 @@ class FleetVLLMClient:
 
     def _connect(self, client: SyncedVLLMClient) -> None:
         if self.directory is None:
-            client.init_communicator(self._device)
+            client.group_port = free_port(client.group_port)
+            with said_meanwhile(f"Waiting for {client.base_url} to join the weight group on port {client.group_port}"):
+                client.init_communicator(self._device)
             return
         client.call("/server_info", params={"config_format": "json"}, method="GET")  # it is there, in development mode
         if self.directory.is_local and not is_this_machine(str(client.host)):
@@ -230,7 +234,7 @@ class FleetVLLMClient:
         with WeightUpdate(clients, self.version) as update:
             update.each(SyncedVLLMClient.start_update)
             for names, tensors in self._chunks(metadata, named_params):
-                update.in_turn(lambda client: client.update_named_params(names, iter(tensors)))  # noqa: B023
+                update.in_turn(lambda client: _send(client, names, tensors))  # noqa: B023
             update.each(SyncedVLLMClient.finish_update)
 
     def _chunks(
@@ -275,3 +279,26 @@ class FleetVLLMClient:
             except requests.RequestException as error:
                 failures.append(f"{client.base_url}: {type(error).__name__}: {error}")
         raise GenerationError(f"No vLLM server processed the images. {'; '.join(failures)}")
+
+
+def _send(client: SyncedVLLMClient, metadata: Metadata, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    with said_meanwhile(f"Waiting for {client.base_url} to take new weights over NCCL"):
+        client.update_named_params(metadata, iter(tensors))
+
+
+def free_port(first: int) -> int:
+    """
+    The first port from `first` on that nobody uses. Looked for when a group is formed, not before: another training on
+    this machine may form its own while a model is loaded.
+    """
+    for port in range(first, 1 << 16):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+            try:
+                sock.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigurationError(
+        f"`vllm_group_port` ({first}) must be a port with a free one at or above it, up to 65535. Lower it."
+    )

@@ -77,9 +77,10 @@ class WeightUpdate:
             raise self._summary() from next(iter(self.failures.values()))
 
     def _summary(self) -> WeightSyncError:
-        lines = [f"- {client.base_url}: {self.failures[client]}" for client in self.clients if client in self.failures]
+        failures = {client.base_url: str(self.failures[client]) for client in self.clients if client in self.failures}
+        lines = [f"- {url}: {message}" for url, message in failures.items()]
         servers = "the vLLM server" if len(lines) == 1 else f"{len(lines)} vLLM servers"
-        return WeightSyncError("\n".join([f"The weights could not be brought to {servers}:", *lines]))
+        return WeightSyncError("\n".join([f"The weights could not be brought to {servers}:", *lines]), failures)
 
 
 @contextmanager

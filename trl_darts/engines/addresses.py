@@ -1,0 +1,23 @@
+"""Addresses of vLLM servers, as settings name them."""
+
+from urllib.parse import urlsplit
+
+from ..errors import ConfigurationError
+
+
+def split_addresses(text: str) -> list[str]:
+    """The addresses of a list with commas."""
+    return [url.strip().rstrip("/") for url in text.split(",") if url.strip()]
+
+
+def check_address(name: str, url: str) -> None:
+    """Refuses what a client would only stumble over at its first request, or take for another host."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.count("://") == 1
+    except ValueError:  # the port is no number, or an IPv6 address has no brackets
+        valid = False
+    if not valid:
+        raise ConfigurationError(
+            f"`{name}` ({url!r}) must be an address with a scheme and a host. Write it like 'http://127.0.0.1:8000'."
+        )
