@@ -29,10 +29,10 @@ if __name__ == "__main__":
 from datasets import load_dataset
 from tiny_reasoner.task import make_dataset
 from transformers import AutoConfig
-from trl import get_dataset, get_peft_config, get_quantization_config
+from trl import get_dataset
 
-from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.recipe import MADE_DATASET, OVERLONG, Recipe, ScriptArguments, read_command_line
+from trl_darts.checks import check_datasets
 from trl_darts.errors import ConfigurationError
 
 
@@ -105,7 +105,7 @@ def to_conversations(dataset: Any, script_args: ScriptArguments) -> Any:
     return dataset.map(convert) if any(columns.values()) else dataset
 
 
-def make_trainer(words: list[str]) -> tuple[DARTSGRPOTrainer, ScriptArguments]:
+def make_trainer(words: list[str]) -> tuple[Any, ScriptArguments]:
     """The trainer that a command line describes, with all that can be checked before its first step."""
     recipe = read_command_line(words)
     script_args, training_args, model_args = recipe.script, recipe.config, recipe.model
@@ -119,13 +119,20 @@ def make_trainer(words: list[str]) -> tuple[DARTSGRPOTrainer, ScriptArguments]:
     check_model(recipe)
     rewards = load_rewards(script_args, training_args.max_completion_length)
     splits = load_splits(recipe)
-    evaluates = training_args.eval_strategy != "no"
+    train_dataset, eval_dataset = split_of(splits, "dataset_train_split", script_args), None
+    if training_args.eval_strategy != "no":
+        eval_dataset = split_of(splits, "dataset_test_split", script_args)
+    check_datasets(training_args, train_dataset, eval_dataset)
+    from trl import get_peft_config, get_quantization_config  # what they load, vLLM too, takes seconds
+
+    from trl_darts import DARTSGRPOTrainer
+
     trainer = DARTSGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=rewards,
         args=training_args,
-        train_dataset=split_of(splits, "dataset_train_split", script_args),
-        eval_dataset=split_of(splits, "dataset_test_split", script_args) if evaluates else None,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
