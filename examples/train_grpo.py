@@ -7,9 +7,10 @@ With a vLLM server (see docs/servers.md), add:
 
     --use_vllm --vllm_mode server --vllm_server_base_url http://127.0.0.1:8000
 
-Other recipes are in `configs` (see docs/recipes.md), and `--config hf://org/name` takes one of the Hub. Beside what
-TRL's script takes, `--dataset_name tiny_reasoner` makes the data set of examples/tiny_reasoner, and `--prompt_column`
-and `--solution_column` bring a data set into the form of TRL's math rewards.
+After Ctrl-C, the same command with `--resume_from_checkpoint true` goes on from the last checkpoint. Other recipes are
+in `configs` (see docs/recipes.md), and `--config hf://org/name` takes one of the Hub. Beside what TRL's script takes,
+`--dataset_name tiny_reasoner` makes the data set of examples/tiny_reasoner, and `--prompt_column` and
+`--solution_column` bring a data set into the form of TRL's math rewards.
 """
 
 import importlib
@@ -17,14 +18,22 @@ import os
 import sys
 from typing import Any
 
+from trl_darts.cli.exits import one_line, one_line_errors
+from trl_darts.fields import check_command_line
+
+
+if __name__ == "__main__":
+    with one_line_errors():  # before the imports below, which take seconds
+        check_command_line(sys.argv[1:])
+
 from datasets import load_dataset
 from tiny_reasoner.task import make_dataset
-from trl import DatasetMixtureConfig, TrlParser, get_dataset, get_peft_config, get_quantization_config
+from transformers import AutoConfig
+from trl import get_dataset
 
-from trl_darts import DARTSGRPOTrainer
-from trl_darts.analysis.recipe import ARGUMENTS, MADE_DATASET, OVERLONG, ScriptArguments
-from trl_darts.errors import ConfigurationError, TRLDARTSError
-from trl_darts.hub import resolve_config_arguments
+from trl_darts.analysis.recipe import MADE_DATASET, OVERLONG, Recipe, ScriptArguments, read_command_line
+from trl_darts.checks import check_datasets
+from trl_darts.errors import ConfigurationError
 
 
 def load_rewards(script_args: ScriptArguments, max_completion_length: int) -> list[Any]:
@@ -38,24 +47,44 @@ def load_rewards(script_args: ScriptArguments, max_completion_length: int) -> li
         try:
             reward = getattr(importlib.import_module(module or "trl.rewards"), function)
         except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"`reward_funcs` ({name!r}) can't be imported: {error}.") from error
+            raise ConfigurationError(f"`reward_funcs` ({name!r}) can't be imported: {error}. Correct it.") from error
         rewards.append(reward(max_completion_length, script_args.soft_punish_cache) if name == OVERLONG else reward)
     return rewards
 
 
-def load_splits(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig, seed: int) -> Any:
+def check_model(recipe: Recipe) -> None:
+    """Reads the model's configuration, which is small."""
+    name, revision = recipe.model.model_name_or_path, recipe.model.model_revision
+    try:
+        AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=recipe.config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"`model_name_or_path` ({name!r}) can't be loaded: {one_line(error)}") from error
+
+
+def load_splits(recipe: Recipe) -> Any:
     """The data set's splits by name."""
-    if dataset_args.datasets:  # wins over `dataset_name`, as in TRL's script
-        return get_dataset(dataset_args)
-    if script_args.dataset_name == MADE_DATASET:
+    script_args = recipe.script
+    if script_args.dataset_name == MADE_DATASET and not recipe.datasets.datasets:
         return {
-            script_args.dataset_train_split: make_dataset(script_args.num_prompts, seed),
-            script_args.dataset_test_split: make_dataset(64, seed, split="test"),
+            script_args.dataset_train_split: make_dataset(script_args.num_prompts, recipe.config.seed),
+            script_args.dataset_test_split: make_dataset(64, recipe.config.seed, split="test"),
         }
-    if not script_args.dataset_name:
-        raise ConfigurationError("`dataset_name` (empty) must be a data set. Or set `datasets`.")
-    name, streaming = script_args.dataset_config, script_args.dataset_streaming
-    return load_dataset(script_args.dataset_name, name=name, streaming=streaming)
+    try:
+        if recipe.datasets.datasets:  # wins over `dataset_name`, as in TRL's script
+            return get_dataset(recipe.datasets)
+        name, streaming = script_args.dataset_config, script_args.dataset_streaming
+        return load_dataset(script_args.dataset_name, name=name, streaming=streaming)
+    except (OSError, ValueError) as error:
+        given = "`datasets`" if recipe.datasets.datasets else f"`dataset_name` ({script_args.dataset_name!r})"
+        raise ConfigurationError(f"{given} can't be loaded: {one_line(error)}") from error
+
+
+def split_of(splits: Any, field: str, script_args: ScriptArguments) -> Any:
+    """One of the splits, with conversations."""
+    name = getattr(script_args, field)
+    if name not in splits:
+        raise ConfigurationError(f"`{field}` ({name!r}) must be a split of the data set: {', '.join(splits)}.")
+    return to_conversations(splits[name], script_args)
 
 
 def to_conversations(dataset: Any, script_args: ScriptArguments) -> Any:
@@ -76,11 +105,10 @@ def to_conversations(dataset: Any, script_args: ScriptArguments) -> Any:
     return dataset.map(convert) if any(columns.values()) else dataset
 
 
-def make_trainer(words: list[str]) -> tuple[DARTSGRPOTrainer, ScriptArguments]:
+def make_trainer(words: list[str]) -> tuple[Any, ScriptArguments]:
     """The trainer that a command line describes, with all that can be checked before its first step."""
-    words, origin = resolve_config_arguments(words)
-    script_args, training_args, model_args, dataset_args = TrlParser(ARGUMENTS).parse_args_and_config(words)
-    training_args.origin = origin
+    recipe = read_command_line(words)
+    script_args, training_args, model_args = recipe.script, recipe.config, recipe.model
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
@@ -88,15 +116,23 @@ def make_trainer(words: list[str]) -> tuple[DARTSGRPOTrainer, ScriptArguments]:
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
+    check_model(recipe)
     rewards = load_rewards(script_args, training_args.max_completion_length)
-    splits = load_splits(script_args, dataset_args, training_args.seed)
-    evaluates = training_args.eval_strategy != "no"
+    splits = load_splits(recipe)
+    train_dataset, eval_dataset = split_of(splits, "dataset_train_split", script_args), None
+    if training_args.eval_strategy != "no":
+        eval_dataset = split_of(splits, "dataset_test_split", script_args)
+    check_datasets(training_args, train_dataset, eval_dataset)
+    from trl import get_peft_config, get_quantization_config  # what they load, vLLM too, takes seconds
+
+    from trl_darts import DARTSGRPOTrainer
+
     trainer = DARTSGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=rewards,
         args=training_args,
-        train_dataset=to_conversations(splits[script_args.dataset_train_split], script_args),
-        eval_dataset=to_conversations(splits[script_args.dataset_test_split], script_args) if evaluates else None,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
@@ -105,11 +141,12 @@ def make_trainer(words: list[str]) -> tuple[DARTSGRPOTrainer, ScriptArguments]:
 
 def main() -> None:
     try:
-        trainer, script_args = make_trainer(sys.argv[1:])
-    except TRLDARTSError as error:  # nothing has run yet: the message has the remedy, and a traceback would hide it
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(2)
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        with one_line_errors(ImportError, OSError):
+            trainer, script_args = make_trainer(sys.argv[1:])
+        with one_line_errors():  # of other errors, a traceback says where they are from
+            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    except KeyboardInterrupt as stopped:
+        sys.exit(f"\n{str(stopped) or 'Stopped before the first step.'}")
     trainer.save_model(trainer.args.output_dir)
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

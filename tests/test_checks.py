@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 
-from tests.builders import make_args
+from tests.builders import letters_dataset, make_args, make_trainer
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.checks import check_combinations, check_path, has_images, warn_of_cut_long_ends, warn_of_other_model
+from trl_darts.checks import (
+    check_combinations,
+    check_datasets,
+    check_path,
+    check_positions,
+    has_images,
+    other_model,
+    warn_of_cut_long_ends,
+)
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
@@ -158,13 +167,41 @@ def test_schedules_that_choose_their_prompts(changes, words):
         check_path(trainer(schedule="sorted", **changes))
 
 
-@pytest.mark.parametrize(("model", "warns"), [("org/Tiny-1B", False), ("other/Big-70B", True)])
-def test_a_curve_of_another_model_is_named(caplog, model, warns):
+def test_a_curve_of_another_model_is_named(tmp_path, caplog):
     curve = LatencyCurve([1, 2], [0.01, 0.02], metadata={"model": "some/Tiny-1B"})
-    with caplog.at_level("WARNING"):
-        warn_of_other_model(curve, "latency.json", SimpleNamespace(config=SimpleNamespace(_name_or_path=model)))
-        warn_of_other_model(None, None, SimpleNamespace(config=None))
-    assert ("was measured with 'some/Tiny-1B', and the model is 'other/Big-70B'" in caplog.text) == warns
+    assert other_model(curve, "latency.json", "org/Tiny-1B") is other_model(None, None, "org/Tiny-1B") is None
+    curve.save(tmp_path / "curve.json")
+    args = make_args(tmp_path, latency_curve=str(tmp_path / "curve.json"))
+    with caplog.at_level("WARNING"), pytest.raises(OSError, match="no-model"):  # before the model is loaded
+        DARTSGRPOTrainer(str(tmp_path / "no-model"), max, args, letters_dataset())
+    assert "was measured with 'some/Tiny-1B', and the model is" in caplog.text
+
+
+def test_data_that_nothing_can_be_trained_on(tmp_path):
+    def refused(words, train, evaluation=None):
+        with pytest.raises(ConfigurationError, match=words):
+            DARTSGRPOTrainer("no-model", max, make_args(tmp_path), train, evaluation)
+
+    prompts, questions = letters_dataset(4), letters_dataset(4).rename_column("prompt", "question")
+    refused("`train_dataset` must have a column 'prompt', and has 'question'. Rename one", questions)
+    stream = IterableDataset.from_generator(lambda: iter([{"question": "1 + 1?"}]))
+    refused("`train_dataset` must have a column 'prompt', and has 'question'", stream)
+    refused("`hard` must have a column 'prompt'", prompts, {"easy": prompts, "hard": questions})
+    refused(
+        r"`train_dataset` \(3 prompts\) must have at least the prompts of one generation \(4\)", letters_dataset(3)
+    )
+    check_datasets(make_args(tmp_path), prompts, prompts)
+    check_datasets(make_args(tmp_path), None)
+
+
+def test_prompts_that_fill_the_model(tmp_path, model_dir):
+    """Told before the first step, also without a server."""
+    rows = Dataset.from_list([{"prompt": "A"}] * 9 + [{"prompt": "B" * 5000}])
+    with pytest.raises(
+        ConfigurationError, match=r"1 prompts of the training data set leave no room .*prompt 9 has 5000"
+    ):
+        make_trainer(model_dir, make_args(tmp_path), train_dataset=rows)
+    check_positions(SimpleNamespace(get_text_config=lambda: None), [[1] * 9999], "it")  # a model without a limit
 
 
 def test_rows_that_no_checkpoint_can_hold():

@@ -1,7 +1,8 @@
 """Combinations that can't work, refused before any GPU time is spent. Single fields are checked by the config."""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -47,6 +48,30 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
     check_combinations(args)
 
 
+def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any = None) -> None:
+    """
+    Refuses data without prompts, or with fewer than one generation takes, before the model is loaded.
+
+    Raises:
+        [`ConfigurationError`]: Names the data set and its columns.
+    """
+    named = {"train_dataset": train_dataset}
+    named |= eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+    for name, dataset in named.items():
+        columns = None if dataset is None else getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
+        if columns and "prompt" not in columns:
+            raise ConfigurationError(
+                f"`{name}` must have a column 'prompt', and has {', '.join(map(repr, columns))}. Rename one: "
+                "`dataset.rename_column(…, 'prompt')`, or `prompt_column` of examples/train_grpo.py."
+            )
+    needed = args.generation_batch_size // args.num_generations
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < needed:
+        raise ConfigurationError(
+            f"`train_dataset` ({len(train_dataset)} prompts) must have at least the prompts of one generation "
+            f"({needed}), or nothing is trained on. Take a larger data set, or a smaller batch."
+        )
+
+
 def check_combinations(config: Any) -> None:
     """
     Refuses combinations of fields that no trainer can run, whatever its model and data. Not part of the config, which
@@ -80,17 +105,15 @@ def _own_prompts(config: DARTSGRPOConfig) -> str:
     )
 
 
-def warn_of_other_model(curve: LatencyCurve | None, path: str | None, model: Any) -> None:
-    """Warns of a curve that was measured with another model. No error: a checkpoint has another directory's name."""
-    name = getattr(model.config, "_name_or_path", None)
-    if curve is not None and not curve.is_of(name):
-        logger.warning(
-            "`latency_curve` (%r) was measured with %r, and the model is %r. If one is not a checkpoint of the other, "
-            "budgets follow another model's costs: measure a curve with `trl-darts profile`.",
-            path,
-            curve.metadata.get("model"),
-            name,
-        )
+def other_model(curve: LatencyCurve | None, path: str | None, model: str | None) -> str | None:
+    """The warning of a curve of another model. It is no error: a checkpoint has another directory's name."""
+    if curve is None or curve.is_of(model):
+        return None
+    return (
+        f"`latency_curve` ({path!r}) was measured with {curve.metadata.get('model')!r}, and the model is {model!r}. "
+        "If one is not a checkpoint of the other, budgets follow another model's costs: measure a curve with "
+        "`trl-darts profile`."
+    )
 
 
 def warn_of_cut_long_ends(args: Any) -> None:
@@ -158,15 +181,27 @@ def check_path(trainer: Any) -> None:
         )
 
 
+def check_positions(config: Any, prompts: Sequence[Sequence[int]], where: str, first_index: int = 0) -> None:
+    """Refuses prompts that fill all positions of a model, on the transformers engines. As an engine's own check."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) >= limit}
+    if lengths:
+        first = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
+        raise ConfigurationError(
+            f"{len(lengths)} prompts of {where} leave no room for a completion ({first} tokens): the model has "
+            f"{limit} positions (`max_position_embeddings`). Filter the data set, or take a model for longer texts."
+        )
+
+
 def check_prompt_lengths(trainer: Any, check_prompts: Callable[[list[list[int]], str, int], None]) -> None:
     """
-    Looks for prompts that no server can take now, not at the step in which they come up. `check_prompts` is that of
-    the trainer's engine, which has vLLM servers; on the main process.
+    Looks for prompts that the engine can't take now, not at the step in which they come up, with `check_prompts`. On
+    the main process.
     """
     dataset = trainer.train_dataset
     known = isinstance(dataset, Dataset) and not trainer._is_vlm and trainer.environment_factories is None
     if not known or len(dataset) > MAX_CHECKED_PROMPTS:
-        return  # each batch is checked all the same
+        return  # servers' engines check each batch all the same
     for start in range(0, len(dataset), 1000):
         prompt_ids, _, _ = trainer._tokenize_prompts(dataset[start : start + 1000]["prompt"])
         check_prompts(prompt_ids, "the training data set", start)

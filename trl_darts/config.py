@@ -162,7 +162,16 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
     )
 
     def __post_init__(self) -> None:
-        super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below
+        if self.num_generations < 2:
+            raise ConfigurationError(
+                f"`num_generations` ({self.num_generations}) must be at least 2: an advantage compares the answers to "
+                "a prompt. Raise it."
+            )
+        try:
+            super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below
+        except ValueError:
+            self._check_batch()
+            raise
         ScheduleSettings.__post_init__(self)
         if self.redundancy_cost_weight is not None and self.latency_curve is None:
             raise ConfigurationError(
@@ -180,6 +189,16 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
         self._check_servers()
         self._check_generation_kwargs()
         self._check_streams()
+
+    def _check_batch(self) -> None:
+        """TRL refuses it too, and names what it has computed of the fields that were set."""
+        if self.generation_batch_size and self.generation_batch_size % self.num_generations:
+            raise ConfigurationError(
+                f"The generation batch ({self.generation_batch_size} rows: `per_device_train_batch_size` "
+                f"({self.per_device_train_batch_size}) × {self.world_size} processes × `steps_per_generation` "
+                f"({self.steps_per_generation})) must be divisible by `num_generations` ({self.num_generations}). "
+                "Change one of them."
+            )
 
     def _check_trl(self) -> None:
         """What TRL and PyTorch refuse too, but later: when the model is loaded, or the first rollout is paid for."""
@@ -385,4 +404,4 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
         Raises:
             [`ConfigurationError`]: If the file is missing or malformed.
         """
-        return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve)
+        return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve, "latency_curve")

@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from . import __version__
 from .errors import ConfigurationError, TRLDARTSError
+from .fields import read_yaml
 
 
 logger = logging.get_logger(__name__)  # not accelerate's, whose state does not exist yet where a script begins
@@ -313,22 +314,6 @@ def resolve_config_arguments(args: Sequence[str]) -> tuple[list[str], str | None
             if os.environ.get("RANK", "0") == "0":
                 logger.warning(f"`--config {word}` is {origin}. Name that commit to get the same one in each process.")
     return words, origin
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file. An error names the line, but not what is in it, which may be a secret."""
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigurationError(f"`file` ({str(path)!r}) must be a file that can be read: {reason}.") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        words = getattr(error, "problem", "it is nested too deeply") + (f" in line {mark.line + 1}" if mark else "")
-        raise ConfigurationError(f"`file` ({str(path)!r}) must be plain YAML: {words}. Correct it there.") from error
-    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise ConfigurationError(f"`file` ({str(path)!r}) must be a YAML mapping of names to values.")
-    return data
 
 
 def check_published(data: dict[str, Any]) -> None:

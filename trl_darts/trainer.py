@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import PromptFeed, completed_epochs, skip_epochs
 from .buffer.rounds import round_policy
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
-from .checks import check_arguments, check_path, check_prompt_lengths, warn_of_cut_long_ends, warn_of_other_model
+from .checks import (
+    check_arguments,
+    check_datasets,
+    check_path,
+    check_positions,
+    check_prompt_lengths,
+    other_model,
+    warn_of_cut_long_ends,
+)
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.connection import connect, server_settings
@@ -26,6 +35,7 @@ from .engines.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
 from .policy import LengthTracker
+from .resume import checkpoint_to_resume, where_it_stopped
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
 from .streaming import Streams, make_streams
@@ -51,7 +61,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
     `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`,
-    `_load_optimizer_and_scheduler` and `create_model_card`, each around TRL's own.
+    `_load_optimizer_and_scheduler`, `train` and `create_model_card`, each around TRL's own.
 
     Args:
         args ([`DARTSGRPOConfig`], *optional*):
@@ -116,10 +126,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
         check_arguments(args, rollout_func)
+        if environment_factory is None:  # else prompts are made when their batch comes
+            check_datasets(args, train_dataset, eval_dataset)
+        if (warning := other_model(args.load_latency_curve(), args.latency_curve, name)) is not None:
+            logger.warning(warning)
         callbacks = with_tracker(list(callbacks or []), args, model, processing_class)
         settings = server_settings(args, model, train_dataset) if args.uses_servers else None
         servers, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
@@ -142,7 +156,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
         callbacks = self.callback_handler.callbacks
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         curve = args.load_latency_curve()
-        warn_of_other_model(curve, args.latency_curve, self.model)
         warn_of_cut_long_ends(args)
         self._admission = args.admission(self.length_tracker, curve, args.num_engines)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
@@ -159,8 +172,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._totals = RolloutTotals()
         shorten_console(callbacks, self._totals)
         self._streams = make_streams(self)
-        if args.uses_servers:
-            self._main.run(lambda: check_prompt_lengths(self, self._engine.check_prompts))
+        if not args.colocates:  # vLLM in this process refuses them itself, in their step
+            check = self._engine.check_prompts if args.uses_servers else partial(check_positions, self.model.config)
+            self._main.run(lambda: check_prompt_lengths(self, check))
 
     @property
     def length_tracker(self) -> LengthTracker:
@@ -377,6 +391,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
         else:
             load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
             skip_epochs(self._sampler, completed_epochs(Path(checkpoint)))
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            interrupt.args = (where_it_stopped(self.args, self.state),)  # the last line of its traceback
+            raise
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it

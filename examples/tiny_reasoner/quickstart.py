@@ -11,6 +11,7 @@ rewards of single runs differ by more than the methods do.
 import argparse
 import gc
 import logging
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -84,17 +85,21 @@ def train(name: str, steps: int, output_dir: Path) -> tuple[list[dict[str, Any]]
         seed=0,
         **RUNS[name],
     )
+    show = ShowProgress(name, steps)
     trainer = DARTSGRPOTrainer(
         model=str(CHECKPOINT),
         reward_funcs=accuracy_reward,
         args=args,
         # 64 prompts come back every 8 steps: from then on, budgets follow what is known of each.
         train_dataset=make_dataset(64, seed=0),
-        callbacks=[ShowProgress(name, steps)],
+        callbacks=[show],
     )
     trainer.remove_callback(PrinterCallback)
     start = time.perf_counter()
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        show.on_train_end()  # the cursor is back, also after Ctrl-C
     return trainer.state.log_history, time.perf_counter() - start
 
 
@@ -129,10 +134,13 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     console = Console()
     runs, cells = {}, {}
-    for name in RUNS:
-        runs[name], seconds = train(name, args.steps, args.output_dir / name)
-        cells[name] = summarize(runs[name], seconds)
-        gc.collect()
+    try:
+        for name in RUNS:
+            runs[name], seconds = train(name, args.steps, args.output_dir / name)
+            cells[name] = summarize(runs[name], seconds)
+            gc.collect()
+    except KeyboardInterrupt as stopped:
+        sys.exit(f"\n{name}: {stopped}")
     table = Table("", *RUNS, title=f"{args.steps} steps of 8 prompts × 8 rows, one run each")
     for quantity in cells["GRPO"]:
         table.add_row(quantity, *(cells[name][quantity] for name in RUNS))

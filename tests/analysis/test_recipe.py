@@ -97,7 +97,15 @@ def test_recipes_that_run(recipe, fields):
         ({"reward_funcs": OVERLONG}, r"`soft_punish_cache` \(None\) must be at least 1 with 'get_soft_overlong"),
         ({"reward_funcs": OVERLONG, "soft_punish_cache": 101}, r"\(101\) must be at most `max_completion_length`"),
         ({"per_device_train_batch_size": 0}, r"must have at least one prompt"),
-        ({"per_device_train_batch_size": 5}, r"must be divisible by num_generations \(4\)"),
+        (
+            {"per_device_train_batch_size": 5},
+            r"5\) × 1 processes × `steps_per_generation` \(2\)\) must be divisible by `num_g",
+        ),
+        ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 2"),
+        (
+            {"model_name_or_path": "no/such/model"},
+            r"`model_name_or_path` \(.no/such/model.\) must be a directory with",
+        ),
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, r"`vllm_tensor_parallel_size` \(2\) must divide the pro"),
         ({"use_vllm": True, "vllm_max_model_length": 100}, r"`vllm_max_model_length` \(100\) must be at least prompt"),
         ({"load_in_4bit": True}, r"`load_in_4bit` \(True\) needs `use_peft`"),

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -50,10 +51,23 @@ def test_other_data_sets_stay_and_missing_columns_are_named(script):
 
 
 def test_splits(script):
-    made = script.load_splits(ScriptArguments(dataset_name="tiny_reasoner", num_prompts=3), DatasetMixtureConfig(), 0)
+    def recipe(**fields):
+        mixture = DatasetMixtureConfig(fields.pop("datasets", []))
+        return SimpleNamespace(script=ScriptArguments(**fields), datasets=mixture, config=SimpleNamespace(seed=0))
+
+    arguments = ScriptArguments()
+    made = script.load_splits(recipe(dataset_name="tiny_reasoner", num_prompts=3))
     assert {name: len(split) for name, split in made.items()} == {"train": 3, "test": 64}
-    with pytest.raises(ConfigurationError, match=r"`dataset_name` \(empty\) must be a data set"):
-        script.load_splits(ScriptArguments(), DatasetMixtureConfig(), 0)
+    assert script.split_of(made, "dataset_test_split", arguments) is made["test"]
+    arguments.dataset_train_split = "trian"
+    with pytest.raises(ConfigurationError, match=r"`dataset_train_split` \('trian'\) must be a split .*: train, test"):
+        script.split_of(made, "dataset_train_split", arguments)
+    for given, words in [
+        ({"dataset_name": "no/such/data"}, "`dataset_name`"),
+        ({"datasets": [{"path": "."}]}, "`datasets`"),
+    ]:
+        with pytest.raises(ConfigurationError, match=rf"{words}.* can't be loaded: "):
+            script.load_splits(recipe(**given))
 
 
 def test_rewards(script, tmp_path, monkeypatch):
@@ -132,6 +146,21 @@ def test_a_math_recipe_trains(tmp_path, tiny_model_dir, tokenizer):
         ),
         (["--top_p", "5"], "Error: `top_p` (5.0) must be greater than 0"),
         (["--schedule", "sorted"], "Error: `schedule` ('sorted') trains on other prompts"),
+        (
+            ["--num_generations", "eight"],
+            "Error: Argument --num_generations/--num-generations: invalid int value: 'eig",
+        ),
+        (["--num_prompts", "7"], "Error: `train_dataset` (7 prompts) must have at least the prompts of one gener"),
+        (["--model_name_or_path", "examples/none/checkpoint"], "Error: `model_name_or_path` ('examples/none/chec"),
+        (["--model_name_or_path", "examples/notebooks"], "Error: `model_name_or_path` ('examples/notebooks') can't b"),
+        (
+            ["--resume_from_checkpoint", "true"],
+            "Error: `resume_from_checkpoint` (true) needs a checkpoint in `output_",
+        ),
+        (
+            ["--latency_curve", "none.json"],
+            "Error: `latency_curve` ('none.json') must name a JSON file with a latency ",
+        ),
     ],
 )
 def test_before_the_training_an_error_is_one_line(script, monkeypatch, tmp_path, capsys, arguments, message):

@@ -319,7 +319,7 @@ def test_commands_in_processes_of_their_own(hub, tmp_path):
     assert (tmp_path / "mine.yaml").read_bytes() == hub.repositories[REPO].files("main")[CONFIG_NAME]
     hub.add(REPO, {CONFIG_NAME: b"num_generations: 7\nper_device_train_batch_size: 8\nuse_cpu: true\n"})
     trained = run(str(ROOT / "examples" / "train_grpo.py"), "--config", f"hf://{REPO}", "--output_dir", "out")
-    assert "generation_batch_size (8) must be divisible by num_generations (7)" in trained.stderr
+    assert "must be divisible by `num_generations` (7)" in trained.stderr
 
 
 @pytest.mark.parametrize(

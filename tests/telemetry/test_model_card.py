@@ -26,6 +26,9 @@ def test_a_trained_model(model_dir, tmp_path):
     trainer.train()
     card = card_of(trainer, tmp_path)
     assert "This model was trained with DARTS" in card
+    assert "fine-tuned version of a model from a directory." in card  # TRL calls it None
+    assert f'model="{tmp_path.name}"' in card
+    assert "None" not in card.partition("### Rollouts")[0]
     assert card.index("### Rollouts") < card.index("### Framework versions") < card.index("Cite DARTS as:")
     assert card.index("Cite DARTS as:") < card.index("Cite GRPO as:") < card.index("Cite TRL as:")
     assert PAPER["citation"] in card
@@ -47,7 +50,7 @@ def test_a_trained_model(model_dir, tmp_path):
 )
 def test_the_wait_that_was_used_is_named(tmp_path, patience, words):
     card = section(tmp_path, long_end_patience=patience)
-    assert "DARTS, by trl_darts " in card
+    assert "DARTS, by [trl_darts](https://pypi.org/project/trl-darts) " in card
     assert "with `schedule='darts'`, `num_generations=4`, " in card
     assert words in card
     assert "default" not in card
@@ -56,7 +59,7 @@ def test_the_wait_that_was_used_is_named(tmp_path, patience, words):
 def test_another_schedule_is_not_called_darts(model_dir, tmp_path):
     card = card_of(make_trainer(model_dir, make_args(tmp_path, schedule="grpo")), tmp_path)
     assert "This model was trained with GRPO" in card
-    assert "TRL's GRPO with the schedule `grpo`, by trl_darts " in card
+    assert "TRL's GRPO with the schedule `grpo`, by [trl_darts](https://pypi.org/project/trl-darts) " in card
     assert "`long_end_patience" not in card
     assert "2605.30859" not in card
     assert card.count("Cite GRPO as:") == 1

@@ -89,6 +89,24 @@ def test_a_server_has_the_weights_only_if_it_did_everything(clients, path, answe
     assert clients[2].session.weight_version == "v1-incomplete"
 
 
+@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/resume"])
+def test_no_server_stays_paused_after_ctrl_c(clients, monkeypatch, path):
+    """Also where it comes before the weights or after them."""
+    each = WeightUpdate.each
+
+    def interrupted(update, action):
+        each(update, action)
+        if path in clients[0].session.paths[-2:]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(WeightUpdate, "each", interrupted)
+    with pytest.raises(KeyboardInterrupt), WeightUpdate(clients, version=1):
+        pass
+    assert path in clients[0].session.paths
+    assert [client.session.paths[-1] for client in clients] == ["/resume"] * 3
+    assert [client.version for client in clients] == [0] * 3
+
+
 def test_servers_without_versions(clients):
     clients[0].session.answers["/update_weight_version"] = (404, "")
     with WeightUpdate(clients, version=1):

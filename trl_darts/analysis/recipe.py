@@ -4,22 +4,26 @@ GPUs: what it comes to, and what the trainer would refuse.
 """
 
 import math
+import os
 from argparse import Action, ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, NoReturn, cast, get_type_hints
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser  # type: ignore[attr-defined]  # exported lazily
 from trl.import_utils import is_math_verify_available
 from trl.scripts.grpo import GRPOScriptArguments
 
-from ..checks import check_combinations
+from ..checks import check_combinations, other_model
 from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
-from ..hub import read_yaml
+from ..fields import read_values, split_command_line
+from ..hub import resolve_config_arguments
+from ..resume import checkpoint_to_resume
 
 
 MADE_DATASET = "tiny_reasoner"  # that of examples/tiny_reasoner, which is made and not loaded
@@ -152,6 +156,9 @@ class Recipe:
                 f"`gradient_accumulation_steps` ({config.gradient_accumulation_steps}) keeps whole gradients on each "
                 "GPU with FSDP2. Set `accelerator_config.gradient_accumulation_kwargs.sync_each_batch` to `true`."
             )
+        warning = other_model(config.load_latency_curve(), config.latency_curve, self.model.model_name_or_path)
+        if warning is not None:
+            yield warning
         math_rewards = [name for name in self.script.reward_funcs or [] if name in MATH_REWARDS]
         if math_rewards and not is_math_verify_available():
             yield (
@@ -173,15 +180,10 @@ def steps_per_epoch(num_prompts: int, prompts_per_generation: int, config: Any) 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
     """The fields of a recipe, with names and types checked."""
-    values = read_yaml(path)
+    values = read_values(path)
     for name, value in values.items():
-        if name == "env" and isinstance(value, dict):
-            continue  # `TrlParser` sets environment variables of it
-        if name not in _actions():
-            close = get_close_matches(name, _actions(), n=3)
-            question = f" Did you mean {' or '.join(f'`{other}`' for other in close)}?" if close else " Take it out."
-            raise ConfigurationError(f"`{name}` must be a field of the script, the trainer or the model.{question}")
-        _check_type(name, value, _actions()[name])
+        if name != "env":  # variables of the environment
+            _check_type(name, value, _actions()[name])
     return values
 
 
@@ -189,15 +191,42 @@ def read_recipe(path: str | Path, num_processes: int = 1) -> Recipe:
     """Reads a recipe as `examples/train_grpo.py` does, and refuses what the trainer would refuse."""
     values = {name: value for name, value in read_fields(path).items() if name != "env"}
     classes: list[Any] = [ScriptArguments, _planned(num_processes), ModelConfig, DatasetMixtureConfig]
-    parser = TrlParser(classes)
-    parser.set_defaults_with_config(**{**values, **WITHOUT_DEVICE})
+    return _parse(classes, {**values, **WITHOUT_DEVICE})
+
+
+def read_command_line(words: Sequence[str]) -> Recipe:
+    """Reads what `examples/train_grpo.py` is given: the file of `--config`, and fields beside it, which win."""
+    words, origin = resolve_config_arguments(words)
+    words, path = split_command_line(words)
+    values = {} if path is None else read_fields(path)
+    for name, value in values.pop("env", {}).items():
+        os.environ[name] = str(value)
+    recipe = _parse(ARGUMENTS, values, words)
+    config = recipe.config
+    config.origin = origin
+    config.resume_from_checkpoint = checkpoint_to_resume(config.resume_from_checkpoint, config.output_dir)
+    return recipe
+
+
+def _parse(classes: list[Any], values: dict[str, Any], words: Sequence[str] = ()) -> Recipe:
+    parser = _Parser(classes)
+    parser.set_defaults_with_config(**values)
     try:
-        recipe = Recipe(*parser.parse_args_into_dataclasses(args=[], look_for_args_file=False))
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise error if isinstance(error, ConfigurationError) else ConfigurationError(str(error)) from error
+        recipe = Recipe(*parser.parse_args_into_dataclasses(args=list(words), look_for_args_file=False))
+    except ConfigurationError:
+        raise
+    except (ValueError, TypeError, ZeroDivisionError) as error:  # TRL's, or those of transformers
+        raise ConfigurationError(" ".join(str(error).split())) from error
     check_combinations(recipe.config)
     _check_recipe(recipe)
     return recipe
+
+
+class _Parser(TrlParser):
+    """TRL's, whose errors are raised: it would print them below pages of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message[:1].upper()}{message[1:]}. Correct it; `--help` lists the arguments.")
 
 
 def check_lengths(recipe: Recipe, max_prompt_length: int, max_model_len: int | None) -> None:
@@ -218,6 +247,8 @@ def _check_recipe(recipe: Recipe) -> None:
     num_rewards = len(script.reward_funcs or []) + bool(script.reward_model_name_or_path)
     weights, length, cache = config.reward_weights, config.max_completion_length, script.soft_punish_cache
     _refuse(not model.model_name_or_path, "`model_name_or_path` (empty) must be a model of the Hub, or a directory.")
+    _check_directory("model_name_or_path", model.model_name_or_path)
+    _check_directory("reward_model_name_or_path", script.reward_model_name_or_path)
     _refuse(
         not (script.dataset_name or recipe.datasets.datasets),
         f"`dataset_name` (empty) must be a data set of the Hub, a directory or {MADE_DATASET!r}. Or set `datasets`.",
@@ -258,6 +289,22 @@ def _check_recipe(recipe: Recipe) -> None:
 def _refuse(is_broken: bool, message: str) -> None:
     if is_broken:
         raise ConfigurationError(message)
+
+
+def _check_directory(name: str, model: str | None) -> None:
+    _refuse(
+        bool(model) and not _may_be_on_hub(model) and not Path(str(model), "config.json").is_file(),
+        f"`{name}` ({model!r}) must be a directory with a model, which has a config.json, or a name on the Hub such "
+        "as 'org/name'. Correct it.",
+    )
+
+
+def _may_be_on_hub(name: str | None) -> bool:
+    try:
+        validate_repo_id(str(name))
+    except HFValidationError:
+        return False
+    return True
 
 
 def _is_import_path(name: str) -> bool:

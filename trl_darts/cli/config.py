@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import TRLDARTSError
+from ..fields import read_values, read_yaml
 from .exits import USAGE_ERROR, fail
 
 
@@ -47,14 +48,14 @@ def check(
 
         trl-darts config check configs/tiny_reasoner.yaml --num-processes 2
     """
-    from ..analysis.recipe import check_lengths, read_recipe
-    from ..hub import read_yaml
-
     launch = {} if accelerate_config is None else read_yaml(accelerate_config)
     num_processes = num_processes or int(launch.get("num_processes") or 1)
     has_failed = False
     for path in files:  # all of them, also after one that fails
         try:
+            read_values(path)  # a typo is told before they are loaded
+            from ..analysis.recipe import check_lengths, read_recipe
+
             recipe = read_recipe(path, num_processes)
             check_lengths(recipe, max_prompt_length, max_model_len)
             rows = recipe.rows(num_prompts)

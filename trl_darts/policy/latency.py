@@ -82,9 +82,12 @@ class SavedModel:
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read it from a JSON file that `save` or `trl-darts profile` wrote, or raise [`ConfigurationError`]."""
-        return read_json(path, cls.kind, cls._from_file)
+    def load(cls, path: str | os.PathLike[str], name: str = "path") -> Self:
+        """
+        Read it from a JSON file that `save` or `trl-darts profile` wrote, or raise a [`ConfigurationError`] that calls
+        the path `name`.
+        """
+        return read_json(path, cls.kind, cls._from_file, name)
 
     @classmethod
     def _from_file(cls, data: Any) -> Self:
@@ -97,15 +100,15 @@ class SavedModel:
         return cls.from_dict(data)
 
 
-def read_json(path: str | os.PathLike[str], kind: str, parse: Callable[[Any], T]) -> T:
+def read_json(path: str | os.PathLike[str], kind: str, parse: Callable[[Any], T], name: str = "path") -> T:
     """Reads a file; a [`ConfigurationError`] names the path, the reason and the remedy."""
     try:
         return parse(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError) as error:  # a `ConfigurationError` is a `ValueError`
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or str(error)
         raise ConfigurationError(
-            f"`path` ({os.fspath(path)!r}) must name a JSON file with a {_noun(kind)}, and reading it failed: "
-            f"{reason} Write one with `trl-darts profile`."
+            f"`{name}` ({os.fspath(path)!r}) must name a JSON file with a {_noun(kind)}, and reading it failed: "
+            f"{reason.rstrip('.')}. Write one with `trl-darts profile`."
         ) from error
 
 

@@ -24,6 +24,7 @@ PAPER = {  # in TRL's form
     eprint       = {arXiv:2605.30859},
 }""",
 }
+PAGE = "https://pypi.org/project/trl-darts"
 # Headings of TRL's template, before which something is added.
 VERSIONS, CITATION = "### Framework versions", "Cite TRL as:"
 EFFECTS = {
@@ -39,14 +40,18 @@ EFFECTS = {
 
 
 def add_rollouts(path: Path, config: Any, log_history: list[dict[str, float]]) -> None:
-    """Adds to a trained model's card how rollouts were shaped and what that did, and TRL's citation of GRPO."""
+    """
+    Adds to a trained model's card how rollouts were shaped and what that did, and TRL's citation of GRPO. What TRL has
+    no name for, a model from a directory and one that is not on the Hub, is not called None.
+    """
     card = ModelCard.load(path)
     text = _before(card.text, VERSIONS, f"### Rollouts\n\n{_settings(config)}\n{_effects(log_history)}\n")
     if config.schedule == "darts":  # with another, TRL cites GRPO by itself
         grpo = GRPOTrainer._paper["citation"]
         words = f"DARTS shapes the rollouts of GRPO. Cite GRPO as:\n\n```bibtex\n{grpo}\n```\n\n"
         text = _before(text, CITATION, words)
-    card.text = text
+    text = text.replace("[None](https://huggingface.co/None)", "a model from a directory")
+    card.text = text.replace('model="None"', f'model="{Path(config.output_dir).name}"')
     card.save(path)
 
 
@@ -73,7 +78,7 @@ def _settings(config: Any) -> str:
     origin = (
         f"\n\nThe training was set up with `{config.origin}`, and what was given beside it." if config.origin else ""
     )
-    return f"{method}, by trl_darts {__version__}, with {words}.{wait}{origin}\n"
+    return f"{method}, by [trl_darts]({PAGE}) {__version__}, with {words}.{wait}{origin}\n"
 
 
 def _effects(log_history: list[dict[str, float]]) -> str:

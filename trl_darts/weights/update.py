@@ -59,22 +59,31 @@ class WeightUpdate:
             self.failures[client] = error
 
     def __enter__(self) -> WeightUpdate:
-        self.each(SyncedVLLMClient.pause)
+        try:
+            self.each(SyncedVLLMClient.pause)
+        except BaseException:  # Ctrl-C: the context is not left, because it was not entered
+            self._abandon(self.clients)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.each(lambda client: client.commit(self.version))
-            self.each(SyncedVLLMClient.resume)
-        updated = self.alive if error is None else []
-        for client in updated:
-            client.version = self.version
-        left = [client for client in self.clients if client not in updated]
-        self._at_once(lambda client: client.abandon(self.version), left)
+        updated: list[SyncedVLLMClient] = []
+        try:
+            if error is None:
+                self.each(lambda client: client.commit(self.version))
+                self.each(SyncedVLLMClient.resume)
+                updated = self.alive
+        finally:  # also after Ctrl-C in the middle of it: no server stays paused
+            for client in updated:
+                client.version = self.version
+            self._abandon([client for client in self.clients if client not in updated])
         if error is None and self.failures:
             raise self._summary() from next(iter(self.failures.values()))
+
+    def _abandon(self, clients: list[SyncedVLLMClient]) -> None:
+        self._at_once(lambda client: client.abandon(self.version), clients)
 
     def _summary(self) -> WeightSyncError:
         failures = {client.base_url: str(self.failures[client]) for client in self.clients if client in self.failures}

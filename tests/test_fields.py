@@ -1,0 +1,77 @@
+"""Names that are no field are told before torch, TRL or transformers load, and the names are the parser's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl import TrlParser
+
+from tests.test_imports import loaded
+from trl_darts.analysis.recipe import ARGUMENTS
+from trl_darts.errors import ConfigurationError
+from trl_darts.fields import check_command_line, field_names, split_command_line
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = str(ROOT / "configs" / "tiny_reasoner.yaml")
+
+
+def test_names_are_those_of_the_parser():
+    assert field_names() == {action.dest for action in TrlParser(ARGUMENTS)._actions} - {"help"}
+
+
+def test_nothing_heavy_is_loaded():
+    assert loaded(f"from trl_darts.fields import *; check_command_line(['--config', {RECIPE!r}])") == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config", RECIPE, "--num_longest", "2", "--top_k", "-1"],
+        [f"--config={RECIPE}", "--max-num-generations=9", "--no_bf16", "--help"],
+        ["--config", "hf://org/name", "--max_num_gen", "9"],  # the parser completes it
+        ["-h"],
+    ],
+)
+def test_what_the_parser_takes(words):
+    check_command_line(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_generationz", "8"], "`num_generationz` must be a field of .* Did you mean `num_generations`"),
+        (["--schedul=grpo", "--frobnicate"], "`frobnicate` must be a field of .* Take it out"),
+        (
+            ["--config", "configs/nothing.yaml"],
+            r"`file` \('configs/nothing.yaml'\) must be a file that can be read: No",
+        ),
+        (["--config"], "`--config` must be followed by a YAML file"),
+    ],
+)
+def test_what_it_does_not_take(words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check_command_line(words)
+
+
+def test_unknown_names_in_the_file(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("{num_generation: 8, env: {A: 1}}")
+    with pytest.raises(ConfigurationError, match=r"`num_generation` must be .* `num_generations`"):
+        check_command_line(["--config", str(path)])
+
+
+def test_the_command_line_without_its_file():
+    assert split_command_line(["--top_k", "-1", "--config", "a.yaml", "--no_bf16"]) == (
+        ["--top_k", "-1", "--no_bf16"],
+        "a.yaml",
+    )
+
+
+def test_the_training_script_ends_with_the_line():
+    command = [sys.executable, str(ROOT / "examples" / "train_grpo.py"), "--config", RECIPE]
+    done = subprocess.run([*command, "--max_stepz", "3"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: `max_stepz` must be a field of the script, the trainer or the model. Did you mean ")

@@ -1,0 +1,51 @@
+"""Ctrl-C says where a training stopped and what goes on from there; `resume_from_checkpoint` on a command line."""
+
+import pytest
+from transformers import TrainerCallback
+
+from tests.builders import make_args, make_trainer
+from trl_darts.errors import ConfigurationError
+from trl_darts.resume import checkpoint_to_resume, last_checkpoint
+
+
+class PressCtrlC(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, saves):
+    fields = {"save_strategy": "steps", "save_steps": 1} if saves else {}
+    trainer = make_trainer(model_dir, make_args(tmp_path, **fields), callbacks=[PressCtrlC(2)])
+    checkpoint = tmp_path / "checkpoint-2"
+    words = rf"Stopped after step 2 of 3\. To go on from {checkpoint}: .*resume_from_checkpoint=True"
+    with pytest.raises(KeyboardInterrupt, match=words if saves else "no checkpoint .*`save_strategy` \\('no'\\)"):
+        trainer.train()
+    if saves:
+        again = make_trainer(model_dir, make_args(tmp_path, **fields))
+        again.train(resume_from_checkpoint="true")  # as a command line has it
+        assert again.state.global_step == 3
+
+
+def test_the_last_whole_checkpoint(tmp_path):
+    assert last_checkpoint(str(tmp_path / "none")) is None
+    for step in (9, 10, 11):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step < 11:  # that one was interrupted
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert last_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-10"
+    assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), "elsewhere") == str(tmp_path / "checkpoint-9")
+    assert checkpoint_to_resume(None, str(tmp_path)) is checkpoint_to_resume("false", str(tmp_path)) is None
+    with pytest.raises(
+        ConfigurationError, match=r"`resume_from_checkpoint` \(true\) needs a checkpoint in `output_dir`"
+    ):
+        checkpoint_to_resume("true", str(tmp_path / "none"))
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint-11'\) must be the directory of a checkpoint, and has no"
+    ):
+        checkpoint_to_resume(str(tmp_path / "checkpoint-11"), str(tmp_path))
