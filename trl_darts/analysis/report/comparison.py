@@ -22,8 +22,9 @@ from .tables import rollouts, time_split
 
 
 # What a schedule may change. A difference anywhere else means that runs did not do the same work.
-SCHEDULE_SETTINGS = frozenset(field.name for field in fields(ScheduleSettings))
-METHOD_SETTINGS = SCHEDULE_SETTINGS - {"num_generations"} | {"latency_curve", "length_history"}
+METHOD_SETTINGS = frozenset(
+    {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve", "length_history"}
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _meaningful(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in settings.items()
-        if name not in SCHEDULE_SETTINGS - {"schedule"} or schedule is None or has_effect(name, schedule, settings)
+        if name not in METHOD_SETTINGS - {"schedule"} or schedule is None or has_effect(name, schedule, settings)
         if name != "long_share" or settings.get("num_long_servers")
     }
 
