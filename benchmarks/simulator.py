@@ -241,9 +241,9 @@ def markdown(columns: Sequence[Sequence[Estimate]]) -> list[str]:
 def share_of(target: float, means: Sequence[float]) -> str:
     """The share that gives a speed-up, between two that were simulated."""
     for (low, left), (high, right) in pairwise(zip(SHARES, means, strict=True)):
-        if left >= target > right:
+        if left != right and (left - target) * (target - right) >= 0:
             return f"{low + (high - low) * (left - target) / (left - right):.2%}"
-    return "none" if target > max(means) else f"over {SHARES[-1]:.0%}"
+    return "none" if target > max(means) else f"over {SHARES[-1]:.1%}"
 
 
 def speed(steps: int) -> None:
