@@ -87,7 +87,12 @@ def test_metrics_are_logged_and_add_up(model_dir, tmp_path):
 
 def test_wild_prompts_get_more_candidates_than_calm_ones(model_dir, tmp_path):
     args = make_args(
-        tmp_path, max_steps=10, per_device_train_batch_size=40, learning_rate=0.0, save_rollout_trace=True
+        tmp_path,
+        max_steps=10,
+        min_num_generations=4,
+        per_device_train_batch_size=40,
+        learning_rate=0.0,
+        save_rollout_trace=True,
     )
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(10))
     trainer.train()
@@ -103,6 +108,8 @@ def test_wild_prompts_get_more_candidates_than_calm_ones(model_dir, tmp_path):
 def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curve):
     fields = {
         "max_steps": 20,
+        "min_num_generations": 4,
+        "long_end_every": 3,
         "save_strategy": "steps",
         "save_steps": 10,
         "save_rollout_trace": True,
@@ -165,7 +172,10 @@ def test_several_rollouts_per_optimizer_step(model_dir, tmp_path):
         steps_per_generation=1,
         save_rollout_trace=True,
     )
+    numbers, policies = [], args.policies
+    args.policies = lambda *given, rollout, **named: numbers.append(rollout) or policies(*given, **named)
     make_trainer(model_dir, args).train()
+    assert numbers == [0, 1, 2, 3]  # for `long_end_every`
     names = sorted(path.name for path in (tmp_path / "rollouts").glob("*.parquet"))
     assert names == [f"rollout_{step:05d}_{micro:02d}.parquet" for step in range(2) for micro in range(2)]
 
