@@ -412,6 +412,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="Mean of empty slice")  # what a schedule does not log
     if not options.only_page:
         run_missing(trainings, options.results)
     every = trainings_of(parse([])) if not options.quick else trainings  # also what earlier calls left
