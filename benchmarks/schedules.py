@@ -7,7 +7,7 @@ The first two parts run on a real vLLM server at a GPU's pace (see `pacing.py`),
 same trace beside the real one; the third on simulated clusters of 16, 32 and 64 GPUs.
 
 - shares: the default against grpo, with and without M_low (`min_num_generations`), for several shares of answers that
-  never end; and two controls, with equal lengths, and on an engine that decodes half of a batch at once.
+  never end; and two controls, with equal lengths, and on a full engine: it decodes a sixteenth of a batch at once.
 - schedules: every schedule, with 0.2 % of answers that never end.
 
 The same training runs under each row, as in [`SimulatedTraining`]: admission, rounds, buffer, scheduler and tracker
@@ -302,7 +302,7 @@ def shares(size: Size, curve: LatencyCurve, repeats: int) -> None:
         on_server("At a GPU's pace", [GRPO, DEFAULT, bare], own, curve, None, repeats)
     equal = replace(size, median=4 * size.median, endless_share=0.0, equal=True)
     on_server("Control, equal lengths", [GRPO, DEFAULT], equal, curve, None, repeats)
-    on_server("Control, half a batch of slots", [GRPO, DEFAULT], size, curve, size.rows // 2, repeats)
+    on_server("Control, a full engine", [GRPO, DEFAULT], size, curve, size.rows // 16, repeats)
 
 
 def schedules(size: Size, curve: LatencyCurve, repeats: int) -> None:
