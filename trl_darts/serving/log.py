@@ -25,7 +25,7 @@ def last_error(path: Path, offset: int = 0) -> str | None:
             found = next((match for pattern in patterns if (match := pattern.search(line))), None)
             if found is not None and not _POINTER.search(line):
                 words = found["words"]
-                return words if len(words) <= MAX_LENGTH else f"{words[:MAX_LENGTH]}…"
+                return words if len(words) <= MAX_LENGTH else f"{words[:MAX_LENGTH]} […]"
     return None
 
 
