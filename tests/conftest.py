@@ -20,6 +20,7 @@ hypothesis.settings.load_profile("no deadline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; read at import time, so before transformers
 REQUIRE_VLLM = "TRL_DARTS_REQUIRE_VLLM"
+SERVERS = ("server", "second_server", "vllm_server")  # the fixtures below
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -36,10 +37,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip(reason)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says on which engines the conformance suite ran."""
-    if engines := getattr(config, "engines_that_ran", None):
-        terminalreporter.write_line(f"conformance suite ran on: {', '.join(engines)}")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers (`make test`) share no fixture: tests of one server go to one of them, others go by their file."""
+    for item in items:
+        server = next((name for name in SERVERS if name in getattr(item, "fixturenames", ())), None)
+        item.add_marker(pytest.mark.xdist_group(server or str(item.path)))
 
 
 @dataclass

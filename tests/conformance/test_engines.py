@@ -47,9 +47,7 @@ def run_scenarios(module: str, engine: str, model_dir: Path, out: Path, url: str
 def results(request, model_dir, tmp_path_factory):
     """What came of the scenarios on one engine."""
     url = request.getfixturevalue("server").base_url if request.param == "vllm_server" else None
-    results = run_scenarios("run", request.param, model_dir, tmp_path_factory.mktemp("results"), url)
-    request.config.engines_that_ran = [*getattr(request.config, "engines_that_ran", ()), request.param]
-    return results
+    return run_scenarios("run", request.param, model_dir, tmp_path_factory.mktemp("results"), url)
 
 
 @pytest.fixture(params=["darts", "no_pruning", "patience", "grpo", "mixed"])
