@@ -37,6 +37,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip(reason)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two workers (`make test`) share no fixture: tests of one server go to one of them, others go by their file."""
     for item in items:
