@@ -20,7 +20,6 @@ hypothesis.settings.load_profile("no deadline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; read at import time, so before transformers
 REQUIRE_VLLM = "TRL_DARTS_REQUIRE_VLLM"
-SERVERS = ("server", "second_server", "vllm_server")  # the fixtures below
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -35,14 +34,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get(REQUIRE_VLLM) == "1":
         pytest.fail(f"{REQUIRE_VLLM}=1, but {reason}", pytrace=False)
     pytest.skip(reason)
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers (`make test`) share no fixture: tests of one server go to one of them, others go by their file."""
-    for item in items:
-        server = next((name for name in SERVERS if name in getattr(item, "fixturenames", ())), None)
-        item.add_marker(pytest.mark.xdist_group(server or str(item.path)))
 
 
 @dataclass
