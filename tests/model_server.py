@@ -56,7 +56,9 @@ class ModelServer:
                     self.open.discard(name)
                 await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
             await response.write(b"data: [DONE]\n\n")
-        finally:  # its client may be gone
+        except ConnectionError:  # its client is gone
+            pass
+        finally:
             self.open.discard(name)
         return response
 

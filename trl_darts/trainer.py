@@ -338,12 +338,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _collect_inputs(self, num_rows: int) -> list[dict[str, Any]]:
         """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
         batches, max_age, step = self._batches, self.args.mask_stale_after, self.state.global_step
-        begin = time.perf_counter()
         ahead, self._ahead = self._ahead, None
         batch = batches.next_round(step) if ahead is None else ahead[0]
+        if batch is not None and ahead is None:
+            self._sync_weights()
+        begin = time.perf_counter()
         if batch is not None:
-            if ahead is None:
-                self._sync_weights()
             rows = self._rollout(batch, ahead=ahead)
         else:
             rows, self._record = self._main.broadcast(lambda: batches.collect(step)), None
