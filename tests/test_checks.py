@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from tests.builders import letters_dataset, make_args, make_trainer
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.checks import (
+    check_arguments,
     check_combinations,
     check_datasets,
     check_path,
@@ -36,7 +37,10 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "vllm_tensor_parallel_size": 1,
         "vllm_enable_sleep_mode": False,
         "schedule": "darts",
-        "buffers_prompts": ScheduleSettings(changes.get("schedule", "darts")).buffers_prompts,
+        "rollout_ahead": 0,
+        "buffers_prompts": ScheduleSettings(
+            changes.get("schedule", "darts"), rollout_ahead=changes.get("rollout_ahead", 0)
+        ).buffers_prompts,
         "save_strategy": "steps",
         "load_latency_curve": lambda: None,
         "stream_logprobs": False,
@@ -145,8 +149,17 @@ def test_schedules_and_options_that_need_servers(changes):
     words = r"`schedule` \('sorted'\) .* with an engine in the trainer's own process. Set `use_vllm=True` and"
     with pytest.raises(ConfigurationError, match=words):
         check_combinations(trainer(schedule="sorted", **changes).args)
+    with pytest.raises(
+        ConfigurationError, match=r"`rollout_ahead` \(1\) .* `vllm_mode='server'`, or `rollout_ahead=0`"
+    ):
+        check_combinations(trainer(rollout_ahead=1, **changes).args)
     check_combinations(trainer(**changes).args)
     check_combinations(trainer(schedule="sorted", use_vllm=True).args)
+
+
+def test_a_rollout_func_can_not_run_ahead(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"`rollout_ahead` \(1\) does not run with `rollout_func`"):
+        check_arguments(make_args(tmp_path, schedule="grpo", rollout_ahead=1), max)
 
 
 def test_fields_are_checked_before_the_model_is_loaded(tmp_path):
@@ -163,8 +176,9 @@ def test_fields_are_checked_before_the_model_is_loaded(tmp_path):
 )
 def test_schedules_that_choose_their_prompts(changes, words):
     check_path(trainer(schedule="sorted", use_vllm=True))
-    with pytest.raises(ConfigurationError, match=words):
-        check_path(trainer(schedule="sorted", **changes))
+    for schedule in ({"schedule": "sorted"}, {"rollout_ahead": 1}):
+        with pytest.raises(ConfigurationError, match=words):
+            check_path(trainer(**schedule, **changes))
 
 
 def test_a_curve_of_another_model_is_named(tmp_path, caplog):

@@ -21,6 +21,7 @@ from trl_darts.errors import ConfigurationError
 
 CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}
+AHEAD = {**SERVER, "rollout_ahead": 1}
 
 
 def config(**kwargs) -> DARTSGRPOConfig:
@@ -79,6 +80,11 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             {"schedule": "partial_rollout", "vllm_structured_outputs_regex": "a+"},
             r"`vllm_structured_outputs_regex` \('a\+'\) does not run with `schedule` \('partial_rollout'\)",
         ),
+        (
+            {**AHEAD, "schedule": "partial_rollout", "mask_stale_after": 1, "num_iterations": 2},
+            r"`mask_stale_after` \(1\) would mask all tokens with `rollout_ahead` \(1\), which are 2 optimizer steps",
+        ),
+        ({**AHEAD, "stream_logprobs": True}, r"`stream_logprobs` \(True\) does not run with `rollout_ahead` \(1\)"),
         ({"num_long_servers": 1}, r"`num_long_servers` \(1\) must be less than the number of vLLM servers \(0\)"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"`generation_kwargs\['stop_strings'\]`"),
         ({"generation_kwargs": {"eos_token_id": [1, 7]}}, r"`generation_kwargs\['eos_token_id'\]` \(\[1, 7\]\)"),

@@ -48,6 +48,9 @@ def test_the_training_loop_takes_its_items_from_the_iterator_that_we_look_ahead_
     assert "self._generate_and_score_completions(generation_batch)" in inspect.getsource(
         GRPOTrainer._prepare_inputs
     ), "GRPOTrainer._prepare_inputs must train on what _generate_and_score_completions returns, whatever the rows"
+    assert ") = self._generate(prompts)" in inspect.getsource(GRPOTrainer._generate_and_score_completions), (
+        "GRPOTrainer._generate_and_score_completions must call `_generate`: the next rollout is launched after it"
+    )
     assert 'inputs["tool_mask"]' in inspect.getsource(GRPOTrainer._compute_loss), (
         "GRPOTrainer._compute_loss must leave out what `tool_mask` masks: stale tokens"
     )

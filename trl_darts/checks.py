@@ -45,6 +45,11 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
             f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
             "`schedule='grpo'`, or leave `rollout_func` out."
         )
+    if rollout_func is not None and args.rollout_ahead:
+        raise ConfigurationError(
+            f"`rollout_ahead` ({args.rollout_ahead}) does not run with `rollout_func`, which generates by itself when "
+            "its batch comes. Set it to 0."
+        )
     check_combinations(args)
 
 
@@ -88,7 +93,7 @@ def check_combinations(config: Any) -> None:
     if config.buffers_prompts and not config.uses_servers:
         raise ConfigurationError(
             f"{_own_prompts(config)} with an engine in the trainer's own process. Set `use_vllm=True` and "
-            "`vllm_mode='server'`, or `schedule='darts'`."
+            f"`vllm_mode='server'`, or {_without_own_prompts(config)}."
         )
     if not config.stream_logprobs or config.vllm_importance_sampling_correction or config.beta != 0.0:
         return
@@ -100,9 +105,15 @@ def check_combinations(config: Any) -> None:
 
 
 def _own_prompts(config: DARTSGRPOConfig) -> str:
+    if config.rollout_ahead:
+        return f"`rollout_ahead` ({config.rollout_ahead}) samples each batch before its turn, and does not run"
     return (
         f"`schedule` ({config.schedule!r}) trains on other prompts than the data loader's next ones, and does not run"
     )
+
+
+def _without_own_prompts(config: DARTSGRPOConfig) -> str:
+    return "`rollout_ahead=0`" if config.rollout_ahead else "`schedule='darts'`"
 
 
 def other_model(curve: LatencyCurve | None, path: str | None, model: str | None) -> str | None:
@@ -234,14 +245,13 @@ def _check_rounds(trainer: Any) -> None:
     args = trainer.args
     if not args.buffers_prompts:
         return
-    start = _own_prompts(args)
+    start, remedy = _own_prompts(args), _without_own_prompts(args)
     if trainer.environment_factories is not None:
         raise ConfigurationError(
-            f"{start} with `environment_factory`, whose prompts are made when their batch comes. Use "
-            "`schedule='darts'`."
+            f"{start} with `environment_factory`, whose prompts are made when their batch comes. Use {remedy}."
         )
     if trainer._is_vlm and has_images(trainer.train_dataset):
-        raise ConfigurationError(f"{start} with images yet. Use `schedule='darts'`, or a data set without images.")
+        raise ConfigurationError(f"{start} with images yet. Use {remedy}, or a data set without images.")
     _check_rows(trainer, start)
 
 

@@ -189,6 +189,7 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
         self._check_servers()
         self._check_generation_kwargs()
         self._check_streams()
+        self._check_ahead()
 
     def _check_batch(self) -> None:
         """TRL refuses it too, and names what it has computed of the fields that were set."""
@@ -341,10 +342,26 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
                     f"`{name}` (True) only has an effect on vLLM servers: an engine in the trainer's own process "
                     "leaves it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
                 )
+        for name in ("stream_logprobs", "stream_rewards"):
+            if getattr(self, name) and self.rollout_ahead:
+                raise ConfigurationError(
+                    f"`{name}` (True) does not run with `rollout_ahead` ({self.rollout_ahead}), under which the model "
+                    "trains while candidates decode. Set one of them to its default."
+                )
         if self.stream_rewards and self.buffers_prompts:
             raise ConfigurationError(
                 f"`stream_rewards` (True) does not run with `schedule` ({self.schedule!r}): which groups are trained "
                 "on is only known when the rollout is over. Set it to `False`, or use `schedule='darts'` or 'grpo'."
+            )
+
+    def _check_ahead(self) -> None:
+        """A batch is sampled before the optimizer's steps on the one before it."""
+        steps = (self.steps_per_generation or 1) * self.num_iterations // self.gradient_accumulation_steps
+        if self.rollout_ahead and self.mask_stale_after is not None and self.mask_stale_after < steps:
+            raise ConfigurationError(
+                f"`mask_stale_after` ({self.mask_stale_after}) would mask all tokens with `rollout_ahead` "
+                f"({self.rollout_ahead}), which are {steps} optimizer steps old or older. Raise it to {steps} at "
+                "least, or leave it unset."
             )
 
     @property

@@ -40,7 +40,7 @@ from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, m
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
 from .streaming import Streams, make_streams
 from .telemetry.console import RolloutTotals, shorten_console
-from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
+from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, ratio_metrics, rollout_metrics
 from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress
 from .telemetry.traces import write_trace
@@ -59,7 +59,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     the rest; discarded candidates reach neither rewards nor loss. Evaluation and the later turns of a tool loop are
     not over-provisioned. `_rollout` has a whole rollout in the order in which things happen.
 
-    Overrides `_generate_single_turn`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
+    Overrides `_generate_single_turn`, `_generate`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
     `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`,
     `_load_optimizer_and_scheduler`, `train` and `create_model_card`, each around TRL's own.
 
@@ -106,6 +106,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _record: RolloutRecord | None = None  # of the last rollout, on every process
     _fillers: dict[int, int] = {}  # noqa: RUF012  (of the last rollout, on every process; see `KeptRows`)
     _ready: KeptRows | None = None  # completions of a batch that is not the loader's, until TRL asks for them
+    _ahead: Any = None  # the next batch and its plan, while its rollout is under way; see `_launch_ahead`
     _generated_at: float | None = None
     _in_tool_loop = False
 
@@ -222,11 +223,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._generated_at = time.perf_counter()
         return rows.completion_ids, rows.logprobs
 
-    def _rollout(self, batch: PromptBatch, training: bool = True) -> Any:
-        """One rollout, in the order in which things happen. Called on every process at once."""
+    def _rollout(self, batch: PromptBatch, training: bool = True, ahead: Any = None) -> Any:
+        """
+        One rollout, in the order in which things happen. Called on every process at once. `ahead` is what
+        `_launch_ahead` has left, where it is under way already.
+        """
         main, streams = self._main, self._streams if training else Streams()
         meanwhile = streams.follow if streams else None
-        plan = main.run(lambda: self._plan(batch, training))
+        plan = main.run(lambda: self._plan(batch, training)) if ahead is None else ahead[1]
         with RolloutProgress(self.callback_handler.callbacks) as progress:
             on_progress = main.run(lambda: streams.watch(batch.longest, progress), meanwhile)
             with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
@@ -262,7 +266,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
         for reason in result.dropped.values():
             logger.warning(f"{reason}. The group is dropped, and filler rows without weight are in its place.")
         batches = self._batches if training else None
-        rows: Any = KeptRows.of_result(result, batch.num_generations) if batches is None else batches.collect(result)
+        rows: Any
+        if batches is None:
+            rows = KeptRows.of_result(result, batch.num_generations)
+        else:
+            rows = batches.collect(self.state.global_step, result)
         carries_over = batches is not None and batches.buffer.keeps_tokens
         long_end_below = self.args.max_num_generations if training and self.args.keeps_long_end else 0
         record = RolloutRecord.of(plan.admission, result, batch, carries_over, long_end_below)
@@ -291,11 +299,34 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._metrics["train"][name].append(value)
 
     def _sync_weights(self) -> None:
-        """TRL's own lines: there is no seam, it has them in two methods itself."""
+        """TRL's own lines: there is no seam, it has them in two methods itself. No rollout is under way then."""
+        if self._ahead is not None:
+            self._engine.drain()
         if self.use_vllm and self.state.global_step != self._last_loaded_step:
             with profiling_context(self, "sync_weights"):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        output = super()._generate(prompts)
+        if self._batches is not None and self.args.rollout_ahead and self.model.training:
+            begin = time.perf_counter()
+            self._launch_ahead()
+            self._generated_at = (self._generated_at or begin) + time.perf_counter() - begin
+        return output
+
+    def _launch_ahead(self) -> None:
+        """
+        Starts the next batch's rollout with the weights of now, once this batch's is over with all of its turns; it
+        goes on while this batch is trained on. At the end of an epoch there is no next batch yet.
+        """
+        batch = self._batches.next_round(self.state.global_step, ahead=True)
+        if batch is None:
+            return
+        self._sync_weights()
+        plan = self._main.run(lambda: self._plan(batch, True))
+        self._engine.launch(plan, batch)
+        self._ahead = batch, plan
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         self._rollout_prompts = prompts
@@ -324,20 +355,27 @@ class DARTSGRPOTrainer(GRPOTrainer):
         mask_fillers(output, self._fillers, self.accelerator)
         if batches is not None and self.args.mask_stale_after is not None:
             mask_stale(output, batches.ages(len(inputs)), self.args.mask_stale_after, self.accelerator)
+        if batches is not None:
+            self._log_all(ratio_metrics(output, self.accelerator))
         if self._generated_at is not None:
             self._log_all({"darts/score/seconds": time.perf_counter() - self._generated_at})
         return output
 
     def _collect_inputs(self, num_rows: int) -> list[dict[str, Any]]:
         """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
-        batches, max_age = self._batches, self.args.mask_stale_after
-        batch = batches.next_round(self.state.global_step)
-        if batch is not None:
+        batches, max_age, step = self._batches, self.args.mask_stale_after, self.state.global_step
+        ahead, self._ahead = self._ahead, None
+        batch = batches.next_round(step) if ahead is None else ahead[0]
+        if batch is not None and ahead is None:
             self._sync_weights()
-            rows = self._rollout(batch)
+        begin = time.perf_counter()
+        if batch is not None:
+            rows = self._rollout(batch, ahead=ahead)
         else:
-            rows, self._record = self._main.broadcast(batches.collect), None
+            rows, self._record = self._main.broadcast(lambda: batches.collect(step)), None
             self._fillers = rows.fillers
+        if self.args.rollout_ahead:
+            self._log_all({"darts/rollout/wait_seconds": time.perf_counter() - begin})
         inputs, self._ready = batches.finish(rows, num_rows)
         if max_age is not None:
             forget_stale_logprobs(self._ready, batches.ages(num_rows), max_age)
@@ -399,6 +437,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
         except KeyboardInterrupt as interrupt:
             interrupt.args = (where_it_stopped(self.args, self.state),)  # the last line of its traceback
             raise
+        finally:
+            if self._ahead is not None:  # nobody waits for it any more
+                self._engine.cancel()
+                self._ahead = None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.scheduling.chaos import ChaosEngine
 from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer
-from trl_darts.buffer.checkpoint import dump, load
-from trl_darts.buffer.rounds import PartialRollout, Sorted, TailBatching
+from trl_darts.buffer.checkpoint import at_rest, dump, load
+from trl_darts.buffer.rounds import InOrder, PartialRollout, Sorted, TailBatching
 from trl_darts.errors import StateMismatchError
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Scheduler, ScheduleSettings
@@ -19,6 +19,7 @@ from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Sch
 
 M = 2
 POLICIES = st.one_of(
+    st.builds(InOrder, st.integers(1, 3)),
     st.builds(TailBatching, st.integers(1, 3), st.sampled_from([1.25, 2.0])),
     st.builds(PartialRollout, st.integers(1, 3), st.sampled_from([1.5, 3.0]), st.integers(1, 3)),
     st.builds(Sorted, st.integers(1, 3), st.integers(2, 3), st.booleans()),
@@ -29,7 +30,10 @@ class Training:
     """An epoch of rounds with an adversarial engine; every prompt enters through the loader, batch by batch."""
 
     def __init__(self, policy, num_batches: int, seed: int, selection: str = "all") -> None:
-        schedule = {TailBatching: "tail_batching", PartialRollout: "partial_rollout", Sorted: "sorted"}[type(policy)]
+        loader = "grpo" if selection == "all" else "darts"
+        schedule = {InOrder: loader, TailBatching: "tail_batching", Sorted: "sorted"}.get(
+            type(policy), "partial_rollout"
+        )
         self.settings = ScheduleSettings(schedule, num_generations=M, selection=selection)
         self.policy = policy
         self.admission = self.settings.admission(LengthTracker(0.5, 200))
@@ -131,6 +135,20 @@ def test_restored_as_saved(training, stop_at):
     done = sum(len(groups) for groups in training.trained[:taken])
     if training.settings.selection == "all":  # else the admission has learned in between
         assert [(g.entry_id, g.candidates) for g in other.run()] == expected[done:]
+
+
+@settings(max_examples=40)
+@given(trainings, st.integers(0, 5))
+def test_a_rollout_under_way_is_saved_as_what_was_before_it(training, stop_at):
+    def known() -> list:
+        return [(e.state, e.num_deferrals, e.candidates) for e in map(at_rest, training.buffer.entries.values())]
+
+    for _ in range(min(stop_at, len(training.loader))):
+        training.step()
+    plan = training.policy.next(training.buffer)
+    before = known()
+    training.buffer.begin(plan, M, training.admission)
+    assert known() == before
 
 
 def test_a_long_round_follows_when_a_batch_is_deferred():

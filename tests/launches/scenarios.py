@@ -185,22 +185,28 @@ BACKENDS: dict[str, dict[str, Play]] = {
             train, schedule="partial_rollout", max_partial_age=1, mask_stale_after=1, **OWN_BATCHES
         ),
         "sorted": partial(train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", **OWN_BATCHES),
+        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
         "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
         "streamed": partial(train, **STREAMED),
         "tools": call_tools,
     },
-    "fsdp2": {"sharded": partial(train, **PRUNED), "streamed": partial(train, **STREAMED)},
+    "fsdp2": {
+        "sharded": partial(train, **PRUNED),
+        "streamed": partial(train, **STREAMED),
+        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
+    },
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
         "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
         "streamed": partial(train, **STREAMED),
+        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
     },
     "colocated": {"colocated": partial(train, engine="vllm_colocated", **PRUNED)},
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
 }
 NEED_A_SERVER = {"server", "tail_batching", "partial_rollout", "sorted", "dropped group", "refused group", "streamed"}
-NEED_A_SERVER |= {"tools"}
+NEED_A_SERVER |= {"tools", "ahead"}
 
 
 def leave(accelerator: Accelerator) -> None:

@@ -105,10 +105,14 @@ def test_server_engine(launches):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("schedule", ["tail_batching", "partial_rollout", "sorted"])
-def test_batches_that_are_not_the_loaders(launches, schedule):
+@pytest.mark.parametrize(
+    ("backend", "scenario"),
+    [("ddp", name) for name in ("tail_batching", "partial_rollout", "sorted", "ahead")]
+    + [("fsdp2", "ahead"), ("deepspeed_zero3", "ahead")],
+)
+def test_batches_that_are_not_the_loaders(launches, backend, scenario):
     """Three groups on two processes, one on both: whichever are done, rows and rewards belong together."""
-    ranks = launches("ddp", schedule)
+    ranks = launches(backend, scenario)
     epochs = [Counter(), Counter()]
     for step in range(6):
         rows = rows_of(ranks, step)

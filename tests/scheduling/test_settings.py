@@ -167,6 +167,7 @@ def test_a_price_of_time_needs_a_curve():
         ({"schedule": "sorted", "sorted_mode": "post_hoc"}, r"`sorted_mode` \('post_hoc'\) must be one of"),
         ({"schedule": "sorted", "sorted_group_batches": 1}, r"`sorted_group_batches` \(1\) must be at least 2"),
         ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
+        ({"rollout_ahead": 2}, r"`rollout_ahead` \(2\) must be 0 or 1"),
         ({"num_long_servers": -1}, "must not be negative"),
         ({"num_long_servers": 1, "submit_order": "arrival"}, "needs `submit_order=.longest.`"),
         ({"num_long_servers": 1, "schedule": "sorted"}, r"needs `submit_order='longest'` \(it is 'shortest'\)"),

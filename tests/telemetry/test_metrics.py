@@ -1,7 +1,55 @@
-"""What a rollout's metrics mean, where a formula is not enough."""
+"""What a rollout's metrics mean, in numbers that are known."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
-from trl_darts.telemetry.metrics import RolloutRecord, rollout_metrics
+from trl_darts.telemetry.metrics import RolloutRecord, ratio_metrics, rollout_metrics
+
+
+ONE = SimpleNamespace(gather=lambda values: values)
+
+
+def output(ratios: list[list[float]], used: list[list[float]], **fields) -> dict:
+    logs = torch.tensor(ratios).log()
+    return {
+        "completion_mask": torch.ones_like(logs, dtype=torch.long),
+        "old_per_token_logps": logs - 1,
+        "sampling_per_token_logps": torch.full_like(logs, -1.0),
+        "importance_sampling_ratio": torch.tensor(used),
+        **fields,
+    }
+
+
+def test_on_policy_rows_need_no_correction():
+    metrics = ratio_metrics(output([[1.0, 1.0], [1.0, 1.0]], [[1.0], [1.0]]), ONE)
+    assert metrics == {
+        "darts/staleness/effective_sample_share": pytest.approx(1),
+        "darts/staleness/chi_square": pytest.approx(0, abs=1e-6),
+        "darts/staleness/altered_share": 0,
+    }
+
+
+def test_rows_count_as_a_whole_where_trl_has_one_ratio_for_each():
+    metrics = ratio_metrics(output([[0.5, 1.0], [2.0, 2.0]], [[0.5], [0.0]]), ONE)  # ratios 0.5 and 4, one masked
+    assert list(metrics.values()) == pytest.approx([4.5**2 / (2 * 16.25), 16.25 / 2 - 1, 0.5], rel=1e-5)
+
+
+def test_tokens_without_weight_or_log_prob_are_left_out_or_have_ratio_1():
+    mask = torch.tensor([[1, 1, 0]])
+    sampling = torch.tensor([[-1.0, float("nan"), -1.0]])
+    fields = {"completion_mask": mask, "sampling_per_token_logps": sampling}
+    metrics = ratio_metrics(output([[3.0, 7.0, 9.0]], [[2.0, 1.0, 1.0]], **fields), ONE)  # 3 was cut to 2
+    assert list(metrics.values()) == pytest.approx([4**2 / (2 * 10), 10 / 2 - 1, 0.5], rel=1e-5)
+
+
+def test_nothing_is_said_of_what_is_not_corrected():
+    plain = output([[1.0]], [[1.0]])
+    assert ratio_metrics({**plain, "completion_mask": torch.zeros(1, 1)}, ONE) == {}
+    del plain["importance_sampling_ratio"]
+    assert ratio_metrics(plain, ONE) == {}
 
 
 def group(ends: str) -> GroupSummary:

@@ -83,22 +83,27 @@ class BufferedBatches:
         self.last: Any = None  # `BufferedRows` of the last round, on every process
         self.trained: dict[int, tuple[dict[str, Any], list[int]]] = {}  # its rows of the data set and prompts, by ID
         self._round: Any = None  # the `Round` in progress, on the main process
-        self._step = 0  # of the optimizer: the version of the policy that samples now
+        self._version = 0  # of the policy that samples the round in progress: optimizer steps before it
 
     # Prompts come in
 
-    def next_round(self, step: int) -> PromptBatch | None:
+    def next_round(self, step: int, ahead: bool = False) -> PromptBatch | None:
         """
         Adds the prompts that the next round needs, and decides it, after `step` optimizer steps. Called on every
         process at once. Returns what has to be sampled, each prompt in as many rows as it yields; `None` for nothing.
+
+        A round that is decided `ahead` of its turn has all prompts of its batch, or is left for later: what the buffer
+        lacks at the end of an epoch comes with the next one.
         """
-        self._step = step
+        self._version = step
         self.add_arrived()
         while self.main.broadcast(lambda: self.policy.lacking(self.buffer)):
             batch = self.feed.pull()
             if batch is None:
                 break
             self._add(batch)
+        if ahead and len(self.buffer) < self.policy.num_groups:
+            return None
         entry_ids = self.main.broadcast(self._decide)
         rows = [self.prompt_ids[entry_id] for entry_id in entry_ids for _ in range(self.num_generations)]
         return PromptBatch.alone(rows, self.num_generations) if rows else None
@@ -132,9 +137,12 @@ class BufferedBatches:
     def batch_stop(self) -> BatchStop:
         return self._round.batch_stop
 
-    def collect(self, result: RolloutResult | None = None) -> BufferedRows:
-        """What is trained on now, after a rollout, or where nothing had to be sampled; or [`GenerationError`]."""
-        collected = self.buffer.absorb(self._round, result, self._step)
+    def collect(self, step: int, result: RolloutResult | None = None) -> BufferedRows:
+        """
+        What is trained on now, after `step` optimizer steps and a rollout, or where nothing had to be sampled; or
+        [`GenerationError`].
+        """
+        collected = self.buffer.absorb(self._round, result, self._version)
         trained, size = collected.entries, self._round.num_groups
         dropped = [entry.entry_id for entry in collected.dropped]
         if not trained:
@@ -149,7 +157,7 @@ class BufferedBatches:
             entry_ids=own + [own[other] for other in repeated.values()],
             left=own + dropped,
             ages=[
-                [(self._step - version, count) for version, count in row.versions]
+                [(step - version, count) for version, count in row.versions]
                 for entry in trained
                 for row in entry.candidates
             ],

@@ -29,7 +29,7 @@ def save_buffer(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> N
     whether a resumed training skips what the loop has got.
 
     The prompts of a batch that has not been used up count as waiting: a resumed training does not go on within a
-    batch, but generates anew.
+    batch, but generates anew. So do those of a rollout that is under way, from what they had before it.
     """
     batches.add_arrived()
     batches.main.run(lambda: _write(batches, directory, mid_epoch))
@@ -83,7 +83,7 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     """What a resumed training has to train on."""
     buffer = batches.policy.buffer()
     prompts = {i: (batches.rows[i], batches.prompt_ids[i]) for i in batches.buffer.entries}
-    entries = dict(batches.buffer.entries)
+    entries = {i: at_rest(entry) for i, entry in batches.buffer.entries.items()}
     if batches.mid_batch:
         prompts |= batches.trained
         for entry_id, (_, tokens) in batches.trained.items():
@@ -91,6 +91,13 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     buffer.entries = {entry_id: entries[entry_id] for entry_id in sorted(entries)}
     buffer.num_entered = batches.buffer.num_entered
     return buffer, [prompts[entry_id] for entry_id in buffer.entries]
+
+
+def at_rest(entry: BufferEntry) -> BufferEntry:
+    """As it was before the rollout that is under way: that one is begun again after a resume."""
+    if entry.state is not Lifecycle.IN_FLIGHT:
+        return entry
+    return replace(entry, state=Lifecycle.PARTIAL if entry.candidates else Lifecycle.WAITING)
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

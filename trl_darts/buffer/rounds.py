@@ -1,9 +1,10 @@
 """
 Which prompts go into the next rollout, and how many of them the trainer waits for: the schedules whose batches are not
-the loader's.
+the loader's, and any with `rollout_ahead`.
 
 | schedule | started | ends with | the others |
 |---|---|---|---|
+| the loader's batches, ahead | the next N | all N | – |
 | tail batching, short round | N' > N new prompts | the first N | wait for a long round, and begin anew |
 | tail batching, long round | the N that wait longest | all N | – |
 | partial rollout | N', those in flight first | the first N, and those that are too old | go on with their tokens |
@@ -25,6 +26,10 @@ from .buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
 class RoundPolicy(Protocol):
     """Which prompts go into the next rollout?"""
 
+    @property
+    def num_groups(self) -> int:
+        """N, prompts per batch."""
+
     def buffer(self) -> RolloutBuffer:
         """An empty buffer that keeps what this policy needs."""
 
@@ -33,6 +38,23 @@ class RoundPolicy(Protocol):
 
     def next(self, buffer: RolloutBuffer) -> Round:
         """The next round. Called with as many prompts as `lacking` asked for, or with all that are left."""
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """The loader's batches, one after the other, for `rollout_ahead`."""
+
+    num_groups: int  # N, prompts per batch
+
+    def buffer(self) -> RolloutBuffer:
+        return RolloutBuffer(keeps_tokens=False)
+
+    def lacking(self, buffer: RolloutBuffer) -> int:
+        return max(0, self.num_groups - len(buffer))
+
+    def next(self, buffer: RolloutBuffer) -> Round:
+        entries = buffer.select(Lifecycle.WAITING)[: self.num_groups]
+        return Round(entries, self.num_groups, len(entries))
 
 
 @dataclass(frozen=True)
@@ -153,4 +175,4 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
         return PartialRollout(num_groups, settings.prompt_oversampling or 0.0, settings.max_partial_age or 0)
     if settings.schedule == "sorted":
         return Sorted(num_groups, settings.sorted_group_batches or 0, settings.keeps_tokens)
-    return None
+    return InOrder(num_groups) if settings.rollout_ahead else None

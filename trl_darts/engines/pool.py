@@ -102,7 +102,9 @@ class ServerPool:
         self._share_limit()
 
     def remove(self, url: str) -> None:
-        """Forgets a server. Not while a rollout runs."""
+        """Forgets a server. What it still decodes goes on elsewhere."""
+        if self.listener is not None:
+            self.lose(url, "it has left the training")
         del self.members[url]
         self._share_limit()
         if (watcher := self._watchers.pop(url, None)) is not None:

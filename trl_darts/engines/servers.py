@@ -1,6 +1,7 @@
 """vLLM servers as a trainer's engine: prompts become requests, from the main process."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -36,6 +37,8 @@ class ServerEngine:
         self._generation = generation
         self._main = generation.main
         self._left_out: list[str] = []  # servers that the main process did not use in its last rollout
+        self._in_flight = False  # whether `launch` has started a rollout that has not been waited for
+        self._launched: Any = None  # its plan and its future, on the main process
 
     def placement(self, admission: Admission, batch: PromptBatch) -> None:
         """Servers take candidates at any time: the schedule's own placement."""
@@ -51,9 +54,36 @@ class ServerEngine:
         """See [`Engine`]."""
         images = gather_object(batch.images or [None] * batch.sizes[self._main.index]) if batch.multimodal else None
         result = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
+        self._in_flight = False
         if self._main.num_processes > 1:
             self._left_out = self._main.broadcast(self._lost_servers)
         return result
+
+    def launch(self, plan: Any, batch: PromptBatch) -> None:
+        """
+        Starts a rollout of text, and returns at once: `run` with the same plan is then the wait for it. Called on
+        every process at once.
+        """
+        self._main.run(lambda: self._launch(plan, batch))
+        self._in_flight = True
+
+    def _launch(self, plan: RolloutPlan, batch: PromptBatch) -> None:
+        self._launched = plan, self._generation.engine.start(*self._request(plan, batch))
+
+    def drain(self) -> None:
+        """
+        Waits for what was launched, and keeps it for `run`: weights must not change while it is under way, and servers
+        run one rollout at a time. Called on every process at once.
+        """
+        if self._in_flight:
+            self._main.run(lambda: self._wait(*self._launched))
+            self._in_flight = False
+
+    def cancel(self) -> None:
+        """Ends what was launched, and its requests."""
+        if self._launched is not None:
+            self._launched[1].cancel()
+        self._in_flight, self._launched = False, None
 
     def later_turn(self, batch: PromptBatch) -> KeptRows:
         """
@@ -96,12 +126,29 @@ class ServerEngine:
         room: int | None = None,
     ) -> RolloutResult:
         """One rollout from this process; with `room`, a completion may be cut short where the server's limit is."""
-        self.check_prompts(batch.longest, "this batch", room=room)
+        if self._launched is not None and self._launched[0] is plan:
+            (_, rollout), self._launched = self._launched, None
+            return self._wait(plan, rollout, on_progress)
+        request = self._request(plan, batch, images, room)
+        return self._generation.engine.run(*request, on_progress=lambda ledger: self._tend(ledger, on_progress))
 
-        def tend(ledger: Ledger) -> None:
-            if on_progress is not None:
-                on_progress(ledger)
-            self._generation.bring_back()
+    def _wait(
+        self, plan: RolloutPlan, rollout: Future[RolloutResult], on_progress: OnProgress | None = None
+    ) -> RolloutResult:
+        ledger = plan.scheduler.ledger
+        return self._generation.engine.wait(rollout, lambda: self._tend(ledger, on_progress))
+
+    def _tend(self, ledger: Ledger, on_progress: OnProgress | None) -> None:
+        """What is done while a rollout is waited for."""
+        if on_progress is not None:
+            on_progress(ledger)
+        self._generation.bring_back()
+
+    def _request(
+        self, plan: RolloutPlan, batch: PromptBatch, images: Sequence[Any] | None = None, room: int | None = None
+    ) -> tuple[Any, ...]:
+        """What the servers are asked for: arguments of [`VLLMServerEngine.run`]."""
+        self.check_prompts(batch.longest, "this batch", room=room)
 
         def overrides(command: Submit) -> dict[str, Any]:
             own = dict(self.overrides(command)) if self.overrides is not None else {}
@@ -113,9 +160,7 @@ class ServerEngine:
 
         self._generation.bring_back()
         prompts = self._server_prompts(batch, images)
-        return self._generation.engine.run(
-            plan.scheduler, plan.groups, prompts, self._request_body(), overrides, on_progress=tend
-        )
+        return plan.scheduler, plan.groups, prompts, self._request_body(), overrides
 
     def _server_prompts(self, batch: PromptBatch, images: Sequence[Any] | None) -> list[list[ServerPrompt]]:
         """The prompt of each group, or of each of its rows where they differ."""

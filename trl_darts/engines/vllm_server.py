@@ -1,19 +1,20 @@
 """
 Decoding on vLLM servers: asyncio in one background thread, one request per candidate.
 
-The main thread hands over a scheduler and waits. In the thread, each Submit becomes a task with one HTTP request; each
-answer goes to the scheduler as an event; each Abort it returns goes to the server, and the pending answer then arrives
-with the tokens so far. When the trainer's process dies, its connections close, and the servers drop what they were
-decoding. A server that was lost and answers again is used once `join` says that it has the current weights.
+The main thread hands over a scheduler and waits, at once or later. In the thread, each Submit becomes a task with one
+HTTP request; each answer goes to the scheduler as an event; each Abort it returns goes to the server, and the pending
+answer then arrives with the tokens so far. When the trainer's process dies, its connections close, and the servers
+drop what they were decoding. A server that was lost and answers again is used once `join` says that it has the current
+weights.
 """
 
 import asyncio
-import concurrent.futures
 import logging
 import resource
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import aiohttp
@@ -77,7 +78,7 @@ class VLLMServerEngine:
         on_progress: Callable[[Ledger], None] | None = None,
     ) -> RolloutResult:
         """
-        Runs one rollout and waits for it.
+        Runs one rollout and waits for it: [`start`], then [`wait`].
 
         Args:
             scheduler ([`Scheduler`]):
@@ -99,8 +100,20 @@ class VLLMServerEngine:
         Raises:
             [`GenerationError`]: If a server refuses a candidate, breaks or is too slow. The message has its own words.
         """
+        rollout = self.start(scheduler, plans, prompts, body, overrides)
+        return self.wait(rollout, None if on_progress is None else lambda: on_progress(scheduler.ledger))
+
+    def start(
+        self,
+        scheduler: Scheduler,
+        plans: Sequence[GroupPlan],
+        prompts: Sequence[Sequence[ServerPrompt]],
+        body: Mapping[str, Any],
+        overrides: Overrides | None = None,
+    ) -> Future[RolloutResult]:
+        """Starts a rollout, one at a time, and returns at once. To cancel what it returns ends all of its requests."""
         rollout = self._rollout(scheduler, plans, prompts, body, overrides)
-        return self._wait(rollout, None if on_progress is None else lambda: on_progress(scheduler.ledger))
+        return asyncio.run_coroutine_threadsafe(rollout, self._loop)
 
     def states(self) -> dict[str, State]:
         """What the pool knows of each server."""
@@ -127,7 +140,7 @@ class VLLMServerEngine:
 
     def add(self, url: str, check: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> T:
         """
-        Adds a server, between two rollouts, and returns what `check` says of it. It is used once it has the current
+        Adds a server and returns what `check` says of it. It is used once it has the current
         weights, see `join`. Raises [`ConfigurationError`] if it is one of the servers already, or what `check` raises.
         """
         if url in self.base_urls:
@@ -146,7 +159,8 @@ class VLLMServerEngine:
 
     def remove(self, url: str) -> None:
         """
-        Forgets a server, between two rollouts. Raises [`ConfigurationError`] if it is none of them, or the last.
+        Forgets a server; what it decodes goes on elsewhere. Raises [`ConfigurationError`] if it is none of them, or
+        the last.
         """
         if url not in self.base_urls or len(self.base_urls) == 1:
             raise ConfigurationError(
@@ -195,16 +209,18 @@ class VLLMServerEngine:
         pool.watch()
         return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T], on_poll: Callable[[], None] | None = None) -> T:
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def wait(self, future: Future[T], on_poll: Callable[[], None] | None = None) -> T:
         """
-        Waits in the calling thread; whatever interrupts it (Ctrl-C) ends the coroutine, and with it the requests.
+        Waits in the calling thread for what was started; whatever interrupts it (Ctrl-C) ends that, and its requests.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             while True:
                 try:
                     return future.result(timeout=None if on_poll is None else PROGRESS_INTERVAL_S)
-                except concurrent.futures.TimeoutError:
+                except TimeoutError:
                     if future.done():  # between the timeout and here; or it failed with a timeout of its own
                         return future.result()
                     if on_poll is not None:

@@ -150,6 +150,13 @@ class ScheduleSettings:
         "tokens. Defaults to 'on_policy'.",
     )
 
+    rollout_ahead: int = _setting(
+        0,
+        "1 samples the next batch while the optimizer steps on this one, so that servers and trainer work at the same "
+        "time. What is trained on then comes from the weights of one batch before, with TRL's importance sampling "
+        "correction. 0 waits for each rollout. Only with `vllm_mode='server'`.",
+    )
+
     # Where candidates run
     submit_order: str = _setting(
         None,
@@ -303,6 +310,10 @@ class ScheduleSettings:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigurationError(f"`{name}` ({value}) must be at least {low}.")
+        if self.rollout_ahead not in (0, 1):
+            raise ConfigurationError(
+                f"`rollout_ahead` ({self.rollout_ahead}) must be 0 or 1: no more than one batch is sampled ahead."
+            )
         if self.schedule == "sorted":
             check_choice("sorted_mode", self.sorted_mode, SORTED_MODES)
         if self.mask_stale_after is not None and not self.keeps_tokens:
@@ -343,8 +354,8 @@ class ScheduleSettings:
 
     @property
     def buffers_prompts(self) -> bool:
-        """Whether prompts outlive a rollout: batches are then those of the rollout buffer, and not the loader's."""
-        return self.schedule in ("tail_batching", "partial_rollout", "sorted")
+        """Whether prompts are taken before their turn, or outlive a rollout: batches are then the rollout buffer's."""
+        return self.schedule in ("tail_batching", "partial_rollout", "sorted") or self.rollout_ahead > 0
 
     @property
     def keeps_tokens(self) -> bool:

@@ -3,14 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from ..buffer.batches import BufferedRows
 from ..engines.batch import PromptBatch
 from ..policy.bias import length_bias, reward_bias
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
+
+
+MAX_LOG_RATIO = 100.0  # its square is a number
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,31 @@ def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str
         "darts/staleness/age_mean": float(ages @ counts / counts.sum()),
         "darts/staleness/age_max": float(ages.max()),
         "darts/staleness/masked_share": float(counts[stale].sum() / counts.sum()),
+    }
+
+
+def ratio_metrics(output: Mapping[str, Any], accelerator: Accelerator) -> dict[str, float]:
+    """
+    What TRL's importance sampling correction has to correct, in what `_generate_and_score_completions` returned, over
+    all processes; of whole rows in its `sequence_*` modes, of tokens otherwise. Nothing where it does not correct.
+    """
+    used = output.get("importance_sampling_ratio")
+    if used is None:
+        return {}
+    mask = output["completion_mask"] * output.get("tool_mask", 1)
+    logs = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).double().mul(mask).nan_to_num(nan=0.0)
+    if used.shape[1] == 1:
+        logs, mask = logs.sum(dim=1, keepdim=True), mask.any(dim=1, keepdim=True)
+    ratios, used = logs.clamp(max=MAX_LOG_RATIO).exp()[mask.bool()], used[mask.bool()]
+    altered = ~torch.isclose(ratios, used.double(), rtol=1e-3)
+    own = torch.stack([torch.ones_like(ratios), ratios, ratios**2, altered.double()]).sum(dim=1)
+    count, total, squares, num_altered = accelerator.gather(own).view(-1, 4).sum(dim=0).tolist()
+    if not count or not squares:
+        return {}
+    return {
+        "darts/staleness/effective_sample_share": total**2 / (count * squares),
+        "darts/staleness/chi_square": squares / count - 1,
+        "darts/staleness/altered_share": num_altered / count,
     }
 
 

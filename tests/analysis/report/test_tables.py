@@ -127,6 +127,9 @@ def test_time_split(tmp_path):
     assert dict(split.loc[1]) == pytest.approx(expected)
     assert list(split["train"].isna()) == [False, True, False, True]
     assert split.loc[3, "train"] == 6  # no weights were sent
+    ahead = [make_entry(1, **{"darts/rollout/wait_seconds": 4.0})]  # of 10 seconds, 6 passed while it trained
+    split = tables.time_split(read_run(write_run(tmp_path / "ahead", log=ahead)))
+    assert dict(split.loc[1]) == pytest.approx({**expected, "generate": 4, "train": 11})
 
 
 def test_faults_are_counted_per_rollout(tmp_path):

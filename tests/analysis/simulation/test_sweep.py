@@ -27,7 +27,7 @@ def test_sweeps():
 
 def test_every_setting_that_a_simulation_depends_on_can_be_swept():
     known = {field.name for field in fields(ScheduleSettings)}
-    assert known - set(KINDS) == {"schedule", "mask_stale_after"}  # the latter says what is learned from a token
+    assert known - set(KINDS) == {"schedule", "mask_stale_after", "rollout_ahead"}  # what is learned, and when
     sweep = parse_sweep(
         ["long_end_patience=auto,none,2", "selection=uniform", "sorted_mode=partial", "prompt_oversampling=1.5,2"]
     )

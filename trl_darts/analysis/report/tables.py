@@ -177,12 +177,13 @@ def _rollouts_of_log(run: Run) -> pd.DataFrame:
 
 def time_split(run: Run) -> pd.DataFrame:
     """
-    Where a step's time goes: by log entry, seconds per optimizer step: `total` (TRL's `step_time`), `generate`,
-    `score`, `sync` (0 where weights were not sent), `train` (what is left), and `num_steps`. NaN where the log lacks
-    what is needed.
+    Where a step's time goes: by log entry, seconds per optimizer step: `total` (TRL's `step_time`), `generate` (with
+    `rollout_ahead`, what was waited for), `score`, `sync` (0 where weights were not sent), `train` (what is left), and
+    `num_steps`. NaN where the log lacks what is needed.
     """
     metrics = ("step_time", "darts/rollout/seconds", "darts/score/seconds", "darts/sync/seconds")
     total, generate, score, sync = (run.log.get(name, pd.Series(np.nan, run.log.index)) for name in metrics)
+    generate = run.log.get("darts/rollout/wait_seconds", generate).fillna(generate)
     per_step = run.log["num_rollouts"] / run.log["num_steps"]
     idle = per_step.eq(0)  # a step that reuses an earlier rollout
     split = pd.DataFrame(

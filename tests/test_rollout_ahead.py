@@ -1,0 +1,120 @@
+"""`rollout_ahead`: the next batch is sampled while this one trains, by the weights of its time, and of no other."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.builders import letters_dataset, make_args, make_trainer, record_batches
+from tests.model_server import model_server
+
+
+pytestmark = pytest.mark.vllm  # TRL imports it, and nothing here runs it
+
+
+class Notes(TrainerCallback):
+    """Parameters after each number of steps, and steps among a server's events. Stops after the `last` one."""
+
+    def __init__(self, model: Any, events: list[str], last: int = 100) -> None:
+        self.model, self.events, self.last, self.weights = model, events, last, []
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.weights.append({name: value.detach().clone() for name, value in self.model.state_dict().items()})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("step")
+        control.should_training_stop |= state.global_step >= self.last
+        self.on_train_begin()
+
+
+def logprobs_under(trainer: Any, weights: dict[str, torch.Tensor], batch: dict[str, Any]) -> torch.Tensor:
+    """What a model with these weights makes of a batch's completions."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    own = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(weights)
+    with torch.no_grad():
+        values, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, batch["completion_ids"].shape[1]
+        )
+    trainer.model.load_state_dict(own)
+    return values
+
+
+def recorded_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
+    ages, collect = [], trainer._collect_inputs
+
+    def collected(num_rows: int) -> Any:
+        inputs = collect(num_rows)
+        ages.append(trainer._batches.last.ages)
+        return inputs
+
+    trainer._collect_inputs = collected
+    return ages
+
+
+@pytest.mark.parametrize("schedule", ["darts", "partial_rollout"])
+def test_each_token_is_of_the_version_that_it_is_said_to_be_of(model_dir, tmp_path, monkeypatch, schedule):
+    """Two optimizer steps of two micro-steps share a batch; an evaluation falls between them."""
+    fields = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    fields |= {"max_completion_length": 10, "max_steps": 6, "learning_rate": 3e-3}
+    with model_server(model_dir, monkeypatch) as (server, settings):
+        args = make_args(tmp_path, schedule=schedule, rollout_ahead=1, **settings, **fields)
+        data = {"train_dataset": letters_dataset(20), "eval_dataset": letters_dataset(2)}
+        trainer = make_trainer(model_dir, args, **data)
+        notes = Notes(trainer.model, server.events)
+        trainer.add_callback(notes)
+        ages, batches = recorded_ages(trainer), record_batches(trainer)
+        trainer.train()
+    batches = [batch for batch in batches if len(batch["advantages"]) == 16]
+    assert len(batches) == len(ages) == 3
+    for number, (batch, rows) in enumerate(zip(batches, ages, strict=True)):
+        known = {age for runs in rows for age, _ in runs}
+        assert known == ({0} if number == 0 else {2}) or (schedule == "partial_rollout" and min(known) == 2)
+        versions = {age: logprobs_under(trainer, notes.weights[2 * number - age], batch) for age in known}
+        for row, runs in enumerate(rows):
+            start = 0
+            for age, count in runs:
+                part = slice(start, start := start + count)
+                gaps = versions[age][row, part] - batch["sampling_per_token_logps"][row, part]
+                assert gaps.abs().max() < 1e-4
+    old, new = (logprobs_under(trainer, weights, batches[1]) for weights in (notes.weights[0], notes.weights[2]))
+    assert (old - new).abs().max() > 1e-2  # else nothing was told apart
+    logs = [entry for entry in trainer.state.log_history if "darts/staleness/chi_square" in entry]
+    assert logs[0]["darts/staleness/effective_sample_share"] == pytest.approx(1)
+    assert max(entry["darts/staleness/effective_sample_share"] for entry in logs[1:]) < 0.999
+
+
+def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, monkeypatch):
+    """The one that was under way is sampled anew: no prompt twice or lost. An epoch's first batch is waited for."""
+    prompts, again = [], {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "max_completion_length": 4}
+    with model_server(model_dir, monkeypatch) as (server, settings):
+        for part in ("first", "second"):
+            args = make_args(tmp_path, rollout_ahead=1, **settings, **again)
+            trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+            notes, batches = (
+                Notes(trainer.model, server.events, last=4 if part == "first" else 8),
+                record_batches(trainer),
+            )
+            trainer.add_callback(notes)
+            launch = trainer._engine.launch
+            trainer._engine.launch = lambda *args, launch=launch: server.events.append("launch") or launch(*args)
+            trainer.train(resume_from_checkpoint=None if part == "first" else str(tmp_path / "checkpoint-4"))
+            prompts += [[row["prompt"] for row in batch["inputs"]] for batch in batches]
+            deadline = time.monotonic() + 10
+            while server.open:  # of the rollout that nobody needs any more
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    assert len(prompts) == 8
+    assert Counter(prompt for batch in prompts[:6] for prompt in batch) == dict.fromkeys(
+        letters_dataset(24)["prompt"], 4
+    )
+    order = [event for event in server.events if event != "rollout"]
+    ahead = ["sync", "launch", "step"]
+    assert order == [*ahead, *ahead, *ahead, *ahead, *ahead, "step", *ahead, *ahead]
