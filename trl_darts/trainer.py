@@ -250,11 +250,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return rows, record
 
     def _log_rollout(self, record: RolloutRecord, training: bool) -> None:
+        servers = self.vllm_generation if self.use_vllm else None
+        drafted = None if servers is None else servers.drafted()
         if not training:
             if self._fillers:
                 self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(record.num_dropped))
             return
-        self._log_all(rollout_metrics(record, self.vllm_generation.pop_sync_seconds() if self.use_vllm else None))
+        self._log_all(rollout_metrics(record, None if servers is None else servers.pop_sync_seconds(), drafted))
         if self.args.save_rollout_trace and self._main.is_here:
             # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
             micro_step = self._step % self.args.gradient_accumulation_steps

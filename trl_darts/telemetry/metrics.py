@@ -9,6 +9,7 @@ import torch
 
 from ..buffer.batches import BufferedRows
 from ..engines.batch import PromptBatch
+from ..engines.vllm_api import DraftCounts
 from ..policy.bias import length_bias, reward_bias
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
 
@@ -60,7 +61,9 @@ class RolloutRecord:
         return self.occupancy.seconds
 
 
-def rollout_metrics(record: RolloutRecord, sync_seconds: float | None = None) -> dict[str, float]:
+def rollout_metrics(
+    record: RolloutRecord, sync_seconds: float | None = None, drafted: DraftCounts | None = None
+) -> dict[str, float]:
     """The metrics of one rollout."""
     summaries = record.summaries
     lengths = np.concatenate([s.lengths for s in record.ended])
@@ -69,6 +72,7 @@ def rollout_metrics(record: RolloutRecord, sync_seconds: float | None = None) ->
     aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
     return {
         **({} if sync_seconds is None else {"darts/sync/seconds": sync_seconds}),
+        **({} if drafted is None else _drafts(drafted)),
         **_pool(lengths, reasons),
         **_budget(record),
         **_rollout(record, lengths, kept, aborted),
@@ -117,6 +121,17 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
         "darts/rollout/deferred_groups": float(len(record.deferred)),
         "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
         "darts/rollout/tokens_per_second": generated / seconds if seconds > 0 else 0.0,
+    }
+
+
+def _drafts(drafted: DraftCounts) -> dict[str, float]:
+    """Of the steps of sequences: each samples one token of its own beside the accepted ones."""
+    steps = drafted.generation_tokens - drafted.num_accepted_tokens
+    return {
+        "darts/drafts/tokens": drafted.num_draft_tokens,
+        "darts/drafts/accepted": drafted.num_accepted_tokens,
+        "darts/drafts/accepted_per_step": drafted.num_accepted_tokens / max(1.0, drafted.num_drafts),
+        "darts/drafts/step_share": drafted.num_drafts / max(1.0, steps),
     }
 
 

@@ -170,6 +170,7 @@ def summary(runs: Sequence[Run]) -> list[Quantity]:
     rewards, _ = in_common([run.log.reindex(columns=["reward", "num_steps"]) for run in runs])
     found = [
         *_lined_up(LOG_LABELS, [_of_log(split) for split in splits], f"{log_window}, from the log"),
+        *_lined_up(DRAFT_LABELS, [_of_drafts(run.log) for run in runs], "the whole log of each run"),
         *_lined_up(ROLLOUT_LABELS, [_of_rollouts(table) for table in tables], f"rollouts of {window}"),
     ]
     for place, name in enumerate(("first", "last")):
@@ -193,6 +194,11 @@ def _lined_up(
 def _of_log(split: pd.DataFrame) -> dict[str, float]:
     total = weighted_mean(split, "total")
     return {"step": total, "share": _divide(weighted_mean(split, "generate"), total)}
+
+
+def _of_drafts(log: pd.DataFrame) -> dict[str, float]:
+    table = log.reindex(columns=[*DRAFT_LABELS, "num_rollouts"])
+    return {name: weighted_mean(table, name, "num_rollouts") for name in DRAFT_LABELS}
 
 
 def _of_rollouts(table: pd.DataFrame) -> dict[str, float]:
@@ -259,4 +265,8 @@ ROLLOUT_LABELS = {
     "waste": ("Tokens thrown away", percent),
     "aborted": ("… of aborted candidates", percent),
     "shape": ("Mean length, kept rows / pool", number),
+}
+DRAFT_LABELS = {
+    "darts/drafts/step_share": ("Decoding steps with a draft", percent),
+    "darts/drafts/accepted_per_step": ("Tokens accepted in each of these", number),
 }

@@ -1,0 +1,171 @@
+"""
+What drafts cost and what they save.
+
+    python benchmarks/drafts.py [--only cost|servers] [--follow 0.9] [--prompts 16] [--epochs 3] [--repeats 3]
+
+- cost: microseconds of the drafter, by the tokens that its index holds.
+- servers: rollouts on real servers of a Markov chain that take turns: without drafts (model runner V1, synchronous, as
+  drafts need it), with vLLM's `ngram`, and with our `suffix`. Lengths are replayed, the same for all; in the first
+  epoch no prompt has a history. `--follow` is the chance that the chain goes on as it mostly does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.models import make_markov_model, make_tokenizer
+from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.serving.options import SPECULATIVE
+from trl_darts.speculation.index import SuffixIndex
+
+
+NUM_GENERATIONS, MAX_NUM_GENERATIONS = 8, 12
+MAX_LENGTH = 1000
+ARMS: dict[str, dict[str, Any]] = {
+    "no drafts": {},
+    "ngram": {"speculative_config": SPECULATIVE["ngram"]},
+    "suffix": {"speculative_config": SPECULATIVE["suffix"]},
+}
+console = Console(width=120)
+
+
+def cost(rng: np.random.Generator) -> None:
+    """The index alone, on texts of which half repeats."""
+    table = Table("tokens in the index", "add, µs per token", "propose 8, µs", title="Cost of the index")
+    for num_texts in (8, 32, 128):
+        phrases = rng.integers(0, 50_000, (200, 16))
+        texts = [phrases[rng.integers(0, 200, 125)].ravel() for _ in range(num_texts)]
+        for text in texts:
+            text[rng.random(text.size) < 0.1] = 7
+        index = SuffixIndex()
+        start = time.perf_counter()
+        for text in texts:
+            index.add(text.tolist())
+        added = (time.perf_counter() - start) / (num_texts * texts[0].size)
+        name, times = index.add([]), []
+        for token in texts[0].tolist():
+            index.extend(name, [token])
+            start = time.perf_counter()
+            index.propose(name, 8)
+            times.append(time.perf_counter() - start)
+        table.add_row(f"{num_texts * texts[0].size:,}", f"{added * 1e6:.2f}", f"{statistics.mean(times) * 1e6:.1f}")
+    console.print(table)
+
+
+def rollout(server: VLLMServer, schedule: str, lengths: np.ndarray, prompts: list[list[int]]) -> float:
+    """Seconds of one rollout with these lengths, `(N, M_up)`."""
+    wide = {"num_longest": 1} if schedule == "darts" else {}
+    per_prompt = MAX_NUM_GENERATIONS if schedule == "darts" else NUM_GENERATIONS
+    policies = make_policies(schedule, NUM_GENERATIONS, per_prompt, **wide)
+    plans = [GroupPlan(group, per_prompt) for group in range(len(prompts))]
+    body = {"model": server.model, "temperature": 1.0, "ignore_eos": True}
+    engine = VLLMServerEngine([server.base_url])
+    start = time.perf_counter()
+    try:
+        engine.run(
+            Scheduler(policies, NUM_GENERATIONS),
+            plans,
+            [[ServerPrompt(prompt)] for prompt in prompts],
+            body,
+            lambda command: {"max_tokens": int(lengths[command.group_id, command.index])},
+        )
+    finally:
+        engine.close()
+    return time.perf_counter() - start
+
+
+def training(
+    rng: np.random.Generator, num_prompts: int, num_batches: int, epochs: int
+) -> Iterator[tuple[int, Any, Any]]:
+    """Epoch, lengths and prompts of each step: log-normal between and within prompts, p99 / p50 about 10."""
+    prompts = [[3 + number % 90, 3 + number // 90, 60] for number in range(num_prompts * num_batches)]
+    means = rng.normal(np.log(60), 0.7, len(prompts))
+    for epoch in range(epochs):
+        for batch in range(num_batches):
+            rows = slice(batch * num_prompts, (batch + 1) * num_prompts)
+            drawn = rng.lognormal(means[rows, None], 0.6, (num_prompts, MAX_NUM_GENERATIONS))
+            yield epoch, np.clip(drawn, 2, MAX_LENGTH).astype(int), prompts[rows]
+
+
+def drafts(server: VLLMServer) -> tuple[float, float, float]:
+    """Drafts, drafted tokens and accepted tokens so far."""
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    draft, drafted, accepted = (server.metric(f"vllm:spec_decode_num_{name}_total") for name in names)
+    return draft, drafted, accepted
+
+
+def servers(args: argparse.Namespace) -> None:
+    """All arms take each step in turn."""
+    rng = np.random.default_rng(args.seed)
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        model = make_markov_model(Path(directory) / "markov", make_tokenizer(), follow=args.follow)
+        env = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+        common = {"env": env, "no_async_scheduling": True, "max_num_seqs": 512}
+        running = {
+            name: stack.enter_context(start_vllm_server(model, **common, **options)) for name, options in ARMS.items()
+        }
+        for schedule in ("grpo", "darts"):
+            seconds: dict[tuple[str, int], list[float]] = {}
+            before = {name: drafts(server) for name, server in running.items()}
+            for epoch, lengths, prompts in training(rng, args.prompts, args.repeats, args.epochs):
+                for name in rng.permutation(list(running)).tolist():
+                    took = rollout(running[name], schedule, lengths, prompts)
+                    seconds.setdefault((name, epoch), []).append(took)
+            show(schedule, seconds, args.epochs)
+            for name, server in running.items():
+                number, drafted, accepted = (new - old for new, old in zip(drafts(server), before[name], strict=True))
+                if number:
+                    console.print(
+                        f"  {name}: {accepted / drafted:.0%} of {drafted:,.0f} drafted tokens accepted, "
+                        f"{accepted / number:.2f} per draft"
+                    )
+
+
+def show(schedule: str, seconds: dict[tuple[str, int], list[float]], epochs: int) -> None:
+    """Seconds of each epoch, and how many times as fast as without drafts."""
+    table = Table("arm", *(f"epoch {epoch + 1}" for epoch in range(epochs)), title=f"{schedule}: seconds of rollouts")
+    for name in ARMS:
+        cells = []
+        for epoch in range(epochs):
+            own, control = seconds[name, epoch], seconds["no drafts", epoch]
+            ratios = [other / mine for mine, other in zip(own, control, strict=True)]
+            cells.append(f"{sum(own):.1f} ({sum(control) / sum(own):.2f}×, {min(ratios):.2f} to {max(ratios):.2f})")
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("cost", "servers"))
+    parser.add_argument("--follow", type=float, default=0.9)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="steps of an epoch")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.only != "servers":
+        cost(np.random.default_rng(args.seed))
+    if args.only != "cost":
+        servers(args)
+
+
+if __name__ == "__main__":
+    main()

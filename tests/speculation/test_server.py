@@ -1,0 +1,79 @@
+"""Drafts on a real server: answers are the model's own, token by token and in their frequencies."""
+
+import pytest
+
+from trl_darts.serving.options import SPECULATIVE
+
+from .chains import largest_error, make_chain, p_value, sample, transitions
+
+
+MAX_MODEL_LEN = 256
+SAMPLING = {
+    "warm": {"temperature": 1.0},
+    "cool": {"temperature": 0.7},
+    "top-k and top-p": {"temperature": 1.0, "top_k": 3, "top_p": 0.9},
+}
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def chain_dir(tmp_path_factory, tokenizer):
+    return make_chain(tmp_path_factory.mktemp("chain") / "model", tokenizer)
+
+
+def start(chain_dir, tmp_path_factory, method, **options):
+    from benchmarks.vllm_server import start_vllm_server
+
+    log_path = tmp_path_factory.mktemp("chain") / "server.log"
+    options = {"max_model_len": MAX_MODEL_LEN, "speculative_config": SPECULATIVE[method], **options}
+    return start_vllm_server(chain_dir, log_path=log_path, **options)
+
+
+@pytest.fixture(scope="module")
+def drafting(chain_dir, tmp_path_factory):
+    with start(chain_dir, tmp_path_factory, "suffix") as server:
+        yield server
+
+
+def counts(server):
+    return [server.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted")]
+
+
+def check(server, chain_dir, num_answers):
+    for sampling in SAMPLING.values():
+        before = counts(server)
+        answers = sample(server, num_answers, **sampling)
+        expected = transitions(chain_dir, **sampling)
+        drafted, accepted = (after - old for after, old in zip(counts(server), before, strict=True))
+        assert largest_error(answers, expected) < 1e-4
+        assert p_value(answers, expected) > 1e-4
+        assert drafted > num_answers
+        assert 0.1 < accepted / drafted < 1
+
+
+def test_answers_are_the_models_own(drafting, chain_dir):
+    check(drafting, chain_dir, 240)
+    assert "Drafting failed" not in drafting.log_path.read_text()
+
+
+def test_a_sequence_may_reach_the_limit_of_the_model(drafting, chain_dir):
+    """vLLM's own check would give every sequence drafts of token 0 then, and end a server on a CPU."""
+    answers = sample(drafting, 24, max_tokens=MAX_MODEL_LEN - 2, ignore_eos=True)
+    assert {len(tokens) for tokens, _ in answers} == {MAX_MODEL_LEN - 1}
+    assert drafting.healthy()
+
+
+@pytest.mark.slow
+def test_ten_thousand_answers(drafting, chain_dir):
+    check(drafting, chain_dir, 10_000)
+
+
+@pytest.mark.slow
+def test_without_the_cure_they_are_not(chain_dir, tmp_path_factory):
+    """Where this fails, vLLM has mended its kernel, and `cure_expand` can go."""
+    with start(chain_dir, tmp_path_factory, "ngram", env={"VLLM_PLUGINS": ""}) as server:
+        answers = sample(server, 1000, **SAMPLING["cool"])
+        assert counts(server)[0] > 0
+    expected = transitions(chain_dir, **SAMPLING["cool"])
+    assert largest_error(answers, expected) > 1e-2
+    assert p_value(answers, expected) < 1e-6

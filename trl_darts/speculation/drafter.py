@@ -1,0 +1,189 @@
+"""Drafts for the sequences that a vLLM server decodes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..policy.drafts import draft_budget
+from .history import History, Prompt
+from .step_times import StepTimes
+
+
+logger = logging.getLogger("vllm.trl_darts")
+
+# A sequence can be missing from a batch for a while: vLLM preempts some, and leaves some out where a prefill is long.
+STEPS_BETWEEN_SWEEPS = 64
+# Acceptance begins at 1/2. What was seen counts less with each step: with the first where tokens were drafted, since
+# answers wander from their siblings; with the second where none were, so that a sequence is tried again.
+MEMORY_DRAFTED, MEMORY_IDLE = 0.9, 0.98
+
+
+@dataclass(slots=True)
+class Answering:
+    """A sequence that decodes."""
+
+    prompt: Prompt
+    tokens: list[int]  # from `prompt.context_start` on
+    end: int  # tokens of the request that are known, its prompt included
+    last_step: int
+    text: int | None = None  # in the prompt's index
+    num_drafted: int = 0  # in the last step
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Odds that a token is accepted once those before it are."""
+        return (self.accepted + 1) / (self.accepted + self.rejected + 2)
+
+    def learn(self, num_new: int) -> None:
+        """The step's outcome: the accepted tokens, and one that the model sampled itself."""
+        if not self.num_drafted:
+            self.accepted, self.rejected = MEMORY_IDLE * self.accepted, MEMORY_IDLE * self.rejected
+            return
+        self.accepted = MEMORY_DRAFTED * self.accepted + num_new - 1
+        self.rejected = MEMORY_DRAFTED * self.rejected + (num_new <= self.num_drafted)
+
+
+class SuffixDrafter:
+    """
+    Drafts what followed in other answers to the same prompt: those that are being decoded, and those of earlier
+    rollouts. vLLM loads it as the `model` of its speculative method `"custom_class"`.
+
+    Every failure is survived without drafts, and counted: drafts can make decoding faster, and never wrong.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.num_failures = 0
+        self._max_draft = vllm_config.speculative_config.num_speculative_tokens
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._times = StepTimes()
+        self._forget()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """There is none. vLLM's CPU build calls it unasked."""
+
+    def propose(self, sampled_token_ids: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM's own call says nothing of which sequence is which; without our plugin there are no drafts."""
+        return [[] for _ in sampled_token_ids]
+
+    def new_policy(self) -> None:
+        """The weights have changed."""
+        self._history.version += 1
+
+    def draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """
+        Drafts for the next step.
+
+        Args:
+            batch (`vllm.v1.worker.gpu_input_batch.InputBatch`):
+                The sequences, with the tokens that were just sampled.
+            sampled_token_ids (`Sequence[Sequence[int]]`):
+                These tokens; none for a sequence whose prompt is not through yet.
+
+        Returns:
+            `list[list[int]]`: Tokens for each sequence.
+        """
+        try:
+            return self._draft(batch, sampled_token_ids)
+        except Exception as error:
+            self.num_failures += 1
+            self._forget()  # it may be half changed
+            if self.num_failures == 1:
+                logger.warning(
+                    "Drafting failed (%s: %s). Answers are right all the same, but slower. Further failures are "
+                    "counted, and not reported.",
+                    type(error).__name__,
+                    error,
+                )
+            return [[] for _ in sampled_token_ids]
+
+    def _forget(self) -> None:
+        self._history = History()
+        self._answering: dict[str, Answering] = {}
+        self._step = 0
+        self._last_time: float | None = None
+
+    def _draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        self._step += 1
+        num_known = len(self._answering)
+        decoding = {row: self._follow(batch, row) for row, sampled in enumerate(sampled_token_ids) if sampled}
+        self._time_step(decoding, all(sampled_token_ids) and len(self._answering) == num_known)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for row, answering in decoding.items():
+            if len(decoding) < self._times.knee:
+                drafts[row] = self._draft_one(answering, len(decoding))
+            answering.num_drafted = len(drafts[row])
+        if self._step % STEPS_BETWEEN_SWEEPS == 0:
+            self._sweep()
+        return drafts
+
+    def _follow(self, batch: Any, row: int) -> Answering:
+        """The sequence of a row, with its new tokens."""
+        end = int(batch.num_tokens_no_spec[row])
+        answering = self._answering.get(batch.req_ids[row])
+        if answering is None:
+            return self._begin(batch, row, end)
+        new = batch.token_ids_cpu[row, answering.end : end].tolist()
+        answering.tokens += new
+        answering.end, answering.last_step = end, self._step
+        answering.learn(len(new))
+        if answering.text is not None and answering.prompt.index is not None:
+            answering.prompt.index.extend(answering.text, new)
+        return answering
+
+    def _begin(self, batch: Any, row: int, end: int) -> Answering:
+        tokens = batch.token_ids_cpu[row, :end]
+        prompt = self._history.prompt_of(tokens[: batch.num_prompt_tokens[row]])
+        prompt.num_running += 1
+        answering = Answering(prompt, tokens[prompt.context_start :].tolist(), end, self._step)
+        self._answering[batch.req_ids[row]] = answering
+        return answering
+
+    def _time_step(self, decoding: dict[int, Answering], only_decoding: bool) -> None:
+        """Steps with prefills say nothing. To be called before tokens are drafted anew."""
+        now, before = time.perf_counter(), self._last_time
+        self._last_time = now
+        if before is not None and decoding and only_decoding:
+            self._times.add(sum(1 + answering.num_drafted for answering in decoding.values()), now - before)
+
+    def _draft_one(self, answering: Answering, num_running: int) -> list[int]:
+        prompt, length = answering.prompt, len(answering.tokens)
+        budget = draft_budget(
+            num_running,
+            self._times.knee,
+            length,
+            prompt.expected_length or length,
+            answering.acceptance,
+            min(self._max_draft, self._max_model_len - answering.end - 1),
+        )
+        if budget <= 0:
+            return []
+        if answering.text is None:
+            self._index(prompt)
+        assert prompt.index is not None
+        assert answering.text is not None
+        return prompt.index.propose(answering.text, budget)
+
+    def _index(self, prompt: Prompt) -> None:
+        """From now on what is decoded for a prompt is found at once by all its sequences."""
+        if prompt.index is None:
+            prompt.index = prompt.make_index()
+        for answering in self._answering.values():
+            if answering.prompt is prompt and answering.text is None:
+                answering.text = prompt.index.add(answering.tokens)
+
+    def _sweep(self) -> None:
+        """Sequences that are gone become answers."""
+        gone = [name for name, one in self._answering.items() if one.last_step <= self._step - STEPS_BETWEEN_SWEEPS]
+        for name in gone:
+            answering = self._answering.pop(name)
+            prompt = answering.prompt
+            prompt.num_running -= 1
+            if not prompt.num_running:
+                prompt.index = None
+            self._history.add(prompt, answering.tokens)
