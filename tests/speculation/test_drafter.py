@@ -18,11 +18,12 @@ PROMPT = [7, 8, 9]
 ANSWER = [*range(20, 90)]
 
 
-def make_drafter(num_speculative_tokens=8):
+def make_drafter(num_speculative_tokens=8, tokenizer=None):
     return SuffixDrafter(
         SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=num_speculative_tokens),
-            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, tokenizer=tokenizer),
+            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         )
     )
 

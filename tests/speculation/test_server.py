@@ -2,6 +2,8 @@
 
 import pytest
 
+from benchmarks.vllm_server import free_port, start_vllm_server
+from tests.builders import make_args, make_trainer
 from trl_darts.serving.options import SPECULATIVE
 
 from .chains import largest_error, make_chain, p_value, sample, transitions
@@ -22,8 +24,6 @@ def chain_dir(tmp_path_factory, tokenizer):
 
 
 def start(chain_dir, tmp_path_factory, method, **options):
-    from benchmarks.vllm_server import start_vllm_server
-
     log_path = tmp_path_factory.mktemp("chain") / "server.log"
     options = {"max_model_len": MAX_MODEL_LEN, "speculative_config": SPECULATIVE[method], **options}
     return start_vllm_server(chain_dir, log_path=log_path, **options)
@@ -61,6 +61,20 @@ def test_a_sequence_may_reach_the_limit_of_the_model(drafting, chain_dir):
     answers = sample(drafting, 24, max_tokens=MAX_MODEL_LEN - 2, ignore_eos=True)
     assert {len(tokens) for tokens, _ in answers} == {MAX_MODEL_LEN - 1}
     assert drafting.healthy()
+
+
+def test_a_training_s_log_says_what_was_drafted(drafting, chain_dir, tmp_path):
+    fields = {"vllm_server_base_url": drafting.base_url, "vllm_group_port": free_port(), "max_completion_length": 96}
+    args = make_args(tmp_path, use_vllm=True, vllm_mode="server", learning_rate=3e-3, **fields)
+    trainer = make_trainer(chain_dir, args)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
+    assert len(logs) == 3
+    for entry in logs:
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3  # also with new weights
+        assert 0 < entry["darts/drafts/accepted"] < entry["darts/drafts/tokens"]
+        assert entry["darts/drafts/accepted_per_step"] > 0.1
+        assert 0.05 < entry["darts/drafts/step_share"] <= 1
 
 
 @pytest.mark.slow

@@ -62,7 +62,8 @@ def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them():
 
 def test_new_weights_are_a_new_policy():
     drafter = SuffixDrafter.__new__(SuffixDrafter)
-    drafter._history = SimpleNamespace(version=0)
+    policies = []
+    drafter.new_policy = lambda: policies.append("new")
 
     class Worker:
         model_runner = SimpleNamespace(drafter=drafter)
@@ -76,6 +77,6 @@ def test_new_weights_are_a_new_policy():
     count_policies(Worker)
     assert Worker().reload_weights() == "answer"
     Worker().finish_weight_update()
-    assert drafter._history.version == 2
+    assert policies == ["new", "new"]
     Worker.model_runner = SimpleNamespace()  # a server without drafts
     assert Worker().reload_weights() == "answer"

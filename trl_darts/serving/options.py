@@ -64,6 +64,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     speculative: str | None = None
+    draft_history: Path | None = None
     max_model_len: int | None = None
     weight_sync: str = "auto"
     restart: bool = False
@@ -114,9 +115,18 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
         )
     if options.speculative is not None:
         _check_speculative(options.speculative, build)
+    if options.draft_history is not None and options.speculative != "suffix":
+        raise ConfigurationError(
+            f"`draft_history` ({str(options.draft_history)!r}) needs `speculative='suffix'`: nothing else drafts from "
+            "it. Add `--speculative suffix`, or leave it out."
+        )
     _check_key(options)
     check_ports(options.host, options.ports)
     check_model(options.model)
+    if options.draft_history is not None:
+        from ..speculation.store import Store  # loads transformers
+
+        Store(options.draft_history, options.flags.get("--tokenizer", options.model))
     options.split_devices(build)
 
 

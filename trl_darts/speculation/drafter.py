@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..policy.drafts import draft_budget
 from .history import History, Prompt
 from .step_times import StepTimes
 
 
+if TYPE_CHECKING:
+    from .store import Store
+
 logger = logging.getLogger("vllm.trl_darts")
+
+HISTORY_VARIABLE = "TRL_DARTS_DRAFT_HISTORY"  # a directory, in the server's environment
 
 # A sequence can be missing from a batch for a while: vLLM preempts some, and leaves some out where a prefill is long.
 STEPS_BETWEEN_SWEEPS = 64
@@ -63,6 +71,16 @@ class SuffixDrafter:
         self._max_model_len = vllm_config.model_config.max_model_len
         self._times = StepTimes()
         self._forget()
+        self._store: Store | None = None
+        parallel = vllm_config.parallel_config
+        directory = os.environ.get(HISTORY_VARIABLE)
+        if directory and parallel.rank % parallel.tensor_parallel_size == 0:  # the others see the same
+            with self._surviving():
+                from .store import Store  # loads transformers and pyarrow
+
+                store = Store(Path(directory), vllm_config.model_config.tokenizer)
+                store.load(self._history)
+                self._store = store
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is none. vLLM's CPU build calls it unasked."""
@@ -72,8 +90,12 @@ class SuffixDrafter:
         return [[] for _ in sampled_token_ids]
 
     def new_policy(self) -> None:
-        """The weights have changed."""
-        self._history.version += 1
+        """The weights have changed. What was decoded until now is of the policy before."""
+        with self._surviving():
+            self._sweep(max_age=0)
+            if self._store is not None:
+                self._store.save(self._history)
+            self._history.version += 1
 
     def draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """
@@ -88,8 +110,15 @@ class SuffixDrafter:
         Returns:
             `list[list[int]]`: Tokens for each sequence.
         """
-        try:
+        with self._surviving():
             return self._draft(batch, sampled_token_ids)
+        return [[] for _ in sampled_token_ids]
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Inside, a failure costs what is known, and nothing else."""
+        try:
+            yield
         except Exception as error:
             self.num_failures += 1
             self._forget()  # it may be half changed
@@ -100,7 +129,6 @@ class SuffixDrafter:
                     type(error).__name__,
                     error,
                 )
-            return [[] for _ in sampled_token_ids]
 
     def _forget(self) -> None:
         self._history = History()
@@ -119,7 +147,7 @@ class SuffixDrafter:
                 drafts[row] = self._draft_one(answering, len(decoding))
             answering.num_drafted = len(drafts[row])
         if self._step % STEPS_BETWEEN_SWEEPS == 0:
-            self._sweep()
+            self._sweep(max_age=STEPS_BETWEEN_SWEEPS)
         return drafts
 
     def _follow(self, batch: Any, row: int) -> Answering:
@@ -177,9 +205,9 @@ class SuffixDrafter:
             if answering.prompt is prompt and answering.text is None:
                 answering.text = prompt.index.add(answering.tokens)
 
-    def _sweep(self) -> None:
-        """Sequences that are gone become answers."""
-        gone = [name for name, one in self._answering.items() if one.last_step <= self._step - STEPS_BETWEEN_SWEEPS]
+    def _sweep(self, max_age: int) -> None:
+        """Sequences that were not seen for so many steps become answers."""
+        gone = [name for name, one in self._answering.items() if one.last_step <= self._step - max_age]
         for name in gone:
             answering = self._answering.pop(name)
             prompt = answering.prompt

@@ -51,7 +51,8 @@ class SuffixIndex:
         """What may follow a text, at most `num_tokens`: by a vote of the places that agree with most of its end."""
         words = self._texts[text]
         place = self._newest.get(self._grams[text], -1)
-        longest, places = GRAM, []
+        longest = GRAM
+        places: list[tuple[list[int], int]] = []
         for _ in range(MAX_PLACES):
             if place < 0:
                 break
