@@ -1,7 +1,7 @@
 """
 What drafts cost and what they save.
 
-    python benchmarks/drafts.py [--only cost|servers] [--follow 0.9] [--prompts 16] [--epochs 3] [--repeats 3]
+    python benchmarks/drafts.py [--only cost|servers] [--follow 0.9] [--prompts 16] [--epochs 3] [--steps 3]
 
 - cost: microseconds of the drafter, by the tokens that its index holds.
 - servers: rollouts on real servers of a Markov chain that take turns: without drafts (model runner V1, synchronous, as
@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,7 +44,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": SPECULATIVE["ngram"]},
     "suffix": {"speculative_config": SPECULATIVE["suffix"]},
 }
-console = Console(width=120)
+COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
+console = Console(width=150)
 
 
 def cost(rng: np.random.Generator) -> None:
@@ -104,11 +106,9 @@ def training(
             yield epoch, np.clip(drawn, 2, MAX_LENGTH).astype(int), prompts[rows]
 
 
-def drafts(server: VLLMServer) -> tuple[float, float, float]:
+def counts(server: VLLMServer) -> np.ndarray:
     """Drafts, drafted tokens and accepted tokens so far."""
-    names = ("drafts", "draft_tokens", "accepted_tokens")
-    draft, drafted, accepted = (server.metric(f"vllm:spec_decode_num_{name}_total") for name in names)
-    return draft, drafted, accepted
+    return np.array([server.metric(f"vllm:spec_decode_num_{name}_total") for name in COUNTED])
 
 
 def servers(args: argparse.Namespace) -> None:
@@ -116,37 +116,34 @@ def servers(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(args.seed)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model = make_markov_model(Path(directory) / "markov", make_tokenizer(), follow=args.follow)
-        env = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-        common = {"env": env, "no_async_scheduling": True, "max_num_seqs": 512}
+        common = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "no_async_scheduling": True, "max_num_seqs": 512}
         running = {
             name: stack.enter_context(start_vllm_server(model, **common, **options)) for name, options in ARMS.items()
         }
-        for schedule in ("grpo", "darts"):
-            seconds: dict[tuple[str, int], list[float]] = {}
-            before = {name: drafts(server) for name, server in running.items()}
-            for epoch, lengths, prompts in training(rng, args.prompts, args.repeats, args.epochs):
+        for schedule in args.schedules.split(","):
+            seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+            drafted: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros(len(COUNTED)))
+            for epoch, lengths, prompts in training(rng, args.prompts, args.steps, args.epochs):
                 for name in rng.permutation(list(running)).tolist():
-                    took = rollout(running[name], schedule, lengths, prompts)
-                    seconds.setdefault((name, epoch), []).append(took)
-            show(schedule, seconds, args.epochs)
-            for name, server in running.items():
-                number, drafted, accepted = (new - old for new, old in zip(drafts(server), before[name], strict=True))
-                if number:
-                    console.print(
-                        f"  {name}: {accepted / drafted:.0%} of {drafted:,.0f} drafted tokens accepted, "
-                        f"{accepted / number:.2f} per draft"
-                    )
+                    before = counts(running[name])
+                    seconds[name, epoch].append(rollout(running[name], schedule, lengths, prompts))
+                    drafted[name, epoch] += counts(running[name]) - before
+                    console.log(f"{schedule}, epoch {epoch + 1}, {name}: {seconds[name, epoch][-1]:.1f} s")
+            show(schedule, seconds, drafted, args.epochs)
 
 
-def show(schedule: str, seconds: dict[tuple[str, int], list[float]], epochs: int) -> None:
+def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
     """Seconds of each epoch, and how many times as fast as without drafts."""
-    table = Table("arm", *(f"epoch {epoch + 1}" for epoch in range(epochs)), title=f"{schedule}: seconds of rollouts")
+    title = f"{schedule}: seconds of rollouts (ratio, range over steps); tokens accepted per draft, and their share"
+    table = Table("arm", *(f"epoch {epoch + 1}" for epoch in range(epochs)), title=title)
     for name in ARMS:
         cells = []
         for epoch in range(epochs):
             own, control = seconds[name, epoch], seconds["no drafts", epoch]
             ratios = [other / mine for mine, other in zip(own, control, strict=True)]
-            cells.append(f"{sum(own):.1f} ({sum(control) / sum(own):.2f}×, {min(ratios):.2f} to {max(ratios):.2f})")
+            cell = f"{sum(own):.1f} ({sum(control) / sum(own):.2f}×, {min(ratios):.2f} to {max(ratios):.2f})"
+            number, tokens, accepted = drafted[name, epoch]
+            cells.append(cell + (f"; {accepted / number:.2f}, {accepted / tokens:.0%}" if number else ""))
         table.add_row(name, *cells)
     console.print(table)
 
@@ -158,7 +155,8 @@ def main() -> None:
     parser.add_argument("--follow", type=float, default=0.9)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3, help="steps of an epoch")
+    parser.add_argument("--steps", type=int, default=3, help="of an epoch")
+    parser.add_argument("--schedules", default="grpo,darts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.only != "servers":

@@ -53,7 +53,8 @@ def sample(
         body = {"model": server.model, "prompt": prompt, "n": NUM_PER_REQUEST, "max_tokens": max_tokens, "logprobs": 0}
         reply = server.request("/v1/completions", {**body, "return_token_ids": True, **sampling})
         for choice in reply["choices"]:
-            answers.append(([prompt[-1], *choice["token_ids"]], choice["logprobs"]["token_logprobs"]))
+            logprobs = (choice["logprobs"] or {}).get("token_logprobs", [])
+            answers.append(([prompt[-1], *choice["token_ids"]], logprobs))
     return answers
 
 

@@ -121,7 +121,19 @@ def test_none_where_the_engine_is_full():
         assert not any(decoding.step())
 
 
-def test_rows_that_have_no_token_yet_get_none(monkeypatch):
+def test_no_index_where_there_is_no_room(monkeypatch):
+    monkeypatch.setattr(module, "MAX_INDEXED", 50)
+    decoding = Decoding(make_drafter())
+    decoding.add("a", PROMPT, ANSWER * 2)
+    for _ in range(60):
+        decoding.step()
+    decoding.add("b", [1], [5] * 60)
+    decoding.step()
+    kept = {name: one.prompt.index is not None for name, one in decoding.drafter._answering.items()}
+    assert kept == {"a": True, "b": False}
+
+
+def test_rows_that_have_no_token_yet_get_none():
     drafter = make_drafter()
     batch = SimpleNamespace(
         req_ids=["prefill"],
@@ -189,7 +201,7 @@ def test_a_prompt_without_answers_is_forgotten():
 
 
 def test_an_index_begins_with_the_newest_answers(monkeypatch):
-    monkeypatch.setattr("trl_darts.speculation.history.MAX_INDEXED", 10)
+    monkeypatch.setattr("trl_darts.speculation.history.NUM_INDEXED", 10)
     prompt = History().prompt_of(np.array([1, 2, 3, 4], dtype=np.int32))
     prompt.answers = [Answer(0, np.array([2, 3, 4, 5, last])) for last in (1, 2, 3)]
     index = prompt.make_index()

@@ -52,7 +52,7 @@ def check(server, chain_dir, num_answers):
 
 
 def test_answers_are_the_models_own(drafting, chain_dir):
-    check(drafting, chain_dir, 240)
+    check(drafting, chain_dir, 160)
     assert "Drafting failed" not in drafting.log_path.read_text()
 
 
@@ -86,8 +86,7 @@ def test_ten_thousand_answers(drafting, chain_dir):
 def test_without_the_cure_they_are_not(chain_dir, tmp_path_factory):
     """Where this fails, vLLM has mended its kernel, and `cure_expand` can go."""
     with start(chain_dir, tmp_path_factory, "ngram", env={"VLLM_PLUGINS": ""}) as server:
-        answers = sample(server, 1000, **SAMPLING["cool"])
+        # Of its log-probs some are no numbers, for which it answers 400.
+        answers = sample(server, 240, logprobs=None, **SAMPLING["cool"])
         assert counts(server)[0] > 0
-    expected = transitions(chain_dir, **SAMPLING["cool"])
-    assert largest_error(answers, expected) > 1e-2
-    assert p_value(answers, expected) < 1e-6
+    assert p_value(answers, transitions(chain_dir, **SAMPLING["cool"])) < 1e-6

@@ -28,6 +28,7 @@ STEPS_BETWEEN_SWEEPS = 64
 # Acceptance begins at 1/2. What was seen counts less with each step: with the first where tokens were drafted, since
 # answers wander from their siblings; with the second where none were, so that a sequence is tried again.
 MEMORY_DRAFTED, MEMORY_IDLE = 0.9, 0.98
+MAX_INDEXED = 2**23  # tokens in all indexes from which on there is no new one: about 1 GiB
 
 
 @dataclass(slots=True)
@@ -193,13 +194,16 @@ class SuffixDrafter:
             return []
         if answering.text is None:
             self._index(prompt)
-        assert prompt.index is not None
-        assert answering.text is not None
+        if prompt.index is None or answering.text is None:
+            return []
         return prompt.index.propose(answering.text, budget)
 
     def _index(self, prompt: Prompt) -> None:
-        """From now on what is decoded for a prompt is found at once by all its sequences."""
+        """From now on what is decoded for a prompt is found at once by all its sequences, if there is room."""
         if prompt.index is None:
+            others = {one.prompt.index for one in self._answering.values()} - {None}
+            if sum(index.num_tokens for index in others if index is not None) > MAX_INDEXED:
+                return
             prompt.index = prompt.make_index()
         for answering in self._answering.values():
             if answering.prompt is prompt and answering.text is None:

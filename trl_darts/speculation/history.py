@@ -14,7 +14,7 @@ from .index import GRAM, SuffixIndex
 
 MAX_ANSWERS = 32  # of a prompt: older ones are of a policy that has moved on
 MAX_TOKENS = 2**28  # 1 GiB, at four bytes each
-MAX_INDEXED = 2**16  # tokens of earlier answers that a prompt's index begins with
+NUM_INDEXED = 2**16  # tokens of earlier answers that a prompt's index begins with
 # What is left when the limit is reached: one look over all answers frees many.
 _AFTER_EVICTION = 0.9
 
@@ -50,7 +50,7 @@ class Prompt:
 
     def make_index(self) -> SuffixIndex:
         """Of the prompt and its newest answers."""
-        index, room = SuffixIndex(), MAX_INDEXED
+        index, room = SuffixIndex(), NUM_INDEXED
         chosen: list[Tokens] = []
         for answer in reversed(self.answers):
             room -= len(answer.tokens)

@@ -27,6 +27,11 @@ class SuffixIndex:
         self._newest: dict[int, int] = {}  # by gram: text and number of tokens before the place
         self._older: list[list[int]] = []  # by text, and number of tokens before the place - 1
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts."""
+        return sum(map(len, self._texts))
+
     def add(self, tokens: Sequence[int]) -> int:
         """A new text. Returns its number."""
         self._texts.append([])
