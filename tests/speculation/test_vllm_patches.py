@@ -40,6 +40,8 @@ def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them():
 
     class GPUModelRunner:
         input_batch = "batch"
+        drafter = object()
+        speculative_config = SimpleNamespace(method="eagle")
 
         def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *rest):
             return "vLLM's"
@@ -52,7 +54,8 @@ def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them():
     show_batch(module)
     runner = GPUModelRunner()
     assert runner._input_fits_in_drafter("metadata") is False
-    runner.drafter = object()
+    runner.speculative_config = SimpleNamespace(method="ngram")
+    assert runner._input_fits_in_drafter("metadata") is True
     assert runner.propose_draft_token_ids("scheduled", [[1]], "more") == "vLLM's"
     runner.drafter = drafter
     assert runner.propose_draft_token_ids("scheduled", [[1]], "more") == ("ours", "batch", [[1]])

@@ -12,8 +12,8 @@ def show_batch(module: ModuleType) -> None:
     """
     Hand our drafter the whole batch. vLLM tells a custom one neither which sequence is which nor where a prompt ends.
 
-    It also stops asking for any as soon as one sequence is near its end: each would then get drafts of token 0, and on
-    a CPU the server crashes. Ours looks at each sequence itself.
+    It also stops asking for drafts as soon as one sequence is near the model's limit: each then gets drafts of token 0,
+    and on a CPU the server crashes. Our drafter and `ngram` look at each sequence themselves.
     """
     from .drafter import SuffixDrafter
 
@@ -32,7 +32,7 @@ def show_batch(module: ModuleType) -> None:
 
     @functools.wraps(fits)
     def input_fits_in_drafter(self: Any, metadata: Any) -> bool:
-        if isinstance(getattr(self, "drafter", None), SuffixDrafter):
+        if isinstance(self.drafter, SuffixDrafter) or self.speculative_config.method == "ngram":
             return metadata is not None
         return fits(self, metadata)
 
