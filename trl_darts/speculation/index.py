@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 GRAM = 3  # tokens that must agree at least
-MAX_MATCH = 32  # how far back agreement is looked for
-MAX_PLACES = 16  # how many earlier places are looked at, newest first
+MAX_MATCH = 16  # how far back agreement is looked for
+MAX_PLACES = 8  # how many earlier places are looked at, newest first
 _TOKEN_BITS = 21  # more than any vocabulary needs
 _GRAM_MASK = (1 << GRAM * _TOKEN_BITS) - 1
 _PLACE_BITS = 32
