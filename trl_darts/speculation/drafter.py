@@ -140,7 +140,12 @@ class SuffixDrafter:
     def _draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         self._step += 1
         num_known = len(self._answering)
-        decoding = {row: self._follow(batch, row) for row, sampled in enumerate(sampled_token_ids) if sampled}
+        names, ends = batch.req_ids, batch.num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+        decoding = {
+            row: self._follow(batch, row, names[row], ends[row], sampled)
+            for row, sampled in enumerate(sampled_token_ids)
+            if sampled
+        }
         self._time_step(decoding, all(sampled_token_ids) and len(self._answering) == num_known)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, answering in decoding.items():
@@ -151,26 +156,26 @@ class SuffixDrafter:
             self._sweep(max_age=STEPS_BETWEEN_SWEEPS)
         return drafts
 
-    def _follow(self, batch: Any, row: int) -> Answering:
+    def _follow(self, batch: Any, row: int, name: str, end: int, sampled: Sequence[int]) -> Answering:
         """The sequence of a row, with its new tokens."""
-        end = int(batch.num_tokens_no_spec[row])
-        answering = self._answering.get(batch.req_ids[row])
+        answering = self._answering.get(name)
         if answering is None:
-            return self._begin(batch, row, end)
-        new = batch.token_ids_cpu[row, answering.end : end].tolist()
-        answering.tokens += new
+            return self._begin(batch, row, name, end)
+        if end - answering.end != len(sampled):  # it was not in the last batch
+            sampled = batch.token_ids_cpu[row, answering.end : end].tolist()
+        answering.tokens += sampled
         answering.end, answering.last_step = end, self._step
-        answering.learn(len(new))
+        answering.learn(len(sampled))
         if answering.text is not None and answering.prompt.index is not None:
-            answering.prompt.index.extend(answering.text, new)
+            answering.prompt.index.extend(answering.text, sampled)
         return answering
 
-    def _begin(self, batch: Any, row: int, end: int) -> Answering:
+    def _begin(self, batch: Any, row: int, name: str, end: int) -> Answering:
         tokens = batch.token_ids_cpu[row, :end]
         prompt = self._history.prompt_of(tokens[: batch.num_prompt_tokens[row]])
         prompt.num_running += 1
         answering = Answering(prompt, tokens[prompt.context_start :].tolist(), end, self._step)
-        self._answering[batch.req_ids[row]] = answering
+        self._answering[name] = answering
         return answering
 
     def _time_step(self, decoding: dict[int, Answering], only_decoding: bool) -> None:

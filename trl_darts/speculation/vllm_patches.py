@@ -12,7 +12,7 @@ def show_batch(module: ModuleType) -> None:
     """
     Hand our drafter the whole batch. vLLM tells a custom one neither which sequence is which nor where a prompt ends.
 
-    It also stops asking for drafts as soon as one sequence is near the model's limit: each then gets drafts of token 0,
+    It also stops asking for drafts as soon as one sequence is near the model's limit: each then drafts token 0 only,
     and on a CPU the server crashes. Our drafter and `ngram` look at each sequence themselves.
     """
     from .drafter import SuffixDrafter
