@@ -1,9 +1,11 @@
 """
 What drafts cost and what they save.
 
-    python benchmarks/drafts.py [--only cost|servers] [--follow 0.9] [--prompts 16] [--epochs 3] [--steps 3]
+    python benchmarks/drafts.py [--only cost|replay|servers] [--follow 0.9] [--prompts 16] [--epochs 3] [--steps 3]
 
 - cost: microseconds of the drafter, by the tokens that its index holds.
+- replay: answers that the tiny reasoner sampled, epoch by epoch, decoded with the drafter. A step that verifies `T`
+  tokens takes `1 + T / KNEE`.
 - servers: rollouts on real servers of a Markov chain that take turns: without drafts (model runner V1, synchronous, as
   drafts need it), with vLLM's `ngram`, and with our `suffix`. Lengths are replayed, the same for all; in the first
   epoch no prompt has a history. `--follow` is the chance that the chain goes on as it mostly does.
@@ -26,15 +28,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.decoding import Decoding, make_drafter
 from benchmarks.models import make_markov_model, make_tokenizer
 from benchmarks.vllm_server import VLLMServer, start_vllm_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 from trl_darts.serving.options import SPECULATIVE
 from trl_darts.speculation.index import SuffixIndex
+from trl_darts.speculation.step_times import StepTimes
 
 
 NUM_GENERATIONS, MAX_NUM_GENERATIONS = 8, 12
@@ -44,6 +50,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": SPECULATIVE["ngram"]},
     "suffix": {"speculative_config": SPECULATIVE["suffix"]},
 }
+KNEE = 64.0
+REASONER = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"
+CHECKPOINT = REASONER / "checkpoint"
 COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
 console = Console(width=150)
 
@@ -69,6 +78,61 @@ def cost(rng: np.random.Generator) -> None:
             times.append(time.perf_counter() - start)
         table.add_row(f"{num_texts * texts[0].size:,}", f"{added * 1e6:.2f}", f"{statistics.mean(times) * 1e6:.1f}")
     console.print(table)
+
+
+def sample(num_prompts: int, epochs: int, seed: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Prompts and answers of the tiny reasoner, epoch by epoch."""
+    sys.path.insert(0, str(REASONER))
+    from task import make_dataset
+
+    torch.manual_seed(seed)
+    tokenizer, model = AutoTokenizer.from_pretrained(CHECKPOINT), AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    texts = [row["prompt"] for row in make_dataset(num_prompts, seed)]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    width = inputs["input_ids"].shape[1]
+    for _ in range(epochs):
+        answers = []
+        rows = model.generate(**inputs, do_sample=True, max_new_tokens=256, num_return_sequences=NUM_GENERATIONS)
+        for index, row in enumerate(rows[:, width:].tolist()):
+            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+            answers.append((tokenizer(texts[index // NUM_GENERATIONS])["input_ids"], row[:end]))
+        yield answers
+
+
+def replay(num_prompts: int, epochs: int, seed: int) -> None:
+    """What the drafter saves on real answers, without the noise of a clock."""
+    table = Table("epoch", "longest answer", "steps", "time", "accepted", "per draft", title="Tiny reasoner, replayed")
+    decoding = Decoding(make_drafter(16))
+    decoding.drafter._times = FixedTimes()
+    for epoch, answers in enumerate(sample(num_prompts, epochs, seed)):
+        lengths = np.array([len(answer) for _, answer in answers])
+        for number, (prompt, answer) in enumerate(answers):
+            decoding.add((epoch, number), prompt, answer)
+        steps, seconds, drafted = 0, 0.0, []
+        accepted = decoding.num_accepted
+        while decoding.rows:
+            sizes = [len(decoding.drafts.get(name, [])) for name in decoding.rows]
+            drafted += [size for size in sizes if size]
+            steps, seconds = steps + 1, seconds + 1 + (len(sizes) + sum(sizes)) / KNEE
+            decoding.step()
+        decoding.drafter.new_policy()
+        accepted = decoding.num_accepted - accepted
+        control = sum(1 + (lengths > step).sum() / KNEE for step in range(lengths.max()))
+        numbers = f"{control / seconds:.2f}×", f"{accepted / sum(drafted):.0%}", f"{accepted / len(drafted):.2f}"
+        table.add_row(str(epoch + 1), str(lengths.max()), str(steps), *numbers)
+    console.print(table)
+
+
+class FixedTimes(StepTimes):
+    """Of a machine whose knee is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.knee = KNEE
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Nothing to learn."""
 
 
 def rollout(server: VLLMServer, schedule: str, lengths: np.ndarray, prompts: list[list[int]]) -> float:
@@ -151,7 +215,7 @@ def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("cost", "servers"))
+    parser.add_argument("--only", choices=("cost", "replay", "servers"))
     parser.add_argument("--follow", type=float, default=0.9)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=3)
@@ -159,9 +223,11 @@ def main() -> None:
     parser.add_argument("--schedules", default="grpo,darts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.only != "servers":
+    if args.only in (None, "cost"):
         cost(np.random.default_rng(args.seed))
-    if args.only != "cost":
+    if args.only in (None, "replay"):
+        replay(args.prompts, args.epochs, args.seed)
+    if args.only in (None, "servers"):
         servers(args)
 
 

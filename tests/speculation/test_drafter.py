@@ -6,77 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks.decoding import MAX_MODEL_LEN, Decoding, make_drafter
 from trl_darts.speculation import drafter as module
-from trl_darts.speculation.drafter import SuffixDrafter
 from trl_darts.speculation.history import Answer, History
 from trl_darts.speculation.index import GRAM
 from trl_darts.speculation.step_times import HIGHEST_KNEE, UNKNOWN_KNEE, StepTimes
 
 
-MAX_MODEL_LEN = 256
 PROMPT = [7, 8, 9]
 ANSWER = [*range(20, 90)]
-
-
-def make_drafter(num_speculative_tokens=8, tokenizer=None):
-    return SuffixDrafter(
-        SimpleNamespace(
-            speculative_config=SimpleNamespace(num_speculative_tokens=num_speculative_tokens),
-            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, tokenizer=tokenizer),
-            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
-        )
-    )
-
-
-class Decoding:
-    """Accepts drafts that agree with what each sequence is going to write, as a greedy model would."""
-
-    def __init__(self, drafter):
-        self.drafter = drafter
-        self.going_to_write = {}
-        self.prompts = {}
-        self.written = {}
-        self.drafts = {}
-        self.num_accepted = 0
-        self.rows = []
-
-    def add(self, name, prompt, answer):
-        self.rows.append(name)
-        self.prompts[name], self.going_to_write[name], self.written[name] = prompt, answer, []
-
-    def step(self):
-        sampled = []
-        for name in self.rows:
-            rest = self.going_to_write[name][len(self.written[name]) :]
-            draft = self.drafts.get(name, [])
-            accepted = next((i for i, token in enumerate(draft) if rest[i : i + 1] != [token]), len(draft))
-            accepted = min(accepted, len(rest) - 1)
-            self.num_accepted += accepted
-            sampled.append(rest[: accepted + 1])
-            self.written[name] += sampled[-1]
-        drafts = self.drafter.draft(self.batch(), sampled)
-        self.drafts = dict(zip(self.rows, drafts, strict=True))
-        self.rows = [name for name in self.rows if self.written[name] != self.going_to_write[name]]
-        return drafts
-
-    def batch(self):
-        texts = [self.prompts[name] + self.written[name] for name in self.rows]
-        token_ids = np.full((len(texts) + 2, MAX_MODEL_LEN), -1, dtype=np.int32)
-        for row, text in enumerate(texts):
-            token_ids[row, : len(text)] = text
-        return SimpleNamespace(
-            req_ids=list(self.rows),
-            token_ids_cpu=token_ids,
-            num_tokens_no_spec=np.array([*map(len, texts), 0, 0]),
-            num_prompt_tokens=np.array([*(len(self.prompts[name]) for name in self.rows), 0, 0]),
-        )
-
-    def run(self):
-        steps = 0
-        while self.rows:
-            self.step()
-            steps += 1
-        return steps
 
 
 def test_siblings_help_each_other():

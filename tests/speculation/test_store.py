@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 
+from benchmarks.decoding import Decoding, make_drafter
 from benchmarks.models import make_tokenizer
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving.command import make_commands
@@ -15,7 +16,7 @@ from trl_darts.speculation.history import History
 from trl_darts.speculation.store import Store
 
 from ..serving.builders import CPU, free_ports
-from .test_drafter import ANSWER, PROMPT, Decoding, make_drafter
+from .test_drafter import ANSWER, PROMPT
 
 
 @pytest.fixture
