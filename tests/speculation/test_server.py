@@ -5,6 +5,7 @@ import pytest
 from benchmarks.vllm_server import free_port, start_vllm_server
 from tests.builders import make_args, make_trainer
 from trl_darts.serving.options import SPECULATIVE
+from trl_darts.speculation.drafter import HISTORY_VARIABLE
 
 from .chains import largest_error, make_chain, p_value, sample, transitions
 
@@ -30,8 +31,13 @@ def start(chain_dir, tmp_path_factory, method, **options):
 
 
 @pytest.fixture(scope="module")
-def drafting(chain_dir, tmp_path_factory):
-    with start(chain_dir, tmp_path_factory, "suffix") as server:
+def history(tmp_path_factory):
+    return tmp_path_factory.mktemp("history")
+
+
+@pytest.fixture(scope="module")
+def drafting(chain_dir, history, tmp_path_factory):
+    with start(chain_dir, tmp_path_factory, "suffix", env={HISTORY_VARIABLE: str(history)}) as server:
         yield server
 
 
@@ -53,7 +59,6 @@ def check(server, chain_dir, num_answers):
 
 def test_answers_are_the_models_own(drafting, chain_dir):
     check(drafting, chain_dir, 160)
-    assert "Drafting failed" not in drafting.log_path.read_text()
 
 
 def test_a_sequence_may_reach_the_limit_of_the_model(drafting, chain_dir):
@@ -63,7 +68,7 @@ def test_a_sequence_may_reach_the_limit_of_the_model(drafting, chain_dir):
     assert drafting.healthy()
 
 
-def test_a_training_s_log_says_what_was_drafted(drafting, chain_dir, tmp_path):
+def test_a_training_s_log_says_what_was_drafted(drafting, chain_dir, history, tmp_path):
     fields = {"vllm_server_base_url": drafting.base_url, "vllm_group_port": free_port(), "max_completion_length": 96}
     args = make_args(tmp_path, use_vllm=True, vllm_mode="server", learning_rate=3e-3, **fields)
     trainer = make_trainer(chain_dir, args)
@@ -75,6 +80,8 @@ def test_a_training_s_log_says_what_was_drafted(drafting, chain_dir, tmp_path):
         assert 0 < entry["darts/drafts/accepted"] < entry["darts/drafts/tokens"]
         assert entry["darts/drafts/accepted_per_step"] > 0.1
         assert 0.05 < entry["darts/drafts/step_share"] <= 1
+    assert len(list(history.glob("*.parquet"))) >= 2  # one for each policy that has answered
+    assert "Drafting failed" not in drafting.log_path.read_text()
 
 
 @pytest.mark.slow
