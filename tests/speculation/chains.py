@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models import SHORT_HEAVY_TAIL, VOCAB_SIZE, make_markov_model
 
 
-NUM_PER_REQUEST = 8
 PROMPTS = [[40 + letter, 60] for letter in range(10)]
 
 
@@ -44,13 +43,13 @@ def transitions(model_dir: Path, temperature: float, top_k: int = -1, top_p: flo
 
 
 def sample(
-    server: Any, num_answers: int, max_tokens: int = 48, **sampling: Any
+    server: Any, num_answers: int, num_per_request: int = 8, max_tokens: int = 48, **sampling: Any
 ) -> list[tuple[list[int], list[float]]]:
     """Answers as token IDs, the prompt's last token in front, with log-probs."""
     answers = []
-    for start in range(0, num_answers, NUM_PER_REQUEST):
-        prompt = PROMPTS[start // NUM_PER_REQUEST % len(PROMPTS)]
-        body = {"model": server.model, "prompt": prompt, "n": NUM_PER_REQUEST, "max_tokens": max_tokens, "logprobs": 0}
+    for start in range(0, num_answers, num_per_request):
+        prompt = PROMPTS[start // num_per_request % len(PROMPTS)]
+        body = {"model": server.model, "prompt": prompt, "n": num_per_request, "max_tokens": max_tokens, "logprobs": 0}
         reply = server.request("/v1/completions", {**body, "return_token_ids": True, **sampling})
         for choice in reply["choices"]:
             logprobs = (choice["logprobs"] or {}).get("token_logprobs", [])

@@ -45,10 +45,10 @@ def counts(server):
     return [server.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted")]
 
 
-def check(server, chain_dir, num_answers):
+def check(server, chain_dir, num_answers, num_per_request):
     for sampling in SAMPLING.values():
         before = counts(server)
-        answers = sample(server, num_answers, **sampling)
+        answers = sample(server, num_answers, num_per_request=num_per_request, **sampling)
         expected = transitions(chain_dir, **sampling)
         drafted, accepted = (after - old for after, old in zip(counts(server), before, strict=True))
         assert largest_error(answers, expected) < 1e-4
@@ -58,7 +58,7 @@ def check(server, chain_dir, num_answers):
 
 
 def test_answers_are_the_models_own(drafting, chain_dir):
-    check(drafting, chain_dir, 160)
+    check(drafting, chain_dir, 160, 8)
 
 
 def test_a_sequence_may_reach_the_limit_of_the_model(drafting, chain_dir):
@@ -77,16 +77,18 @@ def test_a_training_s_log_says_what_was_drafted(drafting, chain_dir, history, tm
     assert len(logs) == 3
     for entry in logs:
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3  # also with new weights
-        assert 0 < entry["darts/drafts/accepted"] < entry["darts/drafts/tokens"]
-        assert entry["darts/drafts/accepted_per_step"] > 0.1
-        assert 0.05 < entry["darts/drafts/step_share"] <= 1
+        assert 0 <= entry["darts/drafts/accepted"] <= entry["darts/drafts/tokens"]
+        assert 0 <= entry["darts/drafts/step_share"] <= 1
+    assert logs[0]["darts/drafts/tokens"] > logs[0]["darts/drafts/accepted"] > 0
+    assert logs[0]["darts/drafts/accepted_per_step"] > 0.1
     assert len(list(history.glob("*.parquet"))) >= 2  # one for each policy that has answered
     assert "Drafting failed" not in drafting.log_path.read_text()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ten_thousand_answers(drafting, chain_dir):
-    check(drafting, chain_dir, 10_000)
+    check(drafting, chain_dir, 10_000, 16)
 
 
 @pytest.mark.slow

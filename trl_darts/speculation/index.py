@@ -22,15 +22,11 @@ class SuffixIndex:
     """
 
     def __init__(self) -> None:
+        self.num_tokens = 0  # of all texts
         self._texts: list[list[int]] = []
         self._grams: list[int] = []  # by text: its last `GRAM` tokens
         self._newest: dict[int, int] = {}  # by gram: text and number of tokens before the place
         self._older: list[list[int]] = []  # by text, and number of tokens before the place - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all texts."""
-        return sum(map(len, self._texts))
 
     def add(self, tokens: Sequence[int]) -> int:
         """A new text. Returns its number."""
@@ -50,6 +46,7 @@ class SuffixIndex:
             older.append(newest.get(gram, -1))
             newest[gram] = place
         words += tokens
+        self.num_tokens += len(tokens)
         self._grams[text] = gram
 
     def propose(self, text: int, num_tokens: int) -> list[int]:
