@@ -137,9 +137,8 @@ class FixedTimes(StepTimes):
 
 def rollout(server: VLLMServer, schedule: str, lengths: np.ndarray, prompts: list[list[int]]) -> float:
     """Seconds of one rollout with these lengths, `(N, M_up)`."""
-    wide = {"num_longest": 1} if schedule == "darts" else {}
     per_prompt = MAX_NUM_GENERATIONS if schedule == "darts" else NUM_GENERATIONS
-    policies = make_policies(schedule, NUM_GENERATIONS, per_prompt, **wide)
+    policies = make_policies(schedule, NUM_GENERATIONS, per_prompt, num_longest=1)
     plans = [GroupPlan(group, per_prompt) for group in range(len(prompts))]
     body = {"model": server.model, "temperature": 1.0, "ignore_eos": True}
     engine = VLLMServerEngine([server.base_url])
