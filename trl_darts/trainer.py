@@ -282,11 +282,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return rows, record
 
     def _log_rollout(self, record: RolloutRecord, training: bool) -> None:
+        servers = self.vllm_generation if self.use_vllm else None
+        drafted = None if servers is None else servers.drafted()
         if not training:
             if self._fillers:
                 self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(record.num_dropped))
             return
-        metrics = rollout_metrics(record, self.vllm_generation.pop_sync_seconds() if self.use_vllm else None)
+        metrics = rollout_metrics(record, None if servers is None else servers.pop_sync_seconds(), drafted)
         self._log_all(metrics)
         self._totals.add(metrics)
         if self.args.save_rollout_trace and self._main.is_here:

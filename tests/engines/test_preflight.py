@@ -110,6 +110,19 @@ def test_another_model_is_refused(tiny_model_dir):
             check(url, needs(other))
 
 
+@pytest.mark.parametrize("name", ["min_p", "logit_bias"])
+def test_what_vllm_refuses_where_it_verifies_drafts(name):
+    drafting = changed(speculative_config={"method": "custom_class"})
+    with fake_server(routes(drafting)) as url:
+        assert check(url, needs(CONFIG, sampling={"min_p": 0.0, "logit_bias": None})).drafts
+        with pytest.raises(
+            ConfigurationError, match=rf"`{name}` \(0.1\). Leave it out, or .* without `--speculative`"
+        ):
+            check(url, needs(CONFIG, sampling={name: 0.1}))
+    with fake_server(routes(HEALTHY)) as url:
+        assert not check(url, needs(CONFIG, sampling={name: 0.1})).drafts
+
+
 def test_unreachable(monkeypatch, caplog):
     monkeypatch.setattr(preflight, "RETRY_INTERVAL_S", 0.1)
     monkeypatch.setattr(waiting, "INTERVAL_S", 0.3)

@@ -1,5 +1,6 @@
 """What would run: arguments and environment of each server, and what the trainer is told."""
 
+import importlib
 import json
 import socket
 import sys
@@ -74,6 +75,14 @@ def test_cuda():
     assert not {"--dtype", "--enforce-eager", "--block-size"} & set(command.argv)
     assert command.env == {"VLLM_SERVER_DEV_MODE": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "3"}
     assert "--weight-transfer-config" not in one(CUDA, weight_sync="filesystem").argv
+
+
+@pytest.mark.parametrize("build", [CPU, CUDA])
+def test_the_drafter_is_ours(build):
+    config = json.loads(value(one(build, speculative="suffix"), "--speculative-config"))
+    assert (config["method"], config["num_speculative_tokens"]) == ("custom_class", 16)
+    module, name = config["model"].rsplit(".", 1)
+    assert hasattr(importlib.import_module(module), name)
 
 
 def test_what_is_set_wins_over_cpu_defaults_and_never_over_development_endpoints():

@@ -1,6 +1,7 @@
 """What is refused before a process exists: argument, value, rule, remedy."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -36,11 +37,9 @@ ON_CUDA = [
     ({"devices": "1,1", "num_servers": 2}, "must be 2 different GPUs"),
     ({"devices": "7"}, r"visible here \(0,1,2,3\); 7 is not"),
     ({"vllm_flags": ["-dp", "many"]}, r"`-dp` \('many'\)"),
-    ({"speculative": "suffix"}, "pip install arctic-inference"),
 ]
 ON_CPU = [
     ({"weight_sync": "nccl"}, "needs CUDA"),
-    ({"speculative": "ngram"}, "samples and log-probs are wrong"),
     ({"devices": "0"}, "`devices`"),
 ]
 
@@ -77,6 +76,7 @@ def test_flags_that_contradict(model, flag):
         {"vllm_flags": ["--seed", "-1"]},
         {"vllm_flags": ["--max-num-seqs=8", "--enable-scale-out"]},
         {"vllm_flags": ["-O", "0"]},
+        {"speculative": "ngram"},
         {"host": "localhost"},
         {"host": "127.0.0.2"},
         {"host": "0.0.0.0", "api_key": "k"},
@@ -84,6 +84,17 @@ def test_flags_that_contradict(model, flag):
 )
 def test_accepted(model, settings):
     check_options(ServeOptions(model, port=free_ports(1)[0], **settings), CPU)
+
+
+def test_our_drafter_needs_a_vllm_that_takes_one(model, monkeypatch, tmp_path):
+    options = ServeOptions(model, port=free_ports(1)[0], speculative="suffix")
+    vllm = tmp_path / "vllm" / "__init__.py"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=str(vllm)))
+    with pytest.raises(ConfigurationError, match=r"`speculative` \('suffix'\) needs a vLLM.*0.31.*or use 'ngram'"):
+        check_options(options, CPU)
+    (vllm.parent / "v1" / "spec_decode").mkdir(parents=True)
+    (vllm.parent / "v1" / "spec_decode" / "custom_class_proposer.py").touch()
+    check_options(options, CPU)
 
 
 def test_taken_port_is_named(model):

@@ -38,6 +38,9 @@ def serve(
         str | None,
         typer.Option(help="Speculative decoding without a draft model: suffix or ngram.", metavar="METHOD"),
     ] = None,
+    draft_history: Annotated[
+        Path | None, typer.Option(help="Directory of answers that drafts begin with, and that new ones are added to.")
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of prompt and completion together. The model's own limit by default.")
     ] = None,

@@ -41,6 +41,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
             weight_transfer=None if weight_sync == "filesystem" else weight_sync,
             timeout_s=args.vllm_server_timeout,
             images=has_images(train_dataset),
+            sampling={"min_p": args.min_p, **(args.generation_kwargs or {})},
         ),
     )
 
@@ -72,4 +73,5 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
             f"The servers of `vllm_server_base_url` serve under different names ({', '.join(map(repr, names))}). "
             "Start them with the same model or `--served-model-name`."
         )
-    return engine, ServerFacts(names[0], min(fact.max_model_len for fact in facts))
+    limit, drafts = min(fact.max_model_len for fact in facts), any(fact.drafts for fact in facts)
+    return engine, ServerFacts(names[0], limit, drafts)

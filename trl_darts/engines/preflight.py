@@ -4,7 +4,8 @@ seconds.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class ServerUnreachableError(TRLDARTSError, ConnectionError):
 
 
 IMAGE_ENDPOINTS = ("/v1/chat/completions/render", "/inference/v1/generate")
+# Sampling options that vLLM refuses, request by request, where it verifies drafts.
+NOT_WITH_DRAFTS = ("min_p", "logit_bias", "trace_decode_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Requirements:
     weight_transfer: str | None  # backend of the weight-transfer engine that the server must have
     timeout_s: float  # to wait for a server that is still starting
     images: bool = False  # whether prompts have images
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # by the name of the setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class ServerFacts:
 
     model: str
     max_model_len: int
+    drafts: bool = False  # whether it decodes speculatively
 
 
 async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
@@ -57,7 +62,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
             "are synchronized and requests aborted. Restart it with `VLLM_SERVER_DEV_MODE=1` in its environment."
         )
     served = (await server.get("/v1/models"))["data"][0]
-    facts = ServerFacts(served["id"], served["max_model_len"])
+    drafts = info["vllm_config"].get("speculative_config") is not None
+    facts = ServerFacts(served["id"], served["max_model_len"], drafts)
     _check_settings(server.base_url, info["vllm_config"], facts, needs)
     await _check_vocabulary(server, facts, needs.model_config)
     if needs.images:
@@ -112,6 +118,12 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
         raise ConfigurationError(
             f"The vLLM server at {url} has {found}, and this training needs {needs.weight_transfer!r}. Restart it "
             f"with `{flag}`, or set `weight_sync`."
+        )
+    refused = [name for name in NOT_WITH_DRAFTS if needs.sampling.get(name)] if facts.drafts else []
+    if refused:
+        raise ConfigurationError(
+            f"The vLLM server at {url} decodes speculatively, which vLLM can't do with `{refused[0]}` "
+            f"({needs.sampling[refused[0]]!r}). Leave it out, or restart the server without `--speculative`."
         )
 
 

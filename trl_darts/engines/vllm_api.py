@@ -8,7 +8,7 @@ the engine process behind the API dies, a stream ends like a normal one, only wi
 import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import aiohttp
@@ -191,6 +191,36 @@ async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
             return int(match[1])
         raise
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """What was drafted, since a server started or between two looks. The names are those of the counters."""
+
+    num_drafts: float = 0.0  # a draft is for one sequence in one step
+    num_draft_tokens: float = 0.0
+    num_accepted_tokens: float = 0.0
+    generation_tokens: float = 0.0
+
+    def since(self, before: "DraftCounts") -> "DraftCounts":
+        """The difference, or all of it where the server was started anew."""
+        if self.generation_tokens < before.generation_tokens:
+            return self
+        return DraftCounts(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
+
+
+async def draft_counts(server: VLLMServer, timeout_s: float = 2.0) -> DraftCounts | None:
+    """What a server has drafted so far; `None` if it does not say."""
+    try:
+        text = await server.get_text("/metrics", timeout_s)
+    except (aiohttp.ClientError, ServerRefusedError, TimeoutError):
+        return None
+    totals = {field.name: 0.0 for field in fields(DraftCounts)}
+    for line in text.splitlines():
+        name = line.partition("{")[0].removeprefix("vllm:").removeprefix("spec_decode_").removesuffix("_total")
+        if name in totals and line.startswith("vllm:"):  # one line for each engine of the server
+            totals[name] += float(line.rpartition(" ")[2])
+    return DraftCounts(**totals)
 
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:

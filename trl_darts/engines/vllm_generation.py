@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from .hf_generate import replaced
 from .main_process import MainProcess
 from .pool import State
 from .preflight import ServerFacts, check_server
+from .vllm_api import DraftCounts, draft_counts
 from .vllm_server import VLLMServerEngine, bring_back
 
 
@@ -50,6 +51,7 @@ class SyncedGeneration(VLLMGeneration):
         self.main = MainProcess(kwargs["accelerator"])
         self._sync_seconds: float | None = None
         self._num_syncs = 0
+        self._draft_counts: dict[str, DraftCounts] = {}  # by server, at the last look
         self._waiting: set[str] = set()  # servers that have come back, and wait for the next sync
         super().__init__(*args, **kwargs)
 
@@ -73,6 +75,7 @@ class SyncedGeneration(VLLMGeneration):
             api_key=self.settings.api_key,
         )
         self.vllm_client.init_communicator(device=self.accelerator.device)
+        self.drafted()  # what others had them draft does not count
         return self.facts
 
     # Weights
@@ -96,6 +99,18 @@ class SyncedGeneration(VLLMGeneration):
         """Seconds of the last weight sync, once; `None` if there was none since the last call."""
         seconds, self._sync_seconds = self._sync_seconds, None
         return seconds
+
+    def drafted(self) -> DraftCounts | None:
+        """
+        What the servers have drafted since the last call, on the main process; `None` where they don't. One that does
+        not answer, or is new, counts from the next call on.
+        """
+        if self.engine is None or not self.facts.drafts or not self.main.is_here:
+            return None
+        now = dict(zip(self.engine.base_urls, self.engine.query(draft_counts), strict=True))
+        before, self._draft_counts = self._draft_counts, {url: n for url, n in now.items() if n is not None}
+        new = [counts.since(before[url]) for url, counts in self._draft_counts.items() if url in before]
+        return DraftCounts(*map(sum, zip(*map(astuple, new), strict=True))) if new else None
 
     @contextmanager
     def _servers_left_out(self) -> Iterator[None]:

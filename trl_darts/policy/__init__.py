@@ -10,6 +10,7 @@ from .allocation import allocate_redundancy
 from .bias import LengthBias, RewardBias, length_bias, reward_bias
 from .budget import BudgetController, redundancy_budget
 from .censoring import GroupMoments, group_moments
+from .drafts import draft_budget
 from .latency import LatencyCurve, rollout_time
 from .latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillLine, PrefillPoint
 from .latency_surface import LatencySurface
@@ -32,6 +33,7 @@ __all__ = [
     "PromptLengthPrior",
     "RewardBias",
     "allocate_redundancy",
+    "draft_budget",
     "group_moments",
     "length_bias",
     "redundancy_budget",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..speculation.drafter import HISTORY_VARIABLE
 from .build import VISIBLE_DEVICES, VLLMBuild
 from .options import API_KEY_VARIABLE, SPECULATIVE, ServeOptions
 
@@ -147,6 +148,8 @@ def _env(
         env[VISIBLE_DEVICES] = ",".join(devices)
     if options.api_key is not None:
         env[API_KEY_VARIABLE] = options.api_key
+    if options.draft_history is not None:
+        env[HISTORY_VARIABLE] = str(options.draft_history.absolute())
     if build.cpu:
         defaults = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         if _in_one_process(options):

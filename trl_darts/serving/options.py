@@ -13,15 +13,17 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..errors import ConfigurationError
+from ..policy.drafts import MAX_DRAFT
 from ..weights import WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
 
 
 API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name: its servers read the key there
-# Methods without a draft model, which would go stale with every weight update. `suffix` needs no numbers, `ngram` the
-# first one; both numbers are those of vLLM's documentation.
+DRAFTER = "trl_darts.speculation.drafter.SuffixDrafter"
+# Methods without a draft model, which would go stale with every weight update. The numbers of `ngram` are those of
+# vLLM's documentation.
 SPECULATIVE = {
-    "suffix": {"method": "suffix"},
+    "suffix": {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": MAX_DRAFT},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
 }
 CONFIG_FILES = ("config.json", "params.json")  # transformers' and Mistral's
@@ -62,6 +64,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     speculative: str | None = None
+    draft_history: Path | None = None
     max_model_len: int | None = None
     weight_sync: str = "auto"
     restart: bool = False
@@ -112,9 +115,18 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
         )
     if options.speculative is not None:
         _check_speculative(options.speculative, build)
+    if options.draft_history is not None and options.speculative != "suffix":
+        raise ConfigurationError(
+            f"`draft_history` ({str(options.draft_history)!r}) needs `speculative='suffix'`: nothing else drafts from "
+            "it. Add `--speculative suffix`, or leave it out."
+        )
     _check_key(options)
     check_ports(options.host, options.ports)
     check_model(options.model)
+    if options.draft_history is not None:
+        from ..speculation.store import Store  # loads transformers
+
+        Store(options.draft_history, options.flags.get("--tokenizer", options.model))
     options.split_devices(build)
 
 
@@ -140,15 +152,17 @@ def _check_flags(options: ServeOptions) -> None:
 def _check_speculative(method: str, build: VLLMBuild) -> None:
     if method not in SPECULATIVE:
         raise _not_one_of("speculative", method, tuple(SPECULATIVE))
-    if build.cpu:
+    if method == "suffix" and not _takes_a_drafter():
         raise ConfigurationError(
-            f"`speculative` ({method!r}) must be unset with a CPU build of vLLM ({build.version}): at temperatures "
-            "above 0 its samples and log-probs are wrong there, seen with 0.31.0. Leave it out."
+            f"`speculative` ('suffix') needs a vLLM that takes a class for its drafts, and {build.version} does not. "
+            "Install vLLM 0.31, or use 'ngram'."
         )
-    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        raise ConfigurationError(
-            "`speculative` ('suffix') needs Arctic Inference: `pip install arctic-inference`, or use 'ngram'."
-        )
+
+
+def _takes_a_drafter() -> bool:
+    vllm = importlib.util.find_spec("vllm")  # not imported
+    proposer = Path("v1", "spec_decode", "custom_class_proposer.py")
+    return vllm is not None and (Path(vllm.origin or "").parent / proposer).is_file()
 
 
 def _check_key(options: ServeOptions) -> None:

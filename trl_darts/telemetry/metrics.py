@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from ..buffer.batches import BufferedRows
 from ..engines.batch import PromptBatch
+from ..engines.vllm_api import DraftCounts
 from ..policy.bias import length_bias, reward_bias
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
 
@@ -72,7 +73,9 @@ class RolloutRecord:
         return self.occupancy.seconds
 
 
-def rollout_metrics(record: RolloutRecord, sync_seconds: float | None = None) -> dict[str, float]:
+def rollout_metrics(
+    record: RolloutRecord, sync_seconds: float | None = None, drafted: DraftCounts | None = None
+) -> dict[str, float]:
     """The metrics of one rollout."""
     summaries = record.summaries
     lengths = np.concatenate([s.lengths for s in record.ended])
@@ -81,6 +84,7 @@ def rollout_metrics(record: RolloutRecord, sync_seconds: float | None = None) ->
     aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
     return {
         **({} if sync_seconds is None else {"darts/sync/seconds": sync_seconds}),
+        **({} if drafted is None else _drafts(drafted)),
         **_pool(lengths, reasons),
         **_budget(record),
         **_rollout(record, lengths, kept, aborted),
@@ -141,6 +145,17 @@ def _long_ends(record: RolloutRecord) -> dict[str, float]:
         return {}
     whole = [FinishReason.ABORT.value not in group.finish_reasons for group in groups]
     return {"darts/selection/long_end_ratio": sum(whole) / len(whole)}
+
+
+def _drafts(drafted: DraftCounts) -> dict[str, float]:
+    """Of the steps of sequences: each samples one token of its own beside the accepted ones."""
+    steps = drafted.generation_tokens - drafted.num_accepted_tokens
+    return {
+        "darts/drafts/tokens": drafted.num_draft_tokens,
+        "darts/drafts/accepted": drafted.num_accepted_tokens,
+        "darts/drafts/accepted_per_step": drafted.num_accepted_tokens / max(1.0, drafted.num_drafts),
+        "darts/drafts/step_share": drafted.num_drafts / max(1.0, steps),
+    }
 
 
 def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """
 Our vLLM plugin. vLLM calls [`register`] in each of its processes, before a model is loaded.
 
-It makes `reload_weights` safe to train with. vLLM's worker is not imported before vLLM does so itself: importing it
-early would cost each process seconds, and let it bind kernels that the platform replaces later. And nothing here may
-break a server: where vLLM's interfaces differ, it warns.
+It makes `reload_weights` safe to train with, and speculative decoding fast and right. No module of vLLM is imported
+before vLLM does so itself: importing one early would cost each process seconds, and let it bind kernels that the
+platform replaces later. And nothing here may break a server: where vLLM's interfaces differ, it warns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..speculation.vllm_patches import count_policies, cure_expand, show_batch
+
 
 WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # its `Worker` is the base of the CPU's and XPU's workers too
+RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"  # the base of the CPU's and XPU's too
+CPU_KERNELS_MODULE = "vllm.utils.cpu_triton_utils"  # imported on a CPU alone
 
 logger = logging.getLogger("vllm.trl_darts")
 
@@ -27,6 +31,8 @@ logger = logging.getLogger("vllm.trl_darts")
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`. May be called any number of times."""
     when_imported(WORKER_MODULE, _patch_worker)
+    when_imported(RUNNER_MODULE, show_batch)
+    when_imported(CPU_KERNELS_MODULE, cure_expand)
 
 
 def _patch_worker(module: ModuleType) -> None:
@@ -54,6 +60,7 @@ def _patch_worker(module: ModuleType) -> None:
 
     reload_weights.trl_darts_version = __version__  # type: ignore[attr-defined]
     module.Worker.reload_weights = reload_weights
+    count_policies(module.Worker)
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -94,7 +101,7 @@ def _act(action: Callable[[ModuleType], None], module: ModuleType) -> None:
     except Exception as error:
         logger.warning(
             "trl_darts does not know this vLLM (%s): %s: %s. The server works, but weights may not be synchronized "
-            "with `weight_sync='filesystem'`. Install a vLLM version that trl_darts supports.",
+            "with `weight_sync='filesystem'`, nor tokens drafted. Install a vLLM version that trl_darts supports.",
             getattr(sys.modules.get("vllm"), "__version__", "unknown"),
             type(error).__name__,
             error,

@@ -137,6 +137,14 @@ def test_log_and_traces_have_windows_of_their_own(tmp_path):
     assert window == Window(1, 2)
 
 
+def test_drafts_are_summed_up_where_a_log_has_them(tmp_path):
+    drafts = {"darts/drafts/step_share": 0.25, "darts/drafts/accepted_per_step": 1.5}
+    runs = read(tmp_path, a={"log": [make_entry(1, **drafts), make_entry(2, **drafts)]}, b={"log": 2})
+    rows = {row.key: row.cells for row in summary(runs)}
+    assert rows["darts/drafts/step_share"] == ["25 %", "–"]
+    assert rows["darts/drafts/accepted_per_step"] == ["1.50", "–"]
+
+
 def test_typical_step(tmp_path):
     def took(seconds, step):
         return make_trace({1: [(5, "stop", True, 0.0, seconds)]}, step=step)

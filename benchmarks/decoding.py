@@ -1,0 +1,87 @@
+"""
+vLLM's decoding loop around the drafter, without a model: sequences come, move between rows, and go with what was
+written beforehand.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from trl_darts.speculation.drafter import SuffixDrafter
+
+
+MAX_MODEL_LEN = 512
+
+
+def make_drafter(
+    num_speculative_tokens: int = 8, tokenizer: str | None = None, max_model_len: int = MAX_MODEL_LEN
+) -> SuffixDrafter:
+    """As vLLM makes it."""
+    return SuffixDrafter(
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(num_speculative_tokens=num_speculative_tokens),
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, tokenizer=tokenizer),
+            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
+        )
+    )
+
+
+class Decoding:
+    """
+    Accepts drafts that agree with what each sequence is going to write. Of text that a model sampled, as many are
+    accepted as the model would accept itself.
+    """
+
+    def __init__(self, drafter: SuffixDrafter) -> None:
+        self.drafter = drafter
+        self.going_to_write: dict[Any, list[int]] = {}
+        self.prompts: dict[Any, list[int]] = {}
+        self.written: dict[Any, list[int]] = {}
+        self.drafts: dict[Any, list[int]] = {}
+        self.num_accepted = 0
+        self.rows: list[Any] = []
+
+    def add(self, name: Any, prompt: list[int], answer: list[int]) -> None:
+        """A sequence that begins."""
+        self.rows.append(name)
+        self.prompts[name], self.going_to_write[name], self.written[name] = prompt, answer, []
+
+    def step(self) -> list[list[int]]:
+        """Verifies drafts, and asks for new ones, which are returned by row."""
+        sampled = []
+        for name in self.rows:
+            rest = self.going_to_write[name][len(self.written[name]) :]
+            draft = self.drafts.get(name, [])
+            accepted = next((i for i, token in enumerate(draft) if rest[i : i + 1] != [token]), len(draft))
+            accepted = min(accepted, len(rest) - 1)
+            self.num_accepted += accepted
+            sampled.append(rest[: accepted + 1])
+            self.written[name] += sampled[-1]
+        drafts = self.drafter.draft(self.batch(), sampled)
+        self.drafts = dict(zip(self.rows, drafts, strict=True))
+        self.rows = [name for name in self.rows if self.written[name] != self.going_to_write[name]]
+        return drafts
+
+    def batch(self) -> Any:
+        """What the drafter is shown."""
+        texts = [self.prompts[name] + self.written[name] for name in self.rows]
+        token_ids = np.full((len(texts) + 2, MAX_MODEL_LEN), -1, dtype=np.int32)
+        for row, text in enumerate(texts):
+            token_ids[row, : len(text)] = text
+        return SimpleNamespace(
+            req_ids=list(self.rows),
+            token_ids_cpu=token_ids,
+            num_tokens_no_spec=np.array([*map(len, texts), 0, 0]),
+            num_prompt_tokens=np.array([*(len(self.prompts[name]) for name in self.rows), 0, 0]),
+        )
+
+    def run(self) -> int:
+        """Until all have ended. Returns the number of steps."""
+        steps = 0
+        while self.rows:
+            self.step()
+            steps += 1
+        return steps

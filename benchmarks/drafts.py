@@ -1,0 +1,234 @@
+"""
+What drafts cost and what they save.
+
+    python benchmarks/drafts.py [--only cost|replay|servers] [--follow 0.9] [--prompts 16] [--epochs 3] [--steps 3]
+
+- cost: microseconds of the drafter, by the tokens that its index holds.
+- replay: answers that the tiny reasoner sampled, epoch by epoch, decoded with the drafter. A step that verifies `T`
+  tokens takes `1 + T / KNEE`.
+- servers: rollouts on real servers of a Markov chain that take turns: without drafts (model runner V1, synchronous, as
+  drafts need it), with vLLM's `ngram`, and with our `suffix`. Lengths are replayed, the same for all; in the first
+  epoch no prompt has a history. `--follow` is the chance that the chain goes on as it mostly does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.decoding import Decoding, make_drafter
+from benchmarks.models import make_markov_model, make_tokenizer
+from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.serving.options import SPECULATIVE
+from trl_darts.speculation.index import SuffixIndex
+from trl_darts.speculation.step_times import StepTimes
+
+
+NUM_GENERATIONS, MAX_NUM_GENERATIONS = 8, 12
+MAX_LENGTH = 1000
+ARMS: dict[str, dict[str, Any]] = {
+    "no drafts": {},
+    "ngram": {"speculative_config": SPECULATIVE["ngram"]},
+    "suffix": {"speculative_config": SPECULATIVE["suffix"]},
+}
+KNEE = 64.0
+REASONER = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"
+CHECKPOINT = REASONER / "checkpoint"
+COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
+console = Console(width=150)
+
+
+def cost(rng: np.random.Generator) -> None:
+    """The index alone, on texts of which half repeats."""
+    table = Table("tokens in the index", "add, µs per token", "propose 8, µs", title="Cost of the index")
+    for num_texts in (8, 32, 128):
+        phrases = rng.integers(0, 50_000, (200, 16))
+        texts = [phrases[rng.integers(0, 200, 125)].ravel() for _ in range(num_texts)]
+        for text in texts:
+            text[rng.random(text.size) < 0.1] = 7
+        index = SuffixIndex()
+        start = time.perf_counter()
+        for text in texts:
+            index.add(text.tolist())
+        added = (time.perf_counter() - start) / (num_texts * texts[0].size)
+        name, times = index.add([]), []
+        for token in texts[0].tolist():
+            index.extend(name, [token])
+            start = time.perf_counter()
+            index.propose(name, 8)
+            times.append(time.perf_counter() - start)
+        table.add_row(f"{num_texts * texts[0].size:,}", f"{added * 1e6:.2f}", f"{statistics.mean(times) * 1e6:.1f}")
+    console.print(table)
+
+
+def sample(num_prompts: int, epochs: int, seed: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Prompts and answers of the tiny reasoner, epoch by epoch."""
+    sys.path.insert(0, str(REASONER))
+    from task import make_dataset
+
+    torch.manual_seed(seed)
+    tokenizer, model = AutoTokenizer.from_pretrained(CHECKPOINT), AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    texts = [row["prompt"] for row in make_dataset(num_prompts, seed)]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    width = inputs["input_ids"].shape[1]
+    for _ in range(epochs):
+        answers = []
+        rows = model.generate(**inputs, do_sample=True, max_new_tokens=256, num_return_sequences=NUM_GENERATIONS)
+        for index, row in enumerate(rows[:, width:].tolist()):
+            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+            answers.append((tokenizer(texts[index // NUM_GENERATIONS])["input_ids"], row[:end]))
+        yield answers
+
+
+def replay(num_prompts: int, epochs: int, seed: int) -> None:
+    """What the drafter saves on real answers, without the noise of a clock."""
+    table = Table("epoch", "longest answer", "steps", "time", "accepted", "per draft", title="Tiny reasoner, replayed")
+    decoding = Decoding(make_drafter(16))
+    decoding.drafter._times = FixedTimes()
+    for epoch, answers in enumerate(sample(num_prompts, epochs, seed)):
+        lengths = np.array([len(answer) for _, answer in answers])
+        for number, (prompt, answer) in enumerate(answers):
+            decoding.add((epoch, number), prompt, answer)
+        steps, seconds, drafted = 0, 0.0, []
+        accepted = decoding.num_accepted
+        while decoding.rows:
+            sizes = [len(decoding.drafts.get(name, [])) for name in decoding.rows]
+            drafted += [size for size in sizes if size]
+            steps, seconds = steps + 1, seconds + 1 + (len(sizes) + sum(sizes)) / KNEE
+            decoding.step()
+        decoding.drafter.new_policy()
+        accepted = decoding.num_accepted - accepted
+        control = sum(1 + (lengths > step).sum() / KNEE for step in range(lengths.max()))
+        numbers = f"{control / seconds:.2f}×", f"{accepted / sum(drafted):.0%}", f"{accepted / len(drafted):.2f}"
+        table.add_row(str(epoch + 1), str(lengths.max()), str(steps), *numbers)
+    console.print(table)
+
+
+class FixedTimes(StepTimes):
+    """Of a machine whose knee is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.knee = KNEE
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Nothing to learn."""
+
+
+def rollout(server: VLLMServer, schedule: str, lengths: np.ndarray, prompts: list[list[int]]) -> float:
+    """Seconds of one rollout with these lengths, `(N, M_up)`."""
+    per_prompt = MAX_NUM_GENERATIONS if schedule == "darts" else NUM_GENERATIONS
+    policies = make_policies(schedule, NUM_GENERATIONS, per_prompt, num_longest=1)
+    plans = [GroupPlan(group, per_prompt) for group in range(len(prompts))]
+    body = {"model": server.model, "temperature": 1.0, "ignore_eos": True}
+    engine = VLLMServerEngine([server.base_url])
+    start = time.perf_counter()
+    try:
+        engine.run(
+            Scheduler(policies, NUM_GENERATIONS),
+            plans,
+            [[ServerPrompt(prompt)] for prompt in prompts],
+            body,
+            lambda command: {"max_tokens": int(lengths[command.group_id, command.index])},
+        )
+    finally:
+        engine.close()
+    return time.perf_counter() - start
+
+
+def training(
+    rng: np.random.Generator, num_prompts: int, num_batches: int, epochs: int
+) -> Iterator[tuple[int, Any, Any]]:
+    """Epoch, lengths and prompts of each step: log-normal between and within prompts, p99 / p50 about 10."""
+    prompts = [[3 + number % 90, 3 + number // 90, 60] for number in range(num_prompts * num_batches)]
+    means = rng.normal(np.log(60), 0.7, len(prompts))
+    for epoch in range(epochs):
+        for batch in range(num_batches):
+            rows = slice(batch * num_prompts, (batch + 1) * num_prompts)
+            drawn = rng.lognormal(means[rows, None], 0.6, (num_prompts, MAX_NUM_GENERATIONS))
+            yield epoch, np.clip(drawn, 2, MAX_LENGTH).astype(int), prompts[rows]
+
+
+def counts(server: VLLMServer) -> np.ndarray:
+    """Drafts, drafted tokens and accepted tokens so far."""
+    return np.array([server.metric(f"vllm:spec_decode_num_{name}_total") for name in COUNTED])
+
+
+def servers(args: argparse.Namespace) -> None:
+    """All arms take each step in turn."""
+    rng = np.random.default_rng(args.seed)
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        model = make_markov_model(Path(directory) / "markov", make_tokenizer(), follow=args.follow)
+        common = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "no_async_scheduling": True, "max_num_seqs": 512}
+        running = {
+            name: stack.enter_context(start_vllm_server(model, **common, **options)) for name, options in ARMS.items()
+        }
+        for schedule in args.schedules.split(","):
+            seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+            drafted: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros(len(COUNTED)))
+            for epoch, lengths, prompts in training(rng, args.prompts, args.steps, args.epochs):
+                for name in rng.permutation(list(running)).tolist():
+                    before = counts(running[name])
+                    seconds[name, epoch].append(rollout(running[name], schedule, lengths, prompts))
+                    drafted[name, epoch] += counts(running[name]) - before
+                    console.log(f"{schedule}, epoch {epoch + 1}, {name}: {seconds[name, epoch][-1]:.1f} s")
+            show(schedule, seconds, drafted, args.epochs)
+
+
+def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
+    """Seconds of each epoch, and how many times as fast as without drafts."""
+    title = f"{schedule}: seconds of rollouts (ratio, range over steps); tokens accepted per draft, and their share"
+    table = Table("arm", *(f"epoch {epoch + 1}" for epoch in range(epochs)), title=title)
+    for name in ARMS:
+        cells = []
+        for epoch in range(epochs):
+            own, control = seconds[name, epoch], seconds["no drafts", epoch]
+            ratios = [other / mine for mine, other in zip(own, control, strict=True)]
+            cell = f"{sum(own):.1f} ({sum(control) / sum(own):.2f}×, {min(ratios):.2f} to {max(ratios):.2f})"
+            number, tokens, accepted = drafted[name, epoch]
+            cells.append(cell + (f"; {accepted / number:.2f}, {accepted / tokens:.0%}" if number else ""))
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("cost", "replay", "servers"))
+    parser.add_argument("--follow", type=float, default=0.9)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="of an epoch")
+    parser.add_argument("--schedules", default="grpo,darts")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.only in (None, "cost"):
+        cost(np.random.default_rng(args.seed))
+    if args.only in (None, "replay"):
+        replay(args.prompts, args.epochs, args.seed)
+    if args.only in (None, "servers"):
+        servers(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The draft budget: none where the engine is full, more where the wait is."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_darts.policy import draft_budget
+
+
+cases = {
+    "num_running": st.integers(1, 300),
+    "knee": st.floats(1, 300),
+    "length": st.floats(1, 1e4),
+    "expected_length": st.floats(1, 1e4),
+    "acceptance": st.floats(0, 1),
+}
+
+
+@given(**cases)
+def test_within_the_limit_and_none_where_the_engine_is_full(num_running, knee, **rest):
+    budget = draft_budget(num_running, knee, **rest, limit=12)
+    assert 0 <= budget <= 12
+    if num_running >= knee:
+        assert budget == 0
+
+
+@given(**cases, more=st.floats(1, 4))
+def test_rises_with_what_is_gained_and_falls_with_what_it_costs(more, **case):
+    budget = draft_budget(**case)
+    assert draft_budget(**{**case, "num_running": int(case["num_running"] * more)}) <= budget
+    assert draft_budget(**{**case, "knee": case["knee"] * more}) >= budget
+    assert draft_budget(**{**case, "length": case["length"] * more}) >= budget
+    assert draft_budget(**{**case, "expected_length": case["expected_length"] * more}) <= budget
+    assert draft_budget(**{**case, "acceptance": min(1.0, case["acceptance"] * more)}) >= budget
+
+
+@given(**cases)
+def test_no_other_budget_is_faster(num_running, knee, acceptance, **_):
+    """Of an answer as long as expected."""
+
+    def speed(budget):
+        return sum(acceptance**i for i in range(budget + 1)) / (1 + num_running * (1 + budget) / knee)
+
+    chosen = draft_budget(num_running, knee, 100, 100, acceptance)
+    if num_running < knee:
+        assert speed(chosen) >= max(speed(budget) for budget in range(17)) * (1 - 1e-9)

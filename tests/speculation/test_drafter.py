@@ -1,0 +1,168 @@
+"""The drafter in a decoding loop as vLLM's, without a model: sequences come, move between rows, and go."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.decoding import MAX_MODEL_LEN, Decoding, make_drafter
+from trl_darts.speculation import drafter as module
+from trl_darts.speculation.history import Answer, History
+from trl_darts.speculation.index import GRAM
+from trl_darts.speculation.step_times import HIGHEST_KNEE, UNKNOWN_KNEE, StepTimes
+
+
+PROMPT = [7, 8, 9]
+ANSWER = [*range(20, 90)]
+
+
+def test_siblings_help_each_other():
+    decoding = Decoding(make_drafter())
+    decoding.add("a", PROMPT, ANSWER)
+    for _ in range(40):
+        decoding.step()
+    assert decoding.num_accepted == 0
+    decoding.add("b", PROMPT, ANSWER)
+    decoding.add("other", [1, 2], [*reversed(ANSWER)])
+    assert decoding.run() <= 70
+    assert decoding.written == decoding.going_to_write
+    assert decoding.num_accepted >= 30
+
+
+def test_so_do_answers_of_earlier_rollouts_from_the_first_token_on():
+    decoding = Decoding(make_drafter())
+    decoding.add("a", PROMPT, ANSWER)
+    assert decoding.run() == len(ANSWER)
+    decoding.add("idle", [1], [*range(150)])  # time passes
+    decoding.run()
+    decoding.add("b", PROMPT, ANSWER)
+    assert decoding.step() == [ANSWER[1:3]] or decoding.drafts["b"]
+    assert decoding.run() < len(ANSWER) // 3
+
+
+def test_a_sequence_that_goes_on_elsewhere_is_known_by_its_prompt():
+    decoding = Decoding(make_drafter())
+    decoding.add("a", PROMPT, ANSWER)
+    for _ in range(50):
+        decoding.step()
+    decoding.add("resumed", PROMPT + ANSWER[:10], ANSWER[10:])
+    decoding.step()
+    assert decoding.drafts["resumed"] == ANSWER[11 : 11 + len(decoding.drafts["resumed"])] != []
+
+
+def test_none_where_the_engine_is_full():
+    decoding = Decoding(make_drafter())
+    for index in range(int(UNKNOWN_KNEE)):
+        decoding.add(index, PROMPT, ANSWER)
+    while decoding.rows:
+        assert not any(decoding.step())
+
+
+def test_no_index_where_there_is_no_room(monkeypatch):
+    monkeypatch.setattr(module, "MAX_INDEXED", 50)
+    decoding = Decoding(make_drafter())
+    decoding.add("a", PROMPT, ANSWER * 2)
+    for _ in range(60):
+        decoding.step()
+    decoding.add("b", [1], [5] * 60)
+    decoding.step()
+    kept = {name: one.prompt.index is not None for name, one in decoding.drafter._answering.items()}
+    assert kept == {"a": True, "b": False}
+
+
+def test_rows_that_have_no_token_yet_get_none():
+    drafter = make_drafter()
+    batch = SimpleNamespace(
+        req_ids=["prefill"],
+        token_ids_cpu=np.zeros((1, 8), dtype=np.int32),
+        num_tokens_no_spec=np.array([4]),
+        num_prompt_tokens=np.array([4]),
+    )
+    assert drafter.draft(batch, [[]]) == [[]]
+    assert drafter.num_failures == 0
+
+
+def test_never_beyond_the_models_limit():
+    decoding = Decoding(make_drafter())
+    answer = [5] * (MAX_MODEL_LEN - len(PROMPT))
+    decoding.add("a", PROMPT, answer)
+    while decoding.rows:
+        (draft,) = decoding.step()
+        assert len(PROMPT) + len(decoding.written["a"]) + len(draft) < MAX_MODEL_LEN or not draft
+
+
+def test_a_failure_is_survived_reported_once_and_counted(monkeypatch, caplog):
+    decoding = Decoding(make_drafter())
+    logger = logging.getLogger("vllm.trl_darts")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    decoding.add("a", PROMPT, ANSWER)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "draft_budget", lambda *args: 1 / 0)
+        for _ in range(3):
+            assert decoding.step() == [[]]
+    assert decoding.drafter.num_failures == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ZeroDivisionError" in caplog.text
+    decoding.add("b", PROMPT, ANSWER)
+    decoding.run()
+    assert decoding.written == decoding.going_to_write
+    assert decoding.num_accepted > 0
+
+
+def test_without_the_plugin_there_are_no_drafts():
+    assert make_drafter().propose([[1], [2]], None, None, slot_mappings=None) == [[], []]
+
+
+def test_the_oldest_policys_longest_answers_go_first():
+    history = History(max_tokens=100)
+    first, second = (history.prompt_of(np.array([token], dtype=np.int32)) for token in (1, 2))
+    history.add(first, range(30))
+    history.add(second, range(20))
+    history.version += 1
+    history.add(first, range(40))
+    history.add(second, range(8))
+    assert history.num_tokens == 100
+    history.add(second, range(5))
+    kept = [(a.version, len(a.tokens)) for prompt in (first, second) for a in prompt.answers]
+    assert kept == [(1, 40), (0, 20), (1, 8), (1, 5)]
+    assert history.num_tokens == 75
+
+
+def test_a_prompt_without_answers_is_forgotten():
+    history = History(max_tokens=10)
+    gone = history.prompt_of(np.array([1, 2], dtype=np.int32))
+    history.add(gone, range(9))
+    assert history.num_tokens == 0
+    assert history.prompt_of(np.array([1, 2], dtype=np.int32)) is not gone
+
+
+def test_an_index_begins_with_the_newest_answers(monkeypatch):
+    monkeypatch.setattr("trl_darts.speculation.history.NUM_INDEXED", 10)
+    prompt = History().prompt_of(np.array([1, 2, 3, 4], dtype=np.int32))
+    prompt.answers = [Answer(0, np.array([2, 3, 4, 5, last])) for last in (1, 2, 3)]
+    index = prompt.make_index()
+    text = index.add([2, 3, 4, 5])
+    assert prompt.context_start == 4 - GRAM
+    assert index.propose(text, 1) == [3]
+    assert len(index._texts) == 4  # the prompt, two answers, and this one
+
+
+@pytest.mark.parametrize(
+    ("base", "slope", "expected"), [(0.016, 1e-4, 160), (0.002, 1e-3, 2), (0.01, -1e-4, HIGHEST_KNEE)]
+)
+def test_the_knee_is_measured(rng, base, slope, expected):
+    times = StepTimes()
+    assert times.knee == UNKNOWN_KNEE
+    for num_tokens in rng.choice([1, 2, 4, 8, 16, 32, 64], size=600):
+        pause = 1.0 if rng.random() < 0.1 else 0.0
+        times.add(int(num_tokens), base + slope * num_tokens + pause)
+    assert times.knee == pytest.approx(expected, rel=0.05)
+
+
+def test_steps_of_one_size_tell_nothing():
+    times = StepTimes()
+    for _ in range(200):
+        times.add(8, 0.01)
+    assert times.knee == UNKNOWN_KNEE

@@ -1,0 +1,85 @@
+"""What is changed in vLLM, on stand-ins; `test_server.py` has the real one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_darts.speculation import vllm_patches
+from trl_darts.speculation.drafter import SuffixDrafter
+from trl_darts.speculation.vllm_patches import count_policies, cure_expand, show_batch
+
+
+def forgetful(output, values, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
+    right(output.to(torch.int64), values.to(torch.int64), cu_num_tokens, replace_from, replace_to)
+
+
+def right(output, values, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
+    start = 0
+    for value, end in zip(values.tolist(), cu_num_tokens.tolist(), strict=True):
+        output[start:end] = replace_to if value == replace_from else value
+        start = end
+
+
+@pytest.mark.parametrize("kernel", [forgetful, right])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_values_are_repeated_whatever_the_kernel_does(kernel, dtype):
+    module = SimpleNamespace(_expand_kernel_impl=kernel)
+    cure_expand(module)
+    cure_expand(module)
+    output = torch.full((6,), 99, dtype=dtype)
+    values = torch.tensor([3, 0, 5], dtype=dtype)
+    module._expand_kernel_impl(output, values, torch.tensor([2, 2, 6], dtype=torch.int32), 5, 1, MAX_NUM_TOKENS=128)
+    assert output.tolist() == [3, 3, 1, 1, 1, 1]
+    assert vllm_patches._forgets(kernel) == (kernel is forgetful)
+
+
+def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them():
+    drafter = SuffixDrafter.__new__(SuffixDrafter)
+    drafter.draft = lambda batch, sampled: ("ours", batch, sampled)
+
+    class GPUModelRunner:
+        input_batch = "batch"
+        drafter = object()
+        speculative_config = SimpleNamespace(method="eagle")
+
+        def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *rest):
+            return "vLLM's"
+
+        def _input_fits_in_drafter(self, metadata):
+            return False
+
+    module = SimpleNamespace(GPUModelRunner=GPUModelRunner)
+    show_batch(module)
+    show_batch(module)
+    runner = GPUModelRunner()
+    assert runner._input_fits_in_drafter("metadata") is False
+    runner.speculative_config = SimpleNamespace(method="ngram")
+    assert runner._input_fits_in_drafter("metadata") is True
+    assert runner.propose_draft_token_ids("scheduled", [[1]], "more") == "vLLM's"
+    runner.drafter = drafter
+    assert runner.propose_draft_token_ids("scheduled", [[1]], "more") == ("ours", "batch", [[1]])
+    assert runner._input_fits_in_drafter("metadata") is True
+    assert runner._input_fits_in_drafter(None) is False
+
+
+def test_new_weights_are_a_new_policy():
+    drafter = SuffixDrafter.__new__(SuffixDrafter)
+    policies = []
+    drafter.new_policy = lambda: policies.append("new")
+
+    class Worker:
+        model_runner = SimpleNamespace(drafter=drafter)
+
+        def reload_weights(self):
+            return "answer"
+
+        def finish_weight_update(self):
+            pass
+
+    count_policies(Worker)
+    assert Worker().reload_weights() == "answer"
+    Worker().finish_weight_update()
+    assert policies == ["new", "new"]
+    Worker.model_runner = SimpleNamespace()  # a server without drafts
+    assert Worker().reload_weights() == "answer"

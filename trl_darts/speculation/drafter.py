@@ -1,0 +1,226 @@
+"""Drafts for the sequences that a vLLM server decodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..policy.drafts import draft_budget
+from .history import History, Prompt
+from .step_times import StepTimes
+
+
+if TYPE_CHECKING:
+    from .store import Store
+
+logger = logging.getLogger("vllm.trl_darts")
+
+HISTORY_VARIABLE = "TRL_DARTS_DRAFT_HISTORY"  # a directory, in the server's environment
+
+# A sequence can be missing from a batch for a while: vLLM preempts some, and leaves some out where a prefill is long.
+STEPS_BETWEEN_SWEEPS = 64
+# Acceptance begins at 1/2. What was seen counts less with each step: with the first where tokens were drafted, since
+# answers wander from their siblings; with the second where none were, so that a sequence is tried again.
+MEMORY_DRAFTED, MEMORY_IDLE = 0.9, 0.98
+MAX_INDEXED = 2**23  # tokens in all indexes from which on there is no new one: about 1 GiB
+
+
+@dataclass(slots=True)
+class Answering:
+    """A sequence that decodes."""
+
+    prompt: Prompt
+    tokens: list[int]  # from `prompt.context_start` on
+    end: int  # tokens of the request that are known, its prompt included
+    last_step: int
+    text: int | None = None  # in the prompt's index
+    num_drafted: int = 0  # in the last step
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Odds that a token is accepted once those before it are."""
+        return (self.accepted + 1) / (self.accepted + self.rejected + 2)
+
+    def learn(self, num_new: int) -> None:
+        """The step's outcome: the accepted tokens, and one that the model sampled itself."""
+        if not self.num_drafted:
+            self.accepted, self.rejected = MEMORY_IDLE * self.accepted, MEMORY_IDLE * self.rejected
+            return
+        self.accepted = MEMORY_DRAFTED * self.accepted + num_new - 1
+        self.rejected = MEMORY_DRAFTED * self.rejected + (num_new <= self.num_drafted)
+
+
+class SuffixDrafter:
+    """
+    Drafts what followed in other answers to the same prompt: those that are being decoded, and those of earlier
+    rollouts. vLLM loads it as the `model` of its speculative method `"custom_class"`.
+
+    Every failure is survived without drafts, and counted: drafts can make decoding faster, and never wrong.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.num_failures = 0
+        self._max_draft = vllm_config.speculative_config.num_speculative_tokens
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._times = StepTimes()
+        self._forget()
+        self._store: Store | None = None
+        parallel = vllm_config.parallel_config
+        directory = os.environ.get(HISTORY_VARIABLE)
+        if directory and parallel.rank % parallel.tensor_parallel_size == 0:  # the others see the same
+            with self._surviving():
+                from .store import Store  # loads transformers and pyarrow
+
+                store = Store(Path(directory), vllm_config.model_config.tokenizer)
+                store.load(self._history)
+                self._store = store
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """There is none. vLLM's CPU build calls it unasked."""
+
+    def propose(self, sampled_token_ids: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM's own call says nothing of which sequence is which; without our plugin there are no drafts."""
+        return [[] for _ in sampled_token_ids]
+
+    def new_policy(self) -> None:
+        """The weights have changed. What was decoded until now is of the policy before."""
+        with self._surviving():
+            self._sweep(max_age=0)
+            if self._store is not None:
+                self._store.save(self._history)
+            self._history.version += 1
+
+    def draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """
+        Drafts for the next step.
+
+        Args:
+            batch (`vllm.v1.worker.gpu_input_batch.InputBatch`):
+                The sequences, with the tokens that were just sampled.
+            sampled_token_ids (`Sequence[Sequence[int]]`):
+                These tokens; none for a sequence whose prompt is not through yet.
+
+        Returns:
+            `list[list[int]]`: Tokens for each sequence.
+        """
+        with self._surviving():
+            return self._draft(batch, sampled_token_ids)
+        return [[] for _ in sampled_token_ids]
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Inside, a failure costs what is known, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            self.num_failures += 1
+            self._forget()  # it may be half changed
+            if self.num_failures == 1:
+                logger.warning(
+                    "Drafting failed (%s: %s). Answers are right all the same, but slower. Further failures are "
+                    "counted, and not reported.",
+                    type(error).__name__,
+                    error,
+                )
+
+    def _forget(self) -> None:
+        self._history = History()
+        self._answering: dict[str, Answering] = {}
+        self._step = 0
+        self._last_time: float | None = None
+
+    def _draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        self._step += 1
+        num_known = len(self._answering)
+        names, ends = batch.req_ids, batch.num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+        decoding = {
+            row: self._follow(batch, row, names[row], ends[row], sampled)
+            for row, sampled in enumerate(sampled_token_ids)
+            if sampled
+        }
+        self._time_step(decoding, all(sampled_token_ids) and len(self._answering) == num_known)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for row, answering in decoding.items():
+            if len(decoding) < self._times.knee:
+                drafts[row] = self._draft_one(answering, len(decoding))
+            answering.num_drafted = len(drafts[row])
+        if self._step % STEPS_BETWEEN_SWEEPS == 0:
+            self._sweep(max_age=STEPS_BETWEEN_SWEEPS)
+        return drafts
+
+    def _follow(self, batch: Any, row: int, name: str, end: int, sampled: Sequence[int]) -> Answering:
+        """The sequence of a row, with its new tokens."""
+        answering = self._answering.get(name)
+        if answering is None:
+            return self._begin(batch, row, name, end)
+        if end - answering.end != len(sampled):  # it was not in the last batch
+            sampled = batch.token_ids_cpu[row, answering.end : end].tolist()
+        answering.tokens += sampled
+        answering.end, answering.last_step = end, self._step
+        answering.learn(len(sampled))
+        if answering.text is not None and answering.prompt.index is not None:
+            answering.prompt.index.extend(answering.text, sampled)
+        return answering
+
+    def _begin(self, batch: Any, row: int, name: str, end: int) -> Answering:
+        tokens = batch.token_ids_cpu[row, :end]
+        prompt = self._history.prompt_of(tokens[: batch.num_prompt_tokens[row]])
+        prompt.num_running += 1
+        answering = Answering(prompt, tokens[prompt.context_start :].tolist(), end, self._step)
+        self._answering[name] = answering
+        return answering
+
+    def _time_step(self, decoding: dict[int, Answering], only_decoding: bool) -> None:
+        """Steps with prefills say nothing. To be called before tokens are drafted anew."""
+        now, before = time.perf_counter(), self._last_time
+        self._last_time = now
+        if before is not None and decoding and only_decoding:
+            self._times.add(sum(1 + answering.num_drafted for answering in decoding.values()), now - before)
+
+    def _draft_one(self, answering: Answering, num_running: int) -> list[int]:
+        prompt, length = answering.prompt, len(answering.tokens)
+        budget = draft_budget(
+            num_running,
+            self._times.knee,
+            length,
+            prompt.expected_length or length,
+            answering.acceptance,
+            min(self._max_draft, self._max_model_len - answering.end - 1),
+        )
+        if budget <= 0:
+            return []
+        if answering.text is None:
+            self._index(prompt)
+        if prompt.index is None or answering.text is None:
+            return []
+        return prompt.index.propose(answering.text, budget)
+
+    def _index(self, prompt: Prompt) -> None:
+        """From now on what is decoded for a prompt is found at once by all its sequences, if there is room."""
+        if prompt.index is None:
+            others = {one.prompt.index for one in self._answering.values()} - {None}
+            if sum(index.num_tokens for index in others if index is not None) > MAX_INDEXED:
+                return
+            prompt.index = prompt.make_index()
+        for answering in self._answering.values():
+            if answering.prompt is prompt and answering.text is None:
+                answering.text = prompt.index.add(answering.tokens)
+
+    def _sweep(self, max_age: int) -> None:
+        """Sequences that were not seen for so many steps become answers."""
+        gone = [name for name, one in self._answering.items() if one.last_step <= self._step - max_age]
+        for name in gone:
+            answering = self._answering.pop(name)
+            prompt = answering.prompt
+            prompt.num_running -= 1
+            if not prompt.num_running:
+                prompt.index = None
+            self._history.add(prompt, answering.tokens)

@@ -1,0 +1,120 @@
+"""What prompts have been answered with, within a limit of memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .index import GRAM, SuffixIndex
+
+
+MAX_ANSWERS = 32  # of a prompt: older ones are of a policy that has moved on
+MAX_TOKENS = 2**28  # 1 GiB, at four bytes each
+NUM_INDEXED = 2**16  # tokens of earlier answers that a prompt's index begins with
+# What is left when the limit is reached: one look over all answers frees many.
+_AFTER_EVICTION = 0.9
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that is complete, or was called off. Its first `GRAM` tokens are the prompt's last."""
+
+    version: int  # of the policy
+    tokens: Tokens
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt. It has an index while sequences of it decode, from the first draft on."""
+
+    tokens: Tokens
+    answers: list[Answer] = field(default_factory=list)  # oldest first
+    num_running: int = 0
+    index: SuffixIndex | None = None
+
+    @property
+    def context_start(self) -> int:
+        """Where the text of an answer begins: a little before it, so that its first tokens can be drafted too."""
+        return max(0, len(self.tokens) - GRAM)
+
+    @property
+    def expected_length(self) -> float | None:
+        """Mean length of its answers."""
+        return sum(len(answer.tokens) for answer in self.answers) / len(self.answers) if self.answers else None
+
+    def make_index(self) -> SuffixIndex:
+        """Of the prompt and its newest answers."""
+        index, room = SuffixIndex(), NUM_INDEXED
+        chosen: list[Tokens] = []
+        for answer in reversed(self.answers):
+            room -= len(answer.tokens)
+            if room < 0:
+                break
+            chosen.append(answer.tokens)
+        for tokens in [self.tokens, *reversed(chosen)]:  # the newest last, where it is found first
+            index.add(tokens.tolist())
+        return index
+
+
+class History:
+    """
+    Prompts with their answers. Where they exceed `max_tokens`, answers of the oldest policy go first, and among
+    those the longest.
+    """
+
+    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+        self.version = 0
+        self.num_tokens = 0
+        self._max_tokens = max_tokens
+        self._prompts: dict[bytes, Prompt] = {}
+        self._lengths: Counter[int] = Counter()  # of the prompts
+
+    def prompt_of(self, tokens: Tokens) -> Prompt:
+        """
+        The longest prompt that a request's tokens begin with, or a new one. A request that goes on elsewhere, or is a
+        later turn, has a part of an answer behind its prompt.
+        """
+        lengths = [len(tokens)] if len(tokens) in self._lengths else []
+        for length in lengths + sorted((n for n in self._lengths if n < len(tokens)), reverse=True):
+            prompt = self._prompts.get(tokens[:length].tobytes())
+            if prompt is not None:
+                return prompt
+        prompt = Prompt(np.array(tokens, dtype=np.int32))
+        self._prompts[prompt.tokens.tobytes()] = prompt
+        self._lengths[len(tokens)] += 1
+        self.num_tokens += len(tokens)
+        return prompt
+
+    def add(self, prompt: Prompt, tokens: Any) -> None:
+        """An answer of the current policy."""
+        prompt.answers.append(Answer(self.version, np.array(tokens, dtype=np.int32)))
+        self.num_tokens += len(tokens)
+        if len(prompt.answers) > MAX_ANSWERS:
+            self.num_tokens -= len(prompt.answers.pop(0).tokens)
+        if self.num_tokens > self._max_tokens:
+            self._evict()
+
+    def current_answers(self) -> list[tuple[Prompt, Answer]]:
+        """Those of the current policy."""
+        return [(p, answer) for p in self._prompts.values() for answer in p.answers if answer.version == self.version]
+
+    def _evict(self) -> None:
+        answers = [(answer, prompt) for prompt in self._prompts.values() for answer in prompt.answers]
+        answers.sort(key=lambda pair: (pair[0].version, -len(pair[0].tokens)))
+        for answer, prompt in answers:
+            if self.num_tokens <= _AFTER_EVICTION * self._max_tokens:
+                break
+            prompt.answers = [other for other in prompt.answers if other is not answer]
+            self.num_tokens -= len(answer.tokens)
+        for key in [key for key, prompt in self._prompts.items() if not prompt.answers and not prompt.num_running]:
+            length = len(self._prompts.pop(key).tokens)
+            self.num_tokens -= length
+            self._lengths[length] -= 1
+            if not self._lengths[length]:
+                del self._lengths[length]

@@ -1,0 +1,97 @@
+"""What vLLM must be taught to draft with [`SuffixDrafter`], and to sample rightly on a CPU. Applied by our plugin."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def show_batch(module: ModuleType) -> None:
+    """
+    Hand our drafter the whole batch. vLLM tells a custom one neither which sequence is which nor where a prompt ends.
+
+    It also stops asking for drafts as soon as one sequence is near the model's limit: each then drafts token 0 only,
+    and on a CPU the server crashes. Our drafter and `ngram` look at each sequence themselves.
+    """
+    from .drafter import SuffixDrafter
+
+    runner = module.GPUModelRunner
+    propose, fits = runner.propose_draft_token_ids, runner._input_fits_in_drafter
+    if hasattr(propose, "__wrapped__"):
+        return
+
+    @functools.wraps(propose)
+    def propose_draft_token_ids(
+        self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kw: Any
+    ) -> Any:
+        if isinstance(self.drafter, SuffixDrafter):
+            return self.drafter.draft(self.input_batch, sampled_token_ids)
+        return propose(self, scheduler_output, sampled_token_ids, *args, **kw)
+
+    @functools.wraps(fits)
+    def input_fits_in_drafter(self: Any, metadata: Any) -> bool:
+        if isinstance(self.drafter, SuffixDrafter) or self.speculative_config.method == "ngram":
+            return metadata is not None
+        return fits(self, metadata)
+
+    runner.propose_draft_token_ids = propose_draft_token_ids
+    runner._input_fits_in_drafter = input_fits_in_drafter
+
+
+def cure_expand(module: ModuleType) -> None:
+    """
+    Replace a kernel of vLLM's CPU build that forgets its result (seen with 0.31.0): it fills a temporary copy unless
+    the output is `int64`. Temperature, top-k and top-p of drafted tokens then stay uninitialized, and what is sampled
+    is wrong.
+
+    Tried out before its first use, so this can go with the last supported version that has the fault.
+    """
+    original = module._expand_kernel_impl
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def expand(
+        output: Any, values: Any, cu_num_tokens: Any, replace_from: Any, replace_to: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        import torch
+
+        if not _forgets(original):
+            original(output, values, cu_num_tokens, replace_from, replace_to, *args, **kwargs)
+            return
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        output.copy_(torch.repeat_interleave(torch.where(values == replace_from, replace_to, values), counts))
+
+    module._expand_kernel_impl = expand  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _forgets(expand: Callable[..., Any]) -> bool:
+    """Whether a kernel fails to repeat 0.5, 0.5 and 2.0 as it should, in what is not an `int64`."""
+    import torch
+
+    output = torch.full((3,), -1.0)
+    expand(output, torch.tensor([0.5, 2.0]), torch.tensor([2, 3], dtype=torch.int32), 0, 1, MAX_NUM_TOKENS=128)
+    return output.tolist() != [0.5, 0.5, 2.0]
+
+
+def count_policies(worker: Any) -> None:
+    """Tell our drafter of new weights, whichever way they come."""
+    for name in {"reload_weights", "finish_weight_update"} & vars(worker).keys():
+        setattr(worker, name, _then_new_policy(getattr(worker, name)))
+
+
+def _then_new_policy(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def updated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from .drafter import SuffixDrafter
+
+        answer = update(self, *args, **kwargs)
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, SuffixDrafter):
+            drafter.new_policy()
+        return answer
+
+    return updated
