@@ -72,4 +72,6 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
             f"The servers of `vllm_server_base_url` serve under different names ({', '.join(map(repr, names))}). "
             "Start them with the same model or `--served-model-name`."
         )
-    return engine, ServerFacts(names[0], min(fact.max_model_len for fact in facts))
+    slots = [fact.max_num_seqs for fact in facts]
+    all_slots = None if None in slots else sum(filter(None, slots))
+    return engine, ServerFacts(names[0], min(fact.max_model_len for fact in facts), max_num_seqs=all_slots)

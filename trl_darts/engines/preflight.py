@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from ..errors import ConfigurationError, TRLDARTSError
 from ..waiting import INTERVAL_S, Waiting
 from .pool import FAILURES, describe
-from .vllm_api import ServerRefusedError, VLLMServer, vocabulary_size
+from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, vocabulary_size
 
 
 RETRY_INTERVAL_S = 1.0
@@ -45,6 +45,7 @@ class ServerFacts:
 
     model: str
     max_model_len: int
+    max_num_seqs: int | None = None  # sequences that are decoded at once
 
 
 async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
@@ -57,7 +58,7 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
             "are synchronized and requests aborted. Restart it with `VLLM_SERVER_DEV_MODE=1` in its environment."
         )
     served = (await server.get("/v1/models"))["data"][0]
-    facts = ServerFacts(served["id"], served["max_model_len"])
+    facts = ServerFacts(served["id"], served["max_model_len"], max_num_seqs=max_num_seqs(info["vllm_config"]))
     _check_settings(server.base_url, info["vllm_config"], facts, needs)
     await _check_vocabulary(server, facts, needs.model_config)
     if needs.images:
