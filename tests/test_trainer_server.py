@@ -249,6 +249,7 @@ def test_servers_come_and_go_between_steps(server, keyed_server, model_dir, tmp_
 def test_a_server_that_does_not_fit_is_refused(server, model_dir, tiny_model_dir, tmp_path):
     trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=1, vllm_server_timeout=2.0))
     generation = trainer.vllm_generation
+    assert trainer._admission.budget.num_slots == generation.facts.max_num_seqs > 0
     with pytest.raises(ServerUnreachableError):
         generation.add_server(f"http://127.0.0.1:{free_port()}")
     config = {"model_config": {"logprobs_mode": "processed_logprobs", "model": str(tiny_model_dir)}}

@@ -158,7 +158,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         curve = args.load_latency_curve()
         warn_of_cut_long_ends(args)
-        self._admission = args.admission(self.length_tracker, curve, args.num_engines)
+        slots = self.vllm_generation.facts.max_num_seqs if args.uses_servers else None
+        self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
         if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
             feed = PromptFeed(args.steps_per_generation * args.num_iterations)

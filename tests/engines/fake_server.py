@@ -16,6 +16,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 HEALTHY = {
     "model_config": {"logprobs_mode": "processed_logprobs", "model": "served"},
     "weight_transfer_config": {"backend": "nccl"},
+    "scheduler_config": {"max_num_seqs": 128},
+    "parallel_config": {"data_parallel_size": 2},
 }
 
 

@@ -8,6 +8,8 @@ from transformers import AutoConfig, Qwen2Config
 from tests.engines.fake_server import HEALTHY, answer, fake_server
 from trl_darts import waiting
 from trl_darts.engines import VLLMServerEngine, preflight
+from trl_darts.engines.connection import ServerSettings, connect
+from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.preflight import Requirements, ServerUnreachableError, check_server
 from trl_darts.errors import ConfigurationError
 
@@ -69,7 +71,15 @@ CONFIG = Qwen2Config(vocab_size=128)
 def test_good_server_passes():
     with fake_server(routes(HEALTHY)) as url:
         facts = check(url, needs(CONFIG))
-    assert (facts.model, facts.max_model_len) == ("served", 1024)
+    assert (facts.model, facts.max_model_len, facts.max_num_seqs) == ("served", 1024, 256)
+
+
+@pytest.mark.parametrize(("second", "slots"), [(HEALTHY, 512), ({**HEALTHY, "scheduler_config": None}, None)])
+def test_slots_of_all_servers_count_together(second, slots):
+    with fake_server(routes(HEALTHY, 900)) as one, fake_server(routes(second)) as other:
+        engine, facts = connect(ServerSettings([one, other], "nccl", None, Deadlines(), None, needs(CONFIG)))
+        engine.close()
+    assert (facts.max_model_len, facts.max_num_seqs) == (900, slots)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +161,7 @@ def test_real_server(vllm_server, markov_model_dir):
     config = AutoConfig.from_pretrained(markov_model_dir)
     facts = check(vllm_server.base_url, needs(config, weight_transfer=None))
     assert (facts.model, facts.max_model_len) == (vllm_server.model, 2048)
+    assert facts.max_num_seqs > 0
     config.vocab_size = 127  # what the server says of it is read from an error message
     with pytest.raises(ConfigurationError, match="vocabulary of 128 tokens, but the trainer's model has 127"):
         check(vllm_server.base_url, needs(config, weight_transfer=None))

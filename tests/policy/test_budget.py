@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trl_darts.errors import ConfigurationError, StateMismatchError
 from trl_darts.policy import BudgetController, LatencyCurve, redundancy_budget
-from trl_darts.policy.budget import REFERENCE_STEPS
+from trl_darts.policy.budget import BREAK_EVEN_SPREAD, REFERENCE_STEPS
 
 
 M, M_UP, N = 8, 16, 64
@@ -62,6 +62,8 @@ def test_impossible_budgets_are_named(rho: float, k: float, price: float, low: i
     st.floats(0, 1),
     st.lists(st.tuples(st.integers(1, 50), st.one_of(st.just(math.nan), st.floats(0, 20))), max_size=25),
     st.none() | st.floats(1e-6, 1e6),
+    st.none() | st.integers(1, 1000),
+    st.booleans(),
 )
 def test_always_within_bounds(
     num_generations: int,
@@ -70,20 +72,24 @@ def test_always_within_bounds(
     low_share: float,
     steps: list[tuple[int, float]],
     price: float | None,
+    slots: int | None,
+    keeps: bool,
 ) -> None:
     most, least = num_generations + room, num_generations + int(low_share * room)
     target = 1 + share * (most / num_generations - 1)
-    controller = BudgetController(num_generations, most, target, price, CURVE, min_num_generations=least)
+    bounds = {"min_num_generations": least, "num_slots": slots, "keeps_spares": keeps}
+    controller = BudgetController(num_generations, most, target, price, CURVE, **bounds)
+    fewest = least if keeps or price is not None else num_generations
     for num_prompts, rho in steps:
         total = controller.total(num_prompts, rho)
         assert type(total) is int
-        assert num_prompts * least <= total <= num_prompts * most
+        assert num_prompts * fewest <= total <= num_prompts * most
         controller.observe(rho, 100.0)
 
 
 def test_rho_moves_the_budget_in_proportion_to_that_of_the_first_steps() -> None:
     controller = BudgetController(M, M_UP)
-    assert totals(controller, [math.nan, 0.0]) == [TARGET] * 2  # no history, and lengths that never spread
+    assert totals(controller, [math.nan, 0.0]) == [TARGET, N * M]  # no history, and lengths that never spread
     controller = BudgetController(M, M_UP)
     assert totals(controller, np.linspace(0.6, 1.0, REFERENCE_STEPS).tolist())[0] == TARGET
     totals(controller, [1.1] * 50)  # the reference is the mean of the first steps, and held
@@ -92,6 +98,33 @@ def test_rho_moves_the_budget_in_proportion_to_that_of_the_first_steps() -> None
     assert controller.total(N, 8.0) == N * M_UP
     assert controller.total(N, 0.0) == N * M
     assert controller.total(N // 4, 0.8) == TARGET / 4  # a smaller batch has the same redundancy
+
+
+@given(st.floats(0, 3), st.floats(0, 3), st.integers(1, 10_000), st.integers(1, 10_000))
+def test_less_spread_and_fewer_slots_never_mean_more_candidates(
+    rho: float, other_rho: float, slots: int, other_slots: int
+) -> None:
+    def total(rho: float, num_slots: int | None, **fields: int | bool) -> int:
+        return BudgetController(M, M_UP, 1.5, num_slots=num_slots, **fields).total(N, rho)
+
+    (low, high), (few, many) = sorted((rho, other_rho)), sorted((slots, other_slots))
+    assert N * M <= total(low, few) <= total(high, few) <= total(high, many) <= total(high, None) <= TARGET
+    assert total(low, few, keeps_spares=True, min_num_generations=M + 2) == TARGET
+
+
+def test_spare_candidates_shrink_to_none_where_they_cannot_pay() -> None:
+    """The `M_low` that is the default goes with them."""
+
+    def total(rho: float, num_slots: int | None = None) -> int:
+        controller = BudgetController(M, M_UP, min_num_generations=M + 2, num_slots=num_slots)
+        controller.observe(0.5 if math.isnan(rho) else rho, 100.0)
+        return controller.total(N, rho)
+
+    assert total(BREAK_EVEN_SPREAD) == N * M
+    assert total(1.5 * BREAK_EVEN_SPREAD) == (N * M + TARGET) / 2
+    assert total(2 * BREAK_EVEN_SPREAD) == total(math.nan) == TARGET
+    assert total(1.2, N * M) == total(1.2, N * M // 4) == total(math.nan, N * M) == TARGET
+    assert total(1.2, N * M // 16) == total(math.nan, N * M // 16) == N * M
 
 
 def test_over_many_runs_the_mean_budget_is_the_target() -> None:

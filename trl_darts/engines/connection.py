@@ -74,4 +74,6 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
             "Start them with the same model or `--served-model-name`."
         )
     limit, drafts = min(fact.max_model_len for fact in facts), any(fact.drafts for fact in facts)
-    return engine, ServerFacts(names[0], limit, drafts)
+    slots = [fact.max_num_seqs for fact in facts]
+    all_slots = None if None in slots else sum(filter(None, slots))
+    return engine, ServerFacts(names[0], limit, drafts, all_slots)

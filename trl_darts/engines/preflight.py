@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from ..errors import ConfigurationError, TRLDARTSError
 from ..waiting import INTERVAL_S, Waiting
 from .pool import FAILURES, describe
-from .vllm_api import ServerRefusedError, VLLMServer, vocabulary_size
+from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, vocabulary_size
 
 
 RETRY_INTERVAL_S = 1.0
@@ -50,6 +50,7 @@ class ServerFacts:
     model: str
     max_model_len: int
     drafts: bool = False  # whether it decodes speculatively
+    max_num_seqs: int | None = None  # sequences that are decoded at once
 
 
 async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
@@ -63,7 +64,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
         )
     served = (await server.get("/v1/models"))["data"][0]
     drafts = info["vllm_config"].get("speculative_config") is not None
-    facts = ServerFacts(served["id"], served["max_model_len"], drafts)
+    slots = max_num_seqs(info["vllm_config"])
+    facts = ServerFacts(served["id"], served["max_model_len"], drafts, slots)
     _check_settings(server.base_url, info["vllm_config"], facts, needs)
     await _check_vocabulary(server, facts, needs.model_config)
     if needs.images:

@@ -178,6 +178,13 @@ class VLLMServer:
         raise kind(f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}")
 
 
+def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
+    """Sequences that a server decodes at once, all of its copies together; `None` if its `/server_info` lacks it."""
+    per_copy = (vllm_config.get("scheduler_config") or {}).get("max_num_seqs")
+    copies = (vllm_config.get("parallel_config") or {}).get("data_parallel_size")
+    return per_copy * (copies or 1) if per_copy else None
+
+
 async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
     """
     Asks a server how many tokens its model knows; `None` if it takes any. No endpoint tells, but the refusal of a

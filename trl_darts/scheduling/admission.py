@@ -126,7 +126,8 @@ class UniformAdmission:
 class VarianceAdmission(UniformAdmission):
     """
     Variance-based adaptive redundancy ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2): a budget for
-    the batch by Eq. 8 and 9, spread over the prompts by Algorithm 1, between M_low and M_up for each.
+    the batch by Eq. 8 and 9, spread over the prompts by Algorithm 1, between M_low and M_up for each. Where spare
+    candidates can't pay, they are fewer than M_low says.
     """
 
     tracker: LengthTracker
@@ -148,7 +149,8 @@ class VarianceAdmission(UniformAdmission):
         prior, stds = self.tracker.prior, [self.tracker.std(prompt.key) for prompt in prompts]
         all_seen = not any(map(np.isnan, stds))
         stds = [prior.predict(p.num_tokens)[1] if np.isnan(std) else std for p, std in zip(prompts, stds, strict=True)]
-        low, high = self.budget.min_num_generations, self.budget.max_num_generations
+        high = self.budget.max_num_generations
+        low = min(self.budget.min_num_generations, total // len(prompts))  # less where spare candidates can't pay
         return allocate_redundancy(stds, total, low, high, None if all_seen else prior.typical_stds())
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:

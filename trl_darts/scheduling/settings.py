@@ -77,7 +77,8 @@ class ScheduleSettings:
         None,
         "Fewest candidates of one prompt [M_low]. With `long_end_patience='auto'` defaults to `num_generations + 2`, "
         "or to what `target_redundancy` and `max_num_generations` allow where that is less: a prompt without a spare "
-        "candidate waits for each of its own. Otherwise defaults to `num_generations`, as in the paper.",
+        "candidate waits for each of its own. Otherwise defaults to `num_generations`, as in the paper. Where lengths "
+        "hardly spread, or engines are full, spare candidates can't pay, and there are none unless it is set.",
     )
     target_redundancy: float = _setting(
         None,
@@ -284,6 +285,7 @@ class ScheduleSettings:
     def _set_minimum(self) -> None:
         low, high = self.num_generations, self.max_num_generations
         affordable = math.floor(self.target_redundancy * low + 1e-9)  # 1.1 × 10 is 11
+        self._keeps_spares = self.min_num_generations is not None  # what a user asks for
         if self.min_num_generations is None:
             spare = SPARE_CANDIDATES if self.over_provisions and self.long_end_patience == AUTO else 0
             self.min_num_generations = min(low + spare, high, affordable)
@@ -398,12 +400,16 @@ class ScheduleSettings:
         return LengthTracker(self.length_ema, HORIZON * max_completion_length, source)
 
     def admission(
-        self, tracker: LengthTracker, latency_curve: LatencyCurve | None = None, num_engines: int = 1
+        self,
+        tracker: LengthTracker,
+        latency_curve: LatencyCurve | None = None,
+        num_engines: int = 1,
+        num_slots: int | None = None,
     ) -> AdmissionPolicy:
         """
-        The policy that gives each prompt its candidates, for `num_engines` that decode a batch together. The curve is
-        that of one engine, and [`ConfigurationError`] is raised if it is missing where `redundancy_cost_weight` needs
-        it.
+        The policy that gives each prompt its candidates, for `num_engines` that decode a batch together, `num_slots`
+        sequences of it at once (no limit by default). The curve is that of one engine, and [`ConfigurationError`] is
+        raised if it is missing where `redundancy_cost_weight` needs it.
         """
         if not self.over_provisions:
             return UniformAdmission(self.num_generations, tracker if self.ranks else None)
@@ -415,5 +421,7 @@ class ScheduleSettings:
             latency_curve,
             num_engines,
             self.min_num_generations,
+            num_slots,
+            self._keeps_spares,
         )
         return VarianceAdmission(tracker, budget)

@@ -15,7 +15,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from ...engines.vllm_api import ServerRefusedError, VLLMServer, vocabulary_size
+from ...engines.vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, vocabulary_size
 from ...errors import ConfigurationError
 
 
@@ -140,14 +140,12 @@ def with_server_info(facts: ServerFacts, info: Mapping[str, Any]) -> ServerFacts
     """Facts with those of `/server_info`, whose JSON is empty where the server does not have it."""
     config = info.get("vllm_config") or {}
     parallel = config.get("parallel_config") or {}
-    replicas = parallel.get("data_parallel_size")
-    seqs = (config.get("scheduler_config") or {}).get("max_num_seqs")  # of each copy
     dtype = (config.get("model_config") or {}).get("dtype")
     return replace(
         facts,
-        max_num_seqs=seqs * (replicas or 1) if seqs else None,
+        max_num_seqs=max_num_seqs(config),
         tensor_parallel_size=parallel.get("tensor_parallel_size"),
-        data_parallel_size=replicas,
+        data_parallel_size=parallel.get("data_parallel_size"),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
         hardware=hardware_of(info.get("system_env") or {}),
     )

@@ -129,7 +129,8 @@ class SimulatedTraining:
         self.cluster = SimulatedCluster(cluster)
         self.num_rollouts = 0
         tracker = settings.tracker(workload.max_completion_length)
-        self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines)
+        slots = cluster.max_num_seqs and cluster.max_num_seqs * cluster.num_engines
+        self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines, slots)
         self.stop_rate = 0.0  # what training has added to the probability to stop at a token, see `Workload.shaping`
 
     def run(self, num_steps: int) -> SimulatedRun:
