@@ -1,11 +1,11 @@
 """Ctrl-C says where a training stopped and what goes on from there; `resume_from_checkpoint` on a command line."""
 
 import pytest
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from tests.builders import make_args, make_trainer
 from trl_darts.errors import ConfigurationError
-from trl_darts.resume import checkpoint_to_resume, last_checkpoint
+from trl_darts.resume import checkpoint_to_resume, last_checkpoint, where_it_stopped
 
 
 class PressCtrlC(TrainerCallback):
@@ -23,12 +23,27 @@ def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, saves):
     trainer = make_trainer(model_dir, make_args(tmp_path, **fields), callbacks=[PressCtrlC(2)])
     checkpoint = tmp_path / "checkpoint-2"
     words = rf"Stopped after step 2 of 3\. To go on from {checkpoint}: .*resume_from_checkpoint=True"
-    with pytest.raises(KeyboardInterrupt, match=words if saves else "no checkpoint .*`save_strategy` \\('no'\\)"):
+    none = r"of 3\. No checkpoint saved yet \(`save_strategy` is 'no'\)\.$"
+    with pytest.raises(KeyboardInterrupt, match=words if saves else none):
         trainer.train()
     if saves:
         again = make_trainer(model_dir, make_args(tmp_path, **fields))
         again.train(resume_from_checkpoint="true")  # as a command line has it
         assert again.state.global_step == 3
+
+
+def test_checkpoints_of_an_earlier_training_are_not_gone_on_from(tmp_path):
+    args, state = make_args(tmp_path, save_strategy="steps", save_steps=20), TrainerState(global_step=2, max_steps=4)
+    mine, earlier = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+    earlier.mkdir()
+    (earlier / "trainer_state.json").touch()
+    none = (
+        f"Stopped after step 2 of 4. No checkpoint saved yet (`save_steps` is 20). {earlier} is an earlier training's."
+    )
+    assert where_it_stopped(args, state, None) == none
+    words = where_it_stopped(args, state, str(mine))  # `True` would take the earlier one's
+    assert f"To go on from {mine}: `trainer.train(resume_from_checkpoint='{mine}')`" in words
+    assert f"`--resume_from_checkpoint {mine}`" in words
 
 
 def test_the_last_whole_checkpoint(tmp_path):

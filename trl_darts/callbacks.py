@@ -84,9 +84,16 @@ def with_tracker(callbacks: list[Any], args: Any, model: Any, processing_class: 
 
 
 class RolloutStateCallback(TrainerCallback):
-    """Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint."""
+    """
+    Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint.
+
+    Attributes:
+        checkpoint (`str`, *optional*):
+            The last one that this training has saved, or the one that it was resumed from.
+    """
 
     def __init__(self, admission: AdmissionPolicy, batches: BufferedBatches | None) -> None:
+        self.checkpoint: str | None = None
         self._admission = admission
         self._batches = batches
 
@@ -98,6 +105,7 @@ class RolloutStateCallback(TrainerCallback):
             (directory / ADMISSION_FILE).write_text(json.dumps(self._admission.state_dict(), indent=2))
         if self._batches is not None:
             save_buffer(self._batches, directory, mid_epoch=state.epoch != int(state.epoch))
+        self.checkpoint = str(directory)
 
     def load(self, directory: Path) -> None:
         """

@@ -434,10 +434,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        self._state_callback.checkpoint = checkpoint
         try:
             return super().train(checkpoint, *args, **kwargs)
         except KeyboardInterrupt as interrupt:
-            interrupt.args = (where_it_stopped(self.args, self.state),)  # the last line of its traceback
+            words = where_it_stopped(self.args, self.state, self._state_callback.checkpoint)
+            interrupt.args = (words,)  # the last line of its traceback
             raise
         finally:
             if self._ahead is not None:  # nobody waits for it any more
