@@ -1,5 +1,7 @@
 """Ctrl-C says where a training stopped and what goes on from there; `resume_from_checkpoint` on a command line."""
 
+import logging
+
 import pytest
 from transformers import TrainerCallback, TrainerState
 
@@ -14,18 +16,23 @@ class PressCtrlC(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
+            logging.getLogger("trl_darts").warning("behind the bar")
             raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, saves):
+def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, capsys, saves):
     fields = {"save_strategy": "steps", "save_steps": 1} if saves else {}
-    trainer = make_trainer(model_dir, make_args(tmp_path, **fields), callbacks=[PressCtrlC(2)])
+    trainer = make_trainer(model_dir, make_args(tmp_path, disable_tqdm=False, **fields), callbacks=[PressCtrlC(2)])
     checkpoint = tmp_path / "checkpoint-2"
     words = rf"Stopped after step 2 of 3\. To go on from {checkpoint}: .*resume_from_checkpoint=True"
     none = r"of 3\. No checkpoint saved yet \(`save_strategy` is 'no'\)\.$"
-    with pytest.raises(KeyboardInterrupt, match=words if saves else none):
+    with pytest.raises(KeyboardInterrupt, match=words if saves else none) as stopped:
         trainer.train()
+    assert len(stopped.traceback) == 2  # a script's line and ours
+    err = capsys.readouterr().err
+    assert err.endswith("\n")  # after the bar
+    assert "\rbehind the bar\n" in err
     if saves:
         again = make_trainer(model_dir, make_args(tmp_path, **fields))
         again.train(resume_from_checkpoint="true")  # as a command line has it

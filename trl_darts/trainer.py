@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from trl.extras.profiling import profiling_context
@@ -42,7 +43,7 @@ from .streaming import Streams, make_streams
 from .telemetry.console import RolloutTotals, shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, ratio_metrics, rollout_metrics
 from .telemetry.model_card import PAPER, add_rollouts
-from .telemetry.progress import RolloutProgress
+from .telemetry.progress import RolloutProgress, close_bar
 from .telemetry.traces import write_trace
 
 
@@ -436,11 +437,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         self._state_callback.checkpoint = checkpoint
         try:
-            return super().train(checkpoint, *args, **kwargs)
+            with logging_redirect_tqdm():  # a warning on a line of its own, not behind the bar
+                return super().train(checkpoint, *args, **kwargs)
         except KeyboardInterrupt as interrupt:
-            words = where_it_stopped(self.args, self.state, self._state_callback.checkpoint)
-            interrupt.args = (words,)  # the last line of its traceback
-            raise
+            logger.debug("Interrupted here:", exc_info=True)
+            close_bar(self.callback_handler.callbacks)
+            if self.is_world_process_zero():  # the last line of the traceback, which begins here
+                interrupt.args = (where_it_stopped(self.args, self.state, self._state_callback.checkpoint),)
+            raise interrupt.with_traceback(None) from None
         finally:
             if self._ahead is not None:  # nobody waits for it any more
                 self._engine.cancel()
