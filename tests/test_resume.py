@@ -37,6 +37,7 @@ def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, capsys, saves):
         again = make_trainer(model_dir, make_args(tmp_path, **fields))
         again.train(resume_from_checkpoint="true")  # as a command line has it
         assert again.state.global_step == 3
+        assert f"Going on from {checkpoint}: step 2 of 3\n" in capsys.readouterr().out
 
 
 def test_checkpoints_of_an_earlier_training_are_not_gone_on_from(tmp_path):

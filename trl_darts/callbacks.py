@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -96,6 +97,11 @@ class RolloutStateCallback(TrainerCallback):
         self.checkpoint: str | None = None
         self._admission = admission
         self._batches = batches
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Says what a resumed training goes on from."""
+        if self.checkpoint is not None and state.is_world_process_zero:
+            tqdm.write(f"Going on from {self.checkpoint}: step {state.global_step} of {state.max_steps}")
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes it next to the trainer's own state."""
