@@ -158,7 +158,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
         callbacks = self.callback_handler.callbacks
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         curve = args.load_latency_curve()
-        warn_of_cut_long_ends(args)
         self._admission = args.admission(self.length_tracker, curve, args.num_engines)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
         if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
@@ -172,6 +171,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
         self._totals = RolloutTotals()
+        self._long_ends: list[float] = []
         shorten_console(callbacks, self._totals)
         self._streams = make_streams(self)
         if not args.colocates:  # vLLM in this process refuses them itself, in their step
@@ -292,6 +292,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         metrics = rollout_metrics(record, None if servers is None else servers.pop_sync_seconds(), drafted)
         self._log_all(metrics)
         self._totals.add(metrics)
+        if (ratio := metrics.get("darts/selection/long_end_ratio")) is not None:
+            self._long_ends.append(ratio)
+            warn_of_cut_long_ends(self.args, self._long_ends)
         if self.args.save_rollout_trace and self._main.is_here:
             # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
             micro_step = self._step % self.args.gradient_accumulation_steps
