@@ -146,7 +146,9 @@ def main() -> None:
         with one_line_errors():  # of other errors, a traceback says where they are from
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     except KeyboardInterrupt as stopped:
-        sys.exit(f"\n{str(stopped) or 'Stopped before the first step.'}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\n{str(stopped) or 'Stopped before the first step.'}", file=sys.stderr)
+        sys.exit(130)  # as after Ctrl-C in a shell
     trainer.save_model(trainer.args.output_dir)
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -228,20 +228,21 @@ def test_rows_that_no_checkpoint_can_hold():
 
 
 @pytest.mark.parametrize(
-    ("rows", "fields", "warns"),
+    ("ratio", "fields", "warns"),
     [
-        (31 * 8, {}, True),
-        (32 * 8, {}, False),
-        (8, {"long_end_every": 4}, False),
-        (8, {"long_end_patience": None}, False),
-        (8, {"num_longest": 0}, False),
-        (8, {"schedule": "grpo"}, False),
-        (8, {"schedule": "tail_batching", "selection": "dual_end"}, True),
+        (0.4, {}, True),
+        (0.5, {}, False),
+        (0.0, {"long_end_every": 4}, False),
+        (0.0, {"long_end_patience": None}, False),
+        (0.0, {"num_longest": 0}, False),
+        (0.0, {"schedule": "grpo"}, False),
+        (0.0, {"schedule": "tail_batching", "selection": "dual_end"}, True),
     ],
 )
-def test_few_prompts_cut_the_long_end_of_the_hardest(caplog, rows, fields, warns):
+def test_long_ends_that_are_mostly_cut_are_told_once(caplog, ratio, fields, warns):
     settings = ScheduleSettings(**fields)
-    settings.generation_batch_size = rows
-    warn_of_cut_long_ends(settings)
+    settings.generation_batch_size = 32
+    for count in range(10):
+        warn_of_cut_long_ends(settings, [ratio] * count)
     assert len(caplog.messages) == warns
-    assert not warns or f"with {rows // 8} prompts per batch" in caplog.text
+    assert not warns or f"was {ratio:.2f} over the first 8 rollouts: with 4 prompts per batch" in caplog.text

@@ -1,11 +1,13 @@
 """Ctrl-C says where a training stopped and what goes on from there; `resume_from_checkpoint` on a command line."""
 
+import logging
+
 import pytest
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from tests.builders import make_args, make_trainer
 from trl_darts.errors import ConfigurationError
-from trl_darts.resume import checkpoint_to_resume, last_checkpoint
+from trl_darts.resume import checkpoint_to_resume, last_checkpoint, where_it_stopped
 
 
 class PressCtrlC(TrainerCallback):
@@ -14,21 +16,42 @@ class PressCtrlC(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
+            logging.getLogger("trl_darts").warning("behind the bar")
             raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, saves):
+def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, capsys, saves):
     fields = {"save_strategy": "steps", "save_steps": 1} if saves else {}
-    trainer = make_trainer(model_dir, make_args(tmp_path, **fields), callbacks=[PressCtrlC(2)])
+    trainer = make_trainer(model_dir, make_args(tmp_path, disable_tqdm=False, **fields), callbacks=[PressCtrlC(2)])
     checkpoint = tmp_path / "checkpoint-2"
     words = rf"Stopped after step 2 of 3\. To go on from {checkpoint}: .*resume_from_checkpoint=True"
-    with pytest.raises(KeyboardInterrupt, match=words if saves else "no checkpoint .*`save_strategy` \\('no'\\)"):
+    none = r"of 3\. No checkpoint saved yet \(`save_strategy` is 'no'\)\.$"
+    with pytest.raises(KeyboardInterrupt, match=words if saves else none) as stopped:
         trainer.train()
+    assert len(stopped.traceback) == 2  # a script's line and ours
+    err = capsys.readouterr().err
+    assert err.endswith("\n")  # after the bar
+    assert "\rbehind the bar\n" in err
     if saves:
         again = make_trainer(model_dir, make_args(tmp_path, **fields))
         again.train(resume_from_checkpoint="true")  # as a command line has it
         assert again.state.global_step == 3
+        assert f"Going on from {checkpoint}: step 2 of 3\n" in capsys.readouterr().out
+
+
+def test_checkpoints_of_an_earlier_training_are_not_gone_on_from(tmp_path):
+    args, state = make_args(tmp_path, save_strategy="steps", save_steps=20), TrainerState(global_step=2, max_steps=4)
+    mine, earlier = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+    earlier.mkdir()
+    (earlier / "trainer_state.json").touch()
+    none = (
+        f"Stopped after step 2 of 4. No checkpoint saved yet (`save_steps` is 20). {earlier} is an earlier training's."
+    )
+    assert where_it_stopped(args, state, None) == none
+    words = where_it_stopped(args, state, str(mine))  # `True` would take the earlier one's
+    assert f"To go on from {mine}: `trainer.train(resume_from_checkpoint='{mine}')`" in words
+    assert f"`--resume_from_checkpoint {mine}`" in words
 
 
 def test_the_last_whole_checkpoint(tmp_path):

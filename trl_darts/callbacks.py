@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -84,11 +85,23 @@ def with_tracker(callbacks: list[Any], args: Any, model: Any, processing_class: 
 
 
 class RolloutStateCallback(TrainerCallback):
-    """Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint."""
+    """
+    Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint.
+
+    Attributes:
+        checkpoint (`str`, *optional*):
+            The last one that this training has saved, or the one that it was resumed from.
+    """
 
     def __init__(self, admission: AdmissionPolicy, batches: BufferedBatches | None) -> None:
+        self.checkpoint: str | None = None
         self._admission = admission
         self._batches = batches
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Says what a resumed training goes on from."""
+        if self.checkpoint is not None and state.is_world_process_zero:
+            tqdm.write(f"Going on from {self.checkpoint}: step {state.global_step} of {state.max_steps}")
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes it next to the trainer's own state."""
@@ -98,6 +111,7 @@ class RolloutStateCallback(TrainerCallback):
             (directory / ADMISSION_FILE).write_text(json.dumps(self._admission.state_dict(), indent=2))
         if self._batches is not None:
             save_buffer(self._batches, directory, mid_epoch=state.epoch != int(state.epoch))
+        self.checkpoint = str(directory)
 
     def load(self, directory: Path) -> None:
         """

@@ -18,8 +18,7 @@ logger = get_logger(__name__)
 
 # Tokenizing this many prompts takes seconds.
 MAX_CHECKED_PROMPTS = 100_000
-# With fewer, the batch is ready before the longest answers of most of its hardest prompts are.
-FEW_PROMPTS = 32
+LONG_END_ROLLOUTS = 8  # after so many it is clear whether long ends are kept
 
 
 def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
@@ -127,17 +126,21 @@ def other_model(curve: LatencyCurve | None, path: str | None, model: str | None)
     )
 
 
-def warn_of_cut_long_ends(args: Any) -> None:
-    """Warns where a wait that follows the batch ends before the hardest prompts have their long end."""
-    num_prompts = args.generation_batch_size // args.num_generations
+def warn_of_cut_long_ends(args: Any, ratios: Sequence[float]) -> None:
+    """
+    Warns once, after the first rollouts, where a wait that follows the batch mostly ended before the hardest prompts
+    had their long end. `ratios` are those of all rollouts so far that have one.
+    """
     cuts = args.keeps_long_end and args.long_end_patience == AUTO and args.long_end_every is None
-    if cuts and num_prompts < FEW_PROMPTS:
+    mean = sum(ratios) / max(1, len(ratios))
+    if cuts and len(ratios) == LONG_END_ROLLOUTS and mean < 0.5:
         logger.warning(
-            "`long_end_patience` ('auto') with %d prompts per batch mostly aborts the longest answers of the hardest "
-            "prompts, see `darts/selection/long_end_ratio`. Where those matter, use at least %d prompts, or set "
-            "`long_end_every`.",
-            num_prompts,
-            FEW_PROMPTS,
+            "`darts/selection/long_end_ratio` was %.2f over the first %d rollouts: with %d prompts per batch, "
+            "`long_end_patience` ('auto') mostly aborts the longest answers of the hardest. Where those matter, use "
+            "more prompts per batch, or set `long_end_every`.",
+            mean,
+            LONG_END_ROLLOUTS,
+            args.generation_batch_size // args.num_generations,
         )
 
 

@@ -1,5 +1,6 @@
 """Where a training stopped, and where it goes on."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,21 @@ def last_checkpoint(output_dir: str) -> Path | None:
     return max((s.parent for s in states), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def where_it_stopped(args: Any, state: TrainerState) -> str:
-    """What Ctrl-C ends with: the step, and whether a checkpoint is there to go on from."""
+def where_it_stopped(args: Any, state: TrainerState, checkpoint: str | None) -> str:
+    """What Ctrl-C ends with: the step, and the checkpoint to go on from, saved or resumed from by this training."""
     stopped = f"Stopped after step {state.global_step} of {state.max_steps}."
-    checkpoint = last_checkpoint(args.output_dir)
+    last = last_checkpoint(args.output_dir)
     if checkpoint is not None:
+        is_last = last == Path(checkpoint)
+        value, word = ("True", "true") if is_last else (repr(checkpoint), shlex.quote(checkpoint))
         return (
-            f"{stopped} To go on from {checkpoint}: `trainer.train(resume_from_checkpoint=True)`, or the same command "
-            "of examples/train_grpo.py with `--resume_from_checkpoint true`."
+            f"{stopped} To go on from {checkpoint}: `trainer.train(resume_from_checkpoint={value})`, or the same "
+            f"command of examples/train_grpo.py with `--resume_from_checkpoint {word}`."
         )
-    return (
-        f"{stopped} There is no checkpoint in {args.output_dir} to go on from: when one is saved is said by "
-        f"`save_strategy` ({args.save_strategy.value!r}) and `save_steps` ({args.save_steps:g})."
-    )
+    strategy = args.save_strategy.value
+    when = f"`save_steps` is {args.save_steps:g}" if strategy == "steps" else f"`save_strategy` is {strategy!r}"
+    others = "" if last is None else f" {last} is an earlier training's."
+    return f"{stopped} No checkpoint saved yet ({when}).{others}"
 
 
 def checkpoint_to_resume(given: Any, output_dir: str) -> str | None:

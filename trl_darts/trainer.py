@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from trl.extras.profiling import profiling_context
@@ -42,7 +43,7 @@ from .streaming import Streams, make_streams
 from .telemetry.console import RolloutTotals, shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, ratio_metrics, rollout_metrics
 from .telemetry.model_card import PAPER, add_rollouts
-from .telemetry.progress import RolloutProgress
+from .telemetry.progress import RolloutProgress, close_bar
 from .telemetry.traces import write_trace
 
 
@@ -157,7 +158,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
         callbacks = self.callback_handler.callbacks
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         curve = args.load_latency_curve()
-        warn_of_cut_long_ends(args)
         slots = self.vllm_generation.facts.max_num_seqs if args.uses_servers else None
         self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
@@ -172,6 +172,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
         self._totals = RolloutTotals()
+        self._long_ends: list[float] = []
         shorten_console(callbacks, self._totals)
         self._streams = make_streams(self)
         if not args.colocates:  # vLLM in this process refuses them itself, in their step
@@ -292,6 +293,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         metrics = rollout_metrics(record, None if servers is None else servers.pop_sync_seconds(), drafted)
         self._log_all(metrics)
         self._totals.add(metrics)
+        if (ratio := metrics.get("darts/selection/long_end_ratio")) is not None:
+            self._long_ends.append(ratio)
+            warn_of_cut_long_ends(self.args, self._long_ends)
         if self.args.save_rollout_trace and self._main.is_here:
             # Several rollouts can belong to one optimizer step; the micro-step tells them apart, also after a resume.
             micro_step = self._step % self.args.gradient_accumulation_steps
@@ -435,11 +439,16 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        self._state_callback.checkpoint = checkpoint
         try:
-            return super().train(checkpoint, *args, **kwargs)
+            with logging_redirect_tqdm():  # a warning on a line of its own, not behind the bar
+                return super().train(checkpoint, *args, **kwargs)
         except KeyboardInterrupt as interrupt:
-            interrupt.args = (where_it_stopped(self.args, self.state),)  # the last line of its traceback
-            raise
+            logger.debug("Interrupted here:", exc_info=True)
+            close_bar(self.callback_handler.callbacks)
+            if self.is_world_process_zero():  # the last line of the traceback, which begins here
+                interrupt.args = (where_it_stopped(self.args, self.state, self._state_callback.checkpoint),)
+            raise interrupt.with_traceback(None) from None
         finally:
             if self._ahead is not None:  # nobody waits for it any more
                 self._engine.cancel()

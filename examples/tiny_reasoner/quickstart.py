@@ -17,6 +17,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+
+if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):  # before the imports below, which take seconds
+    print("Three trainings, one after another, then a table and a picture: some minutes on two cores.", flush=True)
+
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -85,7 +89,7 @@ def train(name: str, steps: int, output_dir: Path) -> tuple[list[dict[str, Any]]
         seed=0,
         **RUNS[name],
     )
-    show = ShowProgress(name, steps)
+    show = ShowProgress(f"{list(RUNS).index(name) + 1}/{len(RUNS)} {name}", steps)
     trainer = DARTSGRPOTrainer(
         model=str(CHECKPOINT),
         reward_funcs=accuracy_reward,
@@ -140,7 +144,8 @@ def main() -> None:
             cells[name] = summarize(runs[name], seconds)
             gc.collect()
     except KeyboardInterrupt as stopped:
-        sys.exit(f"\n{name}: {stopped}")
+        print(f"\n{name}: {stopped}", file=sys.stderr)
+        sys.exit(130)  # as after Ctrl-C in a shell
     table = Table("", *RUNS, title=f"{args.steps} steps of 8 prompts × 8 rows, one run each")
     for quantity in cells["GRPO"]:
         table.add_row(quantity, *(cells[name][quantity] for name in RUNS))

@@ -132,14 +132,7 @@ def test_result_that_comes_with_the_poll_is_not_lost():
         def cancel(self):
             raise AssertionError("cancelled")
 
-    async def nothing():
-        pass
-
-    coroutine = nothing()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asyncio, "run_coroutine_threadsafe", lambda coroutine, loop: Future())
-        assert engine._wait(coroutine, on_poll=lambda: None) == "rows"
-    coroutine.close()
+    assert engine.wait(Future(), on_poll=lambda: None) == "rows"
     engine.close()
 
 

@@ -174,5 +174,5 @@ def test_the_quickstart_shows_step_reward_and_candidates(monkeypatch, terminal):
 
 def test_the_quickstart_trains_with_it(tmp_path, capsys):
     log_history, seconds = quickstart.train("DARTS", 1, tmp_path)
-    assert "DARTS: step 1 of 1, reward 0." in capsys.readouterr().err
+    assert "3/3 DARTS: step 1 of 1, reward 0." in capsys.readouterr().err
     assert quickstart.summarize(log_history, seconds)["tokens kept"] != "0"

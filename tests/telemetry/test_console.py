@@ -45,7 +45,7 @@ def test_few_values_on_the_console_all_elsewhere_and_a_last_line(model_dir, tmp_
     logs = trainer.state.log_history[:2]
     generated, kept = (sum(e[f"darts/rollout/{name}_tokens"] for e in logs) for name in ("generated", "kept"))
     assert last.startswith("Ended at step 2 of 2: 2 rollouts in ")
-    assert f", {generated - kept:,.0f} of {generated:,.0f} tokens thrown away (" in last
+    assert f", {generated - kept:,.0f} of {generated:,.0f} tokens (" in last
     assert last.endswith(
         f"Traces: {tmp_path}/a run/rollouts. Report: trl-darts report {shlex.quote(f'{tmp_path}/a run')}"
     )
@@ -68,5 +68,7 @@ def test_without_traces_the_last_line_says_how_to_get_them(tmp_path, capsys):
     assert capsys.readouterr().out == ""  # nothing was trained
     totals.add({f"darts/rollout/{name}": 2.0 for name in ("seconds", "generated_tokens", "kept_tokens")})
     line = last_line(make_args(tmp_path), state, totals)
-    assert line.startswith("Ended at step 3 of 9: 1 rollout in 2.0 s, 0 of 2 tokens thrown away (0%).")
+    assert line.startswith("Ended at step 3 of 9: 1 rollout in 2.0 s, 0 of 2 tokens (0%) in candidates beyond the")
+    totals.first_step = 2  # a resumed training
+    assert "1 rollout since step 2 in 2.0 s" in last_line(make_args(tmp_path), state, totals)
     assert line.endswith("Set `save_rollout_trace=True` for traces and `trl-darts report`.")

@@ -128,7 +128,8 @@ class Recipe:
             "processes": f"{config.world_size}",
             "generation batch": f"{config.generation_batch_size:,} rows: {prompts:,} prompts × "
             f"{config.num_generations}",
-            "optimizer step": f"{self.prompts_per_step:g} prompts; {passes:g} steps per generation",
+            "optimizer step": f"{self.prompts_per_step:g} prompts; {passes:g} step{'' if passes == 1 else 's'} "
+            "per generation",
             "candidates": f"{least:,.0f} to {most:,.0f} per generation, {mean:,.0f} on average",
             "tokens at most": f"{most * config.max_completion_length:,.0f} per generation",
             "optimizer steps": "{} per epoch, {} in all".format(

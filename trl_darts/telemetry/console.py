@@ -29,6 +29,7 @@ SHOWN = (
 class RolloutTotals:
     """What the rollouts of a training cost, since its trainer was made."""
 
+    first_step: int = 0  # at which a resumed training went on
     num_rollouts: int = 0
     seconds: float = 0.0
     generated_tokens: float = 0.0
@@ -59,6 +60,11 @@ class _ShortLog(TrainerCallback):
         shown = {name: value for name, value in logs.items() if name in SHOWN or not name.startswith("darts/")}
         super().on_log(args, state, control, logs=shown, **kwargs)
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Remembers the step at which a resumed training goes on."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self.totals.first_step = state.global_step
+
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Prints the last line."""
         super().on_train_end(args, state, control, **kwargs)
@@ -85,15 +91,16 @@ def last_line(args: Any, state: TrainerState, totals: RolloutTotals) -> str:
     """What the training's rollouts cost, where its traces are, and how to look at them."""
     runtime = state.log_history[-1].get("train_runtime") if state.log_history else None
     of_all = f" of {runtime:,.1f} s" if runtime else ""
-    thrown_away = max(0.0, totals.generated_tokens - totals.kept_tokens)
-    share = thrown_away / totals.generated_tokens if totals.generated_tokens else 0.0
+    beyond = max(0.0, totals.generated_tokens - totals.kept_tokens)
+    share = beyond / totals.generated_tokens if totals.generated_tokens else 0.0
     report = "Set `save_rollout_trace=True` for traces and `trl-darts report`."
     if args.save_rollout_trace:
         directory = str(Path(args.output_dir))
         report = f"Traces: {directory}/rollouts. Report: trl-darts report {shlex.quote(directory)}"
     plural = "" if totals.num_rollouts == 1 else "s"
+    since = f" since step {totals.first_step}" if totals.first_step else ""
     return (
-        f"Ended at step {state.global_step} of {state.max_steps}: {totals.num_rollouts} rollout{plural} in "
-        f"{totals.seconds:,.1f} s{of_all}, {thrown_away:,.0f} of {totals.generated_tokens:,.0f} tokens thrown away "
-        f"({share:.0%}). {report}"
+        f"Ended at step {state.global_step} of {state.max_steps}: {totals.num_rollouts} rollout{plural}{since} in "
+        f"{totals.seconds:,.1f} s{of_all}, {beyond:,.0f} of {totals.generated_tokens:,.0f} tokens ({share:.0%}) "
+        f"in candidates beyond the rows trained on. {report}"
     )

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
@@ -21,8 +22,7 @@ class RolloutProgress:
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
-        bars = [callback.training_bar for callback in callbacks if isinstance(callback, ProgressCallback)]
-        self._bar = bars[0] if bars else None
+        self._bar = training_bar(callbacks)
         self._interval_s = REFRESH_S if sys.stderr.isatty() else PIPED_REFRESH_S
         self._ledger: Ledger | None = None
         self._last = time.monotonic()
@@ -43,6 +43,18 @@ class RolloutProgress:
         if self._bar is not None and now - self._last >= self._interval_s:
             self._last = now
             self._bar.set_postfix_str(describe(ledger))
+
+
+def training_bar(callbacks: Iterable[TrainerCallback]) -> Any:
+    """The bar of transformers' callback, if there is one."""
+    bars = (callback.training_bar for callback in callbacks if isinstance(callback, ProgressCallback))
+    return next(bars, None)
+
+
+def close_bar(callbacks: Iterable[TrainerCallback]) -> None:
+    """Ends the bar's line, which a training that is interrupted leaves open."""
+    if (bar := training_bar(callbacks)) is not None:
+        bar.close()
 
 
 def describe(ledger: Ledger) -> str:

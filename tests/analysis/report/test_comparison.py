@@ -4,6 +4,8 @@ What is compared, and what is said of it.
 Invariants: numbers of several runs are over the same steps; runs that did different work are not compared in silence.
 """
 
+from dataclasses import asdict
+
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -115,7 +117,7 @@ def test_what_a_schedule_sets_is_not_other_work_and_what_it_does_not_read_is_lef
     """All of the trainer's own settings, as its log has them: two schedules differ in many."""
     runs = {}
     for schedule in ("grpo", "sorted"):
-        own = vars(ScheduleSettings(schedule, num_generations=2))
+        own = asdict(ScheduleSettings(schedule, num_generations=2))
         runs[schedule] = {"traces": 1, "log": 1, "settings": {**SETTINGS, **own}}
     read_in = read(tmp_path, **runs)
     settings = {setting.name: setting for setting in compare_settings(read_in)}
