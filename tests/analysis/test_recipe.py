@@ -81,7 +81,7 @@ def test_recipes_that_run(recipe, fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_generation": 8}, "`num_generation` must be a field of .* Did you mean `num_generations`"),
+        ({"num_generation": 8}, "yaml: `num_generation` is no field of .* Did you mean `num_generations`"),
         ({"num_generations": "eight"}, r"`num_generations` \('eight'\) must be of type int"),
         ({"num_generations": True}, r"`num_generations` \(True\) must be of type int"),
         ({"reward_funcs": "accuracy_reward"}, r"`reward_funcs` .* must be of type list\[str\] \| None, in brackets"),

@@ -167,6 +167,7 @@ def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
         (["--trace", "/nowhere"], "`--trace` ('/nowhere') must be the `output_dir` of a run"),
         (["--latency-curve", "/nowhere.json"], "must name a JSON file with a latency curve"),
         (["--schedule", "best"], "`--schedule` ('best') must be one or several of 'grpo', 'darts'"),
+        (["--schedule", "dart"], "Did you mean `darts`?"),
         (["outputs/grpo"], "`outputs/grpo` is one argument too many: only schedules (grpo, darts,"),
         (["--sweep", "long_end_patience=fast"], "'fast') must be a number"),
         (["--workload", "mine"], "`--workload` ('mine') must be one of 'llama_8b_deepscaler', 'deepseek_r1'"),
