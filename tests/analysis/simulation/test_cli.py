@@ -165,7 +165,10 @@ def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
     ("options", "words"),
     [
         (["--trace", "/nowhere"], "`--trace` ('/nowhere') must be the `output_dir` of a run"),
-        (["--latency-curve", "/nowhere.json"], "must name a JSON file with a latency curve"),
+        (
+            ["--latency-curve", "/nowhere.json"],
+            "Error: `--latency-curve` ('/nowhere.json') must name a JSON file with a latency curve",
+        ),
         (["--schedule", "best"], "`--schedule` ('best') must be one or several of 'grpo', 'darts'"),
         (["--schedule", "dart"], "Did you mean `darts`?"),
         (["outputs/grpo"], "`outputs/grpo` is one argument too many: only schedules (grpo, darts,"),
