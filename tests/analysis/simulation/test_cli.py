@@ -92,6 +92,7 @@ def test_each_quantity_has_its_interval_below_it():
 def test_says_what_it_rests_on(tmp_path):
     assumed = " ".join(run(*SMALL).stdout.split())
     assert "bubble: share of the decoding slots that stood idle" in assumed
+    assert "on 8 engines, assumed: Llama-3.1-8B as NVIDIA published it for NIM" in assumed
     assert "Rollouts only: training takes no time here" in assumed
     assert "WARNING: the latency curve is assumed (Llama-3.1-8B" in assumed
     measured = save_profile(tmp_path / "latency.json")
