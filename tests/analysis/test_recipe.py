@@ -99,7 +99,7 @@ def test_recipes_that_run(recipe, fields):
         ({"per_device_train_batch_size": 0}, r"must have at least one prompt"),
         (
             {"per_device_train_batch_size": 5},
-            r"5\) × 1 processes × `steps_per_generation` \(2\)\) must be divisible by `num_g",
+            r"5\) × 1 process × `steps_per_generation` \(2\)\) must be divisible by `num_g",
         ),
         ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 2"),
         (
@@ -142,7 +142,7 @@ def test_what_a_recipe_comes_to(recipe):
     result = check(path, *processes, "--num-prompts", 50, "--max-prompt-length", 20, "--max-model-len", 120)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    assert "processes 3 generation batch 48 rows: 12 prompts × 4 optimizer step 12 prompts; 1 steps per gen" in text
+    assert "processes 3 generation batch 48 rows: 12 prompts × 4 optimizer step 12 prompts; 1 step per gen" in text
     assert "candidates 48 to 72 per generation, 60 on average tokens at most 7,200 per generation" in text
     assert text.endswith("optimizer steps 4 per epoch, 8 in all")
     assert "unknown (--num-prompts) per epoch" in check(path).stdout
