@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.analysis.report.builders import write_run
+from trl_darts import __version__
 from trl_darts.cli import app, simulate
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
 
@@ -51,6 +52,10 @@ def save_profile(path, model="some/Tiny-1B", **limits):
     prefills = [PrefillPoint(tokens, float(tokens), 0.0) for tokens in (1, 2)]
     LatencyProfile.fit(points, prefills, {"model": model, **limits}).save(path)
     return path
+
+
+def test_version():
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"{__version__}\n"
 
 
 def test_example_of_the_help_works(tmp_path, monkeypatch):
