@@ -196,9 +196,9 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
         if self.generation_batch_size and self.generation_batch_size % self.num_generations:
             raise ConfigurationError(
                 f"The generation batch ({self.generation_batch_size} rows: `per_device_train_batch_size` "
-                f"({self.per_device_train_batch_size}) × {self.world_size} processes × `steps_per_generation` "
-                f"({self.steps_per_generation})) must be divisible by `num_generations` ({self.num_generations}). "
-                "Change one of them."
+                f"({self.per_device_train_batch_size}) × {self.world_size} process{'es' * (self.world_size != 1)} × "
+                f"`steps_per_generation` ({self.steps_per_generation})) must be divisible by "
+                f"`num_generations` ({self.num_generations}). Change one of them."
             )
 
     def _check_trl(self) -> None:

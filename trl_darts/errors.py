@@ -1,6 +1,7 @@
 """The package's exceptions: one base class, and each error is also the standard type that a caller would catch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 
 class TRLDARTSError(Exception):
@@ -31,3 +32,9 @@ class WeightSyncError(TRLDARTSError, RuntimeError):
     def __init__(self, message: str, failures: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.failures = dict(failures or {})
+
+
+def did_you_mean(value: object, choices: Iterable[str]) -> str:
+    """The end of an error's message: which of the choices come close, if any do."""
+    close = get_close_matches(str(value), list(choices), n=3)
+    return f" Did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, did_you_mean
 
 
 # The classes of `analysis.recipe.ARGUMENTS` and those that they extend, by file.
@@ -76,7 +75,7 @@ def read_values(path: str | Path) -> dict[str, Any]:
     values = read_yaml(path)
     for name, value in values.items():
         if name not in field_names() and not (name == "env" and isinstance(value, dict)):
-            raise _no_field(name)
+            raise _no_field(name, f"{path}: ")
     return values
 
 
@@ -98,7 +97,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def _no_field(name: str) -> ConfigurationError:
-    close = get_close_matches(name, field_names(), n=3)
-    remedy = f"Did you mean {' or '.join(f'`{other}`' for other in close)}?" if close else "Take it out."
-    return ConfigurationError(f"`{name}` must be a field of the script, the trainer or the model. {remedy}")
+def _no_field(name: str, where: str = "") -> ConfigurationError:
+    remedy = did_you_mean(name, sorted(field_names())) or " Take it out."
+    return ConfigurationError(f"{where}`{name}` is no field of the script, the trainer or the model.{remedy}")

@@ -81,7 +81,7 @@ def test_recipes_that_run(recipe, fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_generation": 8}, "`num_generation` must be a field of .* Did you mean `num_generations`"),
+        ({"num_generation": 8}, "yaml: `num_generation` is no field of .* Did you mean `num_generations`"),
         ({"num_generations": "eight"}, r"`num_generations` \('eight'\) must be of type int"),
         ({"num_generations": True}, r"`num_generations` \(True\) must be of type int"),
         ({"reward_funcs": "accuracy_reward"}, r"`reward_funcs` .* must be of type list\[str\] \| None, in brackets"),
@@ -99,7 +99,7 @@ def test_recipes_that_run(recipe, fields):
         ({"per_device_train_batch_size": 0}, r"must have at least one prompt"),
         (
             {"per_device_train_batch_size": 5},
-            r"5\) × 1 processes × `steps_per_generation` \(2\)\) must be divisible by `num_g",
+            r"5\) × 1 process × `steps_per_generation` \(2\)\) must be divisible by `num_g",
         ),
         ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 2"),
         (

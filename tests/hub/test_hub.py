@@ -326,7 +326,7 @@ def test_commands_in_processes_of_their_own(hub, tmp_path):
     ("words", "message"),
     [
         (["push", str(RECIPE), REPO], "`model_name_or_path` ('examples/tiny_reasoner/checkpoint') must be a name on"),
-        (["pull", "me/typo", "--output", "new.yaml"], "`num_generation` must be a field of"),
+        (["pull", "me/typo", "--output", "new.yaml"], "`num_generation` is no field of"),
         (["pull", "me/ok", "--output", str(RECIPE)], "must be a new file, and exists"),
     ],
 )

@@ -129,7 +129,8 @@ def test_a_price_of_time_needs_a_curve():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'"),
+        ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'.*'\.$"),
+        ({"schedule": "dart"}, r"`schedule` \('dart'\) must be one of .* Did you mean `darts`\?$"),
         ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 1"),
         ({"num_longest": 8}, r"`num_longest` \(8\) must be at least 0 and less than `num_generations` \(8\)"),
         (

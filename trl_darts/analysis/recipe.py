@@ -126,10 +126,10 @@ class Recipe:
         passes = config.steps_per_generation * config.num_iterations / config.gradient_accumulation_steps
         return {
             "processes": f"{config.world_size}",
-            "generation batch": f"{config.generation_batch_size:,} rows: {prompts:,} prompts × "
+            "generation batch": f"{config.generation_batch_size:,} rows: {prompts:,} prompt{'s' * (prompts != 1)} × "
             f"{config.num_generations}",
-            "optimizer step": f"{self.prompts_per_step:g} prompts; {passes:g} step{'' if passes == 1 else 's'} "
-            "per generation",
+            "optimizer step": f"{self.prompts_per_step:g} prompt{'s' * (self.prompts_per_step != 1)}; "
+            f"{passes:g} step{'s' * (passes != 1)} per generation",
             "candidates": f"{least:,.0f} to {most:,.0f} per generation, {mean:,.0f} on average",
             "tokens at most": f"{most * config.max_completion_length:,.0f} per generation",
             "optimizer steps": "{} per epoch, {} in all".format(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..serving.options import API_KEY_VARIABLE
 from . import config, profile, report, serve, simulate
 from .exits import OneLineErrors
@@ -20,8 +22,18 @@ app.command()(simulate.simulate)
 app.add_typer(config.app, name="config")
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _trl_darts() -> None:
+def _trl_darts(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """GRPO training that does not wait for its slowest rollout."""
 
 

@@ -60,7 +60,8 @@ def check(
             check_lengths(recipe, max_prompt_length, max_model_len)
             rows = recipe.rows(num_prompts)
         except TRLDARTSError as error:
-            typer.echo(f"Error: {path}: {error}", err=True)
+            where = f"{path}: "
+            typer.echo(f"Error: {where}{str(error).removeprefix(where)}", err=True)
             has_failed = True
             continue
         typer.echo("\n".join([f"{path}", *(f"{name:<18}{value}" for name, value in rows.items()), ""]))

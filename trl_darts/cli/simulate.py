@@ -150,7 +150,7 @@ def simulate(
     output: Output = None,
 ) -> None:
     """
-    Compares schedules and settings on a workload, in virtual time.
+    Compare schedules and settings on a workload, in virtual time.
 
     Example:
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, did_you_mean
 from ..policy import select_dual_end, select_shortest
 from .types import Candidate, CandidateState, EngineLoad, Group
 
@@ -209,7 +209,9 @@ class SchedulePolicies:
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """[`ConfigurationError`] unless a setting is one of its choices."""
     if value not in (choices := list(choices)):
-        raise ConfigurationError(f"`{name}` ({value!r}) must be one of {', '.join(map(repr, choices))}.")
+        raise ConfigurationError(
+            f"`{name}` ({value!r}) must be one of {', '.join(map(repr, choices))}.{did_you_mean(value, choices)}"
+        )
 
 
 def make_policies(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, did_you_mean
 from ..policy.drafts import MAX_DRAFT
 from ..weights import WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
@@ -131,7 +131,8 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
 
 
 def _not_one_of(name: str, value: str, choices: Sequence[str]) -> ConfigurationError:
-    return ConfigurationError(f"`{name}` ({value!r}) must be one of {', '.join(map(repr, choices))}.")
+    listed = ", ".join(map(repr, choices))
+    return ConfigurationError(f"`{name}` ({value!r}) must be one of {listed}.{did_you_mean(value, choices)}")
 
 
 def _check_flags(options: ServeOptions) -> None:

@@ -23,6 +23,7 @@ from trl_darts.analysis.report.comparison import (
     typical_step,
 )
 from trl_darts.analysis.report.estimates import mean_of, plus_minus
+from trl_darts.analysis.simulation import Estimate
 from trl_darts.scheduling import ScheduleSettings
 
 from .builders import ROLLOUT, SETTINGS, make_entry, make_trace, write_run
@@ -78,17 +79,14 @@ def test_summary_is_over_the_common_steps(pair):
         "aborted": [0, 4 / 26],
         "candidates": [1, 1.5],
         "shape": [1, (18 / 4) / (26 / 6)],
-        "reward_first": [0.1, 0.1],
-        "reward_last": [0.2, 0.2],
     }
     assert set(rows) == {*expected, "bubble"}
     for key, values in expected.items():
         assert [estimate.mean for estimate in rows[key].estimates] == pytest.approx(values), key
         assert "steps 1 to 2" in rows[key].over
     assert rows["waste"].cells == ["0 %", "31 %"]  # the same in both steps
-    assert rows["step"].cells == ["45 ± 191", "18.0"]  # 12.7 standard errors: there are two steps
+    assert rows["step"].cells == ["45.0", "18.0"]  # two steps tell nothing of the noise
     assert [rows["rollout"].ratio(i) for i in (0, 1)] == ["", "0.500×"]
-    assert rows["reward_last"].ratio(1) == ""  # a ratio of rewards says nothing
     (steps,) = cautions(pair, compare_settings(pair))
     assert steps.startswith("The runs have different numbers of steps: grpo 4, darts 2. Comparisons are over")
 
@@ -160,5 +158,12 @@ def test_typical_step(tmp_path):
 def test_reward_ends():
     first, last = reward_ends(pd.Series([0.0, 1.0, 5.0, None, 5.0, 2.0, 4.0]))
     assert (list(first), list(last)) == ([0, 1], [2, 4])
-    assert plus_minus(mean_of(last)) == "3 ± 13"
-    assert plus_minus(mean_of(pd.Series([0.25]))) == "0.250"
+    assert plus_minus(mean_of(last)) == "3.00"
+    assert [len(end) for end in reward_ends(pd.Series([1.0] * 5))] == [0, 0]
+
+
+def test_digits():
+    assert plus_minus(mean_of(pd.Series([0.0, 1.0, 5.0, 6.0]))) == "3.0 ± 4.7"
+    assert plus_minus(Estimate(39.5991, 0.008)) == "39.6"
+    assert plus_minus(Estimate(0.0, 0.25)) == "0.00 ± 0.25"
+    assert plus_minus(Estimate(12345.0, 67.8), " s") == "12,345 ± 68 s"

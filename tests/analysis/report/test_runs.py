@@ -61,17 +61,17 @@ def test_what_is_no_run(tmp_path, build, rule):
     with pytest.raises(ConfigurationError, match=rule) as raised:
         read_runs([tmp_path / "run"])
     message = str(raised.value)
-    assert message.startswith(f"`run_dir` ('{tmp_path / 'run'}')")
+    assert message.startswith(f"`RUN_DIR` ('{tmp_path / 'run'}')")
     assert "\n" not in message
 
 
 @pytest.mark.parametrize(
     ("directories", "names", "rule"),
     [
-        (["a"] * 7, [], r"`run_dir` \(7 directories\)"),
-        (["a", "a"], [], r"`run_dir` \('.*a'\) is there twice"),
-        (["a", "b"], ["x"], r"`name` \(1 given\) must be given once per run \(2\)"),
-        (["a", "b"], ["x", "x"], r"`name` \('x'\) is there twice"),
+        (["a"] * 7, [], r"`RUN_DIR` \(7 directories\)"),
+        (["a", "a"], [], r"`RUN_DIR` \('.*a'\) is there twice"),
+        (["a", "b"], ["x"], r"`--name` \(1 given\) must be given once per run \(2\)"),
+        (["a", "b"], ["x", "x"], r"`--name` \('x'\) is there twice"),
     ],
 )
 def test_names_that_do_not_fit(tmp_path, directories, names, rule):

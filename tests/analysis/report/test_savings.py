@@ -46,7 +46,7 @@ def test_shorter_rows_are_told_from_rollouts_and_from_the_machine(tmp_path):
     assert parts == pytest.approx(saved.step.mean) == pytest.approx(saved.seconds[0] - saved.seconds[1])
     verdict, _, shorter, rest = describe(saved)
     assert verdict.startswith("darts took 9.")
-    assert "(steps 2 to 40): saved " in verdict
+    assert "(steps 2 to 40; step 1 warms up): saved " in verdict
     assert verdict.endswith(" %), most of it by shorter rows.")
     assert "tokens, not" in shorter
     assert "busy" not in rest
@@ -62,11 +62,14 @@ def test_shorter_rows_are_told_from_rollouts_and_from_the_machine(tmp_path):
 
 def test_what_can_not_be_told(tmp_path):
     flat = [
-        read_run(write_run(tmp_path / n, log=[entry(s, 5.0, x) for s in (1, 2, 3)])) for n, x in (("a", 9), ("b", 5))
+        read_run(write_run(tmp_path / n, log=[entry(s, 5.0, x) for s in range(1, 6)])) for n, x in (("a", 9), ("b", 5))
     ]
     assert "can't be told apart" in in_short(flat, [])[0][-1]
-    again = read_run(write_run(tmp_path / "c", log=[entry(s, 5.0, 9) for s in (1, 2, 3)]))
+    again = read_run(write_run(tmp_path / "c", log=[entry(s, 5.0, 9) for s in range(1, 6)]))
     assert "no difference beyond the noise" in in_short([flat[0], again], [])[0][0]
+    few = read_run(write_run(tmp_path / "few", log=[entry(s, 50.0, 9) for s in range(1, 5)]))
+    ((line,),) = in_short([flat[0], few], [])
+    assert line.startswith("few and a: too few steps to compare. Without step 1, which warms up, their logs have 3 in")
     no_times = read_run(write_run(tmp_path / "d", log=[{"step": 1, "reward": 1.0}]))
     assert in_short([flat[0], no_times], []) == []
     assert in_short(flat[:1], []) == []

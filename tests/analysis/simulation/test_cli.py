@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.analysis.report.builders import write_run
+from trl_darts import __version__
 from trl_darts.cli import app, simulate
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
 
@@ -53,6 +54,10 @@ def save_profile(path, model="some/Tiny-1B", **limits):
     return path
 
 
+def test_version():
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"{__version__}\n"
+
+
 def test_example_of_the_help_works(tmp_path, monkeypatch):
     text = " ".join(run("--help", columns=200).stdout.replace("│", " ").split())
     (example,) = re.findall(r"trl-darts simulate (--trace .*?none,2)", text)
@@ -92,6 +97,7 @@ def test_each_quantity_has_its_interval_below_it():
 def test_says_what_it_rests_on(tmp_path):
     assumed = " ".join(run(*SMALL).stdout.split())
     assert "bubble: share of the decoding slots that stood idle" in assumed
+    assert "on 8 engines, assumed: Llama-3.1-8B as NVIDIA published it for NIM" in assumed
     assert "Rollouts only: training takes no time here" in assumed
     assert "WARNING: the latency curve is assumed (Llama-3.1-8B" in assumed
     measured = save_profile(tmp_path / "latency.json")
@@ -165,8 +171,12 @@ def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
     ("options", "words"),
     [
         (["--trace", "/nowhere"], "`--trace` ('/nowhere') must be the `output_dir` of a run"),
-        (["--latency-curve", "/nowhere.json"], "must name a JSON file with a latency curve"),
+        (
+            ["--latency-curve", "/nowhere.json"],
+            "Error: `--latency-curve` ('/nowhere.json') must name a JSON file with a latency curve",
+        ),
         (["--schedule", "best"], "`--schedule` ('best') must be one or several of 'grpo', 'darts'"),
+        (["--schedule", "dart"], "Did you mean `darts`?"),
         (["outputs/grpo"], "`outputs/grpo` is one argument too many: only schedules (grpo, darts,"),
         (["--sweep", "long_end_patience=fast"], "'fast') must be a number"),
         (["--workload", "mine"], "`--workload` ('mine') must be one of 'llama_8b_deepscaler', 'deepseek_r1'"),

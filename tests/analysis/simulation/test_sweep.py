@@ -79,6 +79,7 @@ def test_what_means_nothing_to_any_schedule_is_refused(schedules, option, words)
     ("options", "words"),
     [
         (["num_longest"], "must be NAME=VALUE"),
+        (["max_num_generation=10,12"], r"Did you mean `max_num_generations`"),
         (["num_longest=1", "num_longest=2"], "each NAME once"),
         (["num_longest=1.5"], r"'1.5'\) must be a whole number"),
         (["tail_pruning=1"], r"'1'\) must be true or false"),

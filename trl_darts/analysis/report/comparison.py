@@ -234,10 +234,10 @@ def _of_rewards(rewards: pd.Series) -> dict[str, Estimate]:
 
 
 def reward_ends(rewards: pd.Series) -> tuple[pd.Series, pd.Series]:
-    """The entries of the first and of the last third, at least one each."""
+    """The entries of the first and of the last third; none where a third is a single one."""
     rewards = rewards.dropna()
-    third = max(1, len(rewards) // 3)
-    return rewards.iloc[:third], rewards.iloc[-third:]
+    third = len(rewards) // 3 if len(rewards) >= 6 else 0
+    return rewards.iloc[:third], rewards.iloc[len(rewards) - third :]
 
 
 LOG_LABELS = {

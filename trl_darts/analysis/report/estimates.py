@@ -16,6 +16,7 @@ from ..simulation import Estimate
 
 
 CONFIDENCE = 0.95
+MIN_ENTRIES = 4  # fewer have intervals of many times their mean
 
 
 def half_width(standard_error: float, degrees: int) -> float:
@@ -28,7 +29,9 @@ def half_width(standard_error: float, degrees: int) -> float:
 def mean_of(values: pd.Series) -> Estimate:
     """The mean of what is known."""
     known = values.dropna()
-    return Estimate.of(known.to_list()) if len(known) else Estimate(math.nan, math.inf)
+    if len(known) < MIN_ENTRIES:
+        return Estimate(float(known.mean()), math.inf)
+    return Estimate.of(known.to_list())
 
 
 def ratio_of_sums(above: Sequence[pd.Series], below: Sequence[pd.Series]) -> Estimate:
@@ -46,7 +49,7 @@ def ratio_of_sums(above: Sequence[pd.Series], below: Sequence[pd.Series]) -> Est
     signs = np.repeat([1.0, -1.0], [len(above), len(below)])
     moves = (table.to_numpy() / sums) @ signs
     value = float(np.prod(over) / np.prod(under))
-    error = math.sqrt(len(table)) * float(np.std(moves, ddof=1)) if len(table) > 1 else math.inf
+    error = math.sqrt(len(table)) * float(np.std(moves, ddof=1)) if len(table) >= MIN_ENTRIES else math.inf
     return Estimate(value, abs(value) * half_width(error, len(table) - 1))
 
 
@@ -83,8 +86,12 @@ def number(value: float) -> str:
     """Three significant digits, or all digits of the whole part."""
     if not math.isfinite(value):
         return "–"
-    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{min(6, max(0, digits))}f}"
+    return f"{value:,.{_places(value, 3)}f}"
+
+
+def _places(value: float, significant: int) -> int:
+    """Digits behind the point, for so many in all."""
+    return min(6, max(0, significant - 1 - math.floor(math.log10(abs(value))))) if value else 0
 
 
 def percent(value: float) -> str:
@@ -93,11 +100,13 @@ def percent(value: float) -> str:
 
 
 def plus_minus(estimate: Estimate, unit: str = "") -> str:
-    """A number and half of its interval, both with as many digits as two of the interval's take."""
+    """A number and half of its interval: two digits of the interval, and at most three of the number."""
     mean, half = estimate.mean, estimate.half_width
     if not math.isfinite(mean) or not 1e-9 * abs(mean) < half < math.inf:  # nothing but rounding is no interval
         return number(mean) + unit
-    digits = max(0, min(6, 1 - math.floor(math.log10(half))))
+    digits = min(_places(half, 2), _places(mean or half, 3))
+    if not round(half, digits):
+        return number(mean) + unit
     return f"{mean:,.{digits}f} ± {half:,.{digits}f}{unit}".replace("-", "−")
 
 

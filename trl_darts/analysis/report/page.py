@@ -70,7 +70,7 @@ def write_report(
     found = _panels(runs, step, latency_curve)
     paths = {panel.key: output.with_name(f"{output.stem}-{panel.key}.png") for panel in found}
     for path in paths.values():
-        check_writable("output", path)
+        check_writable("--output", path)
     run_names = [run.name for run in runs]
     figures = {panel.key: figure(panel.charts, run_names, panel.looks) for panel in found if panel.charts}
     try:
@@ -80,17 +80,17 @@ def write_report(
             if key in figures:
                 path.write_bytes(figures[key])
     except OSError as error:  # a disk that is full
-        raise not_writable("output", Path(error.filename or output), error.strerror) from error
+        raise not_writable("--output", Path(error.filename or output), error.strerror) from error
     return [output, *(paths[key] for key in figures)]
 
 
 def _panels(runs: Sequence[Run], step: int | None, latency_curve: str | Path | None) -> list[Panel]:
-    curve = LatencyCurve.load(latency_curve) if latency_curve is not None else None
+    curve = LatencyCurve.load(latency_curve, "--latency-curve") if latency_curve is not None else None
     for run in runs:
         model = run.settings.get("model")
         if curve is not None and not curve.is_of(model):
             raise ConfigurationError(
-                f"`latency_curve` ({str(latency_curve)!r}) must be of the runs' model, and is of "
+                f"`--latency-curve` ({str(latency_curve)!r}) must be of the runs' model, and is of "
                 f"{curve.metadata.get('model')!r}, while {run.name!r} trained {model!r}. Measure one with `trl-darts "
                 "profile`, or leave the option out."
             )
@@ -134,8 +134,8 @@ def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, by
 def _check_output(output: Path) -> Path:
     if os.path.isdir(output) or output.suffix.lower() not in (".html", ".htm"):
         raise ConfigurationError(
-            f"`output` ({str(output)!r}) must be the name of an HTML file. Choose one such as 'report.html'."
+            f"`--output` ({str(output)!r}) must be the name of an HTML file. Choose one such as 'report.html'."
         )
-    check_directory("output", output.parent)
-    check_writable("output", output)
+    check_directory("--output", output.parent)
+    check_writable("--output", output)
     return output

@@ -66,12 +66,13 @@ def reward(runs: Sequence[Run]) -> Panel:
         found.append(partial(charts.lines, title="Reward", curves=by_time, xlabel=xlabel, from_zero=False))
     notes = [f"{run.name}: the log has no `reward`." for i, run in enumerate(runs) if i not in curves]
     notes += [f"{runs[i].name}: no curve against time, the log has no `step_time`." for i in curves if i not in timed]
+    smooth = charts.smoothing(by_step)
     return Panel(
         "reward",
         "Reward",
         "Mean reward of the rows trained on, against steps and against time. Time is the sum of `step_time`: "
-        "evaluation, checkpoints and the optimizer's update are not in it. Strong lines are means of up to "
-        f"{charts.smoothing(by_step)} log entries, faint ones the entries.",
+        "evaluation, checkpoints and the optimizer's update are not in it."
+        + (f" Strong lines are means of up to {smooth} log entries, faint ones the entries." if smooth > 1 else ""),
         found,
         notes=notes,
     )
@@ -150,8 +151,8 @@ def _check_step(runs: Sequence[Run], step: int | None) -> int | None:
     if not any(step in known.to_numpy() for known in steps):
         there = f"{min(s.min() for s in steps)} to {max(s.max() for s in steps)}" if steps else "of no step"
         raise ConfigurationError(
-            f"`step` ({step}) must be a step with a trace, and traces are there {there}. Steps count from 1: the file "
-            "rollout_00000_00.parquet is step 1."
+            f"`--step` ({step}) must be a step with a trace, and traces are there {there}. Steps count from 1: the "
+            "file rollout_00000_00.parquet is step 1."
         )
     return step
 

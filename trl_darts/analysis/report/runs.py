@@ -58,7 +58,7 @@ def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> l
     paths = [Path(directory) for directory in directories]
     if not 1 <= len(paths) <= MAX_RUNS:
         raise ConfigurationError(
-            f"`run_dir` ({len(paths)} directories) must be 1 to {MAX_RUNS}: more colours can't be told apart. Write "
+            f"`RUN_DIR` ({len(paths)} directories) must be 1 to {MAX_RUNS}: more colours can't be told apart. Write "
             "several reports."
         )
     return [read_run(path, name) for path, name in zip(paths, _names(paths, names), strict=True)]
@@ -87,7 +87,7 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     traces, trace_notes = read_traces(directory)
     if log.empty and traces.empty:
         raise ConfigurationError(
-            f"`run_dir` ({str(directory)!r}) is a run without a single finished step: there is nothing to report. Let "
+            f"`RUN_DIR` ({str(directory)!r}) is a run without a single finished step: there is nothing to report. Let "
             "it train for a step."
         )
     notes = [*notes, *trace_notes]
@@ -107,7 +107,7 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
 
 
 def _check_directory(directory: Path) -> None:
-    where = f"`run_dir` ({str(directory)!r})"
+    where = f"`RUN_DIR` ({str(directory)!r})"
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
         raise ConfigurationError(f"{where} must be a training's `output_dir`, and {state}. Check the path.")
@@ -125,14 +125,14 @@ def _check_directory(directory: Path) -> None:
 def _names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
     if names and len(names) != len(paths):
         raise ConfigurationError(
-            f"`name` ({len(names)} given) must be given once per run ({len(paths)}), in their order, or not at all."
+            f"`--name` ({len(names)} given) must be given once per run ({len(paths)}), in their order, or not at all."
         )
     found = list(names) or [path.resolve().name for path in paths]
     if not names and len(set(found)) < len(found):
         found = [str(path) for path in paths]
     if twice := [name for name in found if found.count(name) > 1]:
         raise ConfigurationError(
-            f"`{'name' if names else 'run_dir'}` ({twice[0]!r}) is there twice: runs must be told apart. Leave one "
+            f"`{'--name' if names else 'RUN_DIR'}` ({twice[0]!r}) is there twice: runs must be told apart. Leave one "
             f"out{', or name it differently' if names else ''}."
         )
     return found

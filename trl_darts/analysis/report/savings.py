@@ -19,7 +19,7 @@ import pandas as pd
 
 from ..simulation import Estimate
 from .comparison import Setting, Window, in_common
-from .estimates import fit_linear, number, percent, plus_minus
+from .estimates import MIN_ENTRIES, fit_linear, number, percent, plus_minus
 from .runs import Run
 from .tables import time_split
 
@@ -38,6 +38,7 @@ class Saving:
     first: Run
     other: Run
     over: Window
+    entries: int  # of the log, of the run that has fewer
     seconds: list[float]  # of a step of each run
     longest: list[float]  # row trained on, in tokens
     step: Estimate
@@ -65,7 +66,8 @@ def saving(first: Run, other: Run) -> Saving | None:
     error = math.hypot(slope.mean * shorter.half_width, shorter.mean * slope.half_width)
     shorter_rows = Estimate(slope.mean * shorter.mean, error) if longest[0] != longest[1] else Estimate(0.0, 0.0)
     over = Window(max(window.first, int(both.index.min())), window.last)
-    return Saving(first, other, over, seconds, longest, step, rollouts, shorter_rows, rest)
+    entries = min(map(len, tables))
+    return Saving(first, other, over, entries, seconds, longest, step, rollouts, shorter_rows, rest)
 
 
 def _mean(table: pd.DataFrame, column: str) -> float:
@@ -86,9 +88,15 @@ def in_short(runs: Sequence[Run], settings: Sequence[Setting]) -> list[list[str]
 
 def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
     """The verdict, then a line for each part. `matters`: settings because of which the runs did different work."""
+    if saved.entries < MIN_ENTRIES:
+        return [
+            f"{saved.other.name} and {saved.first.name}: too few steps to compare. Without step 1, which warms up, "
+            f"their logs have {saved.entries} in common; at least {MIN_ENTRIES} are needed."
+        ]
     total, (before, after) = saved.step, saved.seconds
     parts = {"in rollouts": saved.rollouts, "by shorter rows": saved.shorter_rows, "in the rest": saved.rest}
-    took = f"{saved.other.name} took {number(after)} s a step, {saved.first.name} {number(before)} s ({saved.over})"
+    over = f"{saved.over}{'; step 1 warms up' if saved.over.first == 2 else ''}"
+    took = f"{saved.other.name} took {number(after)} s a step, {saved.first.name} {number(before)} s ({over})"
     if abs(total.mean) <= total.half_width:
         verdict = f"{took}: no difference beyond the noise, {plus_minus(total, ' s')}."
     else:

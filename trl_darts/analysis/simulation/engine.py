@@ -65,7 +65,7 @@ class ClusterSpec:
     @classmethod
     def measured(cls, path: Path, **fields: Any) -> ClusterSpec:
         """As `trl-darts profile` measured an engine, with its limits, but for `fields`."""
-        curve, prefill = LatencyCurve.load(path), PrefillLine.load(path)
+        curve, prefill = LatencyCurve.load(path, "--latency-curve"), PrefillLine.load(path)
         own: dict[str, Any] = {
             "max_num_seqs": curve.metadata.get("max_num_seqs"),
             "kv_tokens": curve.metadata.get("kv_cache_tokens"),

@@ -87,7 +87,7 @@ def check_model(run_dir: Path, curve_file: Path) -> None:
     """Refuses a latency curve of another model than the run's."""
     from ...telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
 
-    model, curve = read_log(run_dir)[0].get("model"), LatencyCurve.load(curve_file)
+    model, curve = read_log(run_dir)[0].get("model"), LatencyCurve.load(curve_file, "--latency-curve")
     if not curve.is_of(model):
         raise ConfigurationError(
             f"`--latency-curve` ({str(curve_file)!r}) must be of the trace's model, and is of "

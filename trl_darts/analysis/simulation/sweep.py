@@ -8,7 +8,7 @@ from itertools import product
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, did_you_mean
 from ...scheduling import SCHEDULES, ScheduleSettings
 from ...scheduling.settings import SCHEDULE_DEFAULTS
 
@@ -43,6 +43,7 @@ def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
         if not equals or name not in KINDS or name in sweep:
             raise ConfigurationError(
                 f"`--sweep` ({option!r}) must be NAME=VALUE,…, each NAME once, and one of {', '.join(KINDS)}."
+                f"{did_you_mean(name, KINDS.keys() - sweep)}"
             )
         sweep[name] = [_value(name, word.strip().lower()) for word in values.split(",")]
     return sweep
@@ -75,7 +76,7 @@ def settings_of(
     if not schedules or (unknown := [name for name in schedules if name not in SCHEDULES]):
         raise ConfigurationError(
             f"`--schedule` ({', '.join(map(repr, unknown)) if schedules else 'empty'}) must be one or several of "
-            f"{', '.join(map(repr, SCHEDULES))}."
+            f"{', '.join(map(repr, SCHEDULES))}.{did_you_mean(unknown[0], SCHEDULES) if schedules else ''}"
         )
     settings: dict[str, ScheduleSettings] = {}
     idle = {(name, value) for name, values in sweep.items() for value in values}

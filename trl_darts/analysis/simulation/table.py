@@ -30,7 +30,7 @@ def _mean(quantity: str) -> Callable[[Outcome], Estimate]:
 # z: no "-0%" of a rounding error.
 COLUMNS = [
     Column("speed-\nup", lambda own: own.speedup, ".3g", "speed-up: over the first row with the same lengths"),
-    Column("seconds\nper step", _mean("step_seconds"), ".3g", "seconds per step: rollout, and what training costs"),
+    Column("seconds\nper step", _mean("step_seconds"), ".3g", "seconds per step: rollout, and training if given"),
     Column("wasted\ntokens", lambda own: own.wasted_share, "z.0%", "wasted tokens: decoded, and never trained on"),
     Column("bubble", _mean("bubble_ratio"), ".2f", "bubble: share of the decoding slots that stood idle"),
     Column("satu-\nrated", _mean("saturated_ratio"), ".2f", "saturated: prompts with max_num_generations candidates"),
@@ -87,6 +87,7 @@ def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> 
     return (
         f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
         f"{'s' if cluster.num_engines > 1 else ''}{' of at most ' if limits else ''}{' and '.join(limits)}"
+        f"{', assumed: ' + source if (source := cluster.latency.metadata.get('assumed')) else ''}"
     )
 
 
