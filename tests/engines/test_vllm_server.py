@@ -147,7 +147,7 @@ def test_interrupt_ends_the_requests(engine, vllm_server):
 
     with pytest.raises(KeyboardInterrupt):
         run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [8] * 4, on_progress=interrupt)
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
+    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=5.0)
 
 
 def test_killed_trainer_leaves_nothing_running(vllm_server):
@@ -164,7 +164,7 @@ def test_killed_trainer_leaves_nothing_running(vllm_server):
     try:
         wait_for(lambda: running_requests(vllm_server.base_url) > 0, seconds=60)
         os.kill(trainer.pid, signal.SIGKILL)
-        seconds = wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
+        seconds = wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=5.0)
         print(f"no request runs {seconds:.2f} s after the trainer was killed")
     finally:
         trainer.kill()
