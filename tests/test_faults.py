@@ -145,6 +145,7 @@ def test_the_only_server_that_does_not_come_back(mortal, model_dir, tmp_path):
             doomed.kill()
 
     during_rollouts(trainer, act)
-    with pytest.raises(GenerationError, match=rf"`vllm_server_timeout` \(3 s\). {doomed.base_url}: Client"):
+    words = rf"`vllm_server_timeout` \(3 s\). {doomed.base_url}: (nothing listens there|it closed the connection)"
+    with pytest.raises(GenerationError, match=words):
         trainer.train()
     assert 2.5 < time.perf_counter() - died[0] < 5
