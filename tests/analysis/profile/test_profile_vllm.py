@@ -88,4 +88,3 @@ def test_the_trainer_takes_the_file_and_the_server_is_idle_afterwards(profiled, 
     while vllm_server.metric("vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert vllm_server.metric("vllm:num_requests_running") == 0
-    assert vllm_server.metric("vllm:num_preemptions_total") == 0
