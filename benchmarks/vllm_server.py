@@ -110,6 +110,14 @@ class VLLMServer:
             lines = response.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
+    def num_running(self) -> float:
+        """
+        Requests that it decodes. The gauge is of the last step: after an abort it stands still until something is
+        decoded again, so one token is.
+        """
+        self.request("/v1/completions", {"model": self.model, "prompt": [60], "max_tokens": 1})
+        return self.metric("vllm:num_requests_running")
+
     def wait_until_healthy(self, timeout_s: float) -> None:
         """Wait for `/health`; [`ServerError`] if the process ends or time runs out first."""
         deadline = time.monotonic() + timeout_s

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -49,12 +48,6 @@ def fixed_lengths(lengths):
     }
 
 
-def running_requests(base_url: str) -> float:
-    text = urllib.request.urlopen(f"{base_url}/metrics").read().decode()
-    (line,) = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
-    return float(line.rsplit(" ", 1)[1])
-
-
 def wait_for(condition, seconds: float) -> float:
     start = time.perf_counter()
     while not condition():
@@ -92,7 +85,7 @@ def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_s
     aborted = [c for c in group.candidates if c.state is CandidateState.ABORTED]
     assert [c.index for c in aborted] == [1, 3, 6, 7]
     assert all(16 <= c.length < 1800 and len(c.logprobs) == c.length for c in aborted)
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
+    wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
 
 
 def test_bounded_wait_streams_and_aborts(engine, vllm_server):
@@ -135,7 +128,7 @@ def run_one(engine, vllm_server, scheduler, resumed):
 def test_servers_words_surface(engine, vllm_server):
     with pytest.raises(GenerationError, match="Token id 99999 is out of vocabulary"):
         run(engine, body(vllm_server), [4, 4], prompts=[[60], [99999]])
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=3.0)
+    wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
     with pytest.raises(GenerationError, match="maximum context length is 2048"):
         run(engine, body(vllm_server), [4], prompts=[[60] * 2000])
 
@@ -147,7 +140,18 @@ def test_interrupt_ends_the_requests(engine, vllm_server):
 
     with pytest.raises(KeyboardInterrupt):
         run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [8] * 4, on_progress=interrupt)
-    wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=5.0)
+    wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
+
+
+def test_an_engine_that_is_closed_ends_its_requests(vllm_server):
+    engine = VLLMServerEngine([vllm_server.base_url])
+    scheduler = Scheduler(make_policies("grpo", num_generations=32, max_num_generations=32, num_longest=1), 32)
+    fields = body(vllm_server, ignore_eos=True, max_tokens=2000)
+    future = engine.start(scheduler, [GroupPlan(0, 32)], [[ServerPrompt([60, 61])]], fields)
+    wait_for(lambda: scheduler.ledger.num_running > 0, seconds=10.0)
+    future.cancel()
+    engine.close()
+    wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
 
 
 def test_killed_trainer_leaves_nothing_running(vllm_server):
@@ -162,9 +166,9 @@ def test_killed_trainer_leaves_nothing_running(vllm_server):
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
     try:
-        wait_for(lambda: running_requests(vllm_server.base_url) > 0, seconds=60)
+        wait_for(lambda: vllm_server.num_running() > 0, seconds=60)
         os.kill(trainer.pid, signal.SIGKILL)
-        seconds = wait_for(lambda: running_requests(vllm_server.base_url) == 0, seconds=5.0)
+        seconds = wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
         print(f"no request runs {seconds:.2f} s after the trainer was killed")
     finally:
         trainer.kill()

@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -283,11 +284,30 @@ class RolloutRun:
             await asyncio.sleep(ABORT_RESEND_S)
 
     async def _cancel(self) -> None:
-        """Closes what is still open, so that no server goes on decoding for nobody."""
+        """
+        Ends what is still open, so that no server goes on decoding for nobody.
+
+        vLLM loses some of many connections that close at once, and decodes those requests to their limit. So they are
+        aborted first.
+        """
         self.aborting.clear()
         if not self.finished.done():
             self.finished.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*map(self._end, self.pool.urls(State.UP))), ABORT_GRACE_S)
         tasks = [task for task in [*self.requests.values(), *self.aborters.values()] if not task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _end(self, url: str) -> None:
+        while tasks := {
+            key: task for key, task in self.requests.items() if self.engine_of[key] == url and not task.done()
+        }:
+            try:
+                ids = [self.internal_ids[key] for key in tasks if key in self.internal_ids]
+                if not await self.pool.members[url].server.abort(ids, ABORT_GRACE_S):
+                    return
+            except (ServerRefusedError, aiohttp.ClientError, TimeoutError):
+                return
+            await asyncio.wait(tasks.values(), timeout=ABORT_RESEND_S)

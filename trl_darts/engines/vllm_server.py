@@ -66,7 +66,8 @@ class VLLMServerEngine:
         self._thread.start()
         self._sessions: list[aiohttp.ClientSession] = []  # one, once the loop has made it
         # Also at the interpreter's exit; holds no reference to the engine, so that a trainer can be dropped.
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions)
+        self._rollouts: set[asyncio.Task[Any]] = set()  # that run, or end their requests
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions, self._rollouts)
 
     def run(
         self,
@@ -205,9 +206,15 @@ class VLLMServerEngine:
         body: Mapping[str, Any],
         overrides: Overrides | None,
     ) -> RolloutResult:
-        pool = await self._open_pool()
-        pool.watch()
-        return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
+        task = asyncio.current_task()
+        assert task is not None
+        self._rollouts.add(task)
+        try:
+            pool = await self._open_pool()
+            pool.watch()
+            return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
+        finally:
+            self._rollouts.discard(task)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -253,9 +260,16 @@ def bring_back(engine: VLLMServerEngine, refresh: Callable[[str], bool], waiting
 
 
 def _shut_down(
-    loop: asyncio.AbstractEventLoop, thread: threading.Thread, sessions: list[aiohttp.ClientSession]
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    sessions: list[aiohttp.ClientSession],
+    rollouts: set[asyncio.Task[Any]],
 ) -> None:
     async def close() -> None:
+        for task in rollouts:
+            if not task.cancelling():  # it may be aborting its requests: a second time would interrupt that
+                task.cancel()
+        await asyncio.gather(*rollouts, return_exceptions=True)
         tasks = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}  # what looks after the servers
         for task in tasks:
             task.cancel()

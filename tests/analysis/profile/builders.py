@@ -95,6 +95,7 @@ class FakeVLLM:
         self.seconds = 0.0
         self.late_s = 0.0  # that every third streamed request waits for its first token
         self.preempts = False
+        self.stale = 0  # that its metrics still count, until it decodes again
         self.weight_versions: list[str] = []  # one after the other, then the last one; without any, it does not tell
 
     def routes(self) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class FakeVLLM:
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.preemptions += self.preempts
-        running = self.running + self.others
+        running = self.running + self.others + self.stale
         text = metrics(running, self.preemptions, seconds=self.seconds, generated=self.generated)
         return web.Response(text=text)
 
@@ -134,6 +135,7 @@ class FakeVLLM:
         if "logit_bias" in body:
             return web.json_response({"error": {"message": "Vocabulary size: 200"}}, status=400)
         self.requests.append(body)
+        self.stale = 0
         if not body.get("stream"):
             await asyncio.sleep(self.step_s)
             return web.json_response(completion([7], "length"))

@@ -25,8 +25,10 @@ def profiled(vllm_server, tmp_path_factory):
     """The file of a small profile, and what the command printed."""
     path = tmp_path_factory.mktemp("profile") / "latency.json"
     args = ["--output", str(path), "--batch-sizes", "1,4,16", "--context-lengths", "32,1024", "--repeats", "2"]
+    preemptions = vllm_server.metric("vllm:num_preemptions_total")
     result = CliRunner().invoke(app, ["profile", vllm_server.base_url, *args])
     assert result.exit_code == 0, result.output
+    assert vllm_server.metric("vllm:num_preemptions_total") == preemptions
     return path, result
 
 
@@ -85,6 +87,6 @@ def test_the_trainer_takes_the_file_and_the_server_is_idle_afterwards(profiled, 
     assert curve == LatencyCurve.load(path)
     assert (curve.knots[0], curve.knots[-1]) == (1, 16)
     deadline = time.monotonic() + 10
-    while vllm_server.metric("vllm:num_requests_running") and time.monotonic() < deadline:
+    while vllm_server.num_running() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert vllm_server.metric("vllm:num_requests_running") == 0
+    assert vllm_server.num_running() == 0

@@ -134,6 +134,13 @@ def test_a_busy_server_is_refused(monkeypatch) -> None:
         ask(url)
 
 
+def test_metrics_from_before_an_abort_do_not_make_a_server_busy() -> None:
+    server = FakeVLLM()
+    server.stale = 32
+    with fake_server(server.routes()) as url:
+        assert ask(url).model == "tiny"
+
+
 @pytest.mark.parametrize("name", ["inter_token_latency_seconds_sum", "generation_tokens_total"])
 def test_a_server_without_statistics_is_refused(name: str) -> None:
     text = "\n".join(line for line in metrics().splitlines() if name not in line)

@@ -7,6 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +16,14 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from ...engines.vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, vocabulary_size
+from ...engines.vllm_api import (
+    CompletionRequest,
+    ServerPrompt,
+    ServerRefusedError,
+    VLLMServer,
+    max_num_seqs,
+    vocabulary_size,
+)
 from ...errors import ConfigurationError
 
 
@@ -110,7 +118,7 @@ async def learn(server: VLLMServer) -> ServerFacts:
         info = await server.get("/server_info?config_format=json", timeout_s=120.0)  # it looks at its machine
     except (aiohttp.ClientError, ServerRefusedError, TimeoutError, ValueError, TypeError, LookupError) as error:
         raise _unreachable(server.base_url, error) from error
-    await _check_idle(server)
+    await _check_idle(server, facts.model)
     return with_server_info(facts, info or {})
 
 
@@ -175,7 +183,7 @@ async def _vocab_size(server: VLLMServer, model: str) -> int:
         return FALLBACK_VOCABULARY
 
 
-async def _check_idle(server: VLLMServer) -> None:
+async def _check_idle(server: VLLMServer, model: str) -> None:
     deadline = asyncio.get_running_loop().time() + IDLE_TIMEOUT_S
     while (now := await read_clock(server)).num_running + now.num_waiting > 0:
         if asyncio.get_running_loop().time() > deadline:
@@ -183,6 +191,10 @@ async def _check_idle(server: VLLMServer) -> None:
                 f"`url` ({server.base_url!r}) must be the address of an idle server, and it has {now.num_running:g} "
                 f"requests running and {now.num_waiting:g} waiting. Wait until they are done, or end what sends them."
             )
+        # The numbers are those of its last step. After an abort there may be none until it decodes again.
+        with suppress(aiohttp.ClientError, ServerRefusedError, TimeoutError):
+            one_token = CompletionRequest.of("idle", ServerPrompt([0]), [], {"model": model, "max_tokens": 1})
+            await server.complete(one_token, timeout_s=IDLE_TIMEOUT_S)
         await asyncio.sleep(0.5)
 
 
