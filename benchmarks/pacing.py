@@ -23,16 +23,16 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from trl_darts.analysis.simulation import LLAMA_8B_NIM
 from trl_darts.policy import LatencyCurve
 from trl_darts.weights.plugin import when_imported
 
 
 CURVES = {
-    # Llama-3.1-8B behind NVIDIA NIM, as published: 4.63 ms at one sequence and 4.58 at five, taken for the same.
-    "llama-8b": LatencyCurve(
-        (5, 25, 50, 100, 150, 200, 250), (4.6e-3, 5.19e-3, 5.91e-3, 7.57e-3, 9.81e-3, 12.65e-3, 16.14e-3)
-    ),
-    "darts": LatencyCurve((1, 128, 512), (0.016, 0.020, 0.036)),  # what the DARTS paper's benchmarks assume
+    "llama-8b": LLAMA_8B_NIM,
+    # What the DARTS paper's benchmarks assume: about 14 B parameters on two H20, memory-bound up to some hundred
+    # sequences.
+    "darts": LatencyCurve((1, 128, 512), (0.016, 0.020, 0.036)),
 }
 # As in the DARTS paper, an engine has some 64 sequences of a batch, so the server stands for several. Two cores can't
 # follow the curves as they are.

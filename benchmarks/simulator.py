@@ -37,6 +37,8 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.pacing import CURVES
+from benchmarks.page import PAGE, put
 from benchmarks.servers import benchmark_server, training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.profile import ProfileOptions, profile_servers
@@ -149,12 +151,10 @@ def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
     return [float(len(ids) % 7) for ids in completion_ids]
 
 
-# About 14 B parameters on two H20: memory-bound up to some hundred sequences.
-CURVE = LatencyCurve([1, 128, 512], [0.016, 0.020, 0.036])
+CURVE = CURVES["darts"]
 SHARES = (0.0, 0.0003, 0.001, 0.002, 0.01)
 SHAPINGS = (0.0, 0.05)
 GRPO = ScheduleSettings("grpo", num_generations=M)
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "evidence.md"
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,7 @@ def paper(steps: int, seeds: int) -> None:
     lines = [f"{steps} steps of 128 prompts × {M}, {seeds} seeds."]
     for shaping, columns in zip(SHAPINGS, tables, strict=True):
         lines += ["", f"Shaping {shaping:g}:" if shaping else "Without shaping:", "", *markdown(columns)]
-    text, begin, end = (
-        PAGE.read_text(),
-        "<!-- simulated: written by benchmarks/simulator.py -->",
-        "<!-- end of simulated -->",
-    )
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    PAGE.write_text("\n".join([head + begin, "", *lines, "", end + tail]))
+    PAGE.write_text(put(PAGE.read_text(), "simulated", "simulator.py", "\n".join(lines)))
 
 
 def speedups(steps: int, seeds: int, shaping: float, share: float) -> list[Estimate]:

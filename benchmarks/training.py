@@ -43,6 +43,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.long_tail import LIMIT, TOKENIZER, Answers, grade_reward, load_model, make_checkpoint, make_dataset
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
+from benchmarks.page import PAGE, put
 from benchmarks.servers import training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.plots import save_picture
@@ -51,7 +52,7 @@ from trl_darts.callbacks import ADMISSION_FILE
 
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, PICTURE = ROOT / "docs" / "evidence.md", "evidence_training.png"
+PICTURE = "evidence_training.png"
 PROMPTS, NUM_GENERATIONS = 32, 8  # of a step
 EPOCH = 8  # steps
 STEPS, CONTROL_STEPS = 48, 8  # of GRPO, after the epoch that all share
@@ -348,15 +349,6 @@ def draw(runs: Runs) -> Any:
     return figure
 
 
-def put(text: str, name: str, content: str) -> str:
-    """The text with `content` between the marks of this name."""
-    begin, end = f"<!-- {name}: written by benchmarks/training.py -->", f"<!-- end of {name} -->"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise ValueError(f"The page must have one pair of the marks {begin!r} and {end!r}.")
-    return pattern.sub(lambda _: f"{begin}\n\n{content}\n\n{end}", text)
-
-
 def write_page(worlds: Mapping[str, Runs], page: Path) -> None:
     """The tables between their marks, and the picture beside them."""
     text = PAGE.read_text()
@@ -365,7 +357,7 @@ def write_page(worlds: Mapping[str, Runs], page: Path) -> None:
         if name == "learned" and "tail" in worlds:
             save_picture(lambda: draw(worlds["tail"]), page.parent / PICTURE, dpi=110)
             content += f"\n\n![Reward of plain sampling against seconds, and p99 of its lengths]({PICTURE})"
-        text = put(text, name, content)
+        text = put(text, name, "training.py", content)
     page.write_text(text)
 
 

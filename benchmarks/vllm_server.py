@@ -115,7 +115,7 @@ class VLLMServer:
         Requests that it decodes. The gauge is of the last step: after an abort it stands still until something is
         decoded again, so one token is.
         """
-        self.request("/v1/completions", {"model": self.model, "prompt": [60], "max_tokens": 1})
+        self.request("/v1/completions", {"model": self.model, "prompt": [0], "max_tokens": 1})
         return self.metric("vllm:num_requests_running")
 
     def wait_until_healthy(self, timeout_s: float) -> None:

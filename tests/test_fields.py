@@ -32,6 +32,9 @@ def test_nothing_heavy_is_loaded():
         [f"--config={RECIPE}", "--max-num-generations=9", "--no_bf16", "--help"],
         ["--config", "hf://org/name", "--max_num_gen", "9"],  # the parser completes it
         ["-h"],
+        ["--num_generations", "4", "--max_num_gen", "6", "--target_redundancy=1.25"],
+        ["--config", "hf://org/name", "--max_num_generations", "4"],  # of what it is the most, only the file knows
+        ["--num_generations", "some", "--long_end_patience", "none"],  # a type is the parser's to refuse
     ],
 )
 def test_what_the_parser_takes(words):
@@ -46,6 +49,11 @@ def test_what_the_parser_takes(words):
         (
             ["--config", "configs/nothing.yaml"],
             r"`file` \('configs/nothing.yaml'\) must be a file that can be read: No",
+        ),
+        (["--config", RECIPE, "--schedule", "dart"], r"`schedule` \('dart'\) must be one of"),
+        (
+            ["--config", RECIPE, "--max-num-gen=4"],
+            r"`max_num_generations` \(4\) must be at least `num_generations` \(8\)",
         ),
         (["--config"], "`--config` must be followed by a YAML file"),
     ],

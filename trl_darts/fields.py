@@ -8,14 +8,17 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from .errors import ConfigurationError, did_you_mean
+from .scheduling import ScheduleSettings
 
 
 # The classes of `analysis.recipe.ARGUMENTS` and those that they extend, by file.
@@ -30,6 +33,13 @@ CLASSES = {
     "trl/trainer/model_config.py": ("ModelConfig",),
     "transformers/training_args.py": ("TrainingArguments",),
 }
+
+
+class RaisingParser(argparse.ArgumentParser):
+    """One whose errors are raised: it would print them below pages of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message[:1].upper()}{message[1:]}. Correct it; `--help` lists the arguments.")
 
 
 @cache
@@ -47,16 +57,37 @@ def field_names() -> frozenset[str]:
 
 
 def check_command_line(words: Sequence[str]) -> None:
-    """Refuses what is no field on a command line, or in the file of its `--config`."""
+    """
+    Refuses what is no field on a command line, or in the file of its `--config`, and what the schedule's own check
+    refuses. Types are left to the parser.
+    """
     words, path = split_command_line(words)
-    if path is not None and "://" not in path:
-        read_values(path)
-    options = [*field_names(), *(f"no_{name}" for name in field_names()), "help"]
-    for word in words:
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        # The parser completes what is cut short.
-        if word.startswith("--") and not any(option.startswith(name) for option in options):
-            raise _no_field(name)
+    is_remote = path is not None and "://" in path
+    values = read_values(path) if path is not None and not is_remote else {}
+    values |= _read_words(words)
+    if not is_remote:
+        with suppress(TypeError):
+            ScheduleSettings(
+                **{field.name: values[field.name] for field in fields(ScheduleSettings) if field.name in values}
+            )
+
+
+def _read_words(words: Sequence[str]) -> dict[str, Any]:
+    """What a command line gives each field. As TRL's parser, it completes names that are cut short."""
+    parser = RaisingParser(add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="store_true")
+    for name in field_names():
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="*", dest=name)
+        parser.add_argument(f"--no_{name}", action="store_true")
+    found, others = parser.parse_known_args(words)
+    for word in others:
+        if word.startswith("--"):
+            raise _no_field(word.removeprefix("--").partition("=")[0].replace("-", "_"))
+    return {
+        name: True if not given else yaml.safe_load(given[0]) if len(given) == 1 else given
+        for name, given in vars(found).items()
+        if isinstance(given, list)
+    }
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], str | None]:

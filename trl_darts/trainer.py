@@ -35,7 +35,7 @@ from .engines.factory import make_engine
 from .engines.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
-from .policy import LengthTracker
+from .policy import LatencyCurve, LengthTracker
 from .resume import checkpoint_to_resume, where_it_stopped
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
@@ -134,7 +134,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         check_arguments(args, rollout_func)
         if environment_factory is None:  # else prompts are made when their batch comes
             check_datasets(args, train_dataset, eval_dataset)
-        if (warning := other_model(args.load_latency_curve(), args.latency_curve, name)) is not None:
+        curve = args.load_latency_curve()
+        if (warning := other_model(curve, args.latency_curve, name)) is not None:
             logger.warning(warning)
         callbacks = with_tracker(list(callbacks or []), args, model, processing_class)
         settings = server_settings(args, model, train_dataset) if args.uses_servers else None
@@ -144,20 +145,19 @@ class DARTSGRPOTrainer(GRPOTrainer):
         try:
             with synced_generation(settings, servers, facts, args.pool_ratio):
                 super().__init__(*first, callbacks, *others)  # in TRL's order
-            self._init_rollouts()
+            self._init_rollouts(curve)
         except BaseException:
             if servers is not None:
                 servers.close()
             self._streams.close()
             raise
 
-    def _init_rollouts(self) -> None:
+    def _init_rollouts(self, curve: LatencyCurve | None) -> None:
         args = self.args
         check_path(self)
         self._main = self.vllm_generation.main if self.use_vllm else MainProcess(self.accelerator)
         callbacks = self.callback_handler.callbacks
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
-        curve = args.load_latency_curve()
         slots = self.vllm_generation.facts.max_num_seqs if args.uses_servers else None
         self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, cast, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -21,7 +21,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from ..checks import check_combinations, other_model
 from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
-from ..fields import read_values, split_command_line
+from ..fields import RaisingParser, read_values, split_command_line
 from ..hub import resolve_config_arguments
 from ..resume import checkpoint_to_resume
 
@@ -223,11 +223,8 @@ def _parse(classes: list[Any], values: dict[str, Any], words: Sequence[str] = ()
     return recipe
 
 
-class _Parser(TrlParser):
-    """TRL's, whose errors are raised: it would print them below pages of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message[:1].upper()}{message[1:]}. Correct it; `--help` lists the arguments.")
+class _Parser(RaisingParser, TrlParser):
+    """TRL's, whose errors are raised."""
 
 
 def check_lengths(recipe: Recipe, max_prompt_length: int, max_model_len: int | None) -> None:

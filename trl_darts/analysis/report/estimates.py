@@ -13,17 +13,10 @@ import numpy as np
 import pandas as pd
 
 from ..simulation import Estimate
+from ..simulation.comparison import half_width
 
 
-CONFIDENCE = 0.95
 MIN_ENTRIES = 4  # fewer have intervals of many times their mean
-
-
-def half_width(standard_error: float, degrees: int) -> float:
-    """Half of an interval; infinity where nothing is known of the error."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2) * standard_error) if degrees > 0 else math.inf
 
 
 def mean_of(values: pd.Series) -> Estimate:
