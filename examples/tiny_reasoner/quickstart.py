@@ -2,7 +2,7 @@
 GRPO and DARTS side by side on the tiny reasoner, without a server: a table and a picture in a few minutes on two
 cores.
 
-    python examples/tiny_reasoner/quickstart.py [--steps 16] [--output-dir outputs/quickstart]
+    python examples/tiny_reasoner/quickstart.py [--steps 12] [--output-dir outputs/quickstart]
 
 Both runs start from the shipped checkpoint and see the same prompts. One run each is a demonstration, not evidence:
 rewards of single runs differ by more than the methods do.
@@ -127,7 +127,7 @@ def summarize(log_history: list[dict[str, Any]], seconds: float) -> dict[str, st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each run")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"))
     args = parser.parse_args()
     if args.steps < 1:
