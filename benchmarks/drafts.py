@@ -1,14 +1,16 @@
 """
 What drafts cost and what they save.
 
-    python benchmarks/drafts.py [--only cost|replay|servers] [--follow 0.9] [--prompts 16] [--epochs 3] [--steps 3]
+    python benchmarks/drafts.py [--only cost|replay|servers] [--engines 4] [--prompts 16] [--epochs 3] [--steps 3]
 
 - cost: microseconds of the drafter, by the tokens that its index holds.
 - replay: answers that the tiny reasoner sampled, epoch by epoch, decoded with the drafter. A step that verifies `T`
   tokens takes `1 + T / KNEE`.
-- servers: rollouts on real servers of a Markov chain that take turns: without drafts (model runner V1, synchronous, as
-  drafts need it), with vLLM's `ngram`, and with our `suffix`. Lengths are replayed, the same for all; in the first
-  epoch no prompt has a history. `--follow` is the chance that the chain goes on as it mostly does.
+- servers: rollouts on real servers of a Markov chain that take turns, at a GPU's pace (see `pacing.py`), where a
+  drafted token costs as much as one more sequence: without drafts (model runner V1, synchronous, as drafts need it),
+  with vLLM's `ngram`, and with our `suffix`. Lengths are replayed, the same for all; in the first epoch no prompt has
+  a history. `--follow` is the chance that the chain goes on as it mostly does, `--engines` how many engines a server
+  stands for: with 1, it is nearly full.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.decoding import Decoding, make_drafter
 from benchmarks.models import make_markov_model, make_tokenizer
-from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
+from benchmarks.vllm_server import VLLMServer
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 from trl_darts.serving.options import SPECULATIVE
@@ -179,10 +182,13 @@ def servers(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(args.seed)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model = make_markov_model(Path(directory) / "markov", make_tokenizer(), follow=args.follow)
-        common = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "no_async_scheduling": True, "max_num_seqs": 512}
-        running = {
-            name: stack.enter_context(start_vllm_server(model, **common, **options)) for name, options in ARMS.items()
+        curve = scaled(CURVES["llama-8b"], SCALE, args.engines)
+        common = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "max_num_seqs": 512}
+        paced = {
+            name: stack.enter_context(paced_server(model, curve, **common, **options))
+            for name, options in ARMS.items()
         }
+        running = {name: server for name, (server, _) in paced.items()}
         for schedule in args.schedules.split(","):
             seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
             drafted: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros(len(COUNTED)))
@@ -193,6 +199,8 @@ def servers(args: argparse.Namespace) -> None:
                     drafted[name, epoch] += counts(running[name]) - before
                     console.log(f"{schedule}, epoch {epoch + 1}, {name}: {seconds[name, epoch][-1]:.1f} s")
             show(schedule, seconds, drafted, args.epochs)
+        for name, (_, pace) in paced.items():
+            console.print(f"{name}: {pace()}")
 
 
 def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
@@ -216,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("cost", "replay", "servers"))
     parser.add_argument("--follow", type=float, default=0.9)
+    parser.add_argument("--engines", type=int, default=NUM_ENGINES)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of an epoch")

@@ -80,8 +80,8 @@ class Pacer:
             self.due = time.perf_counter()
         outputs, executed = step(engine)
         num_decoded = sum(bool(row.new_token_ids) for own in outputs.values() for row in own.outputs)
-        if num_decoded:
-            seconds = self.curve(num_decoded)
+        if num_decoded:  # a drafted token is computed like one more sequence
+            seconds = self.curve(num_decoded + sum(_num_drafted(own.scheduler_stats) for own in outputs.values()))
             self.due += seconds
             left = self.due - time.perf_counter()
             time.sleep(max(0.0, left))
@@ -95,6 +95,10 @@ class Pacer:
             part.write_text(json.dumps(asdict(self.pace)))
             part.rename(self.path)
         return outputs, executed
+
+
+def _num_drafted(stats: Any) -> int:
+    return stats.spec_decoding_stats.num_draft_tokens if stats and stats.spec_decoding_stats else 0
 
 
 def register() -> None:
@@ -129,7 +133,7 @@ def paced_server(
         (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: pacing\nVersion: 0\n")
         (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\npacing = benchmarks.pacing:register\n")
         path = os.pathsep.join([directory, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {"PYTHONPATH": path, CURVE: json.dumps(curve.to_dict()), COUNTS: str(counts)}
+        env = {"PYTHONPATH": path, CURVE: json.dumps(curve.to_dict()), COUNTS: str(counts), **options.pop("env", {})}
 
         def pace() -> Pace:
             return Pace(**json.loads(counts.read_text())) if counts.exists() else Pace()

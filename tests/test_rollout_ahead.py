@@ -93,7 +93,11 @@ def test_each_token_is_of_the_version_that_it_is_said_to_be_of(model_dir, tmp_pa
 
 def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, monkeypatch):
     """The one that was under way is sampled anew: no prompt twice or lost. An epoch's first batch is waited for."""
-    prompts, again = [], {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "max_completion_length": 4}
+    numbers, prompts, again = (
+        [],
+        [],
+        {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "max_completion_length": 4},
+    )
     with model_server(model_dir, monkeypatch) as (server, settings):
         for part in ("first", "second"):
             args = make_args(tmp_path, rollout_ahead=1, **settings, **again)
@@ -105,6 +109,8 @@ def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, m
             trainer.add_callback(notes)
             launch = trainer._engine.launch
             trainer._engine.launch = lambda *args, launch=launch: server.events.append("launch") or launch(*args)
+            make = args.policies
+            args.policies = lambda *rest, rollout, make=make: numbers.append(rollout) or make(*rest, rollout=rollout)
             trainer.train(resume_from_checkpoint=None if part == "first" else str(tmp_path / "checkpoint-4"))
             prompts += [[row["prompt"] for row in batch["inputs"]] for batch in batches]
             deadline = time.monotonic() + 10

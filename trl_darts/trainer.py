@@ -244,20 +244,20 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._log_rollout(record, training)
         return rows
 
-    def _plan(self, batch: PromptBatch, training: bool) -> RolloutPlan:
+    def _plan(self, batch: PromptBatch, training: bool, ahead: bool = False) -> RolloutPlan:
         """What is decided before a rollout, on the main process."""
-        args = self.args
+        args, number = self.args, self._num_rollouts + ahead
         if not training:
             admission = UniformAdmission(batch.num_generations).plan(batch.infos)
             groups, policies = admission.plans(batch.infos), SchedulePolicies()
         elif self._batches is not None:
             admission, groups = self._batches.plan()
-            policies = args.policies(admission.expected_lengths, self._batches.batch_stop, rollout=self._num_rollouts)
+            policies = args.policies(admission.expected_lengths, self._batches.batch_stop, rollout=number)
         else:
             admission = self._admission.plan(batch.infos)
             groups = admission.plans(batch.infos)
             placement = self._engine.placement(admission, batch)
-            policies = args.policies(admission.expected_lengths, placement=placement, rollout=self._num_rollouts)
+            policies = args.policies(admission.expected_lengths, placement=placement, rollout=number)
         scheduler = Scheduler(policies, batch.num_generations, args.on_generation_error == "drop_group")
         return RolloutPlan(admission, groups, scheduler)
 
@@ -331,7 +331,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if batch is None:
             return
         self._sync_weights()
-        plan = self._main.run(lambda: self._plan(batch, True))
+        plan = self._main.run(lambda: self._plan(batch, True, ahead=True))
         self._engine.launch(plan, batch)
         self._ahead = batch, plan
 

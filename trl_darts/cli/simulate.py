@@ -30,6 +30,7 @@ from ..analysis.simulation.recorded import check_model
 from ..analysis.simulation.table import show
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
+from ..policy import drafted_latency
 from ..scheduling import SCHEDULES, ScheduleSettings
 from ..scheduling.policies import check_choice
 
@@ -101,6 +102,13 @@ PrefillSecondsPerToken = Annotated[
 SecondsPerRequest = Annotated[
     float | None, engine_option(help="What each candidate costs its engine, whatever its length. Default: 0.")
 ]
+DraftAcceptance = Annotated[
+    float | None,
+    engine_option(
+        help="Servers draft: the probability that a drafted token is accepted once those before it are. Default: no "
+        "drafts."
+    ),
+]
 Schedules = Annotated[
     list[str],
     option(
@@ -142,6 +150,7 @@ def simulate(
     kv_tokens: KVTokens = None,
     prefill_seconds_per_token: PrefillSecondsPerToken = None,
     seconds_per_request: SecondsPerRequest = None,
+    draft_acceptance: DraftAcceptance = None,
     schedule: Schedules = ["grpo", "darts"],  # noqa: B006  typer copies it
     num_generations: NumGenerations = None,
     sweep: Sweep = None,
@@ -184,10 +193,14 @@ def schedule_names(schedules: list[str], more: list[str]) -> list[str]:
 def _cluster(given: Mapping[str, Any]) -> ClusterSpec:
     own = _fields(ClusterSpec, given)
     if "latency_curve" not in given:
-        return replace(ASSUMED_CLUSTER, **own)
-    if "trace" in given:
-        check_model(given["trace"], given["latency_curve"])
-    return ClusterSpec.measured(given["latency_curve"], **own)
+        cluster = replace(ASSUMED_CLUSTER, **own)
+    else:
+        if "trace" in given:
+            check_model(given["trace"], given["latency_curve"])
+        cluster = ClusterSpec.measured(given["latency_curve"], **own)
+    if "draft_acceptance" not in given:
+        return cluster
+    return replace(cluster, latency=drafted_latency(cluster.latency, given["draft_acceptance"]))
 
 
 def _workloads(given: Mapping[str, Any]) -> tuple[dict[str, Workload], int]:

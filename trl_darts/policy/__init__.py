@@ -10,7 +10,7 @@ from .allocation import allocate_redundancy
 from .bias import LengthBias, RewardBias, length_bias, reward_bias
 from .budget import BudgetController, redundancy_budget
 from .censoring import GroupMoments, group_moments
-from .drafts import draft_budget
+from .drafts import draft_budget, drafted_latency
 from .latency import LatencyCurve, rollout_time
 from .latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillLine, PrefillPoint
 from .latency_surface import LatencySurface
@@ -34,6 +34,7 @@ __all__ = [
     "RewardBias",
     "allocate_redundancy",
     "draft_budget",
+    "drafted_latency",
     "group_moments",
     "length_bias",
     "redundancy_budget",

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from ..errors import ConfigurationError
+from .latency import LatencyCurve
+
 
 MAX_DRAFT = 16  # beyond it hardly a draft survives, and vLLM reserves room for as many
 # An answer that outgrows what was expected of it is the one that the rollout waits for: its tokens may cost more than
@@ -62,3 +67,46 @@ def draft_budget(
         gained, chance = gained + chance, chance * acceptance
         budget += 1
     return budget
+
+
+def drafted_latency(latency: LatencyCurve, acceptance: float, limit: int = MAX_DRAFT) -> LatencyCurve:
+    """
+    Seconds per token where each sequence drafts as many tokens as pays.
+
+    A step in which B sequences draft `n` tokens each is taken to last as long as one of `B · (1 + n)` sequences. Each
+    advances `1 + a + … + aⁿ` tokens; `a` is the acceptance.
+
+    Args:
+        latency ([`LatencyCurve`]):
+            Without drafts.
+        acceptance (`float`):
+            Probability that a drafted token is accepted once those before it are. More than 0 and less than 1.
+        limit (`int`, *optional*, defaults to `16`):
+            The most tokens per sequence and step.
+
+    Returns:
+        [`LatencyCurve`]: Nowhere slower.
+
+    Raises:
+        [`ConfigurationError`]: If the acceptance is out of bounds.
+
+    Example:
+
+    ```python
+    >>> from trl_darts.policy import LatencyCurve, drafted_latency
+    >>> plain = LatencyCurve([32, 256], [0.010, 0.080])
+    >>> drafted = drafted_latency(plain, 0.8)
+    >>> [round(plain(size) / drafted(size), 1) for size in (1, 8, 64, 256)]
+    [4.9, 3.0, 1.0, 1.0]
+
+    ```
+    """
+    if not 0 < acceptance < 1:
+        raise ConfigurationError(
+            f"`draft_acceptance` ({acceptance:g}) must be more than 0 and less than 1: the probability that a drafted "
+            "token is accepted once those before it are."
+        )
+    drafts = np.arange(limit + 1)
+    sizes = np.union1d(np.geomspace(1, 32 * max(1.0, latency.knots[-1]), 300).round(), latency.knots)
+    seconds = latency(np.outer(sizes, 1 + drafts)) / np.cumsum(acceptance**drafts)
+    return LatencyCurve(sizes.tolist(), np.maximum.accumulate(seconds.min(axis=1)).tolist(), latency.metadata)
