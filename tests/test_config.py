@@ -15,8 +15,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_darts import DARTSGRPOConfig
 from trl_darts.checks import check_combinations
-from trl_darts.config import TRL_CHOICES, TRL_VLLM_CHOICES, VESPO_SAMPLING_MODES
 from trl_darts.errors import ConfigurationError
+from trl_darts.settings import SERVER_DEFAULTS, TRL_CHOICES, TRL_VLLM_CHOICES, VESPO_SAMPLING_MODES
 
 
 CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES
@@ -215,3 +215,8 @@ def test_copies_have_the_servers_key_and_files_do_not(monkeypatch):
         assert twin.api_key == "sesame-street"
     assert b"sesame" not in saved
     assert "sesame" not in f"{args} {args!r} {args.to_dict()}"
+
+
+def test_defaults_of_the_servers_are_trls():
+    defaults = {field.name: field.default for field in fields(GRPOConfig)}
+    assert {name: defaults[name] for name in SERVER_DEFAULTS} == SERVER_DEFAULTS

@@ -28,12 +28,13 @@ def test_nothing_heavy_is_loaded():
 @pytest.mark.parametrize(
     "words",
     [
-        ["--config", RECIPE, "--num_longest", "2", "--top_k", "-1"],
+        ["--config", RECIPE, "--num_longest", "2", "--top_k", "-1", "--use_vllm"],
         [f"--config={RECIPE}", "--max-num-generations=9", "--no_bf16", "--help"],
         ["--config", "hf://org/name", "--max_num_gen", "9"],  # the parser completes it
         ["-h"],
         ["--num_generations", "4", "--max_num_gen", "6", "--target_redundancy=1.25"],
         ["--config", "hf://org/name", "--max_num_generations", "4"],  # of what it is the most, only the file knows
+        ["--config", RECIPE, "--scale_rewards", "false", "--no_use_vllm", "--generation_kwargs", "a word"],
         ["--num_generations", "some", "--long_end_patience", "none"],  # a type is the parser's to refuse
     ],
 )

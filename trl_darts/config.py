@@ -1,66 +1,25 @@
 """
-`DARTSGRPOConfig`: TRL's `GRPOConfig` and the fields that shape rollouts.
-
-The fields of the schedule are inherited from [`ScheduleSettings`]. Here are those of vLLM servers, streaming and
-logging, each with its help and its check. Combinations that depend on the trainer's other arguments are checked when
-the trainer is built.
+`DARTSGRPOConfig`: TRL's `GRPOConfig`, the settings of rollouts, and the Hub.
 """
 
-import math
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
-from .engines.addresses import check_address, split_addresses
-from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
 from .hub import PublishedConfig
-from .policy import LatencyCurve
 from .scheduling import ScheduleSettings
-from .scheduling.policies import check_choice
-from .weights import WEIGHT_SYNCS
-
-
-API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
-GENERATION_ERRORS = ("raise", "drop_group")
-# TRL compares these strings where it computes, without a list of them; other values end a training in its first step.
-TRL_CHOICES = {
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "scale_rewards": ("group", "batch", "none"),
-}
-# The same, of what only vLLM reads.
-TRL_VLLM_CHOICES = {
-    "vllm_mode": ("server", "colocate"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-}
-# TRL hands these on as they are, and the engines of vLLM and transformers refuse what is out of bounds.
-SAMPLING_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 < value < math.inf, "positive and finite: log-probs are of logits divided by it"),
-    "top_p": (lambda value: 0 < value <= 1, "greater than 0 and at most 1, which leaves all tokens in"),
-    "min_p": (lambda value: 0 <= value <= 1, "between 0 and 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "positive and finite, and 1 is none"),
-}
-VESPO_SAMPLING_MODES = ("token_truncate", "token_mask")
-# What a server keeps count of within one request begins anew where a candidate goes on in another.
-NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
-
-
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+from .settings import RolloutSettings
 
 
 @dataclass
-class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: ignore[misc]  # TRL's may be `None`
+class DARTSGRPOConfig(RolloutSettings, PublishedConfig, GRPOConfig):  # type: ignore[misc]  # TRL's may be `None`
     r"""
     Configuration class for the [`DARTSGRPOTrainer`].
 
-    It adds fields to [`~trl.GRPOConfig`]: those of [`ScheduleSettings`], which shape rollouts, and the ones below.
-    Each field's help says what it means. [`PublishedConfig`] takes a config from the Hub, and publishes it.
+    It adds fields to [`~trl.GRPOConfig`]: those of [`ScheduleSettings`], which shape rollouts, and of
+    [`RolloutSettings`]. Each field's help says what it means. [`PublishedConfig`] takes a config from the Hub, and
+    publishes it.
     `vllm_server_base_url` may name several servers, separated by commas; the key of servers that ask for one is read
     from the environment's `VLLM_API_KEY`.
 
@@ -68,128 +27,14 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
         [`ConfigurationError`]: If a field can't work. Names it, its value, the rule and a remedy.
     """
 
-    # The budget
-    latency_curve: str | None = _field(
-        None,
-        "Path of a JSON file with the engine's latency per token, as `trl-darts profile` writes it. Gives the cost of "
-        "a candidate where `redundancy_cost_weight` is set. Read when the trainer is built.",
-    )
-
-    # History
-    length_history: str | None = _field(
-        None,
-        "What an earlier run has learned of response lengths, for the budget from the first step on: a checkpoint or "
-        "its `darts_lengths.npz`, or the `output_dir` of a run with `save_rollout_trace`. Of the same model and "
-        "tokenizer. A resumed training takes its checkpoint's lengths instead.",
-    )
-
-    # vLLM servers
-    vllm_request_timeout_s: float = _field(
-        Deadlines.request_s, "Deadline of one candidate in seconds, its wait for a free slot on the server included."
-    )
-    vllm_connect_timeout_s: float = _field(Deadlines.connect_s, "Seconds until a connection to a server is made.")
-    vllm_first_token_timeout_s: float = _field(
-        Deadlines.first_token_s,
-        "Seconds until a candidate's first tokens. A server that is later is taken out, and its candidates go on "
-        "elsewhere.",
-    )
-    vllm_token_timeout_s: float = _field(
-        Deadlines.token_s,
-        "Seconds between two reports of a candidate that decodes. A server that is later is taken out, and its "
-        "candidates go on elsewhere.",
-    )
-    vllm_health_timeout_s: float = _field(
-        Deadlines.health_s,
-        "Seconds for which a server may leave its health check unanswered. A frozen one is found so.",
-    )
-    vllm_rollout_timeout_s: float = _field(
-        Deadlines.rollout_s,
-        "Deadline of a whole rollout in seconds. How long it waits for a server once none is left is TRL's "
-        "`vllm_server_timeout`.",
-    )
-    on_generation_error: str = _field(
-        "raise",
-        "What follows when a prompt can't be completed: a server refuses it, or a deadline passes. 'raise' ends the "
-        "training with an error that names the prompt, the server and the server's message. 'drop_group' goes on "
-        "without the prompt: the rows of another one are repeated in its place with zero weight in the loss, and "
-        "`darts/rollout/dropped_groups` counts it. Only with vLLM servers.",
-    )
-    weight_sync: str = _field(
-        "auto",
-        "How weights reach the servers: 'nccl' (TRL's way, CUDA), 'filesystem' (through files; the "
-        "servers need `trl_darts` installed), or 'auto': NCCL on CUDA, files elsewhere.",
-    )
-    weight_sync_dir: str | None = _field(
-        None,
-        "Directory that the trainer and the servers share, where weights go through files. Defaults to a new one of "
-        "this machine, in shared memory where it has room.",
-    )
-
-    # Streaming: what the trainer computes while vLLM servers still write the last long answers
-    stream_logprobs: bool = _field(
-        False,
-        "Whether log-probs of the policy, and of the reference model where `beta` is not zero, are computed as tokens "
-        "arrive, instead of all of them after the rollout. Only with `vllm_mode='server'`, and with text.",
-    )
-    stream_chunk_tokens: int = _field(
-        256,
-        "Fewest new tokens of a candidate that is scored while it goes on decoding. What is left is scored when it "
-        "has come to its end.",
-    )
-    stream_batch_tokens: int = _field(8192, "Most tokens of one such forward pass, padding included.")
-    stream_cache_gib: float = _field(
-        4.0,
-        "GiB for keys and values on each process: a third for what is kept, the rest for the pass in work. Where "
-        "there is no more room, candidates wait until others have ended. A row that does not fit by itself is scored "
-        "as without streaming.",
-    )
-    stream_rewards: bool = _field(
-        False,
-        "Whether reward functions are called for each group once its rows are chosen, while others decode, instead of "
-        "once for the whole batch. The same for functions that look at each sample by itself; one that compares "
-        "samples across groups means something else then. Only with `vllm_mode='server'`.",
-    )
-    stream_reward_timeout_s: float = _field(
-        60.0,
-        "Deadline of one call of a reward function in seconds. The rows of one that is later get no reward from it.",
-    )
-
-    # Logging
-    save_rollout_trace: bool = _field(
-        False,
-        "Whether to write every rollout's candidates (lengths, ends, what was kept) as Parquet files to "
-        "`output_dir/rollouts`.",
-    )
-
     def __post_init__(self) -> None:
-        if self.num_generations < 2:
-            raise ConfigurationError(
-                f"`num_generations` ({self.num_generations}) must be at least 2: an advantage compares the answers to "
-                "a prompt. Raise it."
-            )
+        self.check_group()
         try:
             super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below
         except ValueError:
             self._check_batch()
             raise
-        ScheduleSettings.__post_init__(self)
-        if self.redundancy_cost_weight is not None and self.latency_curve is None:
-            raise ConfigurationError(
-                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) needs `latency_curve`, which says what a "
-                "candidate costs. Measure one with `trl-darts profile`, or leave it unset for a budget by "
-                "`target_redundancy`."
-            )
-        if self.length_history is not None and not (self.over_provisions or self.ranks):
-            raise ConfigurationError(
-                f"`length_history` ({self.length_history!r}) has no effect with `schedule` ({self.schedule!r}) and "
-                f"`submit_order` ({self.submit_order!r}): nothing depends on lengths. Leave it unset."
-            )
-        self._check_trl()
-        self._check_sampling()
-        self._check_servers()
-        self._check_generation_kwargs()
-        self._check_streams()
-        self._check_ahead()
+        self.check()
 
     def _check_batch(self) -> None:
         """TRL refuses it too, and names what it has computed of the fields that were set."""
@@ -200,225 +45,3 @@ class DARTSGRPOConfig(ScheduleSettings, PublishedConfig, GRPOConfig):  # type: i
                 f"`steps_per_generation` ({self.steps_per_generation})) must be divisible by "
                 f"`num_generations` ({self.num_generations}). Change one of them."
             )
-
-    def _check_trl(self) -> None:
-        """What TRL and PyTorch refuse too, but later: when the model is loaded, or the first rollout is paid for."""
-        for name, choices in (TRL_CHOICES | TRL_VLLM_CHOICES if self.use_vllm else TRL_CHOICES).items():
-            check_choice(name, getattr(self, name), choices)
-        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
-            raise ConfigurationError(
-                f"`num_train_epochs` ({self.num_train_epochs}) must be positive and finite where `max_steps` "
-                f"({self.max_steps}) does not say when the training ends. Correct it, or set `max_steps`."
-            )
-        if not self.learning_rate < math.inf:
-            raise ConfigurationError(f"`learning_rate` ({self.learning_rate}) must be finite. Lower it.")
-        for name in ("learning_rate", "epsilon", "epsilon_high"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigurationError(f"`{name}` ({value}) must be at least 0.")
-        if self.sync_ref_model and self.beta == 0:
-            raise ConfigurationError(
-                f"`sync_ref_model` (True) needs a reference model, and with `beta` ({self.beta}) there is none. Set "
-                "`beta` to a positive value, or leave it out."
-            )
-        mode = self.vllm_importance_sampling_mode
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.loss_type == "vespo" and corrects and mode not in VESPO_SAMPLING_MODES:
-            raise ConfigurationError(
-                f"`vllm_importance_sampling_mode` ({mode!r}) must be one of "
-                f"{', '.join(map(repr, VESPO_SAMPLING_MODES))} with `loss_type='vespo'`, which weights sequences "
-                "itself."
-            )
-
-    def _check_sampling(self) -> None:
-        for name, (is_allowed, rule) in SAMPLING_RULES.items():
-            value = getattr(self, name)
-            if value is None and name != "temperature":
-                continue  # the engine's own default
-            if value is None or not is_allowed(value):
-                raise ConfigurationError(f"`{name}` ({value}) must be {rule}. Correct it, or leave it out.")
-        least = -1 if self.use_vllm else 0  # vLLM takes -1 for 0, and transformers does not
-        if self.top_k is not None and self.top_k < least:
-            raise ConfigurationError(
-                f"`top_k` ({self.top_k}) must be at least 1, or 0, which leaves all tokens in. Correct it, or leave "
-                "it out."
-            )
-
-    def _check_servers(self) -> None:
-        for name in self.__dataclass_fields__:
-            if name.startswith("vllm_") and name.endswith("_timeout_s") and not getattr(self, name) > 0:
-                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be positive, in seconds.")
-        check_choice("on_generation_error", self.on_generation_error, GENERATION_ERRORS)
-        if self.on_generation_error != "raise" and not self.uses_servers:
-            raise ConfigurationError(
-                f"`on_generation_error` ({self.on_generation_error!r}) only has an effect with vLLM servers: an "
-                "engine in the trainer's own process takes the training along. Leave it out, or set `use_vllm=True` "
-                "and `vllm_mode='server'`."
-            )
-        check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
-        if self.weight_sync_dir is not None and self.weight_sync == "nccl":
-            raise ConfigurationError(
-                f"`weight_sync_dir` ({self.weight_sync_dir!r}) has no effect with `weight_sync` ('nccl'). Set "
-                "`weight_sync='filesystem'`, or leave it unset."
-            )
-        self._check_addresses()
-        urls = self.server_urls if self.uses_servers else []
-        if self.num_long_servers and self.num_long_servers >= len(urls):
-            raise ConfigurationError(
-                f"`num_long_servers` ({self.num_long_servers}) must be less than the number of vLLM servers "
-                f"({len(urls)}): the others take what is not long. Name more in `vllm_server_base_url`, or leave it "
-                "out."
-            )
-
-    def _check_addresses(self) -> None:
-        if not self.uses_servers:
-            self._check_unused_addresses()
-            return
-        urls = self.server_urls
-        if not urls:
-            raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
-        for url in urls:
-            check_address("vllm_server_host" if self.vllm_server_base_url is None else "vllm_server_base_url", url)
-        if len(set(urls)) < len(urls):
-            raise ConfigurationError(
-                f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names a server twice. Each address once."
-            )
-
-    def _check_unused_addresses(self) -> None:
-        """A flag that was forgotten would train with another engine, on another machine's time, without a word."""
-        missing = [] if self.use_vllm else ["`use_vllm=True`"]
-        missing += [] if self.vllm_mode == "server" else ["`vllm_mode='server'`"]
-        for name in ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"):
-            value = getattr(self, name)
-            if value and value != self.__dataclass_fields__[name].default:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) would not be used: with `use_vllm` ({self.use_vllm}) and `vllm_mode` "
-                    f"({self.vllm_mode!r}) no server generates. Set {' and '.join(missing)}, or leave `{name}` out."
-                )
-
-    def _check_generation_kwargs(self) -> None:
-        kwargs: Any = self.generation_kwargs or {}
-        if kwargs.get("n", 1) != 1:
-            raise ConfigurationError(
-                f"`generation_kwargs['n']` ({kwargs['n']}) must be left out. The number of completions per prompt is "
-                "`num_generations`, and of candidates `max_num_generations`."
-            )
-        counted = {name: kwargs.get(name) for name in NOT_RESUMABLE}
-        counted["vllm_structured_outputs_regex"] = self.vllm_structured_outputs_regex
-        for name, value in counted.items():
-            if value and self.keeps_tokens:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) does not run with `schedule` ({self.schedule!r}), whose unfinished "
-                    "completions go on in another request: the server would begin it anew there. Leave it out, or "
-                    "use a schedule that keeps no tokens."
-                )
-        remedies = {
-            "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
-            "eos_token_id": "Set it in the `generation_config` of the model, or set `schedule='grpo'`.",
-        }
-        for name, remedy in remedies.items():
-            if kwargs.get(name) and self.schedule != "grpo" and not self.use_vllm:
-                raise ConfigurationError(
-                    f"`generation_kwargs[{name!r}]` ({kwargs[name]!r}) does not run with `schedule` "
-                    f"({self.schedule!r}) on the transformers engines: a completion is complete at an end-of-sequence "
-                    f"token of the model. {remedy}"
-                )
-
-    def _check_streams(self) -> None:
-        for name in ("stream_chunk_tokens", "stream_batch_tokens"):
-            if not getattr(self, name) >= 1:
-                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be at least 1.")
-        for name in ("stream_cache_gib", "stream_reward_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be positive.")
-        if self.stream_batch_tokens < self.stream_chunk_tokens:
-            raise ConfigurationError(
-                f"`stream_batch_tokens` ({self.stream_batch_tokens}) must be at least `stream_chunk_tokens` "
-                f"({self.stream_chunk_tokens}): a forward pass takes whole chunks. Raise it, or lower that."
-            )
-        for name in ("stream_logprobs", "stream_rewards"):
-            if getattr(self, name) and not self.uses_servers:
-                raise ConfigurationError(
-                    f"`{name}` (True) only has an effect on vLLM servers: an engine in the trainer's own process "
-                    "leaves it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
-                )
-        for name in ("stream_logprobs", "stream_rewards"):
-            if getattr(self, name) and self.rollout_ahead:
-                raise ConfigurationError(
-                    f"`{name}` (True) does not run with `rollout_ahead` ({self.rollout_ahead}), under which the model "
-                    "trains while candidates decode. Set one of them to its default."
-                )
-        if self.stream_rewards and self.buffers_prompts:
-            raise ConfigurationError(
-                f"`stream_rewards` (True) does not run with `schedule` ({self.schedule!r}): which groups are trained "
-                "on is only known when the rollout is over. Set it to `False`, or use `schedule='darts'` or 'grpo'."
-            )
-
-    def _check_ahead(self) -> None:
-        """A batch is sampled before the optimizer's steps on the one before it."""
-        steps = (self.steps_per_generation or 1) * self.num_iterations // self.gradient_accumulation_steps
-        if self.rollout_ahead and self.mask_stale_after is not None and self.mask_stale_after < steps:
-            raise ConfigurationError(
-                f"`mask_stale_after` ({self.mask_stale_after}) would mask all tokens with `rollout_ahead` "
-                f"({self.rollout_ahead}), which are {steps} optimizer steps old or older. Raise it to {steps} at "
-                "least, or leave it unset."
-            )
-
-    @property
-    def uses_servers(self) -> bool:
-        """Whether vLLM servers generate, and not an engine in the trainer's own process."""
-        return self.use_vllm and self.vllm_mode == "server"
-
-    @property
-    def colocates(self) -> bool:
-        """Whether vLLM generates in the trainer's own processes, on their GPUs."""
-        return self.use_vllm and self.vllm_mode == "colocate"
-
-    @property
-    def server_urls(self) -> list[str]:
-        """Base URLs of the vLLM servers."""
-        if self.vllm_server_base_url is None:
-            return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
-        return split_addresses(self.vllm_server_base_url)
-
-    @property
-    def num_engines(self) -> int:
-        """Engines that decode a batch together: servers, or groups of processes."""
-        if not self.use_vllm:
-            return int(self.world_size)
-        if self.vllm_mode == "server":
-            return len(self.server_urls)
-        return int(self.world_size) // self.vllm_tensor_parallel_size
-
-    @property
-    def pool_ratio(self) -> float:
-        """Candidates per row, at most."""
-        return self.max_num_generations / self.num_generations if self.over_provisions else 1.0
-
-    @property
-    def api_key(self) -> str | None:
-        """Key of the servers, from the environment. Not a field: a config is saved with the run."""
-        return os.environ.get(API_KEY_VARIABLE) or None
-
-    @property
-    def deadlines(self) -> Deadlines:
-        """Of requests to servers."""
-        return Deadlines(
-            connect_s=self.vllm_connect_timeout_s,
-            first_token_s=self.vllm_first_token_timeout_s,
-            token_s=self.vllm_token_timeout_s,
-            request_s=self.vllm_request_timeout_s,
-            rollout_s=self.vllm_rollout_timeout_s,
-            health_s=self.vllm_health_timeout_s,
-            return_s=self.vllm_server_timeout,
-        )
-
-    def load_latency_curve(self) -> LatencyCurve | None:
-        """
-        The curve that `latency_curve` names. Not read before it is asked for: a published config can be built where
-        the file is missing.
-
-        Raises:
-            [`ConfigurationError`]: If the file is missing or malformed.
-        """
-        return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve, "latency_curve")

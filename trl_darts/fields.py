@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import MISSING
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 import yaml
 
 from .errors import ConfigurationError, did_you_mean
-from .scheduling import ScheduleSettings
+from .settings import RolloutSettings
 
 
 # The classes of `analysis.recipe.ARGUMENTS` and those that they extend, by file.
 CLASSES = {
     "trl_darts/analysis/recipe.py": ("ScriptArguments",),
-    "trl_darts/config.py": ("DARTSGRPOConfig",),
+    "trl_darts/settings.py": ("RolloutSettings",),
     "trl_darts/scheduling/settings.py": ("ScheduleSettings",),
     "trl/scripts/grpo.py": ("GRPOScriptArguments",),
     "trl/scripts/utils.py": ("ScriptArguments", "DatasetMixtureConfig"),
@@ -35,41 +35,72 @@ CLASSES = {
 }
 
 
-class RaisingParser(argparse.ArgumentParser):
-    """One whose errors are raised: it would print them below pages of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message[:1].upper()}{message[1:]}. Correct it; `--help` lists the arguments.")
+@cache
+def field_defaults() -> dict[str, Any]:
+    """Their defaults, as their sources declare them; without those that are computed."""
+    return {name: value for name, value in _declared().items() if value is not MISSING}
 
 
 @cache
 def field_names() -> frozenset[str]:
     """The fields of all these classes, as their sources declare them."""
-    names = set()
+    return frozenset(_declared())
+
+
+@cache
+def _declared() -> dict[str, Any]:
+    declared = {}
     for file, classes in CLASSES.items():
         package, _, inner = file.partition("/")
         (root,) = find_spec(package).submodule_search_locations  # type: ignore[union-attr,misc]
-        for node in ast.parse(Path(root, inner).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name in classes:
-                fields = (line.target for line in node.body if isinstance(line, ast.AnnAssign))
-                names |= {field.id for field in fields if isinstance(field, ast.Name)}
-    return frozenset(name for name in names if not name.startswith("_"))
+        nodes = ast.parse(Path(root, inner).read_text(encoding="utf-8")).body
+        for node in (node for node in nodes if isinstance(node, ast.ClassDef) and node.name in classes):
+            for line in (line for line in node.body if isinstance(line, ast.AnnAssign)):
+                if isinstance(line.target, ast.Name) and not line.target.id.startswith("_"):
+                    declared[line.target.id] = _default(line.value)
+    return declared
+
+
+def _default(value: ast.expr | None) -> Any:
+    """Of a field, which may be wrapped in a call."""
+    if isinstance(value, ast.Call):
+        named = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
+        value = (named or value.args or [None])[0]  # type: ignore[list-item]
+    try:
+        return MISSING if value is None else ast.literal_eval(value)
+    except ValueError:
+        return MISSING
 
 
 def check_command_line(words: Sequence[str]) -> None:
     """
-    Refuses what is no field on a command line, or in the file of its `--config`, and what the schedule's own check
-    refuses. Types are left to the parser.
+    Refuses what is no field on a command line, or in the file of its `--config`, and values that can't work. What
+    TRL computes of several fields is checked when the config is made, and types by the parser.
     """
     words, path = split_command_line(words)
     is_remote = path is not None and "://" in path
     values = read_values(path) if path is not None and not is_remote else {}
     values |= _read_words(words)
     if not is_remote:
-        with suppress(TypeError):
-            ScheduleSettings(
-                **{field.name: values[field.name] for field in fields(ScheduleSettings) if field.name in values}
-            )
+        _check_values({name: _number(value) for name, value in values.items()})
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """With the config's own check, on an object that has the fields it reads."""
+    settings = object.__new__(RolloutSettings)
+    for name, value in {**field_defaults(), **values}.items():
+        setattr(settings, name, value)
+    with suppress(TypeError, AttributeError):  # of other types, which are the parser's to refuse
+        settings.check()
+        settings.load_latency_curve()
+
+
+def _number(value: Any) -> Any:
+    """YAML takes 1e-6 for a word."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _read_words(words: Sequence[str]) -> dict[str, Any]:
@@ -78,16 +109,26 @@ def _read_words(words: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("-h", "--help", action="store_true")
     for name in field_names():
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="*", dest=name)
-        parser.add_argument(f"--no_{name}", action="store_true")
+        parser.add_argument(f"--no_{name}", action="store_const", const=False, dest=name)
     found, others = parser.parse_known_args(words)
     for word in others:
         if word.startswith("--"):
             raise _no_field(word.removeprefix("--").partition("=")[0].replace("-", "_"))
-    return {
-        name: True if not given else yaml.safe_load(given[0]) if len(given) == 1 else given
-        for name, given in vars(found).items()
-        if isinstance(given, list)
-    }
+    values = {name: _of_words(value) if isinstance(value, list) else value for name, value in vars(found).items()}
+    return {name: value for name, value in values.items() if name != "help"}
+
+
+def _of_words(words: list[str]) -> Any:
+    if len(words) > 1:
+        return words
+    return yaml.safe_load(words[0]) if words else True
+
+
+class RaisingParser(argparse.ArgumentParser):
+    """One whose errors are raised: it would print them below pages of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message[:1].upper()}{message[1:]}. Correct it; `--help` lists the arguments.")
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], str | None]:
