@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches
 from tests.model_server import model_server
+from trl_darts import DARTSGRPOConfig
 
 
 pytestmark = pytest.mark.vllm  # TRL imports it, and nothing here runs it
@@ -98,6 +99,13 @@ def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, m
         [],
         {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "max_completion_length": 4},
     )
+    policies = DARTSGRPOConfig.policies
+
+    def numbered(self: Any, *rest: Any, rollout: int = 0, **fields: Any) -> Any:
+        numbers.append(rollout)
+        return policies(self, *rest, rollout=rollout, **fields)
+
+    monkeypatch.setattr(DARTSGRPOConfig, "policies", numbered)
     with model_server(model_dir, monkeypatch) as (server, settings):
         for part in ("first", "second"):
             args = make_args(tmp_path, rollout_ahead=1, **settings, **again)
@@ -109,8 +117,6 @@ def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, m
             trainer.add_callback(notes)
             launch = trainer._engine.launch
             trainer._engine.launch = lambda *args, launch=launch: server.events.append("launch") or launch(*args)
-            make = args.policies
-            args.policies = lambda *rest, rollout, make=make: numbers.append(rollout) or make(*rest, rollout=rollout)
             trainer.train(resume_from_checkpoint=None if part == "first" else str(tmp_path / "checkpoint-4"))
             prompts += [[row["prompt"] for row in batch["inputs"]] for batch in batches]
             deadline = time.monotonic() + 10
@@ -118,6 +124,7 @@ def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, m
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
     assert len(prompts) == 8
+    assert numbers == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8]  # the fifth twice: it was under way, and is sampled anew
     assert Counter(prompt for batch in prompts[:6] for prompt in batch) == dict.fromkeys(
         letters_dataset(24)["prompt"], 4
     )

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Pace
 
 
-def run_steps(pacer: Pacer, work: list[float], decoded: int) -> float:
+def run_steps(pacer: Pacer, work: list[float], decoded: int, drafted: int = 0) -> float:
     """Seconds that an engine takes whose steps by themselves take so many. Then it is idle."""
     left = list(work)
     engine = SimpleNamespace(scheduler=SimpleNamespace(has_requests=lambda: bool(left)))
@@ -33,7 +33,8 @@ def run_steps(pacer: Pacer, work: list[float], decoded: int) -> float:
 
     def step(self):
         time.sleep(left.pop(0))
-        return {0: SimpleNamespace(outputs=rows)}, True
+        drafts = SimpleNamespace(num_draft_tokens=drafted) if drafted else None
+        return {0: SimpleNamespace(outputs=rows, scheduler_stats=SimpleNamespace(spec_decoding_stats=drafts))}, True
 
     start = time.perf_counter()
     for _ in work:
@@ -53,6 +54,7 @@ def test_steps_take_as_long_as_the_curve_says_and_late_ones_are_made_up_for(tmp_
     assert run_steps(pacer, [0.0] * 5, 1) > 0.9 * 5 * 2.5 * 4.6e-3
     assert "of 15 engine steps late" in str(pacer.pace)
     assert pacer.pace.since(pace).steps == 5
+    assert run_steps(pacer, [0.0] * 5, 50, drafted=100) > 0.95 * 5 * 2.5 * CURVES["llama-8b"](150)
 
 
 # The task

@@ -47,6 +47,8 @@ STREAM_INTERVAL = 16
 ABORT_RESEND_S = 0.1
 # A server that does not answer an abort is told by closing the connection. What the candidate had is lost then.
 ABORT_GRACE_S = 5.0
+# The same at the end of a rollout that failed: it has waited long enough.
+END_S = 2.0
 # A candidate whose tokens are late for the third time in a row is late because of itself.
 MAX_STALLS = 2
 CLOCK_S = 0.1
@@ -92,6 +94,9 @@ class RolloutRun:
             self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
             if not self.scheduler.done:
                 await self.finished
+        except BaseException:
+            await self._end_requests()
+            raise
         finally:
             self.pool.listener = None
             clock.cancel()
@@ -284,29 +289,30 @@ class RolloutRun:
             await asyncio.sleep(ABORT_RESEND_S)
 
     async def _cancel(self) -> None:
-        """
-        Ends what is still open, so that no server goes on decoding for nobody.
-
-        vLLM loses some of many connections that close at once, and decodes those requests to their limit. So they are
-        aborted first.
-        """
+        """Closes what is still open, so that no server goes on decoding for nobody."""
         self.aborting.clear()
-        if not self.finished.done():
-            self.finished.cancel()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*map(self._end, self.pool.urls(State.UP))), ABORT_GRACE_S)
+        self.finished.cancel()
         tasks = [task for task in [*self.requests.values(), *self.aborters.values()] if not task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _end(self, url: str) -> None:
+    async def _end_requests(self) -> None:
+        """
+        vLLM loses some of many connections that close at once, and decodes those requests to their limit. So they are
+        aborted first.
+        """
+        self.finished.cancel()  # nothing is reported any more
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*map(self._end_on, self.pool.urls(State.UP))), END_S)
+
+    async def _end_on(self, url: str) -> None:
         while tasks := {
             key: task for key, task in self.requests.items() if self.engine_of[key] == url and not task.done()
         }:
             try:
                 ids = [self.internal_ids[key] for key in tasks if key in self.internal_ids]
-                if not await self.pool.members[url].server.abort(ids, ABORT_GRACE_S):
+                if not await self.pool.members[url].server.abort(ids, END_S):
                     return
             except (ServerRefusedError, aiohttp.ClientError, TimeoutError):
                 return
