@@ -87,8 +87,12 @@ def check_command_line(words: Sequence[str]) -> None:
 
 def _check_values(values: Mapping[str, Any]) -> None:
     """With the config's own check, on an object that has the fields it reads."""
+    defaults = field_defaults()
+    numbers = {name: value for name, value in values.items() if type(defaults.get(name)) in (int, float)}
+    if any(isinstance(value, bool) for value in numbers.values()):
+        return  # Python would count with it; the parser refuses its type
     settings = object.__new__(RolloutSettings)
-    for name, value in {**field_defaults(), **values}.items():
+    for name, value in {**defaults, **values}.items():
         setattr(settings, name, value)
     with suppress(TypeError, AttributeError):  # of other types, which are the parser's to refuse
         settings.check()

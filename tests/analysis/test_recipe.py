@@ -83,7 +83,7 @@ def test_recipes_that_run(recipe, fields):
     [
         ({"num_generation": 8}, "yaml: `num_generation` is no field of .* Did you mean `num_generations`"),
         ({"num_generations": "eight"}, r"`num_generations` \('eight'\) must be of type int"),
-        ({"num_generations": True}, r"`num_generations` \(True\) must be"),
+        ({"num_generations": True}, r"`num_generations` \(True\) must be of type int"),
         ({"reward_funcs": "accuracy_reward"}, r"`reward_funcs` .* must be of type list\[str\] \| None, in brackets"),
         ({"lr_scheduler_type": "straight"}, r"`lr_scheduler_type` \('straight'\) must be .* among linear, "),
         ({"reward_funcs": ["acuracy_reward"]}, r"`reward_funcs` \(\['acuracy_reward'\]\) must be among accuracy_rew"),

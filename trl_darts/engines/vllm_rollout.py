@@ -48,7 +48,7 @@ ABORT_RESEND_S = 0.1
 # A server that does not answer an abort is told by closing the connection. What the candidate had is lost then.
 ABORT_GRACE_S = 5.0
 # The same at the end of a rollout that failed: it has waited long enough.
-END_S = 2.0
+END_S = 0.7
 # A candidate whose tokens are late for the third time in a row is late because of itself.
 MAX_STALLS = 2
 CLOCK_S = 0.1
