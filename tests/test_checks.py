@@ -13,7 +13,6 @@ from tests.builders import letters_dataset, make_args, make_trainer
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.checks import (
     check_arguments,
-    check_combinations,
     check_datasets,
     check_path,
     check_positions,
@@ -28,6 +27,7 @@ from trl_darts.scheduling import ScheduleSettings
 
 def trainer(**changes: Any) -> SimpleNamespace:
     """What the checks look at, in a training that is fine."""
+    settings = ScheduleSettings(changes.get("schedule", "darts"), rollout_ahead=changes.get("rollout_ahead", 0))
     args = {
         "use_vllm": False,
         "vllm_mode": "server",
@@ -38,12 +38,10 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "vllm_enable_sleep_mode": False,
         "schedule": "darts",
         "rollout_ahead": 0,
-        "buffers_prompts": ScheduleSettings(
-            changes.get("schedule", "darts"), rollout_ahead=changes.get("rollout_ahead", 0)
-        ).buffers_prompts,
+        "buffers_prompts": settings.buffers_prompts,
+        "own_prompts": settings.own_prompts,
+        "without_own_prompts": settings.without_own_prompts,
         "save_strategy": "steps",
-        "load_latency_curve": lambda: None,
-        "stream_logprobs": False,
     }
     fields: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1),
@@ -145,16 +143,16 @@ def test_model_that_vllm_has_changed():
 
 
 @pytest.mark.parametrize("changes", [{"use_vllm": False}, {"use_vllm": True, "vllm_mode": "colocate"}])
-def test_schedules_and_options_that_need_servers(changes):
+def test_schedules_and_options_that_need_servers(changes, tmp_path):
     words = r"`schedule` \('sorted'\) .* with an engine in the trainer's own process. Set `use_vllm=True` and"
     with pytest.raises(ConfigurationError, match=words):
-        check_combinations(trainer(schedule="sorted", **changes).args)
+        make_args(tmp_path, schedule="sorted", **changes).check_start()
     with pytest.raises(
         ConfigurationError, match=r"`rollout_ahead` \(1\) .* `vllm_mode='server'`, or `rollout_ahead=0`"
     ):
-        check_combinations(trainer(rollout_ahead=1, **changes).args)
-    check_combinations(trainer(**changes).args)
-    check_combinations(trainer(schedule="sorted", use_vllm=True).args)
+        make_args(tmp_path, rollout_ahead=1, **changes).check_start()
+    make_args(tmp_path, **changes).check_start()
+    make_args(tmp_path, schedule="sorted", use_vllm=True, vllm_mode="server").check_start()
 
 
 def test_a_rollout_func_can_not_run_ahead(tmp_path):

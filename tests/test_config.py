@@ -14,7 +14,6 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_darts import DARTSGRPOConfig
-from trl_darts.checks import check_combinations
 from trl_darts.errors import ConfigurationError
 from trl_darts.settings import SERVER_DEFAULTS, TRL_CHOICES, TRL_VLLM_CHOICES, VESPO_SAMPLING_MODES
 
@@ -197,7 +196,7 @@ def test_a_latency_file_is_read_when_the_trainer_is_built(tmp_path, content):
         path.write_text(content)
     args = config(latency_curve=str(path), redundancy_cost_weight=0.1)
     with pytest.raises(ConfigurationError, match=r"curve\.json"):
-        check_combinations(args)
+        args.check_start()
 
 
 def test_several_servers():

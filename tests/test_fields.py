@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from trl import TrlParser
 from tests.test_imports import loaded
 from trl_darts.analysis.recipe import ARGUMENTS
 from trl_darts.errors import ConfigurationError
-from trl_darts.fields import check_command_line, field_names, split_command_line
+from trl_darts.fields import check_command_line, field_defaults, field_names, split_command_line
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +20,14 @@ RECIPE = str(ROOT / "configs" / "tiny_reasoner.yaml")
 
 def test_names_are_those_of_the_parser():
     assert field_names() == {action.dest for action in TrlParser(ARGUMENTS)._actions} - {"help"}
+
+
+def test_defaults_are_those_of_the_classes():
+    """But for what a class computes, which a source does not say."""
+    known = {own.name: own.default for cls in reversed(ARGUMENTS) for own in fields(cls) if own.default is not MISSING}
+    found = field_defaults()
+    assert {name: known[name] for name in found if name in known} == {n: found[n] for n in found if n in known}
+    assert len(found.keys() & known.keys()) > 200
 
 
 def test_nothing_heavy_is_loaded():
@@ -57,6 +66,14 @@ def test_what_the_parser_takes(words):
             r"`max_num_generations` \(4\) must be at least `num_generations` \(8\)",
         ),
         (["--config"], "`--config` must be followed by a YAML file"),
+        (["--config", RECIPE, "--rollout_ahead", "1"], r"`rollout_ahead` \(1\) .* trainer's own process"),
+        (["--config", RECIPE, "--length_history", "nowhere"], r"`length_history` \('nowhere'\) must be a checkpoint"),
+        (["--config", RECIPE, "--per_device_train_batch_size", "60"], r"\(60 rows: .* × 1 process × .* divisible by"),
+        (["--config", RECIPE, "--reward_funcs", "no_such"], r"`reward_funcs` \(\['no_such'\]\) must be among"),
+        (
+            ["--config", RECIPE, "--resume_from_checkpoint", "true", "--output_dir", "nowhere"],
+            r"`resume_from_checkpoint` \(true\) needs a checkpoint in `output_dir` \('nowhere'\)",
+        ),
     ],
 )
 def test_what_it_does_not_take(words, message):

@@ -49,7 +49,7 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
             f"`rollout_ahead` ({args.rollout_ahead}) does not run with `rollout_func`, which generates by itself when "
             "its batch comes. Set it to 0."
         )
-    check_combinations(args)
+    args.check_start()
 
 
 def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any = None) -> None:
@@ -74,45 +74,6 @@ def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any = None) -> N
             f"`train_dataset` ({len(train_dataset)} prompts) must have at least the prompts of one generation "
             f"({needed}), or nothing is trained on. Take a larger data set, or a smaller batch."
         )
-
-
-def check_combinations(config: Any) -> None:
-    """
-    Refuses combinations of fields that no trainer can run, whatever its model and data. Not part of the config, which
-    is also published and taken over by others: servers are named where a training starts.
-
-    Args:
-        config ([`DARTSGRPOConfig`]):
-            The config alone.
-
-    Raises:
-        [`ConfigurationError`]: Names the field to change, or the file of `latency_curve` if that can't be read.
-    """
-    config.load_latency_curve()
-    if config.buffers_prompts and not config.uses_servers:
-        raise ConfigurationError(
-            f"{_own_prompts(config)} with an engine in the trainer's own process. Set `use_vllm=True` and "
-            f"`vllm_mode='server'`, or {_without_own_prompts(config)}."
-        )
-    if not config.stream_logprobs or config.vllm_importance_sampling_correction or config.beta != 0.0:
-        return
-    if config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0:
-        raise ConfigurationError(
-            "`stream_logprobs` (True) has nothing to compute: with `vllm_importance_sampling_correction=False` and "
-            "`beta=0.0` no log-probs are needed before the loss. Set it to `False`."
-        )
-
-
-def _own_prompts(config: DARTSGRPOConfig) -> str:
-    if config.rollout_ahead:
-        return f"`rollout_ahead` ({config.rollout_ahead}) samples each batch before its turn, and does not run"
-    return (
-        f"`schedule` ({config.schedule!r}) trains on other prompts than the data loader's next ones, and does not run"
-    )
-
-
-def _without_own_prompts(config: DARTSGRPOConfig) -> str:
-    return "`rollout_ahead=0`" if config.rollout_ahead else "`schedule='darts'`"
 
 
 def other_model(curve: LatencyCurve | None, path: str | None, model: str | None) -> str | None:
@@ -248,7 +209,7 @@ def _check_rounds(trainer: Any) -> None:
     args = trainer.args
     if not args.buffers_prompts:
         return
-    start, remedy = _own_prompts(args), _without_own_prompts(args)
+    start, remedy = args.own_prompts, args.without_own_prompts
     if trainer.environment_factories is not None:
         raise ConfigurationError(
             f"{start} with `environment_factory`, whose prompts are made when their batch comes. Use {remedy}."

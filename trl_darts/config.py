@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
-from .errors import ConfigurationError
 from .hub import PublishedConfig
 from .scheduling import ScheduleSettings
 from .settings import RolloutSettings
@@ -32,16 +31,6 @@ class DARTSGRPOConfig(RolloutSettings, PublishedConfig, GRPOConfig):  # type: ig
         try:
             super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below
         except ValueError:
-            self._check_batch()
+            self.check_batch(self.world_size)
             raise
         self.check()
-
-    def _check_batch(self) -> None:
-        """TRL refuses it too, and names what it has computed of the fields that were set."""
-        if self.generation_batch_size and self.generation_batch_size % self.num_generations:
-            raise ConfigurationError(
-                f"The generation batch ({self.generation_batch_size} rows: `per_device_train_batch_size` "
-                f"({self.per_device_train_batch_size}) × {self.world_size} process{'es' * (self.world_size != 1)} × "
-                f"`steps_per_generation` ({self.steps_per_generation})) must be divisible by "
-                f"`num_generations` ({self.num_generations}). Change one of them."
-            )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING
@@ -18,10 +19,11 @@ from typing import Any, NoReturn
 import yaml
 
 from .errors import ConfigurationError, did_you_mean
+from .resume import checkpoint_to_resume
 from .settings import RolloutSettings
 
 
-# The classes of `analysis.recipe.ARGUMENTS` and those that they extend, by file.
+# The classes of `analysis.recipe.ARGUMENTS` and those that they extend, by file; what extends comes first.
 CLASSES = {
     "trl_darts/analysis/recipe.py": ("ScriptArguments",),
     "trl_darts/settings.py": ("RolloutSettings",),
@@ -33,6 +35,10 @@ CLASSES = {
     "trl/trainer/model_config.py": ("ModelConfig",),
     "transformers/training_args.py": ("TrainingArguments",),
 }
+DEFAULT_OUTPUT = "trainer_output"  # of TRL
+OVERLONG = "get_soft_overlong_punishment"
+MATH_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward")
+REWARDS = (*MATH_REWARDS, "think_format_reward", OVERLONG)  # those that TRL's script knows by name
 
 
 @cache
@@ -49,7 +55,7 @@ def field_names() -> frozenset[str]:
 
 @cache
 def _declared() -> dict[str, Any]:
-    declared = {}
+    declared: dict[str, Any] = {}
     for file, classes in CLASSES.items():
         package, _, inner = file.partition("/")
         (root,) = find_spec(package).submodule_search_locations  # type: ignore[union-attr,misc]
@@ -57,7 +63,7 @@ def _declared() -> dict[str, Any]:
         for node in (node for node in nodes if isinstance(node, ast.ClassDef) and node.name in classes):
             for line in (line for line in node.body if isinstance(line, ast.AnnAssign)):
                 if isinstance(line.target, ast.Name) and not line.target.id.startswith("_"):
-                    declared[line.target.id] = _default(line.value)
+                    declared.setdefault(line.target.id, _default(line.value))
     return declared
 
 
@@ -74,29 +80,54 @@ def _default(value: ast.expr | None) -> Any:
 
 def check_command_line(words: Sequence[str]) -> None:
     """
-    Refuses what is no field on a command line, or in the file of its `--config`, and values that can't work. What
-    TRL computes of several fields is checked when the config is made, and types by the parser.
+    Refuses what is no field on a command line, or in the file of its `--config`, values that can't work, and a
+    checkpoint that is not there. What TRL computes of several fields is checked when the config is made, and types by
+    the parser.
     """
     words, path = split_command_line(words)
     is_remote = path is not None and "://" in path
     values = read_values(path) if path is not None and not is_remote else {}
     values |= _read_words(words)
     if not is_remote:
-        _check_values({name: _number(value) for name, value in values.items()})
+        check_values(values, int(os.environ.get("WORLD_SIZE", "1")))
+        checkpoint_to_resume(values.get("resume_from_checkpoint"), values.get("output_dir") or DEFAULT_OUTPUT)
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
-    """With the config's own check, on an object that has the fields it reads."""
-    defaults = field_defaults()
+def check_values(given: Mapping[str, Any], num_processes: int) -> None:
+    """With the config's own checks, on an object that has the fields they read."""
+    defaults, values = field_defaults(), {name: _number(value) for name, value in given.items()}
     numbers = {name: value for name, value in values.items() if type(defaults.get(name)) in (int, float)}
     if any(isinstance(value, bool) for value in numbers.values()):
         return  # Python would count with it; the parser refuses its type
     settings = object.__new__(RolloutSettings)
     for name, value in {**defaults, **values}.items():
         setattr(settings, name, value)
-    with suppress(TypeError, AttributeError):  # of other types, which are the parser's to refuse
-        settings.check()
-        settings.load_latency_curve()
+    for check in (
+        settings.check,
+        settings.check_start,
+        lambda: settings.check_batch(num_processes),
+        lambda: check_rewards(_listed(values.get("reward_funcs"))),
+    ):
+        with suppress(TypeError, AttributeError):  # of other types, which are the parser's to refuse
+            check()
+
+
+def check_rewards(names: Sequence[str] | None) -> None:
+    """Refuses names of reward functions that are neither TRL's nor import paths."""
+    unknown = [name for name in names or [] if name not in REWARDS and not _is_import_path(name)]
+    if unknown:
+        raise ConfigurationError(
+            f"`reward_funcs` ({unknown}) must be among {', '.join(REWARDS)}, or import paths such as "
+            "'my_package.rewards.my_reward'. Correct them."
+        )
+
+
+def _is_import_path(name: str) -> bool:
+    return "." in name and all(part.isidentifier() for part in name.split("."))
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 def _number(value: Any) -> Any:

@@ -2,24 +2,24 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
-
-from transformers import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigurationError
 
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
 
 TRAINER_STATE = "trainer_state.json"  # without it, a checkpoint was interrupted itself
 
 
 def last_checkpoint(output_dir: str) -> Path | None:
     """The whole checkpoint of the latest step in a directory, which need not exist."""
-    states = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*/{TRAINER_STATE}")
+    states = Path(output_dir).glob(f"checkpoint-[0-9]*/{TRAINER_STATE}")
     return max((s.parent for s in states), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def where_it_stopped(args: Any, state: TrainerState, checkpoint: str | None) -> str:
+def where_it_stopped(args: Any, state: "TrainerState", checkpoint: str | None) -> str:
     """What Ctrl-C ends with: the step, and the checkpoint to go on from, saved or resumed from by this training."""
     stopped = f"Stopped after step {state.global_step} of {state.max_steps}."
     last = last_checkpoint(args.output_dir)

@@ -177,6 +177,42 @@ class RolloutSettings(ScheduleSettings):
         self._check_streams()
         self._check_ahead()
 
+    def check_start(self) -> None:
+        """
+        Refuses what no trainer can start with, whatever its model and data. Not part of `check`: a published config
+        can be built where its files and servers are not. Raises [`ConfigurationError`].
+        """
+        self.load_latency_curve()
+        if self.length_history is not None and not os.path.exists(self.length_history):
+            raise ConfigurationError(
+                f"`length_history` ({self.length_history!r}) must be a checkpoint, its `darts_lengths.npz`, or the "
+                "`output_dir` of a run with `save_rollout_trace`, and is not there. Correct its path."
+            )
+        if self.buffers_prompts and not self.uses_servers:
+            raise ConfigurationError(
+                f"{self.own_prompts} with an engine in the trainer's own process. Set `use_vllm=True` and "
+                f"`vllm_mode='server'`, or {self.without_own_prompts}."
+            )
+        if not self.stream_logprobs or self.vllm_importance_sampling_correction or self.beta != 0.0:
+            return
+        if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0:
+            raise ConfigurationError(
+                "`stream_logprobs` (True) has nothing to compute: with `vllm_importance_sampling_correction=False` "
+                "and `beta=0.0` no log-probs are needed before the loss. Set it to `False`."
+            )
+
+    def check_batch(self, num_processes: int) -> None:
+        """TRL refuses it too, and names what it has computed of the fields that were set."""
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        rows = self.generation_batch_size or self.per_device_train_batch_size * num_processes * steps
+        if rows % self.num_generations:
+            raise ConfigurationError(
+                f"The generation batch ({rows} rows: `per_device_train_batch_size` "
+                f"({self.per_device_train_batch_size}) × {num_processes} process{'es' * (num_processes != 1)} × "
+                f"`steps_per_generation` ({steps})) must be divisible by `num_generations` ({self.num_generations}). "
+                "Change one of them."
+            )
+
     def check_group(self) -> None:
         """Before TRL, whose error says less."""
         if self.num_generations < 2:

@@ -18,18 +18,15 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser  # type: ignore[att
 from trl.import_utils import is_math_verify_available
 from trl.scripts.grpo import GRPOScriptArguments
 
-from ..checks import check_combinations, other_model
+from ..checks import other_model
 from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
-from ..fields import RaisingParser, read_values, split_command_line
+from ..fields import MATH_REWARDS, OVERLONG, RaisingParser, check_rewards, read_values, split_command_line
 from ..hub import resolve_config_arguments
 from ..resume import checkpoint_to_resume
 
 
 MADE_DATASET = "tiny_reasoner"  # that of examples/tiny_reasoner, which is made and not loaded
-OVERLONG = "get_soft_overlong_punishment"
-MATH_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward")
-REWARDS = (*MATH_REWARDS, "think_format_reward", OVERLONG)  # those that TRL's script knows by name
 # Set for the check alone: with `use_cpu`, transformers looks for no GPU that can do bfloat16. For TF32 it always does.
 WITHOUT_DEVICE = {"use_cpu": True, "tf32": None}
 
@@ -61,7 +58,6 @@ class ScriptArguments(GRPOScriptArguments):
 
     def __post_init__(self) -> None:
         is_made, count, cache = self.dataset_name == MADE_DATASET, self.num_prompts, self.soft_punish_cache
-        unknown = [name for name in self.reward_funcs or [] if name not in REWARDS and not _is_import_path(name)]
         _refuse(
             count is not None and (count < 1 or not is_made),
             f"`num_prompts` ({count}) must be at least 1, and is only for `dataset_name` {MADE_DATASET!r}, which is "
@@ -72,11 +68,7 @@ class ScriptArguments(GRPOScriptArguments):
             f"`system_prompt` ({self.system_prompt!r:.60}) only has an effect with `prompt_column`. Set that, or "
             "leave it out.",
         )
-        _refuse(
-            bool(unknown),
-            f"`reward_funcs` ({unknown}) must be among {', '.join(REWARDS)}, or import paths such as "
-            "'my_package.rewards.my_reward'. Correct them.",
-        )
+        check_rewards(self.reward_funcs)
         _refuse(
             (OVERLONG in (self.reward_funcs or [])) != (cache is not None and cache > 0),
             f"`soft_punish_cache` ({cache}) must be at least 1 with {OVERLONG!r}, and left out without it.",
@@ -218,7 +210,7 @@ def _parse(classes: list[Any], values: dict[str, Any], words: Sequence[str] = ()
         raise
     except (ValueError, TypeError, ZeroDivisionError) as error:  # TRL's, or those of transformers
         raise ConfigurationError(" ".join(str(error).split())) from error
-    check_combinations(recipe.config)
+    recipe.config.check_start()
     _check_recipe(recipe)
     return recipe
 
@@ -303,10 +295,6 @@ def _may_be_on_hub(name: str | None) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def _is_import_path(name: str) -> bool:
-    return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
 @cache

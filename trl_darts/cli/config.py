@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import TRLDARTSError
-from ..fields import check_command_line, read_yaml
+from ..fields import check_values, read_values, read_yaml
 from .exits import USAGE_ERROR, fail
 
 
@@ -53,7 +53,7 @@ def check(
     has_failed = False
     for path in files:  # all of them, also after one that fails
         try:
-            check_command_line(["--config", str(path)])  # most of what is wrong is told before they are loaded
+            check_values(read_values(path), num_processes)  # most of what is wrong is told before they are loaded
             from ..analysis.recipe import check_lengths, read_recipe
 
             recipe = read_recipe(path, num_processes)
@@ -100,6 +100,7 @@ def push(
 
         trl-darts config push configs/tiny_reasoner.yaml me/tiny --without model_name_or_path --without reward_funcs
     """
+    read_values(file)  # what is wrong with it is told before they are loaded
     from ..analysis.recipe import read_fields
     from ..hub import push_config
 

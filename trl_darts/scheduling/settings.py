@@ -360,6 +360,21 @@ class ScheduleSettings:
         return self.schedule in ("tail_batching", "partial_rollout", "sorted") or self.rollout_ahead > 0
 
     @property
+    def own_prompts(self) -> str:
+        """Of a schedule that `buffers_prompts`, the beginning of an error."""
+        if self.rollout_ahead:
+            return f"`rollout_ahead` ({self.rollout_ahead}) samples each batch before its turn, and does not run"
+        return (
+            f"`schedule` ({self.schedule!r}) trains on other prompts than the data loader's next ones, and does not "
+            "run"
+        )
+
+    @property
+    def without_own_prompts(self) -> str:
+        """What to set instead."""
+        return "`rollout_ahead=0`" if self.rollout_ahead else "`schedule='darts'`"
+
+    @property
     def keeps_tokens(self) -> bool:
         """Whether what is unfinished when a batch is ready goes on in the next rollout."""
         return self.schedule == "partial_rollout" or self.sorted_mode == "partial"
