@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+
+ROOT = Path(__file__).resolve().parent
 
 # A busy machine takes longer than a deadline for one example.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -20,6 +22,26 @@ hypothesis.settings.load_profile("no deadline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; read at import time, so before transformers
 REQUIRE_VLLM = "TRL_DARTS_REQUIRE_VLLM"
+
+# With `--dist loadgroup`, tests that share a server run in one process, so that none is started twice. The key is a
+# fixture that is the server, or that asks for it while it runs.
+SERVER_OF = {
+    "server": "letters",
+    "second_server": "letters",
+    "launches": "letters",
+    "vllm_server": "markov",
+    "servers": "markov",
+    "pair": "markov",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test belongs to the group of its server, else to that of its file; its own mark comes first."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            servers = [SERVER_OF[name] for name in getattr(item, "fixturenames", ()) if name in SERVER_OF]
+            item.add_marker(pytest.mark.xdist_group(servers[0] if servers else item.path.relative_to(ROOT).as_posix()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -106,35 +128,46 @@ def model_dir(tmp_path_factory, tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(model_dir, tmp_path_factory) -> Iterator[object]:
-    """A real server of that model. Its weights follow the trainings that use it: each begins with a sync."""
-    from benchmarks.vllm_server import start_vllm_server
+def log_of(tmp_path_factory) -> Callable[[str], Path]:
+    """Where a server of the whole session writes its log. Refuses to start one in two processes, see `SERVER_OF`."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    log_path = tmp_path_factory.mktemp("letters") / "server.log"
-    with start_vllm_server(model_dir, log_path=log_path, max_model_len=512) as server:
+    def log_of(name: str) -> Path:
+        path = base / f"{name}.log"
+        path.touch(exist_ok=False)
+        return path
+
+    return log_of
+
+
+@pytest.fixture(scope="session")
+def server(model_dir, log_of) -> Iterator[object]:
+    """A real server of that model. Its weights follow the trainings that use it: each begins with a sync."""
+    from tests.forks import start_server
+
+    with start_server(model_dir, log_path=log_of("letters"), max_model_len=512) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def second_server(model_dir, tmp_path_factory) -> Iterator[object]:
+def second_server(model_dir, log_of) -> Iterator[object]:
     """Another one of that model, with more room, that wants the key `secret`."""
-    from benchmarks.vllm_server import start_vllm_server
+    from tests.forks import start_server
 
     options = {"max_model_len": 600, "env": {"VLLM_API_KEY": "secret"}}
-    log_path = tmp_path_factory.mktemp("letters") / "second.log"
-    with start_vllm_server(model_dir, log_path=log_path, **options) as server:
+    with start_server(model_dir, log_path=log_of("letters-second"), **options) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def vllm_server(markov_model_dir, tmp_path_factory) -> Iterator[object]:
+def vllm_server(markov_model_dir, log_of) -> Iterator[object]:
     """
     A real server of the Markov model, one for the whole session: mark its tests `vllm`.
 
     A test that changes its weights or pauses it must put both back.
     """
-    from benchmarks.vllm_server import start_vllm_server
+    from tests.forks import start_server
 
-    log_path = tmp_path_factory.mktemp("vllm") / "server.log"
-    with start_vllm_server(markov_model_dir, log_path=log_path) as server:
+    with start_server(markov_model_dir, log_path=log_of("markov")) as server:
         yield server

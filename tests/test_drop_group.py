@@ -6,11 +6,13 @@ from trl import GRPOTrainer
 
 from tests.builders import letter_of, letters_dataset, make_trainer, record_batches
 from tests.test_trainer_server import rollout_logs, server_args
+from trl_darts.engines import vllm_rollout
 from trl_darts.errors import GenerationError
 
 
 pytestmark = pytest.mark.vllm
 REFUSED = {"top_p": 7.0}
+TIMEOUT_S = 1000.0
 
 
 def reward(prompts, completion_ids, **kwargs):
@@ -99,28 +101,44 @@ def test_error_where_nothing_is_dropped_or_nothing_is_left(server, model_dir, tm
         trainer.train()
 
 
-def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path):
-    """Two groups never end by themselves; when time is up, the batch is what the other two have."""
+def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path, monkeypatch):
+    """Two groups are far from their ends; when time is up, the batch is what the other two have."""
+    ledgers = []
+
+    class Waiting(vllm_rollout.Waiting):
+        """Time is up as soon as the two short groups are complete, however long that takes."""
+
+        @property
+        def seconds(self):
+            is_over = self.limit_s == TIMEOUT_S and all(ledgers[0].groups[i].settled for i in (0, 2))
+            return TIMEOUT_S + 1 if is_over else 0.0
+
+    def run(scheduler, *args):
+        ledgers.append(scheduler.ledger)
+        return plain_run(scheduler, *args)
+
     args = server_args(
         tmp_path,
         server,
         max_steps=1,
         max_completion_length=480,
-        max_num_generations=64,  # so many that the server is busy for longer, also on a quiet machine
-        target_redundancy=16.0,
-        vllm_rollout_timeout_s=2.0,
+        max_num_generations=16,  # long groups take seconds, the clock ticks ten times in one
+        target_redundancy=4.0,
+        vllm_rollout_timeout_s=TIMEOUT_S,
         on_generation_error="drop_group",
     )
-    # A server's first answer takes seconds.
-    server.request("/v1/completions", {"model": server.model, "prompt": [5], "max_tokens": 2, "logprobs": 0})
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)
+    plain_run, trainer.vllm_generation.engine.run = trainer.vllm_generation.engine.run, run
+    monkeypatch.setattr(vllm_rollout, "Waiting", Waiting)
     endless = {"min_tokens": 480, "max_tokens": 480, "ignore_eos": True}
     trainer._engine.overrides = lambda command: endless if command.group_id in (1, 3) else {"max_tokens": 2}
     trainer.train()
     (entry,) = rollout_logs(trainer)
     assert entry["darts/rollout/dropped_groups"] == 2.0
-    assert 2.0 <= entry["darts/rollout/seconds"] < 4.0
+    open_ones = [candidate for candidate in ledgers[0].candidates if candidate.group_id in (1, 3)]
+    assert len(open_ones) == 32
+    assert all(candidate.length < 480 for candidate in open_ones)  # nobody waited for them
     mask = batches[0]["completion_mask"]
     assert mask.any(dim=1).tolist() == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4
 

@@ -1,13 +1,11 @@
 """
-A training with pictures on one engine, in a process of its own: `images.py ENGINE MODEL OUT [URL]`.
+A training with pictures on one engine; for vLLM inside the process a program of its own, see `run_scenarios`.
 
 All prompts are the same words; only the pictures differ, and so do the answers.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from datasets import Dataset
 
 import tests.conformance.vlm  # noqa: F401  AutoProcessor loads Idefics3's processor once it is imported
 from tests.builders import make_args, record_batches
-from tests.engines.settings import engine_settings, prepare_colocated
+from tests.conformance.process import main
+from tests.engines.settings import engine_settings
 from tests.trl_parity.vlms import load_processor, picture
 from trl_darts import DARTSGRPOTrainer
 
@@ -44,28 +43,26 @@ def scores(trainer: Any, batch: dict[str, Any]) -> list[list[float]]:
     return rows  # (picture, row)
 
 
-def main() -> None:
-    engine, model_dir, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    settings = engine_settings(engine, sys.argv[4] if len(sys.argv) > 4 else None)
-    if engine == "vllm_colocated":
-        prepare_colocated()
+def scenarios(engine: str, model_dir: Path, out: Path, url: str | None = None) -> dict[str, Any]:
+    """Some steps, and what is known of their rows."""
     # It learns, so that an engine that keeps what its old weights saw in a picture is found out.
     words = [{"role": "user", "content": "What is this?"}]
     dataset = Dataset.from_list([{"prompt": words, "image": picture(i), "which": i} for i in range(NUM_PICTURES)])
-    args = make_args(out / "run", max_steps=STEPS, max_completion_length=16, learning_rate=2e-3, **settings)
+    args = make_args(
+        out / "run", max_steps=STEPS, max_completion_length=16, learning_rate=2e-3, **engine_settings(engine, url)
+    )
     trainer = DARTSGRPOTrainer(
         str(model_dir), reward, args=args, train_dataset=dataset, processing_class=load_processor(model_dir)
     )
     batches = record_batches(trainer)
     trainer.train()
-    results = {
+    return {
         "log": [{k: v for k, v in line.items() if "/" in k} for line in trainer.state.log_history],
         "which": [[row["which"] for row in batch["inputs"]] for batch in batches],
         "scores": [scores(trainer, batch) for batch in batches],
         "tracked": len(trainer.length_tracker),
     }
-    (out / "results.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(scenarios)

@@ -1,18 +1,18 @@
 """
-The scenarios that every engine must pass, run on one of them in a process of its own: `run.py ENGINE MODEL OUT [URL]`.
+The scenarios that every engine must pass. For vLLM inside the process, which changes it, a program of its own, see
+`run_scenarios`.
 
-Each scenario is one call of TRL's `_generate_single_turn` on a real trainer. What came of it is written as JSON.
+Each scenario is one call of TRL's `_generate_single_turn` on a real trainer. What came of it is JSON.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.builders import make_args, make_trainer
-from tests.engines.settings import engine_settings, prepare_colocated
+from tests.conformance.process import main
+from tests.engines.settings import engine_settings
 from trl_darts.scheduling import Admission, ScheduleSettings
 
 
@@ -59,11 +59,8 @@ def play(trainer: Any, prompts: list[str], counts: list[int], schedule_settings:
     }
 
 
-def main() -> None:
-    engine, model_dir, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    url = sys.argv[4] if len(sys.argv) > 4 else None
-    if engine == "vllm_colocated":
-        prepare_colocated()
+def scenarios(engine: str, model_dir: Path, out: Path, url: str | None = None) -> dict[str, Any]:
+    """What came of all of them on one engine."""
     args = make_args(
         out / "run", per_device_train_batch_size=40, max_completion_length=100, **engine_settings(engine, url)
     )
@@ -90,8 +87,8 @@ def main() -> None:
     results["evaluation"] = {"prompts": rows[:8], "completions": completions, "learned": learned}
     if engine == "vllm_colocated":
         results["room"] = trainer.vllm_generation.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-    out.joinpath("results.json").write_text(json.dumps(results))
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    main(scenarios)

@@ -1,23 +1,18 @@
 """
 One suite for all engines: what a rollout yields does not depend on who decodes it.
 
-Each engine runs the scenarios of `run.py` once, in a process of its own. The names of those that ran are printed at
-the end of the session.
+Each engine runs the scenarios of `run.py` once.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.builders import letter_of
-from tests.conformance.run import COUNTS, M_UP, M
+from tests.conformance.process import run_scenarios
+from tests.conformance.run import COUNTS, M_UP, M, scenarios
 from tests.engines.settings import ENGINES
 from tests.test_docs import documented_metrics
 from trl_darts.policy import select_dual_end
@@ -26,28 +21,14 @@ from trl_darts.policy import select_dual_end
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_scenarios(module: str, engine: str, model_dir: Path, out: Path, url: str | None = None) -> dict[str, Any]:
-    """What a module of this directory finds on an engine, in a process of its own."""
-    command = [sys.executable, "-m", f"tests.conformance.{module}", engine, str(model_dir), str(out)]
-    done = subprocess.run(
-        command if url is None else [*command, url],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {"engine": engine, **json.loads((out / "results.json").read_text())}
+MARKS = {"vllm_colocated": [pytest.mark.vllm], "vllm_server": [pytest.mark.vllm, pytest.mark.xdist_group("letters")]}
 
 
-@pytest.fixture(
-    scope="session", params=[pytest.param(e, marks=pytest.mark.vllm if "vllm" in e else ()) for e in ENGINES]
-)
+@pytest.fixture(scope="session", params=[pytest.param(engine, marks=MARKS.get(engine, ())) for engine in ENGINES])
 def results(request, model_dir, tmp_path_factory):
     """What came of the scenarios on one engine."""
     url = request.getfixturevalue("server").base_url if request.param == "vllm_server" else None
-    return run_scenarios("run", request.param, model_dir, tmp_path_factory.mktemp("results"), url)
+    return run_scenarios(scenarios, request.param, model_dir, tmp_path_factory.mktemp("results"), url)
 
 
 @pytest.fixture(params=["darts", "no_pruning", "patience", "grpo", "mixed"])

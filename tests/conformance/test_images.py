@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.vllm_server import start_vllm_server
-from tests.conformance.images import NUM_PICTURES, STEPS
-from tests.conformance.test_engines import run_scenarios
+from tests.conformance.images import NUM_PICTURES, STEPS, scenarios
+from tests.conformance.process import run_scenarios
 from tests.conformance.vlm import make_idefics3
+from tests.forks import start_server
 from tests.trl_parity.vlms import make_vlm
 
 
@@ -20,10 +20,10 @@ def results(request, tmp_path_factory):
     make_idefics3(model_dir) if request.param == "vllm_colocated" else make_vlm(model_dir, kind="llava")
     out = tmp_path_factory.mktemp("results")
     if request.param != "vllm_server":
-        return run_scenarios("images", request.param, model_dir, out)
+        return run_scenarios(scenarios, request.param, model_dir, out)
     options = {"max_model_len": 256, "model_impl": "transformers", "enable_scale_out": True}
-    with start_vllm_server(model_dir, wait=False, **options) as server:
-        return run_scenarios("images", request.param, model_dir, out, server.base_url)
+    with start_server(model_dir, wait=False, **options) as server:
+        return run_scenarios(scenarios, request.param, model_dir, out, server.base_url)
 
 
 def test_prompts_of_the_same_words_are_told_apart_by_their_pictures(results):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_server import free_port, start_vllm_server
+from benchmarks.vllm_server import free_port
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,10 +15,10 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes",
 LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-def train_grpo(output_dir, *arguments: str) -> subprocess.CompletedProcess:
+def train_grpo(output_dir, *arguments: str, launch=(sys.executable,)) -> subprocess.CompletedProcess:
     script = ["examples/train_grpo.py", "--config", "configs/tiny_reasoner.yaml", "--output_dir", str(output_dir)]
     small = ["--max_steps", "3", "--per_device_train_batch_size", "16", "--max_completion_length", "64"]
-    command = [*LAUNCH, *script, *small, "--save_strategy", "steps", "--save_steps", "3", *arguments]
+    command = [*launch, *script, *small, "--save_strategy", "steps", "--save_steps", "3", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
 
 
@@ -28,17 +28,17 @@ def logged(output_dir) -> list[dict]:
 
 
 def test_training_script_without_a_server(tmp_path):
-    done = train_grpo(tmp_path)
+    done = train_grpo(tmp_path, launch=LAUNCH)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(logged(tmp_path)) == 3
     assert (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.vllm
-def test_training_script_with_a_server(tmp_path):
-    with start_vllm_server(ROOT / "examples/tiny_reasoner/checkpoint", max_model_len=512, wait=False) as server:
-        arguments = ["--use_vllm", "--vllm_mode", "server", "--vllm_server_base_url", server.base_url]
-        done = train_grpo(tmp_path, *arguments, "--vllm_group_port", str(free_port()))
+def test_training_script_with_a_server(server, model_dir, tmp_path):
+    arguments = ["--model_name_or_path", str(model_dir), "--use_vllm", "--vllm_mode", "server"]
+    arguments += ["--vllm_server_base_url", server.base_url, "--vllm_group_port", str(free_port())]
+    done = train_grpo(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logged(tmp_path))
 

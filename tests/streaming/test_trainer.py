@@ -15,23 +15,28 @@ LOG_PROBS = {"stream_logprobs": True, "stream_chunk_tokens": 16, "stream_batch_t
 REWARDS = {"stream_rewards": True, "stream_reward_timeout_s": 20.0}
 
 
+def distinct_reward(completion_ids, **kwargs):
+    """No two rows of a call have the same, whatever was sampled: every group has advantages."""
+    return [float(row) for row in range(len(completion_ids))]
+
+
 def train(server, model_dir, out, peft_config=None, **fields):
-    """What was compared with TRL, and the logs of three steps with streamed log-probs."""
+    """What was compared with TRL, the logs and the batches of three steps with streamed log-probs."""
     args = server_args(out, server, **{**LOG_PROBS, **fields})
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(10), peft_config=peft_config)
-    differences = compare_with_trl(trainer)
+    differences, batches = compare_with_trl(trainer), record_batches(trainer)
     trainer.train()
     assert max(difference for _, difference, _ in differences) < 1e-5
     assert not any(scorer.complete for scorer in trainer._streams.log_probs.scorers.values())  # of old weights
     logs = rollout_logs(trainer)
     assert len(logs) == 3
-    return differences, logs
+    return differences, logs, batches
 
 
 def test_policy(server, model_dir, tmp_path):
     # Seconds of decoding, so that some of it is seen before the end also on a busy machine.
     fields = {"generation_kwargs": {"ignore_eos": True}, "max_completion_length": 400}
-    differences, logs = train(server, model_dir, tmp_path, **fields)
+    differences, logs, _ = train(server, model_dir, tmp_path, **fields)
     assert [name for name, _, _ in differences] == ["policy"] * 3
     for entry in logs:
         assert entry["darts/stream/missed_rows"] == 0
@@ -49,15 +54,16 @@ def test_reference(server, model_dir, tmp_path, reference):
     else:
         lora = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
         fields = {"learning_rate": 3e-2}
-    differences, logs = train(server, model_dir, tmp_path, peft_config=lora, beta=0.1, **fields)
+    differences, logs, batches = train(server, model_dir, tmp_path, peft_config=lora, beta=0.1, **fields)
     assert [name for name, _, _ in differences] == ["policy", "reference"] * 3
     assert all(entry["darts/stream/missed_rows"] == 0 for entry in logs)
-    assert logs[-1]["kl"] > 1e-4  # the two models are not the same any more
+    gaps = (batches[-1]["old_per_token_logps"] - batches[-1]["ref_per_token_logps"]).abs()
+    assert gaps.max() > 1e-2  # the two models are not the same any more, also where all rows are masked as truncated
 
 
 def test_without_room_trl_computes(server, model_dir, tmp_path):
     """A cache that holds a few tokens: the long candidates are set aside, and their rows are TRL's own."""
-    _, logs = train(server, model_dir, tmp_path, stream_cache_gib=5e-6)
+    _, logs, _ = train(server, model_dir, tmp_path, stream_cache_gib=5e-6)
     assert all(entry["darts/stream/missed_rows"] > 0 for entry in logs)
     assert all(entry["darts/stream/cache_bytes"] <= 5e-6 * 2**30 for entry in logs)
 
@@ -68,7 +74,7 @@ def test_without_room_trl_computes(server, model_dir, tmp_path):
 )
 def test_other_schedules(server, model_dir, tmp_path, schedule):
     """Rows that come from a buffer were sampled under other weights: TRL computes theirs, and ours are right."""
-    differences, _ = train(server, model_dir, tmp_path, schedule=schedule)
+    differences, _, _ = train(server, model_dir, tmp_path, schedule=schedule)
     assert differences[0][2] == 0  # nothing was older in the first batch
 
 
@@ -130,7 +136,7 @@ def test_evaluation_is_left_to_trl(server, model_dir, tmp_path):
 def test_dropped_group(server, model_dir, tmp_path):
     """Its rows are another one's, with the prompt of the group that was dropped: TRL computes what it asks for."""
     fields = {**LOG_PROBS, **REWARDS, "on_generation_error": "drop_group", "max_steps": 2}
-    trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields))
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), reward_funcs=distinct_reward)
     trainer._engine.overrides = lambda command: {"top_p": 7.0} if command.group_id == 1 else {}
     differences = compare_with_trl(trainer)
     batches = record_batches(trainer)
@@ -139,4 +145,4 @@ def test_dropped_group(server, model_dir, tmp_path):
     assert max(difference for _, difference, _ in differences) < 1e-5
     for batch in batches:
         assert batch["advantages"][4:8].tolist() == [0.0] * 4
-        assert batch["advantages"].any()
+        assert all(group.abs().max() > 1 for i, group in enumerate(batch["advantages"].split(4)) if i != 1)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from benchmarks.vllm_server import VLLMServer
+from tests.forks import start_server
 
 
 def put_back(server: VLLMServer) -> None:
@@ -25,12 +26,11 @@ def untied(vllm_server) -> Iterator[VLLMServer]:
 
 
 @pytest.fixture(scope="package")
-def pair(tied_model_dir, tmp_path_factory) -> Iterator[tuple[VLLMServer, VLLMServer]]:
+def pair(tied_model_dir, log_of) -> Iterator[tuple[VLLMServer, VLLMServer]]:
     """Two servers of a model whose LM head is its embedding. Only the package's last test may kill the second."""
-    logs = tmp_path_factory.mktemp("tied")
     with (
-        start_vllm_server(tied_model_dir, log_path=logs / "first.log", wait=False) as first,
-        start_vllm_server(tied_model_dir, log_path=logs / "second.log", wait=False) as second,
+        start_server(tied_model_dir, log_path=log_of("tied"), wait=False) as first,
+        start_server(tied_model_dir, log_path=log_of("tied-second"), wait=False) as second,
     ):
         for server in (first, second):
             server.wait_until_healthy(240)

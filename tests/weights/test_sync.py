@@ -33,7 +33,7 @@ from trl_darts.weights.client import SyncedVLLMClient
 from trl_darts.weights.files import WeightDirectory
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(params=["one, untied", "two, tied"])
