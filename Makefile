@@ -50,12 +50,12 @@ test: export TRL_DARTS_REQUIRE_BROWSER := 1
 test: $(VENV)/.test
 	$(MAKE) --keep-going test_fast test_servers
 
-# Two at a time. Those with servers and several processes have the cores to themselves.
+# Two at a time, and after each other: those with servers and several processes slow down what watches the clock.
 test_fast: $(VENV)/.test
 	$(PYTEST) --numprocesses 2 --dist loadfile -m "not gpu and not slow and not vllm and not distributed"
 
 test_servers: $(VENV)/.test
-	$(PYTEST) -m "not gpu and not slow and (vllm or distributed)"
+	$(PYTEST) --numprocesses 2 --dist loadgroup -m "not gpu and not slow and (vllm or distributed)"
 
 test_slow: $(VENV)/.test
 	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "slow and not gpu"

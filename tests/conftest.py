@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 
-ROOT = Path(__file__).resolve().parent
-
 # A busy machine takes longer than a deadline for one example.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
@@ -23,25 +21,30 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; read at import time, so before transformers
 REQUIRE_VLLM = "TRL_DARTS_REQUIRE_VLLM"
 
-# With `--dist loadgroup`, tests that share a server run in one process, so that none is started twice. The key is a
-# fixture that is the server, or that asks for it while it runs.
+# With `--dist loadgroup`, tests that share a server run in one process, so that none is started twice. The key is the
+# fixture, or one that asks for it while it runs.
 SERVER_OF = {
     "server": "letters",
     "second_server": "letters",
-    "launches": "letters",
     "vllm_server": "markov",
     "servers": "markov",
     "pair": "markov",
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Every test belongs to the group of its server, else to that of its file; its own mark comes first."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             servers = [SERVER_OF[name] for name in getattr(item, "fixturenames", ()) if name in SERVER_OF]
-            item.add_marker(pytest.mark.xdist_group(servers[0] if servers else item.path.relative_to(ROOT).as_posix()))
+            item.add_marker(pytest.mark.xdist_group(servers[0] if servers else item.nodeid.split("::")[0]))
+    yield
+    for item in items:
+        # pytest-xdist 3.8 writes the group to where pytest 9.2 does not look for it any more, and every test would be
+        # a group of its own. This can go with a version that knows pytest 9.2.
+        if hasattr(item, "_id") and hasattr(item, "_nodeid"):
+            item._id = type(item._id).parse(item._nodeid)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

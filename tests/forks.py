@@ -18,8 +18,9 @@ from typing import IO, Any
 from benchmarks.vllm_server import start_vllm_server
 
 
+SERVER = "vllm.entrypoints.openai.api_server"
 PRELOADED = ["tests.launches.scenarios", "tests.conformance.run", "tests.conformance.images"]
-PRELOADED += ["accelerate.commands.launch", "torch.distributed.run", "vllm.entrypoints.openai.api_server"]
+PRELOADED += ["accelerate.commands.launch", "torch.distributed.run", SERVER]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
@@ -64,7 +65,16 @@ def _begin(argv: list[str], env: dict[str, str], log: str, start_new_session: bo
         os.setsid()
     os.environ.clear()
     os.environ.update(env)
+    if argv[0] == SERVER:
+        _fork_the_engine()
     become(argv, log)
+
+
+def _fork_the_engine() -> None:
+    """vLLM's CPU build starts the engine's process afresh, for the sake of OpenMP's threads: here it has none."""
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def become(argv: list[str], log: str | Path) -> None:

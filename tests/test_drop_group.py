@@ -113,9 +113,9 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path, monkeypatch)
             is_over = self.limit_s == TIMEOUT_S and all(ledgers[0].groups[i].settled for i in (0, 2))
             return TIMEOUT_S + 1 if is_over else 0.0
 
-    def run(scheduler, *args):
+    def run(scheduler, *args, **kwargs):
         ledgers.append(scheduler.ledger)
-        return plain_run(scheduler, *args)
+        return plain_run(scheduler, *args, **kwargs)
 
     args = server_args(
         tmp_path,

@@ -23,7 +23,7 @@ from tests.zoo import random_model, save
 from trl_darts import DARTSGRPOTrainer
 
 
-STEPS = 5
+STEPS = 3
 OURS = {"grpo": {"schedule": "grpo"}, "darts": {"schedule": "darts", "max_num_generations": 4}}
 OFF_POLICY = {"num_iterations": 2, "learning_rate": 1e-2}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ ARGUMENTS = ("peft_config", "train_dataset", "reward_funcs", "processing_class",
 
 
 def trained(model_dir: Path, out: Path, schedule: str | None, **settings: Any) -> Any:
-    """A trainer after five steps; TRL's own for `schedule=None`. Some settings are arguments of the trainer."""
+    """A trainer after three steps; TRL's own for `schedule=None`. Some settings are arguments of the trainer."""
     fields = {"max_steps": STEPS, "learning_rate": 1e-3, **settings}
     more = {name: fields.pop(name) for name in ARGUMENTS if name in fields}
     if fields.get("eval_strategy"):

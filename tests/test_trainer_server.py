@@ -60,7 +60,7 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
 
 
 def test_over_provisioning_saturates_and_aborts(server, model_dir, tmp_path):
-    fields = {"max_steps": 12, "per_device_train_batch_size": 40, "learning_rate": 0.0, "save_rollout_trace": True}
+    fields = {"max_steps": 6, "per_device_train_batch_size": 40, "learning_rate": 0.0, "save_rollout_trace": True}
     fields["min_num_generations"] = 4  # of a budget of 6 each, which leaves others 8
     trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), train_dataset=letters_dataset(10))
     trainer.train()

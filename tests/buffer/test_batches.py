@@ -27,13 +27,22 @@ SCHEDULES = {
 KEEPS_TOKENS = ("partial_rollout", "partial_rollout, uniform", "sorted, partial")
 
 
+PROMPTS = letters_dataset(16)
+STEPS = 4  # of an epoch, with 4 prompts each
+
+
 def epoch_args(tmp_path, server, name, **fields):
-    """Two epochs of 24 prompts, 4 a step."""
-    return server_args(tmp_path, server, **{"max_steps": 12, **SCHEDULES[name], **fields})
+    """Two epochs."""
+    return server_args(tmp_path, server, **{"max_steps": 2 * STEPS, **SCHEDULES[name], **fields})
 
 
 def trained_prompts(batches) -> list[list[str]]:
     return [[row["prompt"] for row in batch["inputs"]] for batch in batches]
+
+
+def assert_an_epoch(prompts) -> None:
+    """Each prompt's rows, once."""
+    assert Counter(prompt for batch in prompts for prompt in batch) == dict.fromkeys(PROMPTS["prompt"], 4)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -45,19 +54,17 @@ def test_each_prompt_is_trained_on_once_per_epoch(server, model_dir, tmp_path, n
         matches.extend(prompt[-1] == letter_of(ids[0]) for prompt, ids in zip(prompts, completion_ids, strict=True))
         return [float(len(ids) % 5) for ids in completion_ids]
 
-    trainer = make_trainer(model_dir, args, reward_funcs=reward, train_dataset=letters_dataset(24))
+    trainer = make_trainer(model_dir, args, reward_funcs=reward, train_dataset=PROMPTS)
     batches = record_batches(trainer)
     trainer.train()
     prompts = trained_prompts(batches)
-    for epoch in (prompts[:6], prompts[6:]):
-        assert Counter(prompt for batch in epoch for prompt in batch) == dict.fromkeys(
-            letters_dataset(24)["prompt"], args.num_generations
-        )
+    assert_an_epoch(prompts[:STEPS])
+    assert_an_epoch(prompts[STEPS:])
     for batch in prompts:
         assert all(len(set(batch[start : start + 4])) == 1 for start in range(0, 16, 4))
     assert all(matches)  # each completion answers its own prompt
     logs = [entry for entry in trainer.state.log_history if "darts/staleness/off_policy_share" in entry]
-    assert len(logs) == 12
+    assert len(logs) == 2 * STEPS
     for entry in logs:
         if name not in KEEPS_TOKENS:
             assert entry["sampling/sampling_logp_difference/max"] < 1e-3
@@ -71,7 +78,7 @@ def test_each_prompt_is_trained_on_once_per_epoch(server, model_dir, tmp_path, n
 def test_resumed_tokens_keep_the_logprobs_of_their_policy(server, model_dir, tmp_path):
     """Without learning, all policies are the same: the ratio of every token is 1, whichever step sampled it."""
     args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=0.0)
-    trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+    trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
     batches = record_batches(trainer)
     trainer.train()
     logs = rollout_logs(trainer)
@@ -85,7 +92,7 @@ def test_resumed_tokens_keep_the_logprobs_of_their_policy(server, model_dir, tmp
 def test_resumed_tokens_of_a_policy_that_learns(server, model_dir, tmp_path):
     """New tokens have a ratio of 1, and old ones have not: each was sampled where the record says."""
     args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=3e-3)
-    trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+    trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
     batches, ages = record_batches(trainer), []
     collect = trainer._collect_inputs
 
@@ -113,7 +120,7 @@ def test_resumed_tokens_of_a_policy_that_learns(server, model_dir, tmp_path):
 
 def test_stale_tokens_can_be_masked(server, model_dir, tmp_path):
     args = epoch_args(tmp_path, server, "partial_rollout", mask_stale_after=0)
-    trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+    trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
     batches = record_batches(trainer)
     trainer.train()
     # Of all batches: one that was complete before its step comes without a rollout, and may be stale as a whole.
@@ -129,14 +136,14 @@ def test_stale_tokens_can_be_masked(server, model_dir, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "stop_at"),  # in the first epoch, or in the second
-    [("tail_batching", 3), ("partial_rollout", 3), ("partial_rollout", 9), ("sorted", 9), ("sorted, partial", 3)],
+    [("tail_batching", 2), ("partial_rollout", 2), ("partial_rollout", 6), ("sorted", 5), ("sorted, partial", 3)],
 )
 def test_interrupted_and_resumed(server, model_dir, tmp_path, name, stop_at):
     """The same prompts as without the interruption, none twice and none lost, whatever was in flight."""
     prompts = []
     for part in ("first", "second"):
-        args = epoch_args(tmp_path, server, name, max_steps=12, save_strategy="steps", save_steps=3, logging_steps=1)
-        trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+        args = epoch_args(tmp_path, server, name, save_strategy="steps", save_steps=stop_at)
+        trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
         batches = record_batches(trainer)
         if part == "first":
             trainer.add_callback(_stop_after(stop_at))
@@ -145,21 +152,19 @@ def test_interrupted_and_resumed(server, model_dir, tmp_path, name, stop_at):
         else:
             trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop_at}"))
         prompts += trained_prompts(batches)
-    assert len(prompts) == 12
-    for epoch in (prompts[:6], prompts[6:]):
-        assert Counter(prompt for batch in epoch for prompt in batch) == dict.fromkeys(
-            letters_dataset(24)["prompt"], 4
-        )
+    assert len(prompts) == 2 * STEPS
+    assert_an_epoch(prompts[:STEPS])
+    assert_an_epoch(prompts[STEPS:])
 
 
 @pytest.mark.parametrize("name", ["tail_batching", "partial_rollout", "sorted"])
 def test_resumed_within_a_batch(server, model_dir, tmp_path, name):
     """Two optimizer steps share a batch. One that was interrupted between them is generated anew, as TRL has it."""
-    fields = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 5, "max_steps": 12}
+    fields = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 5}
     prompts = []
     for part in ("first", "second"):
         args = epoch_args(tmp_path, server, name, **fields)
-        trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+        trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
         batches = record_batches(trainer)
         if part == "first":
             trainer.add_callback(_stop_after(5))
@@ -167,27 +172,22 @@ def test_resumed_within_a_batch(server, model_dir, tmp_path, name):
         else:
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
         prompts += trained_prompts(batches)
-    assert len(prompts) == 3 + 4  # of six batches, the third was begun twice
-    counts = Counter(prompt for batch in prompts for prompt in batch)
-    assert set(counts) == set(letters_dataset(24)["prompt"])
-    again = set(prompts[2])
-    assert all(count == (8 if prompt in again else 4) for prompt, count in counts.items())
+    assert len(prompts) == 3 + 2  # of four batches, the third was begun twice
+    assert_an_epoch(prompts[:2] + prompts[3:])
 
 
 def test_the_same_trainer_can_resume(server, model_dir, tmp_path):
-    args = epoch_args(tmp_path, server, "partial_rollout", max_steps=6, save_strategy="steps", save_steps=3)
-    trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
+    args = epoch_args(tmp_path, server, "partial_rollout", max_steps=STEPS, save_strategy="steps", save_steps=2)
+    trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
     batches = record_batches(trainer)
-    stop = _stop_after(3)
+    stop = _stop_after(2)
     trainer.add_callback(stop)
     trainer.train()
     trainer.remove_callback(stop)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    counts = Counter(prompt for batch in trained_prompts(batches) for prompt in batch)
-    assert counts == dict.fromkeys(letters_dataset(24)["prompt"], 4)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_an_epoch(trained_prompts(batches))
     trainer.train()  # from the beginning, with an empty buffer
-    counts = Counter(prompt for batch in trained_prompts(batches)[6:] for prompt in batch)
-    assert counts == dict.fromkeys(letters_dataset(24)["prompt"], 4)
+    assert_an_epoch(trained_prompts(batches)[STEPS:])
 
 
 def _stop_after(steps: int):
@@ -201,12 +201,12 @@ def _stop_after(steps: int):
 
 
 def test_resume_with_another_schedule_is_refused(server, model_dir, tmp_path):
-    args = epoch_args(tmp_path, server, "partial_rollout", max_steps=3, save_strategy="steps", save_steps=3)
-    make_trainer(model_dir, args, train_dataset=letters_dataset(24)).train()
+    args = epoch_args(tmp_path, server, "partial_rollout", max_steps=1, save_strategy="steps", save_steps=1)
+    make_trainer(model_dir, args, train_dataset=PROMPTS).train()
     other = epoch_args(tmp_path, server, "tail_batching")
     with pytest.raises(StateMismatchError, match="keeps_tokens"):
-        make_trainer(model_dir, other, train_dataset=letters_dataset(24)).train(
-            resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+        make_trainer(model_dir, other, train_dataset=PROMPTS).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
         )
 
 

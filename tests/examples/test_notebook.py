@@ -56,7 +56,7 @@ def execute(notebook: Path, output_dir: Path, cwd: Path, max_steps: int) -> dict
 
 
 def test_drop_in_runs(tmp_path):
-    cells = execute(DROP_IN, tmp_path, FOLDER, max_steps=2)
+    cells = execute(DROP_IN, tmp_path, FOLDER, max_steps=1)
     assert len(pictures(cells["plot"])) == 1
     text = cells["table"].outputs[0].data["text/plain"]
     assert "DARTSGRPOTrainer" in text

@@ -1,13 +1,15 @@
 """Launches of two processes: one for each backend, in which all of its scenarios run."""
 
 import json
+from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks.vllm_server import free_port, vllm_available
-from tests.forks import run
+from tests.forks import run, start_server
 from tests.launches.launch import log_of
 from tests.launches.scenarios import BACKENDS, NEED_A_SERVER
 
@@ -19,9 +21,14 @@ CONFIGS = ROOT / "configs" / "accelerate"
 class Launches:
     """`launches(backend, scenario)`: what each of the two processes saw. Launches a backend on its first call."""
 
-    def __init__(self, model_dir, root, server):
-        self.model_dir, self.root, self.server = model_dir, root, server
+    def __init__(self, model_dir, root, stack):
+        self.model_dir, self.root, self.stack = model_dir, root, stack
         self.errors = {}
+
+    @cached_property
+    def url(self):
+        """A server of these launches alone: nothing else waits for it, and they for nothing."""
+        return self.stack.enter_context(start_server(self.model_dir, max_model_len=512)).base_url
 
     def __call__(self, backend, scenario):
         if backend not in self.errors:
@@ -36,7 +43,7 @@ class Launches:
         out.mkdir()
         arguments = [backend, self.model_dir, out]
         if NEED_A_SERVER & BACKENDS[backend].keys() and vllm_available():
-            arguments.append(self.server().base_url)
+            arguments.append(self.url)
         launch = ["tests.launches.launch", out / "log", "--config_file", config_of(backend, out)]
         launch += ["--main_process_port", free_port(), "-m", "tests.launches.scenarios"]
         error = run(*launch, *arguments, log=out / "log", timeout=550)
@@ -70,6 +77,7 @@ def config_of(backend, out):
 
 
 @pytest.fixture(scope="session")
-def launches(model_dir, tmp_path_factory, request):
+def launches(model_dir, tmp_path_factory):
     """See [`Launches`]."""
-    return Launches(model_dir, tmp_path_factory.mktemp("launches"), lambda: request.getfixturevalue("server"))
+    with ExitStack() as stack:
+        yield Launches(model_dir, tmp_path_factory.mktemp("launches"), stack)

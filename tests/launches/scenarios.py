@@ -1,7 +1,7 @@
 """
 What two processes of one launch play, one scenario after the other: `accelerate launch … scenarios.py BACKEND MODEL
 OUT [URL]`. Each process writes what it saw to `OUT/<scenario>/rank<r>.json`. `MODEL` and the server at `URL` are those
-of the fixtures `model_dir` and `server`; without a URL, scenarios with a server are left out.
+of the fixture `launches`; without a URL, scenarios with a server are left out.
 """
 
 import hashlib

@@ -35,7 +35,7 @@ def train(server, model_dir, out, peft_config=None, **fields):
 
 def test_policy(server, model_dir, tmp_path):
     # Seconds of decoding, so that some of it is seen before the end also on a busy machine.
-    fields = {"generation_kwargs": {"ignore_eos": True}, "max_completion_length": 400}
+    fields = {"generation_kwargs": {"ignore_eos": True}, "max_completion_length": 256}
     differences, logs, _ = train(server, model_dir, tmp_path, **fields)
     assert [name for name, _, _ in differences] == ["policy"] * 3
     for entry in logs:
