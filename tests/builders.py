@@ -120,3 +120,21 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
 
     trainer._collect_inputs, trainer._generate_and_score_completions = recorded_inputs, recorded
     return batches
+
+
+def record_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
+    """Collects how old the tokens of each batch are that is not the loader's: runs of age and count, row by row."""
+    ages, collect = [], trainer._collect_inputs
+
+    def collected(num_rows: int) -> Any:
+        inputs = collect(num_rows)
+        ages.append(trainer._batches.last.ages)
+        return inputs
+
+    trainer._collect_inputs = collected
+    return ages
+
+
+def rollout_logs(trainer: Any) -> list[dict[str, float]]:
+    """What was logged of each step with a rollout."""
+    return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from tests.builders import letter_of, letters_dataset, make_trainer, record_batches
-from tests.test_trainer_server import rollout_logs, server_args
+from tests.builders import letter_of, letters_dataset, make_trainer, record_batches, rollout_logs
+from tests.test_trainer_server import server_args
 from trl_darts.engines import vllm_rollout
 from trl_darts.errors import GenerationError
 

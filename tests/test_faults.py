@@ -8,9 +8,9 @@ import pandas as pd
 import psutil
 import pytest
 
-from tests.builders import make_trainer, record_batches
+from tests.builders import make_trainer, record_batches, rollout_logs
 from tests.forks import start_server
-from tests.test_trainer_server import rollout_logs, server_args
+from tests.test_trainer_server import server_args
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
 

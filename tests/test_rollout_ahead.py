@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.builders import letters_dataset, make_args, make_trainer, record_batches
+from tests.builders import letters_dataset, make_args, make_trainer, record_ages, record_batches
 from tests.model_server import model_server
 from trl_darts import DARTSGRPOConfig
 
@@ -47,18 +47,6 @@ def logprobs_under(trainer: Any, weights: dict[str, torch.Tensor], batch: dict[s
     return values
 
 
-def recorded_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
-    ages, collect = [], trainer._collect_inputs
-
-    def collected(num_rows: int) -> Any:
-        inputs = collect(num_rows)
-        ages.append(trainer._batches.last.ages)
-        return inputs
-
-    trainer._collect_inputs = collected
-    return ages
-
-
 @pytest.mark.parametrize("schedule", ["darts", "partial_rollout"])
 def test_each_token_is_of_the_version_that_it_is_said_to_be_of(model_dir, tmp_path, monkeypatch, schedule):
     """Two optimizer steps of two micro-steps share a batch; an evaluation falls between them."""
@@ -71,7 +59,7 @@ def test_each_token_is_of_the_version_that_it_is_said_to_be_of(model_dir, tmp_pa
         trainer = make_trainer(model_dir, args, **data)
         notes = Notes(trainer.model, server.events)
         trainer.add_callback(notes)
-        ages, batches = recorded_ages(trainer), record_batches(trainer)
+        ages, batches = record_ages(trainer), record_batches(trainer)
         trainer.train()
     batches = [batch for batch in batches if len(batch["advantages"]) == 16]
     assert len(batches) == len(ages) == 3

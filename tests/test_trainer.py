@@ -14,6 +14,7 @@ from tests.builders import (
     letters_dataset,
     make_args,
     make_trainer,
+    rollout_logs,
 )
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer, VarianceTrackerCallback
 from trl_darts.errors import ConfigurationError, StateMismatchError
@@ -49,10 +50,6 @@ def curve(tmp_path):
     path = tmp_path / "latency.json"
     LatencyCurve.fit([1, 2, 4, 8, 16, 32, 64], [1.0, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0]).save(path)
     return str(path)
-
-
-def rollout_logs(trainer) -> list[dict]:
-    return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
 
 
 def test_metrics_are_logged_and_add_up(model_dir, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerCallback
 
 from benchmarks.vllm_server import free_port
-from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
+from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from tests.engines.fake_server import answer, fake_server
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.preflight import ServerUnreachableError
@@ -27,10 +27,6 @@ def server_args(output_dir, server, **kwargs):
         "max_completion_length": 96,
     }
     return make_args(output_dir, **{**fields, **kwargs})
-
-
-def rollout_logs(trainer) -> list[dict]:
-    return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
 
 
 def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tmp_path):

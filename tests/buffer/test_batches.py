@@ -5,8 +5,16 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches
-from tests.test_trainer_server import rollout_logs, server_args
+from tests.builders import (
+    letter_of,
+    letters_dataset,
+    make_args,
+    make_trainer,
+    record_ages,
+    record_batches,
+    rollout_logs,
+)
+from tests.test_trainer_server import server_args
 from trl_darts.errors import ConfigurationError, StateMismatchError
 
 
@@ -93,15 +101,7 @@ def test_resumed_tokens_of_a_policy_that_learns(server, model_dir, tmp_path):
     """New tokens have a ratio of 1, and old ones have not: each was sampled where the record says."""
     args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=3e-3)
     trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
-    batches, ages = record_batches(trainer), []
-    collect = trainer._collect_inputs
-
-    def collected(num_rows):
-        inputs = collect(num_rows)
-        ages.append(trainer._batches.last.ages)
-        return inputs
-
-    trainer._collect_inputs = collected
+    ages, batches = record_ages(trainer), record_batches(trainer)
     trainer.train()
     old_gaps = []
     for batch, rows in zip(batches, ages, strict=True):

@@ -314,8 +314,9 @@ def test_commands_in_processes_of_their_own(hub, tmp_path):
     assert pushed.returncode == 0, pushed.stderr
     assert pushed.stdout.strip() == f"{REPO}@{hub.repositories[REPO].branches['main']}"
     assert "Left out, to be set where the training is started: model_name_or_path, reward_funcs, rep" in pushed.stderr
-    pulled = run("-m", "trl_darts.cli", "config", "pull", pushed.stdout.strip(), "--output", "mine.yaml")
-    assert pulled.returncode == 0, pulled.stderr
+    words = ["config", "pull", pushed.stdout.strip(), "--output", str(tmp_path / "mine.yaml")]
+    pulled = CliRunner().invoke(app, words)
+    assert pulled.exit_code == 0, pulled.stderr
     assert (tmp_path / "mine.yaml").read_bytes() == hub.repositories[REPO].files("main")[CONFIG_NAME]
     hub.add(REPO, {CONFIG_NAME: b"num_generations: 7\nper_device_train_batch_size: 8\nuse_cpu: true\n"})
     trained = run(str(ROOT / "examples" / "train_grpo.py"), "--config", f"hf://{REPO}", "--output_dir", "out")

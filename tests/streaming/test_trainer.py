@@ -6,8 +6,15 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tests.builders import compare_with_trl, length_reward, letters_dataset, make_trainer, record_batches
-from tests.test_trainer_server import rollout_logs, server_args
+from tests.builders import (
+    compare_with_trl,
+    length_reward,
+    letters_dataset,
+    make_trainer,
+    record_batches,
+    rollout_logs,
+)
+from tests.test_trainer_server import server_args
 
 
 pytestmark = pytest.mark.vllm
