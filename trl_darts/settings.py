@@ -364,6 +364,11 @@ class RolloutSettings(ScheduleSettings):
                     "leaves it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
                 )
         for name in ("stream_logprobs", "stream_rewards"):
+            if getattr(self, name) and self.drop_uniform_groups:
+                raise ConfigurationError(
+                    f"`{name}` (True) does not run with `drop_uniform_groups` (True): which groups are trained on is "
+                    "only known once a rollout is over. Set one of them to `False`."
+                )
             if getattr(self, name) and self.rollout_ahead:
                 raise ConfigurationError(
                     f"`{name}` (True) does not run with `rollout_ahead` ({self.rollout_ahead}), under which the model "

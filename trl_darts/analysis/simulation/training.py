@@ -21,7 +21,7 @@ from itertools import count, islice
 
 import numpy as np
 
-from ...buffer.buffer import BufferEntry, Collected, RolloutBuffer, Round
+from ...buffer.buffer import BufferEntry, RolloutBuffer, Round
 from ...buffer.rounds import RoundPolicy, round_policy
 from ...errors import ConfigurationError
 from ...scheduling import (
@@ -235,7 +235,8 @@ class _EpochOfRounds:
             admission, plans = buffer.begin(plan, training.settings.num_generations, training.admission)
             lengths = [self._lengths_of(entry) for entry in plan.entries]
             result, saturated = training.rollout(admission, plans, lengths, plan.batch_stop), admission.saturated
-        return self._outcome(result, buffer.absorb(plan, result, self.version), saturated)
+        dropped = buffer.absorb(plan, result, self.version)
+        return self._outcome(result, buffer.take(plan, len(dropped)), saturated)
 
     def _lengths_of(self, entry: BufferEntry) -> list[int]:
         """Those that it began with, where it goes on."""
@@ -247,11 +248,11 @@ class _EpochOfRounds:
             own.begun = self.version if own.begun is None else own.begun
         return own.lengths
 
-    def _outcome(self, result: RolloutResult | None, collected: Collected, saturated: int) -> StepOutcome:
-        rows = [row for entry in collected.entries for row in entry.candidates]
+    def _outcome(self, result: RolloutResult | None, entries: list[BufferEntry], saturated: int) -> StepOutcome:
+        rows = [row for entry in entries for row in entry.candidates]
         settled = [GroupSummary.of(group) for group in (result.groups if result else [])]
         deferred = [GroupSummary.of(group) for group in (result.deferred if result else [])]
-        taken = [self.sampled.pop(entry.entry_id) for entry in collected.entries]
+        taken = [self.sampled.pop(entry.entry_id) for entry in entries]
         return StepOutcome(
             settled,
             deferred,
