@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .engines.addresses import check_address, split_addresses
+from .engines.addresses import API_KEY_VARIABLE, check_address, split_addresses
 from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
 from .policy import LatencyCurve
@@ -20,7 +20,6 @@ from .scheduling.policies import check_choice
 from .weights import WEIGHT_SYNCS
 
 
-API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
 GENERATION_ERRORS = ("raise", "drop_group")
 # TRL compares these strings where it computes, without a list of them; other values end a training in its first step.
 TRL_CHOICES = {
