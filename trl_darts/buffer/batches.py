@@ -153,7 +153,8 @@ class BufferedBatches:
             return BufferedRows(KeptRows([], None), [], [], [], {}, {})
         dropped, self._dropped = self._dropped, []
         num_sampled = len(dropped) + self.buffer.num_uniform
-        trained, size = self.buffer.take(self._round, len(dropped)), self._round.num_groups
+        # Where groups are judged, further prompts came for those that were dropped.
+        trained, size = self.buffer.take(self._round, 0 if self.judges else len(dropped)), self._round.num_groups
         if not trained and self.judges:
             raise GenerationError(
                 f"`drop_uniform_groups` (True) leaves nothing to train on: of {num_sampled} prompts that were sampled "
