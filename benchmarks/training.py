@@ -68,6 +68,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "long end every 4": {"schedule": "darts", "long_end_every": 4},
     "tail batching": {"schedule": "tail_batching"},
     "partial rollout": {"schedule": "partial_rollout"},
+    "default, ahead": {"schedule": "darts", "rollout_ahead": 1},
+    "ahead, uncorrected": {
+        "schedule": "darts",
+        "rollout_ahead": 1,
+        "vllm_importance_sampling_correction": False,
+    },
 }
 SHARED = {"schedule": "grpo", "submit_order": "longest"}  # in this order, lengths are learned with GRPO too
 WORLDS = {"tail": 2 * PROMPTS * NUM_GENERATIONS, "equal": 2 * PROMPTS * NUM_GENERATIONS, "full": 16}  # and their slots
@@ -81,6 +87,7 @@ METRICS = {  # of TRL's log, by the name in the results
     "length_ratio": "darts/bias/length_mean_ratio",
     "reward_gap": "darts/bias/reward_gap",
     "off_policy": "darts/staleness/off_policy_share",
+    "sync": "darts/sync/seconds",
 }
 
 
@@ -143,7 +150,7 @@ class PacedSteps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sleeps for what is left of the step."""
         metrics = self.trainer._metrics["train"]  # of this step alone: each is logged
-        rollout = sum(metrics.get("darts/rollout/seconds", []))
+        rollout = sum(metrics.get("darts/rollout/wait_seconds") or metrics.get("darts/rollout/seconds", []))
         trained = sum(metrics["completions/mean_length"]) * args.per_device_train_batch_size
         left = self.begun + rollout + trained * self.seconds_per_token - time.perf_counter()
         time.sleep(max(0.0, left))

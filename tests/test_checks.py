@@ -27,7 +27,8 @@ from trl_darts.scheduling import ScheduleSettings
 
 def trainer(**changes: Any) -> SimpleNamespace:
     """What the checks look at, in a training that is fine."""
-    settings = ScheduleSettings(changes.get("schedule", "darts"), rollout_ahead=changes.get("rollout_ahead", 0))
+    own = {name: changes[name] for name in ("schedule", "rollout_ahead", "drop_uniform_groups") if name in changes}
+    settings = ScheduleSettings(**own)
     args = {
         "use_vllm": False,
         "vllm_mode": "server",
@@ -38,6 +39,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "vllm_enable_sleep_mode": False,
         "schedule": "darts",
         "rollout_ahead": 0,
+        "drop_uniform_groups": False,
         "buffers_prompts": settings.buffers_prompts,
         "own_prompts": settings.own_prompts,
         "without_own_prompts": settings.without_own_prompts,
@@ -155,9 +157,10 @@ def test_schedules_and_options_that_need_servers(changes, tmp_path):
     make_args(tmp_path, schedule="sorted", use_vllm=True, vllm_mode="server").check_start()
 
 
-def test_a_rollout_func_can_not_run_ahead(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"`rollout_ahead` \(1\) does not run with `rollout_func`"):
-        check_arguments(make_args(tmp_path, schedule="grpo", rollout_ahead=1), max)
+@pytest.mark.parametrize("fields", [{"rollout_ahead": 1}, {"drop_uniform_groups": True}])
+def test_a_rollout_func_takes_its_batch_when_it_comes(tmp_path, fields):
+    with pytest.raises(ConfigurationError, match=rf"`{next(iter(fields))}` .* does not run with `rollout_func`"):
+        check_arguments(make_args(tmp_path, schedule="grpo", **fields), max)
 
 
 def test_fields_are_checked_before_the_model_is_loaded(tmp_path):
@@ -177,6 +180,11 @@ def test_schedules_that_choose_their_prompts(changes, words):
     for schedule in ({"schedule": "sorted"}, {"rollout_ahead": 1}):
         with pytest.raises(ConfigurationError, match=words):
             check_path(trainer(**schedule, **changes))
+
+
+def test_uniform_groups_are_those_of_one_turn():
+    with pytest.raises(ConfigurationError, match=r"`drop_uniform_groups` \(True\) .* with `tools`"):
+        check_path(trainer(drop_uniform_groups=True, use_vllm=True, tools=[max]))
 
 
 def test_a_curve_of_another_model_is_named(tmp_path, caplog):

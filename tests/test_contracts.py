@@ -9,7 +9,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from tests.builders import letters_dataset, make_args, make_trainer
-from trl_darts.buffer.feed import skip_epochs
+from trl_darts.buffer.feed import skip_passes
 
 
 def parameters(function) -> list[str]:
@@ -60,7 +60,7 @@ def test_sampler_draws_one_order_per_epoch_from_a_generator_of_its_own():
     sampler = RepeatSampler(list(range(12)), mini_repeat_count=1, shuffle=True, seed=3)
     first, second = list(sampler), list(sampler)
     again = RepeatSampler(list(range(12)), mini_repeat_count=1, shuffle=True, seed=3)
-    skip_epochs(again, 1)
+    skip_passes(again, 1)
     assert list(again) == second != first, (
         "RepeatSampler must draw each epoch's order with one `randperm` of `sampler.generator`: we skip epochs by it"
     )

@@ -44,10 +44,10 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
             f"`rollout_func` generates by itself, and `schedule` ({args.schedule!r}) would have no effect. Set "
             "`schedule='grpo'`, or leave `rollout_func` out."
         )
-    if rollout_func is not None and args.rollout_ahead:
+    if rollout_func is not None and args.buffers_prompts:
         raise ConfigurationError(
-            f"`rollout_ahead` ({args.rollout_ahead}) does not run with `rollout_func`, which generates by itself when "
-            "its batch comes. Set it to 0."
+            f"{args.own_prompts} with `rollout_func`, which generates by itself when its batch comes. Set "
+            f"{args.without_own_prompts}."
         )
     args.check_start()
 
@@ -214,6 +214,8 @@ def _check_rounds(trainer: Any) -> None:
         raise ConfigurationError(
             f"{start} with `environment_factory`, whose prompts are made when their batch comes. Use {remedy}."
         )
+    if args.drop_uniform_groups and trainer.tools:
+        raise ConfigurationError(f"{start} with `tools`: rewards are known once tool loops are over. Use {remedy}.")
     if trainer._is_vlm and has_images(trainer.train_dataset):
         raise ConfigurationError(f"{start} with images yet. Use {remedy}, or a data set without images.")
     _check_rows(trainer, start)

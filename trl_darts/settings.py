@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .engines.addresses import check_address, split_addresses
+from .engines.addresses import API_KEY_VARIABLE, check_address, split_addresses
 from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
 from .policy import LatencyCurve
@@ -20,7 +20,6 @@ from .scheduling.policies import check_choice
 from .weights import WEIGHT_SYNCS
 
 
-API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name
 GENERATION_ERRORS = ("raise", "drop_group")
 # TRL compares these strings where it computes, without a list of them; other values end a training in its first step.
 TRL_CHOICES = {
@@ -364,6 +363,11 @@ class RolloutSettings(ScheduleSettings):
                     "leaves it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
                 )
         for name in ("stream_logprobs", "stream_rewards"):
+            if getattr(self, name) and self.drop_uniform_groups:
+                raise ConfigurationError(
+                    f"`{name}` (True) does not run with `drop_uniform_groups` (True): which groups are trained on is "
+                    "only known once a rollout is over. Set one of them to `False`."
+                )
             if getattr(self, name) and self.rollout_ahead:
                 raise ConfigurationError(
                     f"`{name}` (True) does not run with `rollout_ahead` ({self.rollout_ahead}), under which the model "

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from trl.extras.profiling import profiling_context
 
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
-from .buffer.feed import PromptFeed, completed_epochs, skip_epochs
+from .buffer.feed import EndlessFeed, PromptFeed, skip_passes
+from .buffer.judge import GroupJudge
 from .buffer.rounds import round_policy
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
 from .checks import (
@@ -39,7 +40,7 @@ from .policy import LatencyCurve, LengthTracker
 from .resume import checkpoint_to_resume, where_it_stopped
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
-from .streaming import Streams, make_streams
+from .streaming import Streams, decode_completions, make_streams
 from .telemetry.console import RolloutTotals, shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, ratio_metrics, rollout_metrics
 from .telemetry.model_card import PAPER, add_rollouts
@@ -102,6 +103,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     # Class-level: TRL's own tests build trainers without __init__.
     _engine: Any = None  # an `Engine`
     _batches: Any = None  # `BufferedBatches` where the schedule trains on other batches than the loader's
+    _judge: GroupJudge | None = None  # with `drop_uniform_groups`
     _sampler: Any = None
     _streams = Streams()
     _record: RolloutRecord | None = None  # of the last rollout, on every process
@@ -162,11 +164,18 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
         if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
-            feed = PromptFeed(args.steps_per_generation * args.num_iterations)
+            repeats, num_rows = args.steps_per_generation * args.num_iterations, args.generation_batch_size
+            feed: Any = PromptFeed(repeats)
+            if args.drop_uniform_groups:
+                num_rows //= self.accelerator.num_processes
+                feed = EndlessFeed(repeats, num_rows, lambda: self.callback_handler.train_dataloader)
             tokenize, steps = super()._tokenize_prompts, lambda: self._step
             self._batches = BufferedBatches(
                 policy, self._admission, args.num_generations, feed, self._main, tokenize, steps
             )
+        if args.drop_uniform_groups:
+            decode = partial(decode_completions, self)
+            self._judge = GroupJudge(self, self._batches, super()._calculate_rewards, decode)
         self._state_callback = RolloutStateCallback(self._admission, self._batches)
         self.add_callback(self._state_callback)
         if args.save_rollout_trace:
@@ -241,7 +250,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if meanwhile is not None and not main.is_here:
             meanwhile()  # what the main process sent last
         self._fillers, self._record = rows.fillers, record
-        self._log_rollout(record, training)
+        if not training or self._judge is None:  # else once for all rollouts of the batch
+            self._log_rollout(record, training)
         return rows
 
     def _plan(self, batch: PromptBatch, training: bool, ahead: bool = False) -> RolloutPlan:
@@ -372,22 +382,40 @@ class DARTSGRPOTrainer(GRPOTrainer):
         """The rows of this process in a batch that is not the loader's; their completions wait for TRL."""
         batches, max_age, step = self._batches, self.args.mask_stale_after, self.state.global_step
         ahead, self._ahead = self._ahead, None
-        batch = batches.next_round(step) if ahead is None else ahead[0]
-        if batch is not None and ahead is None:
-            self._sync_weights()
+        batch = self._next_round() if ahead is None else ahead[0]
         begin = time.perf_counter()
-        if batch is not None:
+        if batch is not None and self._judge is None:
             rows = self._rollout(batch, ahead=ahead)
         else:
+            self._sample_informative(batch, ahead)
             rows, self._record = self._main.broadcast(lambda: batches.collect(step)), None
             self._fillers = rows.fillers
         if self.args.rollout_ahead:
             self._log_all({"darts/rollout/wait_seconds": time.perf_counter() - begin})
+        if self._judge is not None:
+            self._log_all(self._judge.pop_metrics(len(rows.fillers) // self.args.num_generations))
         inputs, self._ready = batches.finish(rows, num_rows)
         if max_age is not None:
             forget_stale_logprobs(self._ready, batches.ages(num_rows), max_age)
         self._log_all(buffer_metrics(rows, max_age))
         return inputs
+
+    def _next_round(self) -> PromptBatch | None:
+        batch: PromptBatch | None = self._batches.next_round(self.state.global_step)
+        if batch is not None:
+            self._sync_weights()
+        return batch
+
+    def _sample_informative(self, batch: PromptBatch | None, ahead: Any) -> None:
+        """Rollouts until the batch has its groups with a spread of rewards, or as many prompts as it may take."""
+        records: list[Any] = []
+        while batch is not None and self._judge is not None:
+            self._rollout(batch, ahead=ahead)
+            records.append(self._record)
+            self._judge.judge()
+            batch, ahead = self._next_round(), None
+        if records:
+            self._log_rollout(reduce(RolloutRecord.then, records), training=True)
 
     def _tool_call_loop(
         self, prompts: list[Any], prompt_ids: Any, completion_ids: Any, completions: list[Any], *args: Any
@@ -400,6 +428,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         training = self.model.training
+        if training and self._judge is not None:
+            return self._judge.serve(len(args[0]))
         with self._streams.serving_rewards() if training else nullcontext():
             rewards = super()._calculate_rewards(*args)
         rewards = copy_rewards(rewards, self._fillers)
@@ -435,7 +465,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             warn_of_lost_prompts(Path(checkpoint))
         else:
             load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
-            skip_epochs(self._sampler, completed_epochs(Path(checkpoint)))
+            skip_passes(self._sampler, self._batches.feed.passes_behind(Path(checkpoint)))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)

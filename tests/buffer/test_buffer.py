@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.scheduling.chaos import ChaosEngine
 from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer
 from trl_darts.buffer.checkpoint import at_rest, dump, load
-from trl_darts.buffer.rounds import InOrder, PartialRollout, Sorted, TailBatching
+from trl_darts.buffer.rounds import Informative, InOrder, PartialRollout, Sorted, TailBatching
 from trl_darts.errors import StateMismatchError
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Scheduler, ScheduleSettings
@@ -20,6 +20,7 @@ from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Sch
 M = 2
 POLICIES = st.one_of(
     st.builds(InOrder, st.integers(1, 3)),
+    st.builds(Informative, st.integers(1, 3), st.sampled_from([1.5, 4.0])),
     st.builds(TailBatching, st.integers(1, 3), st.sampled_from([1.25, 2.0])),
     st.builds(PartialRollout, st.integers(1, 3), st.sampled_from([1.5, 3.0]), st.integers(1, 3)),
     st.builds(Sorted, st.integers(1, 3), st.integers(2, 3), st.booleans()),
@@ -31,7 +32,7 @@ class Training:
 
     def __init__(self, policy, num_batches: int, seed: int, selection: str = "all") -> None:
         loader = "grpo" if selection == "all" else "darts"
-        schedule = {InOrder: loader, TailBatching: "tail_batching", Sorted: "sorted"}.get(
+        schedule = {InOrder: loader, Informative: loader, TailBatching: "tail_batching", Sorted: "sorted"}.get(
             type(policy), "partial_rollout"
         )
         self.settings = ScheduleSettings(schedule, num_generations=M, selection=selection)
@@ -54,10 +55,10 @@ class Training:
             scheduler = Scheduler(self.settings.policies(batch_stop=plan.batch_stop), M)
             ChaosEngine(self.seed + self.version, num_engines=2).run(scheduler, plans)
             result = scheduler.result()
-        collected = self.buffer.absorb(plan, result, self.version)
+        dropped = self.buffer.absorb(plan, result, self.version)
         self.version += 1
-        self.trained.append(collected.entries)
-        return collected.entries
+        self.trained.append(self.buffer.take(plan, len(dropped)))
+        return self.trained[-1]
 
     def run(self) -> list:
         while self.loader or len(self.buffer):
@@ -207,12 +208,46 @@ def test_dropped_prompts_leave():
         ChaosEngine(rng.randrange(2**32), failure_rate=0.02).run(scheduler, plans)
         if scheduler.error is not None:
             pytest.skip("all were dropped at once")
-        collected = training.buffer.absorb(plan, scheduler.result(), 0)
-        keys.update(g.prompt.key for g in collected.entries)
-        keys.update(entry.prompt.key for entry in collected.dropped)
+        dropped = training.buffer.absorb(plan, scheduler.result(), 0)
+        taken = training.buffer.take(plan, len(dropped))
+        keys.update(entry.prompt.key for entry in [*dropped, *taken])
     assert keys == Counter(range(9))
 
 
 def test_load_refuses_another_schedule():
     with pytest.raises(StateMismatchError, match="keeps_tokens"):
         load(RolloutBuffer(keeps_tokens=False), *dump(RolloutBuffer(keeps_tokens=True)))
+
+
+@settings(max_examples=80)
+@given(st.integers(1, 4), st.sampled_from([1.5, 3.0]), st.lists(st.booleans(), max_size=40), st.integers(0, 2**32))
+def test_uniform_groups_leave(size, most, teaches, seed):
+    """Each prompt is judged and leaves once; a batch is full, or has taken as many prompts as it may, or all."""
+    training = Training(Informative(size, most), 0, seed)
+    buffer, waiting = training.buffer, [PromptInfo(key, 3) for key in range(len(teaches))]
+    left: list[int] = []
+    while waiting or len(buffer):
+        sampled: set[int] = set()
+        while True:
+            num = training.policy.lacking(buffer)
+            buffer.enter(waiting[:num])
+            del waiting[:num]
+            plan = training.policy.next(buffer)
+            if not plan.entries:
+                break
+            _, plans = buffer.begin(plan, M, training.admission)
+            scheduler = Scheduler(SchedulePolicies(batch_stop=plan.batch_stop), M)
+            ChaosEngine(seed).run(scheduler, plans)
+            buffer.absorb(plan, scheduler.result(), 0)
+            judged = {entry.entry_id: entry.prompt.key for entry in plan.entries}
+            assert not sampled & judged.keys()
+            sampled |= judged.keys()
+            uniform = [entry_id for entry_id, key in judged.items() if not teaches[key]]
+            buffer.drop_uniform(uniform, len(judged))
+            left += [judged[entry_id] for entry_id in uniform]
+        assert len(sampled) <= most * size
+        taken = training.buffer.take(plan)
+        assert len(taken) == size or len(sampled) == int(most * size) or not waiting
+        assert 0 <= buffer.informative_share <= 1
+        left += [entry.prompt.key for entry in taken]
+    assert Counter(left) == Counter(range(len(teaches)))

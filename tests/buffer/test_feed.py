@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.buffer.feed import PromptFeed
+from trl_darts.buffer.feed import EndlessFeed, PromptFeed
 
 
 def items(num_batches: int, repeats: int) -> list[list[dict]]:
@@ -46,7 +46,7 @@ def test_resumed_in_the_middle(num_batches, repeats, stop_at, ahead):
     again = PromptFeed(repeats)
     next(again.follow(iter(everything)))  # it may have been in use before
     again.pull()
-    again.restore(first.position, first.num_taken)
+    again.restore(**first.state(mid_epoch=True))
     source = iter(everything[stop_at:])
     rest = []
     while (item := next(again.follow(source), None)) is not None:
@@ -57,3 +57,23 @@ def test_resumed_in_the_middle(num_batches, repeats, stop_at, ahead):
     other = iter(items(2, repeats))  # the next epoch begins anew
     next(again.follow(other))
     assert again.arrived() == items(1, 1)
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 12), st.integers(0, 11))
+def test_pass_after_pass(num_batches, repeats, num_pulls, stop_at):
+    """Wherever it is interrupted, and however many ticks the loop has got."""
+    loader = items(num_batches, repeats)
+    feed = EndlessFeed(repeats, 1, lambda: loader)
+    pulled = []
+    for place in range(num_pulls):
+        if place == stop_at:
+            state, feed = feed.state(mid_epoch=True), EndlessFeed(repeats, 1, lambda: loader)
+            feed.restore(**state)
+        assert len(next(feed.follow(iter([])))) == 1
+        assert feed.arrived() == []
+        pulled.append(feed.pull())
+    assert pulled == (items(num_batches, 1) * num_pulls)[:num_pulls]
+
+
+def test_a_loader_without_batches():
+    assert EndlessFeed(1, 1, list).pull() is None

@@ -42,15 +42,19 @@ def train(
     engine: str = "transformers",
     refused: tuple[int, ...] = (),
     breaks_on: int | None = None,
+    uniform: str = "",
     **fields: Any,
 ) -> dict[str, Any]:
     """
     A training on [`letters_dataset`] whose reward is the length. `refused` are groups that a server is asked for in a
-    way that it refuses; generation breaks on the process `breaks_on`. An error ends the training, and is its result.
+    way that it refuses; generation breaks on the process `breaks_on`; answers to `uniform` letters have no reward. An
+    error ends the training, and is its result.
     """
 
     def reward(prompts: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
-        return [float(len(ids)) for ids in completion_ids]
+        return [
+            len(ids) * float(prompt[-1] not in uniform) for prompt, ids in zip(prompts, completion_ids, strict=True)
+        ]
 
     settings = {"per_device_train_batch_size": 6, "max_steps": 3, "learning_rate": 0.0, "scale_rewards": False}
     args = make_args(out / "run", **{**settings, **engine_settings(engine, url), **fields})
@@ -186,6 +190,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
         ),
         "sorted": partial(train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", **OWN_BATCHES),
         "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
+        "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, **OWN_BATCHES),
         "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
         "streamed": partial(train, **STREAMED),
@@ -206,7 +211,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
 }
 NEED_A_SERVER = {"server", "tail_batching", "partial_rollout", "sorted", "dropped group", "refused group", "streamed"}
-NEED_A_SERVER |= {"tools", "ahead"}
+NEED_A_SERVER |= {"tools", "ahead", "uniform groups"}
 
 
 def leave(accelerator: Accelerator) -> None:

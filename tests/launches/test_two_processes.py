@@ -128,6 +128,22 @@ def test_batches_that_are_not_the_loaders(launches, backend, scenario):
 
 
 @pytest.mark.vllm
+def test_uniform_groups_leave_on_both(launches):
+    """Rewards are scored before the batch is full, in shares that are no whole groups."""
+    ranks = launches("ddp", "uniform groups")
+    for step in range(6):
+        rows = rows_of(ranks, step)
+        for start in range(0, 12, 4):
+            group = rows[start : start + 4]
+            assert len({prompt for prompt, _, _, _ in group}) == 1
+            assert all(prompt[-1] == letter and letter in "CE" for prompt, letter, _, _ in group)
+            lengths = [length for _, _, length, _ in group]
+            assert [row[3] for row in group] == pytest.approx(np.subtract(lengths, np.mean(lengths)), abs=1e-3)
+            assert np.ptp(lengths) > 0
+    assert sum(float(line["darts/uniform/dropped"]) for line in ranks[0]["log"] if "darts/uniform/dropped" in line) > 0
+
+
+@pytest.mark.vllm
 def test_dropped_group_straddles_both(launches):
     """The second of three groups has rows on both processes: neither gives them any weight."""
     ranks = launches("ddp", "dropped group")

@@ -9,7 +9,6 @@ import pytest
 from trl import TrlParser
 
 from trl_darts import DARTSGRPOConfig
-from trl_darts.serving import options
 from trl_darts.serving.command import (
     ServerCommand,
     as_flags,
@@ -19,7 +18,6 @@ from trl_darts.serving.command import (
     trainer_notes,
 )
 from trl_darts.serving.options import ServeOptions
-from trl_darts.settings import API_KEY_VARIABLE
 
 from .builders import CPU, CUDA
 
@@ -121,7 +119,6 @@ def test_devices_are_split(settings, expected):
 
 
 def test_key_is_in_the_environment_and_nowhere_else():
-    assert options.API_KEY_VARIABLE == API_KEY_VARIABLE
     settings = ServeOptions("M", api_key="s3cret", host="0.0.0.0")
     (command,) = make_commands(settings, CPU)
     notes = trainer_notes(settings, CPU)

@@ -31,9 +31,9 @@ from ..scheduling import (
     RolloutResult,
     prompt_key,
 )
-from .buffer import SampledCandidate
-from .feed import PromptFeed, Rows
-from .rounds import RoundPolicy
+from .buffer import Lifecycle, SampledCandidate
+from .feed import EndlessFeed, PromptFeed, Rows
+from .rounds import Informative, RoundPolicy
 
 
 @dataclass
@@ -65,7 +65,7 @@ class BufferedBatches:
         policy: RoundPolicy,
         admission: AdmissionPolicy,
         num_generations: int,
-        feed: PromptFeed,
+        feed: PromptFeed | EndlessFeed,
         main: MainProcess,
         tokenize: Callable[[list[Any]], tuple[Any, ...]],
         micro_steps: Callable[[], int],
@@ -83,7 +83,13 @@ class BufferedBatches:
         self.last: Any = None  # `BufferedRows` of the last round, on every process
         self.trained: dict[int, tuple[dict[str, Any], list[int]]] = {}  # its rows of the data set and prompts, by ID
         self._round: Any = None  # the `Round` in progress, on the main process
+        self._dropped: list[int] = []  # prompts that could not be completed, since the last batch
         self._version = 0  # of the policy that samples the round in progress: optimizer steps before it
+
+    @property
+    def judges(self) -> bool:
+        """Whether groups without a spread of rewards leave before the batch is taken."""
+        return isinstance(self.policy, Informative)
 
     # Prompts come in
 
@@ -140,11 +146,21 @@ class BufferedBatches:
     def collect(self, step: int, result: RolloutResult | None = None) -> BufferedRows:
         """
         What is trained on now, after `step` optimizer steps and a rollout, or where nothing had to be sampled; or
-        [`GenerationError`].
+        [`GenerationError`]. Where groups are to be judged first, a rollout alone yields no rows.
         """
-        collected = self.buffer.absorb(self._round, result, self._version)
-        trained, size = collected.entries, self._round.num_groups
-        dropped = [entry.entry_id for entry in collected.dropped]
+        self._dropped += [entry.entry_id for entry in self.buffer.absorb(self._round, result, self._version)]
+        if result is not None and self.judges:
+            return BufferedRows(KeptRows([], None), [], [], [], {}, {})
+        dropped, self._dropped = self._dropped, []
+        num_sampled = len(dropped) + self.buffer.num_uniform
+        # Where groups are judged, further prompts came for those that were dropped.
+        trained, size = self.buffer.take(self._round, 0 if self.judges else len(dropped)), self._round.num_groups
+        if not trained and self.judges:
+            raise GenerationError(
+                f"`drop_uniform_groups` (True) leaves nothing to train on: of {num_sampled} prompts that were sampled "
+                "for this batch, none has rewards with a spread. Look at the rewards: a function that gives every "
+                "answer the same teaches nothing. Or raise `max_prompt_oversampling`."
+            )
         if not trained:
             return self._repeat_last(dropped)
         repeated = dict(zip(range(len(trained), size), cycle(range(len(trained))), strict=False))
@@ -177,6 +193,21 @@ class BufferedBatches:
             KeptRows(kept.completion_ids, logprobs, fillers), last.entry_ids, dropped, [], last.states, {}
         )
 
+    # Groups are judged
+
+    def completions(self) -> dict[int, list[list[int]]]:
+        """Of the prompts that wait for their batch to be full, by ID. On the main process."""
+        complete = self.buffer.select(Lifecycle.COMPLETE)
+        return {entry.entry_id: [list(row.partial.tokens) for row in entry.candidates] for entry in complete}
+
+    def drop_uniform(self, entry_ids: list[int], num_judged: int) -> None:
+        """Takes out what teaches nothing, of so many prompts. Called on every process."""
+        if self.main.is_here:
+            self.buffer.drop_uniform(entry_ids, num_judged)
+        for entry_id in entry_ids:
+            del self.rows[entry_id], self.prompt_ids[entry_id]
+            self.buffer.entries.pop(entry_id, None)  # of a process that only counts
+
     # Rows go out
 
     def finish(self, rows: BufferedRows, num_rows: int) -> tuple[Rows, KeptRows]:
@@ -206,6 +237,7 @@ class BufferedBatches:
     def clear(self) -> None:
         """Begins a training with an empty buffer."""
         self.buffer.entries.clear()
+        self.feed.restore()
         self.rows, self.prompt_ids, self.trained, self.last = {}, {}, {}, None
 
 

@@ -19,7 +19,7 @@ Invariants (`tests/buffer/test_buffer.py` checks each under its name, over rando
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -37,6 +37,7 @@ from ..scheduling import (
 )
 
 
+SHARE_EMA = 0.98  # of `informative_share`, per group: half of it is of the last 34
 Version = tuple[int, int]  # (version of the policy, number of tokens in a row that it sampled)
 
 
@@ -96,14 +97,6 @@ class Round:
         return FirstGroups(self.num_finishing, self.must_finish)
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What a round yielded: the prompts to train on, as they entered, and those that were dropped."""
-
-    entries: list[BufferEntry]
-    dropped: list[BufferEntry]
-
-
 class RolloutBuffer:
     """
     Prompts that have entered and have not been trained on.
@@ -118,6 +111,8 @@ class RolloutBuffer:
         self.order = order or (lambda entry: entry.entry_id)
         self.entries: dict[int, BufferEntry] = {}  # by ID, in the order in which they entered
         self.num_entered = 0
+        self.num_uniform = 0  # prompts of the batch to come that have left for their rewards
+        self.informative_share = 1.0  # of the groups of late, those whose rewards have a spread
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -154,22 +149,34 @@ class RolloutBuffer:
         resumed = [tuple(c.partial for c in entry.candidates) for entry in plan.entries]
         return admission, [replace(p, resumed=r) for p, r in zip(admission.plans(prompts), resumed, strict=True)]
 
-    def absorb(self, plan: Round, result: RolloutResult | None, version: int) -> Collected:
+    def absorb(self, plan: Round, result: RolloutResult | None, version: int) -> list[BufferEntry]:
         """
-        Takes what a rollout yielded that was sampled by a `version` of the policy; no result where nothing had to be
-        started. What is trained on now has left the buffer.
+        Takes back what a rollout yielded that was sampled by a `version` of the policy; no result where nothing had to
+        be started. Returns what was dropped.
         """
-        dropped: list[BufferEntry] = []
-        if result is not None:
-            for group in [*result.groups, *result.deferred]:
-                self._take_back(plan.entries[group.plan.group_id], group, version)
-            dropped = [plan.entries[place] for place in result.dropped]
+        if result is None:
+            return []
+        for group in [*result.groups, *result.deferred]:
+            self._take_back(plan.entries[group.plan.group_id], group, version)
+        dropped = [plan.entries[place] for place in result.dropped]
         for entry in dropped:
             del self.entries[entry.entry_id]
+        return dropped
+
+    def drop_uniform(self, entry_ids: Sequence[int], num_judged: int) -> None:
+        """Takes out what teaches nothing, of so many complete prompts whose rewards are known now."""
+        for entry_id in entry_ids:
+            del self.entries[entry_id]
+        self.num_uniform += len(entry_ids)
+        weight = SHARE_EMA**num_judged
+        self.informative_share = weight * self.informative_share + (1 - weight) * (1 - len(entry_ids) / num_judged)
+
+    def take(self, plan: Round, num_dropped: int = 0) -> list[BufferEntry]:
+        """What is trained on now. It has left the buffer; `num_dropped` have left it in the same round."""
         done = self.select(Lifecycle.COMPLETE)
         must = {plan.entries[place].entry_id for place in plan.must_finish}
         done.sort(key=lambda entry: (entry.entry_id not in must, self.order(entry), entry.entry_id))
-        num_taken = max(1, plan.num_groups - len(dropped))  # the loader counts on so many prompts leaving
+        num_taken = max(1, plan.num_groups - num_dropped)  # the loader counts on so many prompts leaving
         taken = sorted(done[:num_taken], key=lambda entry: entry.entry_id)
         for entry in taken:
             del self.entries[entry.entry_id]
@@ -177,7 +184,8 @@ class RolloutBuffer:
             for entry in done[num_taken:]:
                 entry.num_deferrals += 1
                 _begin_anew(entry)
-        return Collected(taken, dropped)
+        self.num_uniform = 0
+        return taken
 
     def _take_back(self, entry: BufferEntry, group: GroupResult, version: int) -> None:
         before = entry.candidates

@@ -47,7 +47,7 @@ def load_buffer(batches: BufferedBatches, directory: Path, skips: bool) -> None:
         return
     state, arrays = batches.main.broadcast(lambda: _read(directory))
     load(batches.buffer, state, arrays)
-    batches.feed.restore(*(state["feed"] if skips else (0, 0)))
+    batches.feed.restore(**(state["feed"] if skips else {}))
     for entry_id, (row, tokens) in zip(batches.buffer.entries, state["prompts"], strict=True):
         batches.rows[entry_id], batches.prompt_ids[entry_id] = row, tokens
 
@@ -65,9 +65,8 @@ def warn_of_lost_prompts(directory: Path) -> None:
 def _write(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     buffer, prompts = _rest(batches)
-    feed = [batches.feed.position, batches.feed.num_taken] if mid_epoch else [0, 0]
     state, arrays = dump(buffer)
-    text = json.dumps({**state, "feed": feed, "prompts": prompts}, default=_refuse)
+    text = json.dumps({**state, "feed": batches.feed.state(mid_epoch), "prompts": prompts}, default=_refuse)
     (directory / BUFFER_FILE).write_text(text, encoding="utf-8")
     np.savez_compressed(directory / TOKENS_FILE, allow_pickle=False, **arrays)
 
@@ -90,6 +89,7 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
             entries[entry_id] = BufferEntry(entry_id, PromptInfo(prompt_key(tokens), len(tokens)))
     buffer.entries = {entry_id: entries[entry_id] for entry_id in sorted(entries)}
     buffer.num_entered = batches.buffer.num_entered
+    buffer.informative_share = batches.buffer.informative_share
     return buffer, [prompts[entry_id] for entry_id in buffer.entries]
 
 
@@ -119,7 +119,8 @@ def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]
         {**asdict(replace(entry, candidates=[])), "candidates": [_as_json(c) for c in entry.candidates]}
         for entry in buffer.entries.values()
     ]
-    return {"keeps_tokens": buffer.keeps_tokens, "num_entered": buffer.num_entered, "entries": entries}, arrays
+    own = {name: getattr(buffer, name) for name in ("keeps_tokens", "num_entered", "informative_share")}
+    return {**own, "entries": entries}, arrays
 
 
 def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -131,6 +132,7 @@ def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, N
         )
     tokens, logprobs = (iter(arrays[name].tolist()) for name in ("tokens", "logprobs"))
     buffer.num_entered, buffer.entries = state["num_entered"], {}
+    buffer.informative_share = state["informative_share"]
     for saved in state["entries"]:
         entry = BufferEntry(**saved | {"prompt": PromptInfo(**saved["prompt"]), "state": Lifecycle(saved["state"])})
         entry.candidates = [_from_json(candidate, tokens, logprobs) for candidate in saved["candidates"]]

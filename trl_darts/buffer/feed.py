@@ -7,7 +7,8 @@ sampler has it.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ class PromptFeed:
         """Items of this epoch that the training loop has got."""
         return self._position - len(self._ahead)
 
-    def restore(self, position: int, num_taken: int) -> None:
+    def state(self, mid_epoch: bool) -> dict[str, int]:
+        """What `restore` needs to go on in the middle of this epoch, or with the next one."""
+        return {"position": self.position, "num_taken": self.num_taken} if mid_epoch else {}
+
+    def restore(self, position: int = 0, num_taken: int = 0) -> None:
         """
         Goes on in the middle of an epoch, with the next iterator: the training loop had got `position` items, which
         are skipped, and `num_taken` batches had been pulled.
@@ -81,6 +86,10 @@ class PromptFeed:
         self.num_taken += 1
         return self._new.popleft()
 
+    def passes_behind(self, checkpoint: Path) -> int:
+        """Whole passes over the data that a training has behind it which goes on from a checkpoint."""
+        return int(TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch)
+
     def _items(self, source: Iterator[Rows]) -> Iterator[Rows]:
         while source is self._source:
             item = self._ahead.popleft() if self._ahead else self._fetch()
@@ -99,17 +108,59 @@ class PromptFeed:
         return item
 
 
-def skip_epochs(sampler: Any, num_epochs: int) -> None:
+class EndlessFeed:
     """
-    Draws the orders of the epochs that a resumed training has behind it. TRL 1.16 does not: its sampler begins with
-    the first epoch's order again, and the part of an epoch that is skipped is then not the part that was trained on.
-    It can go when TRL's `RepeatSampler` knows the epoch.
+    The batches of prompts of one pass over the data after another, whatever the training loop's epochs: a batch may
+    take more prompts than it trains on. The loop gets ticks alone, as many as it wants. `loader` gives the loader of
+    the training, whose items have `num_rows` rows.
+    """
+
+    def __init__(self, repeats: int, num_rows: int, loader: Callable[[], Any]) -> None:
+        self.repeats = repeats
+        self.num_rows = num_rows
+        self.num_passes = 0  # that are over
+        self.num_taken = 0  # batches of this pass that have been pulled
+        self._loader = loader
+        self._batches: Any = None
+
+    def state(self, mid_epoch: bool) -> dict[str, int]:
+        """What `restore` needs."""
+        return {"num_passes": self.num_passes, "num_taken": self.num_taken}
+
+    def restore(self, num_passes: int = 0, num_taken: int = 0) -> None:
+        """Goes on after so many passes and so many batches of the next one."""
+        self.num_passes, self.num_taken, self._batches = num_passes, num_taken, None
+
+    def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
+        """What the training loop iterates in the place of the loader's iterator, which is left alone."""
+        return repeat([{}] * self.num_rows)
+
+    def arrived(self) -> list[Rows]:
+        """None: ticks bring no prompts."""
+        return []
+
+    def pull(self) -> Rows | None:
+        """The next batch of prompts; `None` where the loader has none at all."""
+        if self._batches is None:
+            self._batches = islice(self._loader(), self.num_taken * self.repeats, None, self.repeats)
+        batch = next(self._batches, None)
+        if batch is None and self.num_taken:
+            self.restore(self.num_passes + 1)
+            return self.pull()
+        self.num_taken += 1
+        return batch
+
+    def passes_behind(self, checkpoint: Path) -> int:
+        """Whole passes over the data that a training has behind it which goes on from a checkpoint."""
+        return self.num_passes
+
+
+def skip_passes(sampler: Any, num_passes: int) -> None:
+    """
+    Draws the orders of the passes over the data that a resumed training has behind it. TRL 1.16 does not: its sampler
+    begins with the first epoch's order again, and the part of an epoch that is skipped is then not the part that was
+    trained on. It can go when TRL's `RepeatSampler` knows the epoch.
     """
     if getattr(sampler, "shuffle", False):
-        for _ in range(num_epochs):
+        for _ in range(num_passes):
             torch.randperm(sampler.num_samples, generator=sampler.generator)
-
-
-def completed_epochs(checkpoint: Path) -> int:
-    """Whole epochs that a checkpoint has behind it."""
-    return int(TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch)

@@ -1,10 +1,11 @@
 """
 Which prompts go into the next rollout, and how many of them the trainer waits for: the schedules whose batches are not
-the loader's, and any with `rollout_ahead`.
+the loader's, and any with `rollout_ahead` or `drop_uniform_groups`.
 
 | schedule | started | ends with | the others |
 |---|---|---|---|
 | the loader's batches, ahead | the next N | all N | – |
+| dropping uniform groups | as many as N with a spread of rewards may take | all | – |
 | tail batching, short round | N' > N new prompts | the first N | wait for a long round, and begin anew |
 | tail batching, long round | the N that wait longest | all N | – |
 | partial rollout | N', those in flight first | the first N, and those that are too old | go on with their tokens |
@@ -55,6 +56,34 @@ class InOrder:
     def next(self, buffer: RolloutBuffer) -> Round:
         entries = buffer.select(Lifecycle.WAITING)[: self.num_groups]
         return Round(entries, self.num_groups, len(entries))
+
+
+@dataclass(frozen=True)
+class Informative:
+    """
+    Dynamic sampling (DAPO, Section 3.2): groups whose rewards are all equal leave, and further prompts come in their
+    place. A batch takes several rounds where too many left; each starts as many prompts as are likely to be enough.
+    """
+
+    num_groups: int  # N, prompts per batch
+    max_oversampling: float  # prompts sampled for a batch, over N, at most
+
+    def buffer(self) -> RolloutBuffer:
+        return RolloutBuffer(keeps_tokens=False)
+
+    def lacking(self, buffer: RolloutBuffer) -> int:
+        return max(0, self._num_started(buffer) - len(buffer.select(Lifecycle.WAITING)))
+
+    def next(self, buffer: RolloutBuffer) -> Round:
+        entries = buffer.select(Lifecycle.WAITING)[: self._num_started(buffer)]
+        return Round(entries, self.num_groups, len(entries))
+
+    def _num_started(self, buffer: RolloutBuffer) -> int:
+        num_complete = len(buffer.select(Lifecycle.COMPLETE))
+        missing = max(0, self.num_groups - num_complete)
+        likely = math.ceil(missing / max(buffer.informative_share, 1 / self.max_oversampling))
+        left = math.floor(self.max_oversampling * self.num_groups) - buffer.num_uniform - num_complete
+        return max(0, min(likely, left))
 
 
 @dataclass(frozen=True)
@@ -175,4 +204,6 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
         return PartialRollout(num_groups, settings.prompt_oversampling or 0.0, settings.max_partial_age or 0)
     if settings.schedule == "sorted":
         return Sorted(num_groups, settings.sorted_group_batches or 0, settings.keeps_tokens)
+    if settings.drop_uniform_groups:
+        return Informative(num_groups, settings.max_prompt_oversampling or 0.0)
     return InOrder(num_groups) if settings.rollout_ahead else None

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..serving.options import API_KEY_VARIABLE
+from ..engines.addresses import API_KEY_VARIABLE
 from . import config, profile, report, serve, simulate
 from .exits import OneLineErrors
 

@@ -21,9 +21,9 @@ from rich.progress import (
 )
 
 from ..analysis.output_files import check_writable, not_writable
+from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
-from ..serving.options import API_KEY_VARIABLE
 from .exits import fail
 
 

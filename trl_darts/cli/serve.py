@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 
 from ..analysis.output_files import check_directory
+from ..engines.addresses import API_KEY_VARIABLE
 from ..serving.build import find_build
 from ..serving.command import as_flags, as_python, make_commands, trainer_arguments, trainer_notes
-from ..serving.options import API_KEY_VARIABLE, ServeOptions, check_options
+from ..serving.options import ServeOptions, check_options
 from ..serving.supervisor import Server, Supervisor, counted_signals
 
 

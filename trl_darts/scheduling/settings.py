@@ -32,6 +32,7 @@ SPARE_CANDIDATES = 2
 # A response that was aborted or cut off is taken to be at most this many times as long as the limit. At the limit
 # itself, a prompt whose responses are all cut off would look calm.
 HORIZON = 2
+MAX_OVERSAMPLING = 4.0  # with `drop_uniform_groups`: where 3 groups of 4 are uniform, most batches are full
 SORTED_MODES = ("on_policy", "partial")
 SUBMIT_ORDERS = ("longest", "shortest", "arrival")
 # Settings that mean something with some schedules only, and their defaults there.
@@ -158,6 +159,18 @@ class ScheduleSettings:
         "correction. 0 waits for each rollout. Only with `vllm_mode='server'`.",
     )
 
+    drop_uniform_groups: bool = _setting(
+        False,
+        "Whether groups whose rewards are all equal, which teach nothing, leave the batch for further prompts, until "
+        "all of its groups have a spread of rewards (DAPO's dynamic sampling). Only with `schedule` 'darts' or 'grpo' "
+        "and `vllm_mode='server'`.",
+    )
+    max_prompt_oversampling: float | None = _setting(
+        None,
+        "Prompts sampled for each that is trained on, at most, with `drop_uniform_groups`. Groups that are missing "
+        "then are filler rows without weight. Defaults to 4.",
+    )
+
     # Where candidates run
     submit_order: str = _setting(
         None,
@@ -184,6 +197,7 @@ class ScheduleSettings:
         self._check_long_end_every()
         self._check_budget()
         self._check_rounds()
+        self._check_uniform()
         self._check_placement()
 
     def _check_schedule(self) -> None:
@@ -324,6 +338,26 @@ class ScheduleSettings:
                 f"({self.sorted_mode!r}): all tokens are of the newest policy. Leave it unset."
             )
 
+    def _check_uniform(self) -> None:
+        if self.drop_uniform_groups and self.schedule not in ("darts", "grpo"):
+            raise ConfigurationError(
+                f"`drop_uniform_groups` (True) does not run with `schedule` ({self.schedule!r}), which chooses its "
+                "prompts itself. Set it to `False`, or use `schedule='darts'` or 'grpo'."
+            )
+        oversampling = self.max_prompt_oversampling
+        if oversampling is not None and not self.drop_uniform_groups:
+            raise ConfigurationError(
+                f"`max_prompt_oversampling` ({oversampling}) has no effect without `drop_uniform_groups`. Leave it "
+                "unset, or set that to `True`."
+            )
+        if oversampling is not None and not 1 < oversampling < math.inf:
+            raise ConfigurationError(
+                f"`max_prompt_oversampling` ({oversampling}) must be greater than 1 and finite: what replaces a group "
+                "are further prompts."
+            )
+        if self.drop_uniform_groups and oversampling is None:
+            self.max_prompt_oversampling = MAX_OVERSAMPLING
+
     def _check_placement(self) -> None:
         if self.num_long_servers < 0:
             raise ConfigurationError(f"`num_long_servers` ({self.num_long_servers}) must not be negative.")
@@ -357,22 +391,23 @@ class ScheduleSettings:
     @property
     def buffers_prompts(self) -> bool:
         """Whether prompts are taken before their turn, or outlive a rollout: batches are then the rollout buffer's."""
-        return self.schedule in ("tail_batching", "partial_rollout", "sorted") or self.rollout_ahead > 0
+        own = self.schedule in ("tail_batching", "partial_rollout", "sorted")
+        return own or self.rollout_ahead > 0 or self.drop_uniform_groups
 
     @property
     def own_prompts(self) -> str:
         """Of a schedule that `buffers_prompts`, the beginning of an error."""
         if self.rollout_ahead:
             return f"`rollout_ahead` ({self.rollout_ahead}) samples each batch before its turn, and does not run"
-        return (
-            f"`schedule` ({self.schedule!r}) trains on other prompts than the data loader's next ones, and does not "
-            "run"
-        )
+        given = "`drop_uniform_groups` (True)" if self.drop_uniform_groups else f"`schedule` ({self.schedule!r})"
+        return f"{given} trains on other prompts than the data loader's next ones, and does not run"
 
     @property
     def without_own_prompts(self) -> str:
         """What to set instead."""
-        return "`rollout_ahead=0`" if self.rollout_ahead else "`schedule='darts'`"
+        if self.rollout_ahead:
+            return "`rollout_ahead=0`"
+        return "`drop_uniform_groups=False`" if self.drop_uniform_groups else "`schedule='darts'`"
 
     @property
     def keeps_tokens(self) -> bool:

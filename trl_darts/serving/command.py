@@ -10,9 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..engines.addresses import API_KEY_VARIABLE
 from ..speculation.drafter import HISTORY_VARIABLE
 from .build import VISIBLE_DEVICES, VLLMBuild
-from .options import API_KEY_VARIABLE, SPECULATIVE, ServeOptions
+from .options import SPECULATIVE, ServeOptions
 
 
 # The `vllm` command of this very environment, whatever PATH holds.

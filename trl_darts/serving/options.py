@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError, did_you_mean
 from ..policy.drafts import MAX_DRAFT
 from ..weights import WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
 
 
-API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name: its servers read the key there
 DRAFTER = "trl_darts.speculation.drafter.SuffixDrafter"
 # Methods without a draft model, which would go stale with every weight update. The numbers of `ngram` are those of
 # vLLM's documentation.

@@ -120,7 +120,7 @@ class RewardStream:
         columns = [key for key in self._inputs[0] if key not in ("prompt", "completion", "completion_ids")]
         arguments = {
             "prompts": prompts,
-            "completions": self._decode(prompts, completion_ids),
+            "completions": decode_completions(self.trainer, prompts, completion_ids),
             "completion_ids": completion_ids,
             **{key: [self._inputs[row][key] for row in rows] for key in columns},
             "trainer_state": self.trainer.state,
@@ -135,21 +135,6 @@ class RewardStream:
             self._calls.append(call)
             self._call_of |= {(place, row): call for row in rows}
             self._loop.submit(call)
-
-    def _decode(self, prompts: list[Any], completion_ids: list[Tokens]) -> list[Any]:
-        """As TRL does in `_generate`, which has no function for it."""
-        processing_class: Any = self.trainer.processing_class
-        if not is_conversational({"prompt": prompts[0]}):
-            return list(processing_class.batch_decode(completion_ids, skip_special_tokens=True))
-        names = ("response_template", "response_schema")
-        if any(getattr(processing_class, name, None) is not None for name in names):
-            prompt_ids, _, _ = GRPOTrainer._tokenize_prompts(self.trainer, copy.deepcopy(prompts))
-            return [
-                [parse_response(processing_class, ids, prefix=prefix, tools=self.trainer.tools)]
-                for ids, prefix in zip(completion_ids, prompt_ids, strict=True)
-            ]
-        contents = processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-        return [[{"role": "assistant", "content": content}] for content in contents]
 
     # When TRL asks
 
@@ -254,3 +239,19 @@ class RewardStream:
                 "the function async, and run what can hang in a subprocess that it kills."
             )
         return outcome
+
+
+def decode_completions(trainer: Any, prompts: list[Any], completion_ids: list[Tokens]) -> list[Any]:
+    """As TRL does in `_generate`, which has no function for it."""
+    processing_class: Any = trainer.processing_class
+    if not is_conversational({"prompt": prompts[0]}):
+        return list(processing_class.batch_decode(completion_ids, skip_special_tokens=True))
+    names = ("response_template", "response_schema")
+    if any(getattr(processing_class, name, None) is not None for name in names):
+        prompt_ids, _, _ = GRPOTrainer._tokenize_prompts(trainer, copy.deepcopy(prompts))
+        return [
+            [parse_response(processing_class, ids, prefix=prefix, tools=trainer.tools)]
+            for ids, prefix in zip(completion_ids, prompt_ids, strict=True)
+        ]
+    contents = processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    return [[{"role": "assistant", "content": content}] for content in contents]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,29 @@ class RolloutRecord:
             deferred=[GroupSummary.of(group) for group in result.deferred],
             carries_over=carries_over,
             long_end_below=long_end_below,
+        )
+
+    def then(self, later: "RolloutRecord") -> "RolloutRecord":
+        """Both as one, of a batch that took several rollouts."""
+        own, new = self.admission, later.admission
+        expected = None
+        if own.expected_lengths is not None and new.expected_lengths is not None:
+            expected = [*own.expected_lengths, *new.expected_lengths]
+        admission = Admission(
+            [*own.num_candidates, *new.num_candidates], own.saturated + new.saturated, new.rho, expected
+        )
+        before, after, first = self.occupancy, later.occupancy, len(own.num_candidates)
+        return replace(
+            later,
+            admission=admission,
+            summaries=[*self.summaries, *(replace(g, group_id=g.group_id + first) for g in later.summaries)],
+            occupancy=Occupancy(
+                max(before.peak, after.peak), before.area + after.area, before.seconds + after.seconds
+            ),
+            num_mixed=self.num_mixed + later.num_mixed,
+            num_resumed=self.num_resumed + later.num_resumed,
+            num_dropped=self.num_dropped + later.num_dropped,
+            deferred=[*self.deferred, *(replace(g, group_id=g.group_id + first) for g in later.deferred)],
         )
 
     @property

@@ -46,7 +46,7 @@ def measured(monkeypatch, tmp_path) -> list:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["localhost:8000"], "`url` ('localhost:8000') must be an address such as 'http://localhost:8000'."),
+        (["localhost:8000"], "`url` ('localhost:8000') must be an address with a scheme and a host. Write it like"),
         ([URL, URL + "/"], f"`url` ('{URL}') must be named once"),
         ([URL, "--repeats", "0"], "`repeats` (0) must be at least 1"),
         ([URL, "--batch-sizes", "1,b"], "`batch_sizes` ('1,b') must be whole numbers and commas"),

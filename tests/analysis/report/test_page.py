@@ -131,6 +131,17 @@ def test_faults_and_settings_of_two_runs(tmp_path, no_figures):
     assert "The runs did different work: they differ in model." in text
 
 
+def test_idle_shares_of_trainer_and_engines(tmp_path, no_figures):
+    """Of 18 seconds a step, 10 are rollouts; the second run waits for 4 of them."""
+    ahead = [make_entry(step, **{"darts/rollout/wait_seconds": 4.0}) for step in (1, 2, 3)]
+    runs = [write_run(tmp_path / "a", log=3), write_run(tmp_path / "b", log=ahead)]
+    text = write_report(runs, tmp_path / "report.html")[0].read_text()
+    assert "<th>Trainer idle</th><th>Engines idle</th>" in text.replace(' scope="col"', "")
+    text = text.replace("\N{NARROW NO-BREAK SPACE}", " ")
+    assert "<td>56 %</td><td>44 %</td>" in text
+    assert "<td>22 %</td><td>44 %</td>" in text
+
+
 def test_six_runs_without_traces(tmp_path):
     (tmp_path / "report-budget.png").write_bytes(b"of an earlier report")
     runs = [write_run(tmp_path / f"a run with a long name, number {i}", log=i + 1) for i in range(6)]

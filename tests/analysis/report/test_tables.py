@@ -114,7 +114,7 @@ def test_several_rollouts_of_a_step_are_summed(tmp_path):
     run = read_run(write_run(tmp_path, traces=traces, log=[make_entry(1, step_time=40.0)]))
     summed = {"num_rollouts": 2, "seconds": 20, "kept": 36, "longest": 9}
     assert dict(tables.rollouts(run).loc[1, list(summed)]) == summed
-    split = {"total": 40, "generate": 20, "score": 4, "train": 15, "sync": 1, "num_steps": 1}
+    split = {"total": 40, "generate": 20, "decode": 20, "score": 4, "train": 15, "sync": 1, "num_steps": 1}
     assert dict(tables.time_split(run).loc[1]) == pytest.approx(split)
 
 
@@ -123,7 +123,7 @@ def test_time_split(tmp_path):
     del entries[1]["darts/score/seconds"], entries[2]["darts/sync/seconds"]
     entries[3]["step_time"] = 3.0  # less than its parts
     split = tables.time_split(read_run(write_run(tmp_path, log=entries)))
-    expected = {"total": 18, "generate": 10, "score": 2, "train": 5, "sync": 1, "num_steps": 1}
+    expected = {"total": 18, "generate": 10, "decode": 10, "score": 2, "train": 5, "sync": 1, "num_steps": 1}
     assert dict(split.loc[1]) == pytest.approx(expected)
     assert list(split["train"].isna()) == [False, True, False, True]
     assert split.loc[3, "train"] == 6  # no weights were sent

@@ -90,6 +90,15 @@ def test_seconds_beside_the_rollout():
         assert step == pytest.approx(rollout + 2.0 + 1e-3 * (kept + 64 * 10))
 
 
+def test_a_rollout_ahead_hides_behind_the_training_before_it():
+    workload = Workload(LENGTHS, 16, 4096, fixed_seconds=1.0, train_seconds_per_token=1e-4)
+    (_, apart), (_, ahead) = (train("grpo", workload=workload, rollout_ahead=number) for number in (0, 1))
+    assert ahead.rollout_seconds == apart.rollout_seconds
+    longer = [max(pair) for pair in zip(apart.rollout_seconds[1:], apart.train_seconds, strict=False)]
+    assert ahead.step_seconds == [apart.rollout_seconds[0], *longer]
+    assert ahead.off_policy_share == [0.0] + [1.0] * 11
+
+
 def test_shaping_unlearns_never_ending_answers():
     """Where the short ones are preferred, until rollouts no longer wait for the limit."""
     lengths = LogNormalLengths(64, median_length=200.0, endless_share=0.02)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
+from ...engines.addresses import check_address
 from ...errors import ConfigurationError
 from .servers import ServerFacts
 
@@ -50,8 +50,7 @@ class ProfileOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
         for url, times in Counter(self.urls).items():
-            if not _is_address(url):
-                raise ConfigurationError(f"`url` ({url!r}) must be an address such as 'http://localhost:8000'.")
+            check_address("url", url)
             if times > 1:
                 raise ConfigurationError(f"`url` ({url!r}) must be named once. Leave one out.")
         for name in ("batch_sizes", "max_batch_size", "context_lengths", "max_context_tokens", "repeats"):
@@ -135,11 +134,3 @@ def _context_lengths(longest: int, lengths: Sequence[int] | None) -> list[int]:
 
 def _list(values: Iterable[int]) -> str:
     return ",".join(map(str, values))
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket that is not closed, or a port that is no number
-        return False

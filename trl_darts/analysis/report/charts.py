@@ -33,6 +33,8 @@ LOOKS = {
     "score": (0.45, ""),
     "train": (0.18, "////"),
     "sync": (0.25, "xxxx"),
+    "busy": (0.9, ""),
+    "idle": (0.0, "...."),
 }
 WIDTH, HEIGHT = 14.7, 3.1  # of a row of charts, in inches: text has one size in all figures
 _RC: dict[Any, Any] = {

@@ -87,12 +87,22 @@ def time(runs: Sequence[Run]) -> Panel:
         {i: [part.mean for part in parts] for i, parts in phases.items()}, index=list(tables.PHASES)
     ).T
     names = [run.name for run in runs]
+    waits = _idle({i: known[i] for i in phases})
     found = [partial(charts.stacks, title="Seconds per step", table=means, names=names, xlabel="seconds")]
+    found += [
+        partial(charts.stacks, title=f"{who}, seconds per step", table=table, names=names, xlabel="seconds")
+        for who, table in waits.items()
+    ]
     rows = [
-        [names[i], *(_part_of_step(part, known[i]) for part in parts), plus_minus(_mean(known[i], "total"))]
+        [
+            names[i],
+            *(_part_of_step(part, known[i]) for part in parts),
+            plus_minus(_mean(known[i], "total")),
+            *(percent(table.loc[i, "idle"] / table.loc[i].sum()) for table in waits.values()),
+        ]
         for i, parts in phases.items()
     ]
-    header = ["Run", *(phase.capitalize() for phase in tables.PHASES), "Step"]
+    header = ["Run", *(phase.capitalize() for phase in tables.PHASES), "Step", *(f"{who} idle" for who in waits)]
     notes = []
     for i, run in enumerate(runs):
         needed = ("step_time", "darts/rollout/seconds", "darts/score/seconds")
@@ -104,12 +114,25 @@ def time(runs: Sequence[Run]) -> Panel:
         "time",
         "Where the time goes",
         "Where a step's time (`step_time`) goes. Generate: rollouts. Score: rewards, log-probs of the old and the "
-        "reference policy. Sync: weights to the servers. Train: what is left, forward and backward.",
+        "reference policy. Sync: weights to the servers. Train: what is left, forward and backward. The trainer is "
+        "idle while it waits for a rollout, the engines while none is under way; `rollout_ahead=1` overlaps the two.",
         found if len(means) else [],
         Table(f"Seconds per step and share, mean over {window}, ± 95 % intervals", header, rows) if rows else None,
-        tables.PHASES,
+        (*tables.PHASES, "busy", "idle"),
         notes,
     )
+
+
+def _idle(splits: Mapping[int, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """For the trainer and the engines, the seconds per step of each run in which they are busy and idle."""
+    found = {}
+    for who, waits in {"Trainer": lambda s: s["generate"], "Engines": lambda s: s["total"] - s["decode"]}.items():
+        rows = {}
+        for i, split in splits.items():
+            total, idle = _mean(split, "total").mean, _mean(split.assign(idle=waits(split)), "idle").mean
+            rows[i] = {"busy": total - idle, "idle": idle}
+        found[who] = pd.DataFrame.from_dict(rows, orient="index", columns=["busy", "idle"])
+    return found
 
 
 def _mean(split: pd.DataFrame, phase: str) -> Estimate:

@@ -178,12 +178,12 @@ def _rollouts_of_log(run: Run) -> pd.DataFrame:
 def time_split(run: Run) -> pd.DataFrame:
     """
     Where a step's time goes: by log entry, seconds per optimizer step: `total` (TRL's `step_time`), `generate` (with
-    `rollout_ahead`, what was waited for), `score`, `sync` (0 where weights were not sent), `train` (what is left), and
-    `num_steps`. NaN where the log lacks what is needed.
+    `rollout_ahead`, what was waited for), `score`, `sync` (0 where weights were not sent), `train` (what is left),
+    `decode` (for which engines decoded, whoever waited) and `num_steps`. NaN where the log lacks what is needed.
     """
     metrics = ("step_time", "darts/rollout/seconds", "darts/score/seconds", "darts/sync/seconds")
     total, generate, score, sync = (run.log.get(name, pd.Series(np.nan, run.log.index)) for name in metrics)
-    generate = run.log.get("darts/rollout/wait_seconds", generate).fillna(generate)
+    decode, generate = generate, run.log.get("darts/rollout/wait_seconds", generate).fillna(generate)
     per_step = run.log["num_rollouts"] / run.log["num_steps"]
     idle = per_step.eq(0)  # a step that reuses an earlier rollout
     split = pd.DataFrame(
@@ -191,6 +191,7 @@ def time_split(run: Run) -> pd.DataFrame:
             "total": total,
             "generate": (generate * per_step).mask(idle, 0.0),
             "score": (score * per_step).mask(idle, 0.0),
+            "decode": (decode * per_step).mask(idle, 0.0).clip(upper=total),
             "sync": sync.fillna(0.0) * per_step.clip(upper=1),  # at most once per optimizer step
             "num_steps": run.log["num_steps"],
         }

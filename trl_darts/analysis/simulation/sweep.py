@@ -24,13 +24,13 @@ _SELECTING = {
     "long_end_patience",
     "long_end_every",
 }
-# `mask_stale_after` decides what is learned from a token, `rollout_ahead` when rollouts run and not how, and the
-# schedule has an option of its own.
+# The schedule has an option of its own. The others decide what is learned.
+UNSWEPT = ("schedule", "mask_stale_after", "drop_uniform_groups", "max_prompt_oversampling")
 _HINTS = get_type_hints(ScheduleSettings)
 KINDS: dict[str, tuple[Any, ...]] = {
     field.name: get_args(_HINTS[field.name]) or (_HINTS[field.name],)
     for field in fields(ScheduleSettings)
-    if field.name not in ("schedule", "mask_stale_after", "rollout_ahead")
+    if field.name not in UNSWEPT
 }
 """The settings that can be swept, with the types of their values."""
 
@@ -106,7 +106,7 @@ def settings_of(
 
 def has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
     """Whether a value that is given changes what a schedule does, beside the other values."""
-    if name == "num_generations":
+    if name in ("num_generations", "rollout_ahead"):
         return True
     if name in SCHEDULE_DEFAULTS or schedule == "grpo":
         return schedule in SCHEDULE_DEFAULTS.get(name, ())

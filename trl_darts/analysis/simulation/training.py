@@ -21,7 +21,7 @@ from itertools import count, islice
 
 import numpy as np
 
-from ...buffer.buffer import BufferEntry, Collected, RolloutBuffer, Round
+from ...buffer.buffer import BufferEntry, RolloutBuffer, Round
 from ...buffer.rounds import RoundPolicy, round_policy
 from ...errors import ConfigurationError
 from ...scheduling import (
@@ -72,6 +72,7 @@ class SimulatedRun:
     """
 
     rollout_seconds: list[float] = field(default_factory=list)
+    train_seconds: list[float] = field(default_factory=list)  # all that a step takes beside its rollout
     step_seconds: list[float] = field(default_factory=list)
     bubble_ratio: list[float] = field(default_factory=list)
     candidates: list[float] = field(default_factory=list)
@@ -88,8 +89,11 @@ class SimulatedRun:
     buffered_tokens: list[float] = field(default_factory=list)  # at its end, of prompts not yet trained on
     longest_wait: list[float] = field(default_factory=list)  # steps from a prompt's first candidate to its training
 
-    def add(self, step: StepOutcome, workload: Workload) -> None:
-        """Append a step; `workload` has what it costs beside its rollout."""
+    def add(self, step: StepOutcome, workload: Workload, ahead: int = 0) -> None:
+        """
+        Append a step; `workload` has what it costs beside its rollout. With a rollout `ahead`, it was sampled while
+        the step before trained.
+        """
         summaries, seconds = [*step.settled, *step.deferred], step.occupancy.seconds
         pool = np.array([length for summary in summaries for length in summary.lengths])
         ended = np.array([length for summary in step.observed for length in summary.lengths])
@@ -99,7 +103,8 @@ class SimulatedRun:
         trained = kept.sum() + len(kept) * workload.prompt_tokens
         values: dict[str, float] = {
             "rollout_seconds": seconds,
-            "step_seconds": seconds + workload.fixed_seconds + trained * workload.train_seconds_per_token,
+            "train_seconds": workload.fixed_seconds + trained * workload.train_seconds_per_token,
+            "step_seconds": 0.0,
             "bubble_ratio": bubble_ratio(step.occupancy),
             "candidates": len(pool),
             "aborted_candidates": num_aborted,
@@ -110,11 +115,15 @@ class SimulatedRun:
             "kept_vs_pool_length_ratio": kept.mean() / ended.mean() if len(ended) else math.nan,
             "mean_kept": kept.mean(),
             "longest_kept": kept.max(),
-            "off_policy_share": step.num_stale_tokens / kept.sum(),
+            "off_policy_share": 1.0 if ahead and self.train_seconds else step.num_stale_tokens / kept.sum(),
             "deferred_groups": len(step.deferred),
             "buffered_tokens": step.num_buffered_tokens,
             "longest_wait": step.longest_wait,
         }
+        if ahead:  # the training of the last step is left out
+            values["step_seconds"] = max(seconds, *self.train_seconds[-1:], 0.0)
+        else:
+            values["step_seconds"] = seconds + values["train_seconds"]
         for name, value in values.items():
             getattr(self, name).append(float(value))
 
@@ -140,7 +149,7 @@ class SimulatedTraining:
         run = SimulatedRun()
         with _collector_off():
             for outcome in islice(self.outcomes(), num_steps):
-                run.add(outcome, self.workload)
+                run.add(outcome, self.workload, self.settings.rollout_ahead)
         return run
 
     def outcomes(self) -> Iterator[StepOutcome]:
@@ -235,7 +244,8 @@ class _EpochOfRounds:
             admission, plans = buffer.begin(plan, training.settings.num_generations, training.admission)
             lengths = [self._lengths_of(entry) for entry in plan.entries]
             result, saturated = training.rollout(admission, plans, lengths, plan.batch_stop), admission.saturated
-        return self._outcome(result, buffer.absorb(plan, result, self.version), saturated)
+        dropped = buffer.absorb(plan, result, self.version)
+        return self._outcome(result, buffer.take(plan, len(dropped)), saturated)
 
     def _lengths_of(self, entry: BufferEntry) -> list[int]:
         """Those that it began with, where it goes on."""
@@ -247,11 +257,11 @@ class _EpochOfRounds:
             own.begun = self.version if own.begun is None else own.begun
         return own.lengths
 
-    def _outcome(self, result: RolloutResult | None, collected: Collected, saturated: int) -> StepOutcome:
-        rows = [row for entry in collected.entries for row in entry.candidates]
+    def _outcome(self, result: RolloutResult | None, entries: list[BufferEntry], saturated: int) -> StepOutcome:
+        rows = [row for entry in entries for row in entry.candidates]
         settled = [GroupSummary.of(group) for group in (result.groups if result else [])]
         deferred = [GroupSummary.of(group) for group in (result.deferred if result else [])]
-        taken = [self.sampled.pop(entry.entry_id) for entry in collected.entries]
+        taken = [self.sampled.pop(entry.entry_id) for entry in entries]
         return StepOutcome(
             settled,
             deferred,

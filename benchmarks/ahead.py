@@ -1,0 +1,64 @@
+"""
+What `rollout_ahead` saves: seconds per step with and without it, where training takes 0.5, 1 and 2 times as long as a
+rollout. Expected is the longer of the two, and the weight sync.
+
+    python benchmarks/ahead.py [--quick]
+
+GRPO's trainings of `training.py` on its paced server, one after the other from the same checkpoint.
+"""
+
+import argparse
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.long_tail import LIMIT, make_checkpoint
+from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
+from benchmarks.training import ARMS, BASELINE, EPOCH, WORLDS, Training, train
+
+
+AHEAD = "grpo, ahead"
+SHARES = (0.5, 1.0, 2.0)  # of a rollout's seconds, in training
+STEPS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two steps and one share: does it run?")
+    quick = parser.parse_args().quick
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended
+    steps, shares = (2, SHARES[:1]) if quick else (STEPS, SHARES)
+    ARMS[AHEAD] = {**ARMS[BASELINE], "rollout_ahead": 1}
+    print("| train ÷ rollout | rollout (s) | step (s) | step, ahead (s) | expected (s) | ahead ÷ expected |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+    with tempfile.TemporaryDirectory() as directory:
+        start = make_checkpoint(Path(directory) / "start", equal=False)
+        curve, slots = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES), WORLDS["tail"]
+        with paced_server(start, curve, max_num_seqs=slots, max_model_len=2 * LIMIT) as (server, pace):
+            shared = train(Training("tail", 0, steps), server.base_url, pace, start, Path(directory) / "shared")
+            checkpoint = Path(directory) / "shared" / f"checkpoint-{EPOCH}"
+            for share in shares:
+                per_token = share * sum(shared["rollout"][1:]) / sum(shared["trained"][1:])
+                runs = {}
+                for arm in (BASELINE, AHEAD):
+                    training, output = Training("tail", 0, steps, arm), Path(directory) / f"{arm} {share}"
+                    runs[arm] = train(training, server.base_url, pace, checkpoint, output, per_token, target=0.0)
+                print(line(share, per_token, runs[BASELINE], runs[AHEAD]), flush=True)
+            print(f"\n{steps - 1} steps each, without the first, which nobody has sampled ahead. {pace()}")
+
+
+def line(share: float, per_token: float, apart: dict[str, list[float]], ahead: dict[str, list[float]]) -> str:
+    """A row of the table, of means."""
+    rollout, both, step = (np.mean(own[1:]) for own in (apart["rollout"], apart["seconds"], ahead["seconds"]))
+    expected = max(rollout, per_token * np.mean(ahead["trained"][1:])) + np.nanmean(apart["sync"])
+    return f"| {share:g} | {rollout:.2f} | {both:.2f} | {step:.2f} | {expected:.2f} | {step / expected:.2f} |"
+
+
+if __name__ == "__main__":
+    main()
