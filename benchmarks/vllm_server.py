@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +179,6 @@ def start_vllm_server(
     log_path: str | Path | None = None,
     weight_transfer: str | None = "auto",
     wait: bool = True,
-    popen: Callable[..., Any] = subprocess.Popen,
     **options: Any,
 ) -> Iterator[VLLMServer]:
     """
@@ -189,7 +188,7 @@ def start_vllm_server(
     `env` is added to the environment, over our own settings. `weight_transfer` is the backend of
     `--weight-transfer-config`: `"nccl"` on CUDA, else none, by default. Further options are those of the command line:
     `max_num_seqs=8` is `--max-num-seqs 8`, `True` a bare flag, `None` or `False` takes a default away, a `dict`
-    becomes JSON. `popen` starts the process.
+    becomes JSON.
     """
     on_cuda = torch.cuda.is_available()
     if weight_transfer == "auto":
@@ -201,7 +200,7 @@ def start_vllm_server(
     environment = {**os.environ, **_ENVIRONMENT, **({} if on_cuda else _CPU_ENVIRONMENT), **(env or {})}
     log_path = Path(log_path) if log_path else Path(tempfile.mkdtemp(prefix="vllm_server_")) / "server.log"
     with log_path.open("wb") as log:
-        process = popen(
+        process = subprocess.Popen(
             _command(Path(model_dir), port, {**defaults, **options}),
             stdin=subprocess.DEVNULL,
             stdout=log,

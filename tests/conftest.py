@@ -32,19 +32,12 @@ SERVER_OF = {
 }
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test belongs to the group of its server, else to that of its file; its own mark comes first."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             servers = [SERVER_OF[name] for name in getattr(item, "fixturenames", ()) if name in SERVER_OF]
             item.add_marker(pytest.mark.xdist_group(servers[0] if servers else item.nodeid.split("::")[0]))
-    yield
-    for item in items:
-        # pytest-xdist 3.8 writes the group to where pytest 9.2 does not look for it any more, and every test would be
-        # a group of its own. This can go with a version that knows pytest 9.2.
-        if hasattr(item, "_id") and hasattr(item, "_nodeid"):
-            item._id = type(item._id).parse(item._nodeid)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -147,19 +140,19 @@ def log_of(tmp_path_factory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def server(model_dir, log_of) -> Iterator[object]:
     """A real server of that model. Its weights follow the trainings that use it: each begins with a sync."""
-    from tests.forks import start_server
+    from benchmarks.vllm_server import start_vllm_server
 
-    with start_server(model_dir, log_path=log_of("letters"), max_model_len=512) as server:
+    with start_vllm_server(model_dir, log_path=log_of("letters"), max_model_len=512) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def second_server(model_dir, log_of) -> Iterator[object]:
     """Another one of that model, with more room, that wants the key `secret`."""
-    from tests.forks import start_server
+    from benchmarks.vllm_server import start_vllm_server
 
     options = {"max_model_len": 600, "env": {"VLLM_API_KEY": "secret"}}
-    with start_server(model_dir, log_path=log_of("letters-second"), **options) as server:
+    with start_vllm_server(model_dir, log_path=log_of("letters-second"), **options) as server:
         yield server
 
 
@@ -170,7 +163,7 @@ def vllm_server(markov_model_dir, log_of) -> Iterator[object]:
 
     A test that changes its weights or pauses it must put both back.
     """
-    from tests.forks import start_server
+    from benchmarks.vllm_server import start_vllm_server
 
-    with start_server(markov_model_dir, log_path=log_of("markov")) as server:
+    with start_vllm_server(markov_model_dir, log_path=log_of("markov")) as server:
         yield server

@@ -8,8 +8,8 @@ import pandas as pd
 import psutil
 import pytest
 
+from benchmarks.vllm_server import start_vllm_server
 from tests.builders import make_trainer, record_batches, rollout_logs
-from tests.forks import start_server
 from tests.test_trainer_server import server_args
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
@@ -30,7 +30,7 @@ class Mortal:
 
     def start(self):
         port = self.server and int(self.server.base_url.rsplit(":", 1)[1])
-        self.server = self.stack.enter_context(start_server(self.model_dir, port=port, max_model_len=512))
+        self.server = self.stack.enter_context(start_vllm_server(self.model_dir, port=port, max_model_len=512))
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.engines.settings import prepare_colocated
-from tests.forks import run
 
 
+ROOT = Path(__file__).resolve().parents[2]
 Scenarios = Callable[..., dict[str, Any]]  # of engine, model, an empty folder and the server's address
 
 
@@ -20,8 +21,9 @@ def run_scenarios(
 ) -> dict[str, Any]:
     """What came of them."""
     if engine == "vllm_colocated":
-        error = run(scenarios.__module__, model_dir, out, log=out / "log", timeout=300)
-        assert not error, error
+        command = [sys.executable, "-m", scenarios.__module__, str(model_dir), str(out)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
         results = json.loads((out / "results.json").read_text())
     else:
         results = json.loads(json.dumps(scenarios(engine, model_dir, out, url)))

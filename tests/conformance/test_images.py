@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.vllm_server import start_vllm_server
 from tests.conformance.images import NUM_PICTURES, STEPS, scenarios
 from tests.conformance.process import run_scenarios
 from tests.conformance.vlm import make_idefics3
-from tests.forks import start_server
 from tests.trl_parity.vlms import make_vlm
 
 
@@ -22,7 +22,7 @@ def results(request, tmp_path_factory):
     if request.param != "vllm_server":
         return run_scenarios(scenarios, request.param, model_dir, out)
     options = {"max_model_len": 256, "model_impl": "transformers", "enable_scale_out": True}
-    with start_server(model_dir, wait=False, **options) as server:
+    with start_vllm_server(model_dir, wait=False, **options) as server:
         return run_scenarios(scenarios, request.param, model_dir, out, server.base_url)
 
 

@@ -1,16 +1,15 @@
 """Launches of two processes: one for each backend, in which all of its scenarios run."""
 
 import json
-from contextlib import ExitStack
-from functools import cached_property
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks.vllm_server import free_port, vllm_available
-from tests.forks import run, start_server
-from tests.launches.launch import log_of
 from tests.launches.scenarios import BACKENDS, NEED_A_SERVER
 
 
@@ -21,14 +20,9 @@ CONFIGS = ROOT / "configs" / "accelerate"
 class Launches:
     """`launches(backend, scenario)`: what each of the two processes saw. Launches a backend on its first call."""
 
-    def __init__(self, model_dir, root, stack):
-        self.model_dir, self.root, self.stack = model_dir, root, stack
+    def __init__(self, model_dir, root, server):
+        self.model_dir, self.root, self.server = model_dir, root, server
         self.errors = {}
-
-    @cached_property
-    def url(self):
-        """A server of these launches alone: nothing else waits for it, and they for nothing."""
-        return self.stack.enter_context(start_server(self.model_dir, max_model_len=512)).base_url
 
     def __call__(self, backend, scenario):
         if backend not in self.errors:
@@ -43,14 +37,15 @@ class Launches:
         out.mkdir()
         arguments = [backend, self.model_dir, out]
         if NEED_A_SERVER & BACKENDS[backend].keys() and vllm_available():
-            arguments.append(self.url)
-        launch = ["tests.launches.launch", out / "log", "--config_file", config_of(backend, out)]
-        launch += ["--main_process_port", free_port(), "-m", "tests.launches.scenarios"]
-        error = run(*launch, *arguments, log=out / "log", timeout=550)
-        if not error:
-            return ""
-        own = [log_of(out / "log", rank) for rank in (0, 1)]
-        return "\n".join([error, *(path.read_text()[-5000:] for path in own if path.exists())])
+            arguments.append(self.server().base_url)
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_of(backend, out)]
+        command += ["--main_process_port", free_port(), "-m", "tests.launches.scenarios", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550
+        )
+        (out / "stdout").write_text(done.stdout)
+        return "\n".join(last_lines(done.stderr)) if done.returncode else ""
 
 
 def config_of(backend, out):
@@ -76,8 +71,16 @@ def config_of(backend, out):
     return out / "accelerate.yaml"
 
 
+def last_lines(stderr):
+    """What each process said last; the launcher's own lines come after that, and say nothing."""
+    lines = stderr.splitlines()
+    own = [line for rank in (0, 1) for line in [x for x in lines if x.startswith(f"[rank{rank}]")][-20:]]
+    ends = (index for index, line in enumerate(lines) if "Signal" in line or "failed (exitcode" in line)
+    end = next(ends, len(lines))
+    return [*own, *lines[max(0, end - 30) : end + 10]]
+
+
 @pytest.fixture(scope="session")
-def launches(model_dir, tmp_path_factory):
+def launches(model_dir, tmp_path_factory, request):
     """See [`Launches`]."""
-    with ExitStack() as stack:
-        yield Launches(model_dir, tmp_path_factory.mktemp("launches"), stack)
+    return Launches(model_dir, tmp_path_factory.mktemp("launches"), lambda: request.getfixturevalue("server"))

@@ -11,7 +11,7 @@ import pytest
 from tests.launches.scenarios import MULTIPLY
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900), pytest.mark.xdist_group("letters")]
 
 
 def rows_of(ranks: list[dict], step: int) -> list[tuple]:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.vllm_server import free_port
+from benchmarks.vllm_server import free_port, start_vllm_server
 from tests.builders import make_args, make_trainer
-from tests.forks import start_server
 from trl_darts.serving.options import SPECULATIVE
 from trl_darts.speculation.drafter import HISTORY_VARIABLE
 
@@ -28,7 +27,7 @@ def chain_dir(tmp_path_factory, tokenizer):
 def start(chain_dir, tmp_path_factory, method, **options):
     log_path = tmp_path_factory.mktemp("chain") / "server.log"
     options = {"max_model_len": MAX_MODEL_LEN, "speculative_config": SPECULATIVE[method], **options}
-    return start_server(chain_dir, log_path=log_path, **options)
+    return start_vllm_server(chain_dir, log_path=log_path, **options)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.vllm_server import VLLMServer
-from tests.forks import start_server
+from benchmarks.vllm_server import VLLMServer, start_vllm_server
 
 
 def put_back(server: VLLMServer) -> None:
@@ -29,8 +28,8 @@ def untied(vllm_server) -> Iterator[VLLMServer]:
 def pair(tied_model_dir, log_of) -> Iterator[tuple[VLLMServer, VLLMServer]]:
     """Two servers of a model whose LM head is its embedding. Only the package's last test may kill the second."""
     with (
-        start_server(tied_model_dir, log_path=log_of("tied"), wait=False) as first,
-        start_server(tied_model_dir, log_path=log_of("tied-second"), wait=False) as second,
+        start_vllm_server(tied_model_dir, log_path=log_of("tied"), wait=False) as first,
+        start_vllm_server(tied_model_dir, log_path=log_of("tied-second"), wait=False) as second,
     ):
         for server in (first, second):
             server.wait_until_healthy(240)
