@@ -17,6 +17,7 @@ from trl_darts.scheduling import Admission, ScheduleSettings
 
 
 M, M_UP = 4, 8
+LIMIT = 300  # tokens: long enough that a server is still decoding when a client on a busy machine calls it off
 LETTERS = "ABCDEABCDE"
 COUNTS = [4, 5, 6, 8, 8, 7, 6, 7, 8, 8]  # saturated are those with long answers: there is time to call some off
 
@@ -62,7 +63,7 @@ def play(trainer: Any, prompts: list[str], counts: list[int], schedule_settings:
 def scenarios(engine: str, model_dir: Path, out: Path, url: str | None = None) -> dict[str, Any]:
     """What came of all of them on one engine."""
     args = make_args(
-        out / "run", per_device_train_batch_size=40, max_completion_length=100, **engine_settings(engine, url)
+        out / "run", per_device_train_batch_size=40, max_completion_length=LIMIT, **engine_settings(engine, url)
     )
     trainer = make_trainer(model_dir, args)
     trainer.model.train()

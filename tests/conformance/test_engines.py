@@ -12,7 +12,7 @@ import pytest
 
 from tests.builders import letter_of
 from tests.conformance.process import run_scenarios
-from tests.conformance.run import COUNTS, M_UP, M, scenarios
+from tests.conformance.run import COUNTS, LIMIT, M_UP, M, scenarios
 from tests.engines.settings import ENGINES
 from tests.test_docs import documented_metrics
 from trl_darts.policy import select_dual_end
@@ -55,7 +55,7 @@ def test_every_candidate_ends_once_with_its_reason(scenario):
     for budget, (lengths, reasons, _) in zip(result["budgets"], result["groups"], strict=True):
         assert len(lengths) == len(reasons) == budget
         assert set(reasons) <= {"stop", "length", "abort"}
-        assert all(length == 100 for length, reason in zip(lengths, reasons, strict=True) if reason == "length")
+        assert all(length == LIMIT for length, reason in zip(lengths, reasons, strict=True) if reason == "length")
         if budget < M_UP and name != "patience":
             assert "abort" not in reasons  # only a saturated group stops early
 
