@@ -55,7 +55,7 @@ def main() -> None:
 
 def line(share: float, per_token: float, apart: dict[str, list[float]], ahead: dict[str, list[float]]) -> str:
     """A row of the table, of means."""
-    rollout, both, step = (np.mean(own[1:]) for own in (apart["rollout"], apart["seconds"], ahead["seconds"]))
+    rollout, both, step = (np.mean(own[1:]) for own in (apart["rollout"], apart["real"], ahead["real"]))
     expected = max(rollout, per_token * np.mean(ahead["trained"][1:])) + np.nanmean(apart["sync"])
     return f"| {share:g} | {rollout:.2f} | {both:.2f} | {step:.2f} | {expected:.2f} | {step / expected:.2f} |"
 

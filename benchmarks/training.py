@@ -130,7 +130,8 @@ class Training:
 class PacedSteps(TrainerCallback):
     """
     Has each step take `seconds_per_token` for each token that is trained on, beside its rollout, and records what
-    plain sampling would give after it. Ends the training at a reward, after so many steps at least.
+    plain sampling would give after it. A step for which the CPU was too slow counts with the seconds that it should
+    have taken, and as late. Ends the training at a reward, after so many steps at least.
     """
 
     def __init__(
@@ -152,12 +153,14 @@ class PacedSteps(TrainerCallback):
         metrics = self.trainer._metrics["train"]  # of this step alone: each is logged
         rollout = sum(metrics.get("darts/rollout/wait_seconds") or metrics.get("darts/rollout/seconds", []))
         trained = sum(metrics["completions/mean_length"]) * args.per_device_train_batch_size
-        left = self.begun + rollout + trained * self.seconds_per_token - time.perf_counter()
+        due = rollout + trained * self.seconds_per_token
+        left = self.begun + due - time.perf_counter()
         time.sleep(max(0.0, left))
-        seconds = time.perf_counter() - self.begun
+        real = time.perf_counter() - self.begun
         engine, self.before = self.pace().since(self.before), self.pace()
         answers = Answers.of(self.trainer.model)
-        own = {"seconds": seconds, "rollout": rollout, "trained": trained, "late": float(left < 0)}
+        own = {"seconds": due if self.seconds_per_token else real, "real": real, "rollout": rollout}
+        own |= {"trained": trained, "late": float(left < 0)}
         self.steps.append(own | {"engine_late": engine.late / max(1, engine.steps), **asdict(answers)})
         reward, least = self.stop
         control.should_training_stop |= answers.reward >= reward and len(self.steps) >= least
