@@ -1,14 +1,15 @@
 """
 All schedules on the same heavy-tailed lengths: what each saves, what it wastes, and how old its tokens are.
 
-    python benchmarks/schedules.py [--quick] [--only shares|schedules|simulator] [--curve llama-8b]
+    python benchmarks/schedules.py [--quick] [--only shares|schedules|order|simulator] [--curve llama-8b]
 
-The first two parts run on a real vLLM server at a GPU's pace (see `pacing.py`), with the simulator's ratio for the
-same trace beside the real one; the third on simulated clusters of 16, 32 and 64 GPUs.
+The first three parts run on a real vLLM server at a GPU's pace (see `pacing.py`), with the simulator's ratio for the
+same trace beside the real one; the last on simulated clusters of 16, 32 and 64 GPUs.
 
 - shares: the default against grpo, with and without M_low (`min_num_generations`), for several shares of answers that
   never end; and two controls, with equal lengths, and on a full engine: it decodes a sixteenth of a batch at once.
 - schedules: every schedule, with 0.2 % of answers that never end.
+- order: the sorted schedule with the shortest and with the longest first, on engines with half a batch of slots.
 
 The same training runs under each row, as in [`SimulatedTraining`]: admission, rounds, buffer, scheduler and tracker
 are the trainer's own. Lengths are drawn once per prompt, epoch and candidate, and are the same for all rows; a
@@ -28,6 +29,7 @@ Columns:
   of the rollouts alone that ended while others were under way, without those that wait for the last ones of an epoch
   or of a group of batches.
 - wasted: tokens that were decoded and never trained on. Off-policy: tokens trained on that an older policy sampled.
+- spread: deviation of the batches' mean lengths over their mean.
 - simulated: the simulator's ratio for the same trace, at the server's pace.
 """
 
@@ -76,6 +78,7 @@ MAX_MODEL_LEN = 1024
 ROOM = 1024  # sequences of the server whose slots are not what limits
 FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # of the Markov model: prompts are made of these
 AUTO = {"long_end_patience": "auto"}
+ORDERS = ("shortest", "longest")
 BOTH_ENDS = {"selection": "dual_end", **AUTO}
 console = Console(width=160)
 
@@ -191,6 +194,7 @@ class Total:
     wasted: float  # of the tokens decoded: not trained on
     off_policy: float  # of the tokens trained on: sampled by an older version of the policy
     trained: float  # tokens
+    spread: float  # of the batches' mean lengths: their deviation over their mean
 
     @classmethod
     def median(cls, totals: Sequence["Total"]) -> "Total":
@@ -208,7 +212,7 @@ class Replay(SimulatedTraining):
     def __init__(
         self, row: Row, size: Size, spec: ClusterSpec, server: ServerCluster | None = None, seed: int = 0
     ) -> None:
-        self.slots = size.rows // spec.num_engines if row.capped else spec.max_num_seqs
+        self.slots = spec.max_num_seqs or (size.rows // spec.num_engines if row.capped else None)
         settings = ScheduleSettings(num_generations=size.num_generations, **row.settings)
         super().__init__(size.workload, settings, replace(spec, max_num_seqs=self.slots), seed)
         if server is not None:
@@ -230,7 +234,9 @@ class Replay(SimulatedTraining):
         decoded, trained = sum(run.pool_tokens), sum(run.kept_tokens)
         stale = sum(share * kept for share, kept in zip(run.off_policy_share, run.kept_tokens, strict=True))
         wasted, off_policy = 1 - trained / decoded, stale / trained
-        return Total(sum(run.rollout_seconds), self._bubbles(), self._bubbles(True), wasted, off_policy, trained)
+        bubbles = self._bubbles(), self._bubbles(True)
+        spread = float(np.std(run.mean_kept) / np.mean(run.mean_kept))
+        return Total(sum(run.rollout_seconds), *bubbles, wasted, off_policy, trained, spread)
 
     def _bubbles(self, oversubscribed: bool = False) -> float:
         used, available, _ = np.array([[0, 0, 1], *(own for own in self.slot_seconds if own[2] >= oversubscribed)]).T
@@ -312,6 +318,12 @@ def schedules(size: Size, curve: LatencyCurve, repeats: int) -> None:
         on_server("At a GPU's pace", rows, size, curve, size.rows if capped else None, repeats)
 
 
+def order(size: Size, curve: LatencyCurve, repeats: int) -> None:
+    """Of what waits for a slot, the shortest or the longest first."""
+    rows = [Row(f"sorted, {first} first", {"schedule": "sorted", "submit_order": first}) for first in ORDERS]
+    on_server("Half a batch of slots", [GRPO, *rows], size, curve, size.rows // 2, repeats)
+
+
 def on_simulator(size: Size, seeds: int, gpus: int) -> None:
     """One further table."""
     spec = ClusterSpec(CURVE, gpus // 2)
@@ -324,7 +336,7 @@ def show(
 ) -> None:
     """Prints a table. The first row is the baseline."""
     table = Table(title=title)
-    columns = ["seconds", "vs grpo (range)", "bubble (oversub.)", "wasted", "off-policy", "trained on"]
+    columns = ["seconds", "vs grpo (range)", "bubble (oversub.)", "wasted", "off-policy", "trained on", "spread"]
     for name in ("schedule", *columns, *(["simulated"] if predicted else [])):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for index, row in enumerate(rows):
@@ -338,6 +350,7 @@ def show(
             f"{own.wasted:.0%}",
             f"{own.off_policy:.0%}",
             f"{own.trained:,.0f}",
+            f"{own.spread:.2f}",
         ]
         table.add_row(
             row.name, *cells, *([f"{predicted[0].seconds / predicted[index].seconds:.2f}"] if predicted else [])
@@ -348,7 +361,7 @@ def show(
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("shares", "schedules", "simulator")
+    parts = ("shares", "schedules", "order", "simulator")
     parser.add_argument("--repeats", type=int, default=2, help="of each row on the server")
     parser.add_argument("--seeds", type=int, default=2, help="of each row on the simulator")
     parser.add_argument("--only", choices=parts, help="one of the parts")
@@ -366,6 +379,8 @@ def main() -> None:
             shares(server, curve, args.repeats)
         elif part == "schedules":
             schedules(server, curve, args.repeats)
+        elif part == "order":
+            order(server, curve, args.repeats)
         for gpus in (16, 32, 64) if part == "simulator" else ():
             on_simulator(cluster, args.seeds, gpus)
 
