@@ -16,7 +16,7 @@ from benchmarks import training
 from benchmarks.long_tail import TOKENIZER, Answers, grade_reward, load_model, make_checkpoint, make_dataset
 from benchmarks.pacing import CURVES, Pace, Pacer, scaled
 from benchmarks.training import ARMS, BASELINE, PAGE, Training, parse, trainings_of
-from trl_darts.scheduling import ScheduleSettings
+from trl_darts import DARTSGRPOConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def test_a_later_call_takes_what_is_there_and_refuses_what_was_not_asked_for(tmp
 
 
 def test_arms_are_settings_and_some_of_them_can_be_chosen():
-    assert all(ScheduleSettings(**settings) for settings in ARMS.values())
+    assert all(DARTSGRPOConfig(use_cpu=True, bf16=False, **settings) for settings in ARMS.values())
     some = trainings_of(parse(["--seeds", "0", "--arms", "default", "--worlds", "tail"]))
     assert [training.arm for training in some] == [BASELINE, "default"]
     with pytest.raises(SystemExit):

@@ -125,6 +125,10 @@ def test_what_a_schedule_sets_is_not_other_work_and_what_it_does_not_read_is_lef
     assert "long_end_patience" not in settings  # both keep all that they sample
     of_grpo = {setting.name for setting in compare_settings(read_in[:1])}
     assert of_grpo == {"model", "schedule", "num_generations", "prompts per rollout", "rollouts per step"}
+    ahead = {**SETTINGS, **asdict(ScheduleSettings("grpo", num_generations=2, rollout_ahead=1))}
+    both = read(tmp_path / "ahead", ahead={"log": 1, "settings": ahead}, grpo=runs["grpo"])
+    (setting,) = [setting for setting in compare_settings(both) if setting.name == "rollout_ahead"]
+    assert (setting.values, setting.differs, setting.matters) == ([1, 0], True, False)
 
 
 def test_log_and_traces_have_windows_of_their_own(tmp_path):

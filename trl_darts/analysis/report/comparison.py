@@ -25,6 +25,8 @@ from .tables import rollouts, time_split
 METHOD_SETTINGS = frozenset(
     {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve", "length_history"}
 )
+# Off in most runs, and then not worth a line.
+SWITCHES = ("rollout_ahead", "drop_uniform_groups")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def compare_settings(runs: Sequence[Run]) -> list[Setting]:
     for name in names:
         values = [settings.get(name) for settings in work]
         known = {repr(value) for value in values if value is not None}
-        if known:
+        if known and (name not in SWITCHES or any(values)):
             differs = len(known) > 1
             settings.append(Setting(name, values, differs, differs and name not in METHOD_SETTINGS))
     return settings

@@ -26,6 +26,7 @@ _SELECTING = {
 }
 # The schedule has an option of its own. The others decide what is learned.
 UNSWEPT = ("schedule", "mask_stale_after", "drop_uniform_groups", "max_prompt_oversampling")
+OF_ANY_SCHEDULE = ("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling")
 _HINTS = get_type_hints(ScheduleSettings)
 KINDS: dict[str, tuple[Any, ...]] = {
     field.name: get_args(_HINTS[field.name]) or (_HINTS[field.name],)
@@ -106,7 +107,7 @@ def settings_of(
 
 def has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
     """Whether a value that is given changes what a schedule does, beside the other values."""
-    if name in ("num_generations", "rollout_ahead"):
+    if name in OF_ANY_SCHEDULE:
         return True
     if name in SCHEDULE_DEFAULTS or schedule == "grpo":
         return schedule in SCHEDULE_DEFAULTS.get(name, ())
