@@ -32,6 +32,7 @@ SERVER_OF = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test belongs to the group of its server, else to that of its file; its own mark comes first."""
     for item in items:
