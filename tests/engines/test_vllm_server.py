@@ -78,13 +78,15 @@ def test_grpo_keeps_all_and_logprobs_are_those_of_the_model(engine, vllm_server)
 
 
 def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_server):
-    lengths = {0: [5, 1880, 9, 1870, 12, 20, 1890, 1860]}  # an abort takes a while on a busy machine
-    result = run(engine, body(vllm_server, max_tokens=1900), [8], overrides=fixed_lengths(lengths))
-    (group,) = result.groups
-    assert group.selected == [0, 2, 4, 5]
-    aborted = [c for c in group.candidates if c.state is CandidateState.ABORTED]
-    assert [c.index for c in aborted] == [1, 3, 6, 7]
-    assert all(16 <= c.length < 1800 and len(c.logprobs) == c.length for c in aborted)
+    # An abort takes a while on a busy machine: 48 sequences, of which each step takes several milliseconds.
+    lengths = {group: [5, 1880, 9, 1870, 12, 20, 1890, 1860] for group in range(6)}
+    result = run(engine, body(vllm_server, max_tokens=1900), [8] * 6, overrides=fixed_lengths(lengths))
+    assert len(result.groups) == 6
+    for group in result.groups:
+        assert group.selected == [0, 2, 4, 5]
+        aborted = [c for c in group.candidates if c.state is CandidateState.ABORTED]
+        assert [c.index for c in aborted] == [1, 3, 6, 7]
+        assert all(16 <= c.length < 1800 and len(c.logprobs) == c.length for c in aborted)
     wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
 
 
