@@ -19,7 +19,7 @@ import sys
 from typing import Any
 
 from trl_darts.cli.exits import one_line, one_line_errors
-from trl_darts.fields import check_command_line
+from trl_darts.fields import MADE_DATASET, OVERLONG, check_command_line
 
 
 if __name__ == "__main__":
@@ -31,7 +31,7 @@ from tiny_reasoner.task import make_dataset
 from transformers import AutoConfig
 from trl import get_dataset
 
-from trl_darts.analysis.recipe import MADE_DATASET, OVERLONG, Recipe, ScriptArguments, read_command_line
+from trl_darts.analysis.recipe import Recipe, ScriptArguments, read_command_line
 from trl_darts.checks import check_datasets
 from trl_darts.errors import ConfigurationError
 

@@ -69,6 +69,7 @@ def test_what_the_parser_takes(words):
         (["--config", RECIPE, "--rollout_ahead", "1"], r"`rollout_ahead` \(1\) .* trainer's own process"),
         (["--config", RECIPE, "--length_history", "nowhere"], r"`length_history` \('nowhere'\) must be a checkpoint"),
         (["--config", RECIPE, "--per_device_train_batch_size", "60"], r"\(60 rows: .* × 1 process × .* divisible by"),
+        (["--config", RECIPE, "--dataset_name", "org/other"], r"`num_prompts` \(64\) .* only for `dataset_name`"),
         (["--config", RECIPE, "--reward_funcs", "no_such"], r"`reward_funcs` \(\['no_such'\]\) must be among"),
         (
             ["--config", RECIPE, "--resume_from_checkpoint", "true", "--output_dir", "nowhere"],

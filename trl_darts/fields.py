@@ -36,6 +36,7 @@ CLASSES = {
     "transformers/training_args.py": ("TrainingArguments",),
 }
 DEFAULT_OUTPUT = "trainer_output"  # of TRL
+MADE_DATASET = "tiny_reasoner"  # that of examples/tiny_reasoner, which is made and not loaded
 OVERLONG = "get_soft_overlong_punishment"
 MATH_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward")
 REWARDS = (*MATH_REWARDS, "think_format_reward", OVERLONG)  # those that TRL's script knows by name
@@ -106,15 +107,22 @@ def check_values(given: Mapping[str, Any], num_processes: int) -> None:
         settings.check,
         settings.check_start,
         lambda: settings.check_batch(num_processes),
-        lambda: check_rewards(_listed(values.get("reward_funcs"))),
+        lambda: check_script(settings),
     ):
         with suppress(TypeError, AttributeError):  # of other types, which are the parser's to refuse
             check()
 
 
-def check_rewards(names: Sequence[str] | None) -> None:
-    """Refuses names of reward functions that are neither TRL's nor import paths."""
-    unknown = [name for name in names or [] if name not in REWARDS and not _is_import_path(name)]
+def check_script(arguments: Any) -> None:
+    """Refuses arguments of the script: prompts of a data set that is not made, and rewards that nobody knows."""
+    count, rewards = arguments.num_prompts, arguments.reward_funcs or []
+    if count is not None and (count < 1 or arguments.dataset_name != MADE_DATASET):
+        raise ConfigurationError(
+            f"`num_prompts` ({count}) must be at least 1, and is only for `dataset_name` {MADE_DATASET!r}, which is "
+            "made. Leave it out."
+        )
+    names = [rewards] if isinstance(rewards, str) else rewards
+    unknown = [name for name in names if name not in REWARDS and not _is_import_path(name)]
     if unknown:
         raise ConfigurationError(
             f"`reward_funcs` ({unknown}) must be among {', '.join(REWARDS)}, or import paths such as "
@@ -124,10 +132,6 @@ def check_rewards(names: Sequence[str] | None) -> None:
 
 def _is_import_path(name: str) -> bool:
     return "." in name and all(part.isidentifier() for part in name.split("."))
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _number(value: Any) -> Any:

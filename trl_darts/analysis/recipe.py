@@ -21,12 +21,19 @@ from trl.scripts.grpo import GRPOScriptArguments
 from ..checks import other_model
 from ..config import DARTSGRPOConfig
 from ..errors import ConfigurationError
-from ..fields import MATH_REWARDS, OVERLONG, RaisingParser, check_rewards, read_values, split_command_line
+from ..fields import (
+    MADE_DATASET,
+    MATH_REWARDS,
+    OVERLONG,
+    RaisingParser,
+    check_script,
+    read_values,
+    split_command_line,
+)
 from ..hub import resolve_config_arguments
 from ..resume import checkpoint_to_resume
 
 
-MADE_DATASET = "tiny_reasoner"  # that of examples/tiny_reasoner, which is made and not loaded
 # Set for the check alone: with `use_cpu`, transformers looks for no GPU that can do bfloat16. For TF32 it always does.
 WITHOUT_DEVICE = {"use_cpu": True, "tf32": None}
 
@@ -59,16 +66,11 @@ class ScriptArguments(GRPOScriptArguments):
     def __post_init__(self) -> None:
         is_made, count, cache = self.dataset_name == MADE_DATASET, self.num_prompts, self.soft_punish_cache
         _refuse(
-            count is not None and (count < 1 or not is_made),
-            f"`num_prompts` ({count}) must be at least 1, and is only for `dataset_name` {MADE_DATASET!r}, which is "
-            "made. Leave it out.",
-        )
-        _refuse(
             self.system_prompt is not None and self.prompt_column is None,
             f"`system_prompt` ({self.system_prompt!r:.60}) only has an effect with `prompt_column`. Set that, or "
             "leave it out.",
         )
-        check_rewards(self.reward_funcs)
+        check_script(self)
         _refuse(
             (OVERLONG in (self.reward_funcs or [])) != (cache is not None and cache > 0),
             f"`soft_punish_cache` ({cache}) must be at least 1 with {OVERLONG!r}, and left out without it.",
