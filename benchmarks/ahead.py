@@ -8,7 +8,6 @@ GRPO's trainings of `training.py` on its paced server, one after the other from 
 """
 
 import argparse
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -32,7 +31,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two steps and one share: does it run?")
     quick = parser.parse_args().quick
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended
     steps, shares = (2, SHARES[:1]) if quick else (STEPS, SHARES)
     ARMS[AHEAD] = {**ARMS[BASELINE], "rollout_ahead": 1}
     print("| train ÷ rollout | rollout (s) | step (s) | step, ahead (s) | expected (s) | ahead ÷ expected |")

@@ -16,7 +16,6 @@ What drafts cost and what they save.
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 import tempfile
@@ -232,7 +231,6 @@ def main() -> None:
     parser.add_argument("--schedules", default="grpo,darts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended
     if args.only in (None, "cost"):
         cost(np.random.default_rng(args.seed))
     if args.only in (None, "replay"):

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -120,6 +122,16 @@ def _patch_engine(module: ModuleType) -> None:
 
 
 @contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Inside, a benchmark that is ended ends its server too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def paced_server(
     model_dir: Path, curve: LatencyCurve, **options: Any
 ) -> Iterator[tuple[VLLMServer, Callable[[], Pace]]]:
@@ -139,7 +151,7 @@ def paced_server(
             return Pace(**json.loads(counts.read_text())) if counts.exists() else Pace()
 
         # With asynchronous scheduling, the engine's step is another method, which returns before its tokens are there.
-        with start_vllm_server(model_dir, env=env, no_async_scheduling=True, **options) as server:
+        with _exit_on_sigterm(), start_vllm_server(model_dir, env=env, no_async_scheduling=True, **options) as server:
             yield server, pace
             if not pace().steps:
                 raise RuntimeError(f"No step of the engine was paced; log {server.log_path}:\n{server.log_tail()}")

@@ -35,7 +35,6 @@ Columns:
 
 import argparse
 import math
-import signal
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -370,7 +369,6 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=SCALE, help="of that curve, which a CPU may be too slow for")
     parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended
     server = Size(8, 4, 25.0, 100, batches=2) if args.quick else Size(32, 8, 25.0, 300, batches=4)
     cluster = Size(32, 4, 250.0, 5_120, batches=4) if args.quick else Size(64, 8, 250.0, 5_120)
     if args.quick:

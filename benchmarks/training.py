@@ -21,7 +21,6 @@ import json
 import logging
 import math
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -406,7 +405,6 @@ def main() -> None:
     options = parse()
     trainings = trainings_of(options)
     load(trainings, options.results)  # others than those asked for are refused before hours of training
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended
     for name in ("transformers", "trl_darts"):  # the latter says with each arm that its admission begins anew
         logging.getLogger(name).setLevel(logging.ERROR)
     disable_progress_bar()

@@ -164,10 +164,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
         if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
-            repeats, num_rows = args.steps_per_generation * args.num_iterations, args.generation_batch_size
+            repeats = args.steps_per_generation * args.num_iterations
             feed: Any = PromptFeed(repeats)
             if args.drop_uniform_groups:
-                num_rows //= self.accelerator.num_processes
+                num_rows = args.generation_batch_size // self.accelerator.num_processes
                 feed = EndlessFeed(repeats, num_rows, lambda: self.callback_handler.train_dataloader)
             tokenize, steps = super()._tokenize_prompts, lambda: self._step
             self._batches = BufferedBatches(

@@ -3,7 +3,7 @@ Which groups teach something: rewards of those that wait for the others of their
 (dynamic sampling, [DAPO](https://huggingface.co/papers/2503.14476), Section 3.2).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ class GroupJudge:
         self._calculate = calculate
         self._decode = decode
         self._scores: dict[int, GroupScore] = {}  # by entry ID
-        self._metrics: dict[str, float] = {}
+        self._metrics: Counter[str] = Counter()
 
     def judge(self) -> None:
         """Scores what the last round completed. Groups without a spread leave the buffer."""
@@ -67,12 +67,9 @@ class GroupJudge:
         for entry_id in uniform:
             del self._scores[entry_id]
         self.batches.drop_uniform(uniform, len(new))
-        counts = {
-            "darts/uniform/rounds": 1,
-            "darts/uniform/sampled": len(new),
-            "darts/uniform/dropped": len(uniform),
-        }
-        self._metrics = {name: self._metrics.get(name, 0.0) + count for name, count in counts.items()}
+        self._metrics["darts/uniform/rounds"] += 1
+        self._metrics["darts/uniform/sampled"] += len(new)
+        self._metrics["darts/uniform/dropped"] += len(uniform)
 
     def _score(self, groups: dict[int, list[Tokens]]) -> None:
         """Each process scores as many rows: TRL gathers them. The last row is repeated where they don't divide."""
@@ -117,5 +114,6 @@ class GroupJudge:
 
     def pop_metrics(self, num_missing: int) -> dict[str, float]:
         """Rounds and prompts of the batch, see docs/metrics.md; `num_missing` groups are filler rows."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics | {"darts/uniform/missing": float(num_missing)}
+        counts, self._metrics = self._metrics, Counter()
+        counts["darts/uniform/missing"] = num_missing
+        return {name: float(count) for name, count in counts.items()}
