@@ -188,9 +188,11 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "partial_rollout": partial(
             train, schedule="partial_rollout", max_partial_age=1, mask_stale_after=1, **OWN_BATCHES
         ),
-        "sorted": partial(train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", **OWN_BATCHES),
+        "sorted": partial(
+            train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", stream_rewards=True, **OWN_BATCHES
+        ),
         "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
-        "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, **OWN_BATCHES),
+        "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
         "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
         "streamed": partial(train, **STREAMED),

@@ -52,6 +52,15 @@ class BufferedRows:
     def fillers(self) -> dict[int, int]:
         return self.kept.fillers
 
+    @property
+    def groups(self) -> dict[int, list[list[int]]]:
+        """Completions of each prompt."""
+        size = len(self.kept.completion_ids) // len(self.entry_ids)
+        return {
+            entry_id: self.kept.completion_ids[place * size : (place + 1) * size]
+            for place, entry_id in enumerate(self.entry_ids)
+        }
+
 
 class BufferedBatches:
     """
@@ -193,10 +202,20 @@ class BufferedBatches:
             KeptRows(kept.completion_ids, logprobs, fillers), last.entry_ids, dropped, [], last.states, {}
         )
 
-    # Groups are judged
+    # Groups are scored
 
-    def completions(self) -> dict[int, list[list[int]]]:
-        """Of the prompts that wait for their batch to be full, by ID. On the main process."""
+    @property
+    def round_ids(self) -> list[int]:
+        """The prompts of the round in progress, by `group_id`. On the main process."""
+        return [entry.entry_id for entry in self._round.entries]
+
+    def input_of(self, row: int) -> dict[str, Any]:
+        """The data of a row, by its prompt's ID times `num_generations`, and its index in the group."""
+        entry_id = row // self.num_generations
+        return self.rows[entry_id] if entry_id in self.rows else self.trained[entry_id][0]
+
+    def complete(self) -> dict[int, list[list[int]]]:
+        """Completions of the prompts that wait for their batch, by ID. On the main process."""
         complete = self.buffer.select(Lifecycle.COMPLETE)
         return {entry.entry_id: [list(row.partial.tokens) for row in entry.candidates] for entry in complete}
 
