@@ -74,6 +74,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "darts (paper)": {"schedule": "darts", "long_end_patience": None},
     DEFAULT: {"schedule": "darts"},
     "long end every 4": {"schedule": "darts", "long_end_every": 4},
+    "long end every 8": {"schedule": "darts", "long_end_every": 8},
     "tail batching": {"schedule": "tail_batching"},
     "partial rollout": {"schedule": "partial_rollout"},
     "default, ahead": {"schedule": "darts", "rollout_ahead": 1},
