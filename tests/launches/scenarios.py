@@ -201,13 +201,13 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "fsdp2": {
         "sharded": partial(train, **PRUNED),
         "streamed": partial(train, **STREAMED),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
+        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES | {"max_steps": 3}),
     },
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
         "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
         "streamed": partial(train, **STREAMED),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
+        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES | {"max_steps": 3}),
     },
     "colocated": {"colocated": partial(train, engine="vllm_colocated", **PRUNED)},
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
