@@ -96,7 +96,7 @@ class BufferedBatches:
         self._version = 0  # of the policy that samples the round in progress: optimizer steps before it
 
     @property
-    def judges(self) -> bool:
+    def is_informative(self) -> bool:
         """Whether groups without a spread of rewards leave before the batch is taken."""
         return isinstance(self.policy, Informative)
 
@@ -155,16 +155,19 @@ class BufferedBatches:
     def collect(self, step: int, result: RolloutResult | None = None) -> BufferedRows:
         """
         What is trained on now, after `step` optimizer steps and a rollout, or where nothing had to be sampled; or
-        [`GenerationError`]. Where groups are to be judged first, a rollout alone yields no rows.
+        [`GenerationError`]. Where uniform groups leave first, a rollout alone yields no rows.
         """
         self._dropped += [entry.entry_id for entry in self.buffer.absorb(self._round, result, self._version)]
-        if result is not None and self.judges:
+        if result is not None and self.is_informative:
             return BufferedRows(KeptRows([], None), [], [], [], {}, {})
         dropped, self._dropped = self._dropped, []
         num_sampled = len(dropped) + self.buffer.num_uniform
-        # Where groups are judged, further prompts came for those that were dropped.
-        trained, size = self.buffer.take(self._round, 0 if self.judges else len(dropped)), self._round.num_groups
-        if not trained and self.judges:
+        # Where uniform groups leave, further prompts came for those that were dropped.
+        trained, size = (
+            self.buffer.take(self._round, 0 if self.is_informative else len(dropped)),
+            self._round.num_groups,
+        )
+        if not trained and self.is_informative:
             raise GenerationError(
                 f"`drop_uniform_groups` (True) leaves nothing to train on: of {num_sampled} prompts that were sampled "
                 "for this batch, none has rewards with a spread. Look at the rewards: a function that gives every "
@@ -219,10 +222,10 @@ class BufferedBatches:
         complete = self.buffer.select(Lifecycle.COMPLETE)
         return {entry.entry_id: [list(row.partial.tokens) for row in entry.candidates] for entry in complete}
 
-    def drop_uniform(self, entry_ids: list[int], num_judged: int) -> None:
+    def drop_uniform(self, entry_ids: list[int], num_scored: int) -> None:
         """Takes out what teaches nothing, of so many prompts. Called on every process."""
         if self.main.is_here:
-            self.buffer.drop_uniform(entry_ids, num_judged)
+            self.buffer.drop_uniform(entry_ids, num_scored)
         for entry_id in entry_ids:
             del self.rows[entry_id], self.prompt_ids[entry_id]
             self.buffer.entries.pop(entry_id, None)  # of a process that only counts
