@@ -79,17 +79,9 @@ def group_moments(
         censored = [False] * num
     if len(censored) != num:
         raise ValueError(f"`censored` has {len(censored)} entries and `lengths` has {num}. Give one flag per length.")
-    ordered = sorted(zip(lengths, censored, strict=True))
-    logs = [math.log(max(length, 1)) for length, is_censored in ordered if not is_censored]
-    centred, score_mean, score_squares = _plotting_scores(num, sum(cut << i for i, (_, cut) in enumerate(ordered)))
-    own = sum(map(float.__mul__, centred, logs)) / score_squares if len(logs) > 1 else math.nan
     filled, extra = list(map(float, lengths)), 0.0
-    if len(logs) < num:
-        sigma = _shrunk(own, len(logs), log_std)
-        if logs:
-            mu = sum(logs) / len(logs) - sigma * score_mean
-        else:  # the bounds are taken for the median: anything bolder would dwarf every other prompt of the batch
-            mu = sum(math.log(max(length, 1)) for length in lengths) / num
+    mu, sigma, own, num_complete = log_normal_fit(lengths, censored, log_std)
+    if num_complete < num:
         beyond: dict[float, tuple[float, float]] = {}  # aborted candidates of a group mostly share their bound
         for i, is_censored in enumerate(censored):
             if is_censored:
@@ -102,7 +94,26 @@ def group_moments(
     spread = sum([(length - mean) ** 2 for length in filled])
     variance = spread / (num - 1) if num > 1 else 0.0
     # E[sample variance] of independent lengths with these means and variances
-    return GroupMoments(mean, variance + extra / num, mean * mean + (spread + extra) / num, own, len(logs))
+    return GroupMoments(mean, variance + extra / num, mean * mean + (spread + extra) / num, own, num_complete)
+
+
+def log_normal_fit(
+    lengths: Sequence[float], censored: Sequence[bool], log_std: float = math.nan
+) -> tuple[float, float, float, int]:
+    """
+    Location and scale of the log-normal that lengths come from, some of them lower bounds; the scale before it was
+    drawn towards `log_std`, NaN for fewer than two complete lengths; and the number of these.
+    """
+    num, ordered = len(lengths), sorted(zip(lengths, censored, strict=True))
+    logs = [math.log(max(length, 1)) for length, is_censored in ordered if not is_censored]
+    centred, score_mean, score_squares = _plotting_scores(num, sum(cut << i for i, (_, cut) in enumerate(ordered)))
+    own = sum(map(float.__mul__, centred, logs)) / score_squares if len(logs) > 1 else math.nan
+    sigma = _shrunk(own, len(logs), log_std)
+    if logs:
+        mu = sum(logs) / len(logs) - sigma * score_mean
+    else:  # the bounds are taken for the median: anything bolder would dwarf every other prompt of the batch
+        mu = sum(math.log(max(length, 1)) for length in lengths) / num
+    return mu, sigma, own, len(logs)
 
 
 @lru_cache(maxsize=8192)
