@@ -166,7 +166,8 @@ class SimulatedTraining:
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
         """One rollout. It ends with all of its groups, unless `batch_stop` says otherwise."""
-        policies = self.settings.policies(admission.expected_lengths, batch_stop, rollout=self.num_rollouts)
+        tail = self.cluster.spec.tail_servers(self.workload.max_completion_length)
+        policies = self.settings.policies(admission.expected_lengths, batch_stop, None, self.num_rollouts, tail)
         self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
         result = self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
