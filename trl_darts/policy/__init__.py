@@ -16,7 +16,7 @@ from .latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillC
 from .latency_surface import LatencySurface
 from .lengths import LengthTracker, PromptLengthPrior
 from .selection import select_dual_end, select_shortest
-from .tail import EngineTimes, Forecast, TailTimes, remaining_lengths
+from .tail import EngineTimes, Forecast, Layout, TailTimes, remaining_lengths
 
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "LatencyCurve",
     "LatencyProfile",
     "LatencySurface",
+    "Layout",
     "LengthBias",
     "LengthTracker",
     "PrefillCurve",

@@ -13,14 +13,16 @@ sequences of now; no remaining length is negative, or beyond the limit.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..errors import ConfigurationError
 from .censoring import log_normal_fit
 from .latency import LatencyCurve
 from .latency_profile import LatencyProfile, PrefillCurve
@@ -33,6 +35,9 @@ Work: TypeAlias = tuple[Array, Array]
 
 MIN_GAIN = 0.1
 """Share of the time left that a switch must save: the predictor's own error. What is worth less is noise."""
+
+HANDOVER_S = 0.1
+"""What a switch takes at least: aborts, their answers and new requests."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _FAR_TAIL = 25.0  # normal score beyond which a log-normal knows nothing
@@ -74,6 +79,26 @@ class EngineTimes:
         return 0.0 if self.prefill is None or not len(contexts) else self.prefill.batch(contexts)
 
 
+class Layout(NamedTuple):
+    """Engines of one kind: how many, and the GPUs of each."""
+
+    num_engines: int
+    size: int
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> tuple[Layout, Layout]:
+        """Main and tail engines, such as `4x1+1x4`. A [`ConfigurationError`] calls the text `name`."""
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)x([1-9]\d*)", text)
+        if match is not None:
+            main, tail = (cls(int(match[i]), int(match[i + 1])) for i in (1, 3))
+            if main != tail:
+                return main, tail
+        raise ConfigurationError(
+            f"`{name}` ({text!r}) must be main and tail engines that differ, each as number × GPUs. Write it like "
+            "4x1+1x4."
+        )
+
+
 @dataclass(frozen=True)
 class Forecast:
     """Seconds until the batch is ready: `here`, or `there` with the switch, which reads `num_tokens` anew."""
@@ -94,7 +119,7 @@ class TailTimes:
 
     main: EngineTimes
     tail: EngineTimes
-    switch_seconds: float = 0.0  # beside the reading: that engines which share GPUs take to sleep and to wake
+    switch_seconds: float = 0.0  # that engines which share GPUs take to sleep and to wake
 
     def faster_now(self, here: Sequence[Array], there: Sequence[Array]) -> bool:
         """
@@ -115,7 +140,7 @@ class TailTimes:
             merged = (np.append(work[0], contexts[moved]), np.append(work[1], remaining[moved]))
             seconds.append(self.tail.read(contexts[moved]) + self.tail.decode(merged))
         stay = [self.main.decode(work) for work in here] + [self.tail.decode(work) for work in there]
-        return Forecast(max(stay), max(seconds) + self.switch_seconds, int(contexts.sum()))
+        return Forecast(max(stay), max(seconds) + HANDOVER_S + self.switch_seconds, int(contexts.sum()))
 
 
 def remaining_lengths(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigurationError
-from ...policy import EngineTimes, LatencyCurve, PrefillCurve, TailTimes
+from ...policy import EngineTimes, LatencyCurve, LatencyProfile, Layout, PrefillCurve, TailTimes
 from ...scheduling import FinishReason, Submit, TailServers
 
 
@@ -83,6 +83,27 @@ class ClusterSpec:
             "prefill_seconds_per_token": prefill.per_token_s if prefill is not None else 0.0,
         }
         return cls(curve, **own | fields)
+
+    @classmethod
+    def of_layouts(cls, path: Path, main: Layout, tail: Layout, **fields: Any) -> ClusterSpec:
+        """Both layouts of a profile, which may not say of other sizes what it measured."""
+        profile = LatencyProfile.load(path, "--latency-curve")
+        profiles = {"main": (profile, main), "tail": (profile.tail, tail)}
+        for kind, (own, layout) in profiles.items():
+            size = None if own is None else own.metadata.get("tensor_parallel_size", layout.size)
+            if size != layout.size:
+                found = f"are of {size} GPUs each" if size else "are missing"
+                raise ConfigurationError(
+                    f"`--latency-curve` ({str(path)!r}) must be a profile of `--layout`'s {kind} engines of "
+                    f"{layout.size} GPUs, which {found}. Measure them: `trl-darts profile URL --output {path}`, and "
+                    "with `--tail` for the tail's."
+                )
+        own, other = (
+            cls.of(kind.curve, kind.prefill, num_engines=layout.num_engines)
+            for kind, layout in profiles.values()
+            if kind is not None
+        )
+        return replace(own, tail=other, **fields)
 
     def tail_servers(self, max_completion_length: int) -> TailServers | None:
         """What the schedule is told of the tail's engines; `None` without any."""
