@@ -86,7 +86,7 @@ class Director:
                 f"The schedule wants to start candidate {late.candidate_id} during the rollout. Processes that "
                 "generate by themselves take all candidates at its beginning: use a vLLM server."
             )
-        return [(int(command.engine_id), command.candidate_id) for command in commands]
+        return [(int(c.engine_id), c.candidate_id) for c in commands if isinstance(c, Abort)]
 
     def result(self) -> RolloutResult:
         """

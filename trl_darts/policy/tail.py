@@ -169,11 +169,11 @@ def remaining_lengths(
     Returns:
         `Array` of shape `(R,)`: For the running ones, in their order.
     """
-    lengths, expected = np.asarray(lengths, float), np.maximum(np.asarray(expected, float), 1.0)
-    running, complete = np.asarray(running, bool), np.asarray(complete, bool)
-    unit = expected / expected.mean()
-    mu, sigma, _, _ = log_normal_fit((lengths / unit).tolist(), (~complete).tolist())
-    own, unit = lengths[running], unit[running]
+    tokens, means = np.asarray(lengths, float), np.maximum(np.asarray(expected, float), 1.0)
+    goes_on, ended = np.asarray(running, bool), np.asarray(complete, bool)
+    unit = means / means.mean()
+    mu, sigma, _, _ = log_normal_fit((tokens / unit).tolist(), (~ended).tolist())
+    own, unit = tokens[goes_on], unit[goes_on]
     num = len(own)
     # The middles of as many equal parts of probability, spread evenly over neighbours, which are of one prompt.
     shares = (np.argsort(np.argsort(np.arange(num) * _GOLDEN % 1.0)) + 0.5) / max(1, num)

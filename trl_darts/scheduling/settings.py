@@ -451,7 +451,7 @@ class ScheduleSettings:
             self.selection,
             batch_stop,
             placement,
-            tail and TailPolicy(tail, self.tail_switch_at, self._long_groups(expected_lengths)),
+            None if tail is None else TailPolicy(tail, self.tail_switch_at, self._long_groups(expected_lengths)),
         )
 
     def _long_groups(self, expected_lengths: Sequence[float] | None) -> frozenset[int]:

@@ -52,9 +52,9 @@ class TailPolicy:
 
     def is_due(self, num_unfinished: int, engines: Iterable[EngineLoad]) -> bool:
         """Whether `decide` should be asked with so many candidates left."""
-        threshold = self.switch_at
-        if threshold is None:
-            threshold = self._next_look if self.servers.times is not None else 0
+        threshold: float = self._next_look if self.servers.times is not None else 0
+        if self.switch_at is not None:
+            threshold = self.switch_at
         if not 0 < num_unfinished <= threshold:
             return False
         return any(engine.tail and (engine.has_room or self.servers.takes_turns) for engine in engines)

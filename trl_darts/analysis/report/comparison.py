@@ -26,7 +26,7 @@ METHOD_SETTINGS = frozenset(
     {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve", "length_history"}
 )
 # Off in most runs, and then not worth a line.
-SWITCHES = ("rollout_ahead", "drop_uniform_groups")
+SWITCHES = ("rollout_ahead", "drop_uniform_groups", "tail_share")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ def _meaningful(settings: Mapping[str, Any]) -> dict[str, Any]:
         name: value
         for name, value in settings.items()
         if name not in METHOD_SETTINGS - {"schedule"} or schedule is None or has_effect(name, schedule, settings)
-        if name != "long_share" or settings.get("num_long_servers")
     }
 
 

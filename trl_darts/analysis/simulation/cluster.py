@@ -166,7 +166,7 @@ class _Rollout:
     def _execute(self, commands: list[Command], now: float) -> None:
         touched = set()
         for command in commands:
-            if type(command) is TakeTurns:
+            if isinstance(command, TakeTurns):
                 self._take_turns(now)
                 continue
             index = int(command.engine_id)
@@ -174,7 +174,7 @@ class _Rollout:
             if index not in touched:
                 touched.add(index)
                 engine.advance(now)
-            if type(command) is Submit:
+            if isinstance(command, Submit):
                 engine.waiting.append(self._sequence(command))
             else:
                 sequence = self.sequences[command.candidate_id]

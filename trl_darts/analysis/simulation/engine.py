@@ -96,14 +96,14 @@ class ClusterSpec:
                 raise ConfigurationError(
                     f"`--latency-curve` ({str(path)!r}) must be a profile of `--layout`'s {kind} engines of "
                     f"{layout.size} GPUs, which {found}. Measure them: `trl-darts profile URL --output {path}`, and "
-                    "with `--tail` for the tail's."
+                    "with `--tail-of` for the tail's."
                 )
-        own, other = (
+        main_spec, tail_spec = (
             cls.of(kind.curve, kind.prefill, num_engines=layout.num_engines)
             for kind, layout in profiles.values()
             if kind is not None
         )
-        return replace(own, tail=other, **fields)
+        return replace(main_spec, tail=tail_spec, **fields)
 
     def tail_servers(self, max_completion_length: int) -> TailServers | None:
         """What the schedule is told of the tail's engines; `None` without any."""
