@@ -14,7 +14,7 @@ from trl_darts.policy import (
     remaining_lengths,
     rollout_time,
 )
-from trl_darts.policy.tail import MIN_GAIN, Forecast
+from trl_darts.policy.tail import HANDOVER_S, MIN_GAIN, Forecast
 
 
 # PAT, Figure 4: LLaMA-3.1-8B on eight A40, as four engines of two GPUs and as one of eight.
@@ -68,7 +68,7 @@ def test_a_switch_that_pays_saves_more_than_the_predictor_errs(here, there, seco
     assert forecast.there >= seconds + min(TP_8.decode(pair) for pair in others)
     # A layout against itself: only the switch, the reading and the evener spread make a difference.
     alone = TailTimes(TP_2, EngineTimes(TP_2.latency), seconds).forecast(own[:1], [NOTHING])
-    assert alone.there == pytest.approx(alone.here + seconds)
+    assert alone.there == pytest.approx(alone.here + seconds + HANDOVER_S)
     assert not alone.pays
     assert not Forecast(1.0, 1.0 - MIN_GAIN / 2, 0).pays
 

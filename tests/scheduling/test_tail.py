@@ -3,6 +3,7 @@
 import pytest
 
 from trl_darts.policy import EngineTimes, LatencyCurve, TailTimes
+from trl_darts.policy.tail import HANDOVER_S
 from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
@@ -166,7 +167,7 @@ def test_a_predicted_switch_waits_until_the_other_layout_is_faster():
     forecast = rollout.scheduler.result().tail_switch.forecast
     assert forecast.pays
     assert forecast.num_tokens == 405
-    assert forecast.there == pytest.approx(0.4 * forecast.here)
+    assert forecast.there == pytest.approx(0.4 * forecast.here + HANDOVER_S)
 
 
 def test_no_switch_where_the_tail_is_slower_or_nothing_is_waited_for():

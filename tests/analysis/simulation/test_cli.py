@@ -207,13 +207,14 @@ def test_engines_of_two_layouts(tmp_path):
     with_tail = rows(*small, "--median-length", 2000, "--sweep", "tail_switch_at=0,8,none", output=tmp_path)
     assert [row["setting"] for row in with_tail] == [f"grpo, tail_switch_at={n}" for n in (0, 8, None)]
     assert float(with_tail[2]["speedup"]) > 1.0
-    path = save_profile(tmp_path / "latency.json", tensor_parallel_size=1)
+    path = save_profile(tmp_path / "latency.json")
     profile = LatencyProfile.load(path)
-    both = replace(profile, tail=replace(profile, metadata={"tensor_parallel_size": 4}))
-    both.save(tmp_path / "both.json")
+    replace(profile, tail=profile).save(tmp_path / "both.json")
     own = [*SMALL, "--schedule", "grpo", "--layout", "2x1+1x4", "--switch-seconds", 0]
     assert len(rows(*own, "--latency-curve", tmp_path / "both.json", output=tmp_path)) == 1
-    assert "tail engines of 4 GPUs, which are missing" in refused(*own, "--latency-curve", path)
+    assert "has none of the tail's. Add it with `trl-darts profile URL --tail-of" in refused(
+        *own, "--latency-curve", path
+    )
 
 
 @pytest.mark.parametrize(

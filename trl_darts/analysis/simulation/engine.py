@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +86,15 @@ class ClusterSpec:
 
     @classmethod
     def of_layouts(cls, path: Path, main: Layout, tail: Layout, **fields: Any) -> ClusterSpec:
-        """Both layouts of a profile, which may not say of other sizes what it measured."""
+        """Main and tail engines of a profile that has both."""
         profile = LatencyProfile.load(path, "--latency-curve")
-        profiles = {"main": (profile, main), "tail": (profile.tail, tail)}
-        for kind, (own, layout) in profiles.items():
-            size = None if own is None else own.metadata.get("tensor_parallel_size", layout.size)
-            if size != layout.size:
-                found = f"are of {size} GPUs each" if size else "are missing"
-                raise ConfigurationError(
-                    f"`--latency-curve` ({str(path)!r}) must be a profile of `--layout`'s {kind} engines of "
-                    f"{layout.size} GPUs, which {found}. Measure them: `trl-darts profile URL --output {path}`, and "
-                    "with `--tail-of` for the tail's."
-                )
-        main_spec, tail_spec = (
-            cls.of(kind.curve, kind.prefill, num_engines=layout.num_engines)
-            for kind, layout in profiles.values()
-            if kind is not None
-        )
-        return replace(main_spec, tail=tail_spec, **fields)
+        if profile.tail is None:
+            raise ConfigurationError(
+                f"`--latency-curve` ({str(path)!r}) must be a profile of both kinds of engines, and has none of the "
+                f"tail's. Add it with `trl-darts profile URL --tail-of {path}`."
+            )
+        own = cls.of(profile.tail.curve, profile.tail.prefill, num_engines=tail.num_engines)
+        return cls.of(profile.curve, profile.prefill, num_engines=main.num_engines, tail=own, **fields)
 
     def tail_servers(self, max_completion_length: int) -> TailServers | None:
         """What the schedule is told of the tail's engines; `None` without any."""
