@@ -45,40 +45,27 @@ def make_commands(
     options: ServeOptions, build: VLLMBuild, environ: Mapping[str, str] = os.environ
 ) -> list[ServerCommand]:
     """One command per server, of checked options. What `environ` sets, which servers inherit, is kept."""
-    more: dict[str, str | None] = {"--enable-sleep-mode": None} if options.takes_turns(build) else {}
-    return [
-        command
-        for kind, own in enumerate(options.sets)
-        for command in _make_set(own, build, environ, kind == 1, more, options.layout is not None)
-    ]
-
-
-def _make_set(
-    options: ServeOptions,
-    build: VLLMBuild,
-    environ: Mapping[str, str],
-    tail: bool,
-    more: Mapping[str, str | None],
-    has_layout: bool,
-) -> list[ServerCommand]:
-    commands, threads = [], {}
-    if build.cpu and has_layout:
-        threads = {"OMP_NUM_THREADS": str(options.tensor_parallel_size), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        options = replace(options, tensor_parallel_size=1)
-    for port, devices in zip(options.ports, options.split_devices(build), strict=True):
-        argv = [sys.executable, *(_API_SERVER if build.cpu else _VLLM_SERVE), options.model]
-        for name, value in {**_flags(options, build), **more, "--port": str(port)}.items():
-            argv += [name] if value is None else [name, value]
-        commands.append(
-            ServerCommand(
-                health_url=_url(_WILDCARDS.get(options.host, options.host), port),
-                # Others reach it by the machine's name where it listens on every address.
-                base_url=_url(socket.gethostname() if options.host in _WILDCARDS else options.host, port),
-                argv=(*argv, *(options.vllm_flags or ())),
-                tail=tail,
-                env=_env(options, build, devices, environ) | threads,
+    commands = []
+    for kind, own in enumerate(options.sets):
+        flags: dict[str, str | None] = {"--enable-sleep-mode": None} if options.takes_turns(build) else {}
+        threads = {}
+        if build.cpu and options.layout is not None:
+            threads = {"OMP_NUM_THREADS": str(own.tensor_parallel_size), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            own = replace(own, tensor_parallel_size=1)
+        for port, devices in zip(own.ports, own.split_devices(build), strict=True):
+            argv = [sys.executable, *(_API_SERVER if build.cpu else _VLLM_SERVE), own.model]
+            for name, value in {**_flags(own, build), **flags, "--port": str(port)}.items():
+                argv += [name] if value is None else [name, value]
+            commands.append(
+                ServerCommand(
+                    health_url=_url(_WILDCARDS.get(own.host, own.host), port),
+                    # Others reach it by the machine's name where it listens on every address.
+                    base_url=_url(socket.gethostname() if own.host in _WILDCARDS else own.host, port),
+                    argv=(*argv, *(own.vllm_flags or ())),
+                    tail=kind == 1,
+                    env=_env(own, build, devices, environ) | threads,
+                )
             )
-        )
     return commands
 
 
