@@ -166,7 +166,6 @@ def test_a_predicted_switch_waits_until_the_other_layout_is_faster():
     rollout.end(3, 5)
     forecast = rollout.scheduler.result().tail_switch.forecast
     assert forecast.pays
-    assert forecast.num_tokens == 405
     assert forecast.there == pytest.approx(0.4 * forecast.here + HANDOVER_S)
 
 

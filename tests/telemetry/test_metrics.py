@@ -72,7 +72,7 @@ def test_what_tail_servers_brought_beside_what_was_predicted():
     timeline = Timeline()
     timeline.add(0.0, 2)
     timeline.add(50.0, 0)
-    switch = TailSwitch(3, Forecast(here=60.0, there=25.0, num_tokens=90), begun=30.0, num_moved=2, num_tokens=80)
+    switch = TailSwitch(3, Forecast(here=60.0, there=25.0), begun=30.0, num_moved=2, num_tokens=80)
     result = RolloutResult([], [], timeline, tail_switch=switch)
     both = TailRecord.of(result).then(TailRecord.of(RolloutResult([], [], timeline)))
     assert both.metrics() == {

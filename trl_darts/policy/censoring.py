@@ -43,6 +43,7 @@ Bounds of a fit. Complete lengths that happen to be equal don't prove that an ab
 1.5 is a p99 of 33 times the median, the heaviest tail reported for reasoning models.
 """
 
+MAX_CACHED = 64  # lengths
 _FAR_TAIL = 25.0  # normal score from which on a bound is beyond what the fit knows of; erfc underflows at 38
 _SQRT2 = math.sqrt(2.0)
 
@@ -106,7 +107,9 @@ def log_normal_fit(
     """
     num, ordered = len(lengths), sorted(zip(lengths, censored, strict=True))
     logs = [math.log(max(length, 1)) for length, is_censored in ordered if not is_censored]
-    centred, score_mean, score_squares = _plotting_scores(num, sum(cut << i for i, (_, cut) in enumerate(ordered)))
+    # Small groups have few patterns, and see them again; those of whole rollouts would fill the memory.
+    scores = _plotting_scores if num <= MAX_CACHED else _plotting_scores.__wrapped__
+    centred, score_mean, score_squares = scores(num, sum(cut << i for i, (_, cut) in enumerate(ordered)))
     own = sum(map(float.__mul__, centred, logs)) / score_squares if len(logs) > 1 else math.nan
     sigma = _shrunk(own, len(logs), log_std)
     if logs:

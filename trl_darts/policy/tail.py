@@ -101,11 +101,10 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds until the batch is ready: `here`, or `there` with the switch, which reads `num_tokens` anew."""
+    """Seconds until the batch is ready: `here`, or `there` with the switch."""
 
     here: float
     there: float
-    num_tokens: int
 
     @property
     def pays(self) -> bool:
@@ -140,7 +139,7 @@ class TailTimes:
             merged = (np.append(work[0], contexts[moved]), np.append(work[1], remaining[moved]))
             seconds.append(self.tail.read(contexts[moved]) + self.tail.decode(merged))
         stay = [self.main.decode(work) for work in here] + [self.tail.decode(work) for work in there]
-        return Forecast(max(stay), max(seconds) + HANDOVER_S + self.switch_seconds, int(contexts.sum()))
+        return Forecast(max(stay), max(seconds) + HANDOVER_S + self.switch_seconds)
 
 
 def remaining_lengths(
@@ -154,20 +153,8 @@ def remaining_lengths(
     Tokens that the running ones of a rollout's candidates still lack: the quantiles of a log-normal that is fitted to
     all of the rollout's lengths, relative to what was expected of their prompts, beyond what each has already.
 
-    Args:
-        lengths (`Sequence[int]` of shape `(C,)`):
-            Tokens of every candidate.
-        running (`Sequence[bool]` of shape `(C,)`):
-            Which of them go on.
-        complete (`Sequence[bool]` of shape `(C,)`):
-            Which of them came to their natural end; of the others, the length is a lower bound.
-        expected (`Sequence[float]` of shape `(C,)`):
-            Tokens that were expected of each; all equal where nothing is known.
-        limit (`int`):
-            Most tokens of a completion.
-
-    Returns:
-        `Array` of shape `(R,)`: For the running ones, in their order.
+    All lists are of every candidate, but the result. The length of one that is not `complete` is a lower bound;
+    `expected` is the same number for all where nothing is known, and `limit` the most tokens of a completion.
     """
     tokens, means = np.asarray(lengths, float), np.maximum(np.asarray(expected, float), 1.0)
     goes_on, ended = np.asarray(running, bool), np.asarray(complete, bool)
