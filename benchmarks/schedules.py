@@ -151,12 +151,11 @@ class Size:
 class ServerCluster:
     """
     A real server of the Markov model in the place of [`SimulatedCluster`]: it decodes as many tokens of each candidate
-    as it is told to.
+    as it is told to. Or several, of which those of the tail take over what is left.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.engine = VLLMServerEngine([url])
+    def __init__(self, *urls: str, tail_urls: Sequence[str] = ()) -> None:
+        self.engine = VLLMServerEngine([*urls, *tail_urls], tail_urls=tail_urls)
         self.model = self.engine.query(lambda server: server.get("/v1/models"))[0]["data"][0]["id"]
 
     def run(
@@ -168,7 +167,8 @@ class ServerCluster:
             own = lengths[command.group_id][command.index]  # one that does not end by itself is cut by `max_tokens`
             return {"min_tokens": min(own - 1, max_length), "logit_bias": {str(EOS_ID): 100}}
 
-        requests.post(f"{self.url}/reset_prefix_cache", timeout=30).raise_for_status()
+        for url in self.engine.base_urls:
+            requests.post(f"{url}/reset_prefix_cache", timeout=30).raise_for_status()
         places = [divmod(plan.prompt_key, NUM_TEXT_TOKENS) for plan in plans]
         prompts = [[ServerPrompt([FIRST_TEXT_TOKEN + place for place in pair])] for pair in places]
         body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}

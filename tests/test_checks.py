@@ -157,7 +157,10 @@ def test_schedules_and_options_that_need_servers(changes, tmp_path):
     make_args(tmp_path, schedule="sorted", use_vllm=True, vllm_mode="server").check_start()
 
 
-@pytest.mark.parametrize("fields", [{"rollout_ahead": 1}, {"drop_uniform_groups": True}])
+TAIL = {"vllm_tail_server_url": "http://t:1", "tail_switch_at": 4, "use_vllm": True, "vllm_mode": "server"}
+
+
+@pytest.mark.parametrize("fields", [{"rollout_ahead": 1}, {"drop_uniform_groups": True}, TAIL])
 def test_a_rollout_func_takes_its_batch_when_it_comes(tmp_path, fields):
     with pytest.raises(ConfigurationError, match=rf"`{next(iter(fields))}` .* does not run with `rollout_func`"):
         check_arguments(make_args(tmp_path, schedule="grpo", **fields), max)

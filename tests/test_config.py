@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 import textwrap
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from trl import GRPOConfig, GRPOTrainer, TrlParser
@@ -15,11 +15,13 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_darts import DARTSGRPOConfig
 from trl_darts.errors import ConfigurationError
+from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
 from trl_darts.settings import SERVER_DEFAULTS, TRL_CHOICES, TRL_VLLM_CHOICES, VESPO_SAMPLING_MODES
 
 
 CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}
+TAIL = {**SERVER, "vllm_tail_server_url": "http://t:1", "tail_switch_at": 4}
 AHEAD = {**SERVER, "rollout_ahead": 1}
 
 
@@ -55,7 +57,8 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
         "selection": "uniform",
         "prompt_oversampling": 1.5,
         "submit_order": "arrival",
-        "num_long_servers": 0,
+        "tail_switch_at": 8,
+        "vllm_tail_server_url": "http://tail:1",
         "long_end_patience": 2.5,
         "tail_pruning": False,
         "stream_logprobs": True,
@@ -84,7 +87,15 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             r"`mask_stale_after` \(1\) would mask all tokens with `rollout_ahead` \(1\), which are 2 optimizer steps",
         ),
         ({**AHEAD, "stream_logprobs": True}, r"`stream_logprobs` \(True\) does not run with `rollout_ahead` \(1\)"),
-        ({"num_long_servers": 1}, r"`num_long_servers` \(1\) must be less than the number of vLLM servers \(0\)"),
+        ({"tail_switch_at": 4}, r"`tail_switch_at` \(4\) has no effect without `vllm_tail_server_url`"),
+        ({"tail_share": 0.1}, r"`tail_share` \(0.1\) has no effect without `vllm_tail_server_url`"),
+        ({"vllm_tail_server_url": "http://t:1"}, r"`vllm_tail_server_url` \('http://t:1'\) would not be used"),
+        (TAIL | {"vllm_tail_server_url": "t:1"}, r"`vllm_tail_server_url` \('t:1'\) must be an address"),
+        (TAIL | {"vllm_tail_server_url": "http://t:1,http://t:1"}, r"`vllm_tail_server_url` .* names a server twice"),
+        (TAIL | {"vllm_server_base_url": "http://t:1"}, r"must name other servers .*'http://t:1' is in both"),
+        (TAIL | {"tail_switch_at": 0}, r"would not be used with `tail_switch_at` \(0\)"),
+        (TAIL | {"tail_switch_at": None}, r"needs `latency_curve`, a profile of both kinds of servers"),
+        (TAIL | {"tail_share": 0.1, "vllm_tail_shares_gpus": True}, r"`tail_share` \(0.1\) needs tail servers that"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"`generation_kwargs\['stop_strings'\]`"),
         ({"generation_kwargs": {"eos_token_id": [1, 7]}}, r"`generation_kwargs\['eos_token_id'\]` \(\[1, 7\]\)"),
         (
@@ -219,3 +230,21 @@ def test_copies_have_the_servers_key_and_files_do_not(monkeypatch):
 def test_defaults_of_the_servers_are_trls():
     defaults = {field.name: field.default for field in fields(GRPOConfig)}
     assert {name: defaults[name] for name in SERVER_DEFAULTS} == SERVER_DEFAULTS
+
+
+def test_a_predicted_switch_needs_a_profile_of_both_layouts(tmp_path):
+    point = DecodePoint(1, 10, 10.0, 1.0, 0.0, (1.0,))
+    profile = LatencyProfile.fit([point], [PrefillPoint(1, 1.0, 0.0), PrefillPoint(2, 2.0, 0.0)])
+    path = tmp_path / "latency.json"
+    profile.save(path)
+    fields = {**TAIL, "tail_switch_at": None, "latency_curve": str(path)}
+    with pytest.raises(ConfigurationError, match=r"`latency_curve` .* has none of `vllm_tail_server_url` .*--tail-of"):
+        config(**fields).check_start()
+    replace(profile, tail=profile).save(path)
+    args = config(**fields, vllm_tail_shares_gpus=True)
+    args.check_start()
+    tail = args.tail_servers()
+    assert (tail.times.switch_seconds, tail.takes_turns, tail.max_completion_length) == (5.5, True, 512)
+    assert (args.server_urls, args.tail_urls, args.num_engines) == (["http://a:1"], ["http://t:1"], 1)
+    assert config(**TAIL).tail_servers().times is None
+    assert config().tail_servers() is None

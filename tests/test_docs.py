@@ -13,7 +13,7 @@ from docs.hooks.links import on_page_markdown
 from trl_darts.buffer.batches import BufferedRows
 from trl_darts.rows import KeptRows
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
-from trl_darts.telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, rollout_metrics
+from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, bias_metrics, buffer_metrics, rollout_metrics
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,7 +172,8 @@ def emitted_metrics() -> set[str]:
         selected=[0, 3],
     )
     admission = Admission([4], saturated=1, rho=0.9)
-    record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), 2, long_end_below=9)
+    more = {"long_end_below": 9, "tail": TailRecord(1, 2, 30, 4.0, 4.0, 5.0)}
+    record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), 2, **more)
     rows = BufferedRows(
         KeptRows([[1]], None), [0], [0], [[(1, 1)]], {"waiting": 1, "partial": 0, "complete": 0}, {0: 0}
     )

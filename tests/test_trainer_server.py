@@ -201,6 +201,21 @@ def test_two_servers_share_the_work_and_the_weights(server, keyed_server, model_
     assert all(served_requests(s) > before for s, before in zip((server, keyed_server), served, strict=True))
 
 
+@pytest.mark.parametrize("schedule", ["grpo", "darts"])
+def test_tail_servers_take_over_with_the_weights_of_now(server, keyed_server, model_dir, tmp_path, schedule):
+    fields = {"vllm_tail_server_url": keyed_server.base_url, "tail_switch_at": 12, "schedule": schedule}
+    before = served_requests(keyed_server)
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=4, learning_rate=3e-3, **fields))
+    trainer.train()
+    logs = rollout_logs(trainer)
+    assert sum(entry["darts/tail/switches"] for entry in logs) >= 3
+    assert sum(entry["darts/tail/moved_candidates"] for entry in logs) > 4
+    assert served_requests(keyed_server) > before
+    for entry in logs:
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+        assert entry["darts/rollout/resumed_candidates"] == 0
+
+
 def test_a_wrong_key_is_refused(keyed_server, model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     with pytest.raises(GenerationError, match="401"):

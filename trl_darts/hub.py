@@ -47,6 +47,7 @@ MAX_BYTES = 65_536  # a config with every field is a tenth of it
 WITHHELD = (  # patterns of names: of fields, and of keys inside of them
     *("*_dir", "resume_from_checkpoint", "latency_curve", "length_history", "data_files"),  # paths
     *("vllm_server_base_url", "vllm_server_host", "*_port"),  # addresses
+    *("vllm_tail_*", "tail_switch_at", "tail_share"),  # which servers there are, and how fast
     *("*token", "*api_key", "*password", "*secret"),
     *("*hub*", "report_to", "run_name", "project", "trackio_*"),  # accounts, and what is sent to them
     *("local_rank", "deepspeed", "fsdp*", "parallelism_config", "debug"),  # how one machine launches

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from .engines.addresses import API_KEY_VARIABLE, check_address, split_addresses
 from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
-from .policy import LatencyCurve
-from .scheduling import ScheduleSettings
+from .policy import EngineTimes, LatencyCurve, LatencyProfile, TailTimes
+from .scheduling import ScheduleSettings, TailServers
 from .scheduling.policies import check_choice
 from .weights import WEIGHT_SYNCS
 
@@ -43,6 +43,7 @@ SAMPLING_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 # TRL's defaults: another value was set by someone.
 SERVER_DEFAULTS = {"vllm_server_base_url": None, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000}
+TURN_SECONDS = 5.5  # that engines which share GPUs take to sleep and to wake (PAT, Section 5.4)
 VESPO_SAMPLING_MODES = ("token_truncate", "token_mask")
 # What a server keeps count of within one request begins anew where a candidate goes on in another.
 NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
@@ -77,6 +78,16 @@ class RolloutSettings(ScheduleSettings):
     )
 
     # vLLM servers
+    vllm_tail_server_url: str | None = _field(
+        None,
+        "Addresses of vLLM servers of another layout, such as one with more GPUs beside several with fewer, separated "
+        "by commas. They take over what is left of a rollout, see `tail_switch_at`.",
+    )
+    vllm_tail_shares_gpus: bool = _field(
+        False,
+        "Whether `vllm_tail_server_url` is on the GPUs of the main servers: each kind sleeps while the other decodes. "
+        "All servers need `--enable-sleep-mode`.",
+    )
     vllm_request_timeout_s: float = _field(
         Deadlines.request_s, "Deadline of one candidate in seconds, its wait for a free slot on the server included."
     )
@@ -182,6 +193,7 @@ class RolloutSettings(ScheduleSettings):
         can be built where its files and servers are not. Raises [`ConfigurationError`].
         """
         self.load_latency_curve()
+        self.tail_servers()
         if self.length_history is not None and not os.path.exists(self.length_history):
             raise ConfigurationError(
                 f"`length_history` ({self.length_history!r}) must be a checkpoint, its `darts_lengths.npz`, or the "
@@ -282,13 +294,7 @@ class RolloutSettings(ScheduleSettings):
                 "`weight_sync='filesystem'`, or leave it unset."
             )
         self._check_addresses()
-        urls = self.server_urls if self.uses_servers else []
-        if self.num_long_servers and self.num_long_servers >= len(urls):
-            raise ConfigurationError(
-                f"`num_long_servers` ({self.num_long_servers}) must be less than the number of vLLM servers "
-                f"({len(urls)}): the others take what is not long. Name more in `vllm_server_base_url`, or leave it "
-                "out."
-            )
+        self._check_tail()
 
     def _check_addresses(self) -> None:
         if not self.uses_servers:
@@ -299,16 +305,52 @@ class RolloutSettings(ScheduleSettings):
             raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
         for url in urls:
             check_address("vllm_server_host" if self.vllm_server_base_url is None else "vllm_server_base_url", url)
-        if len(set(urls)) < len(urls):
+        for url in self.tail_urls:
+            check_address("vllm_tail_server_url", url)
+        for name, own in (("vllm_server_base_url", urls), ("vllm_tail_server_url", self.tail_urls)):
+            if len(set(own)) < len(own):
+                given = f"`{name}` ({getattr(self, name)!r})"
+                raise ConfigurationError(f"{given} names a server twice. Each address once.")
+
+    def _check_tail(self) -> None:
+        if self.vllm_tail_server_url is None:
+            for name, default in (("tail_switch_at", None), ("tail_share", 0), ("vllm_tail_shares_gpus", False)):
+                if (value := getattr(self, name)) != default:
+                    raise ConfigurationError(
+                        f"`{name}` ({value}) has no effect without `vllm_tail_server_url`, which names the servers "
+                        "that take over. Set it, or leave both out."
+                    )
+            return
+        given = f"`vllm_tail_server_url` ({self.vllm_tail_server_url!r})"
+        if not self.tail_urls:
+            raise ConfigurationError(f"{given} names no server. Leave it out, or name one.")
+        if both := [url for url in self.tail_urls if url in self.server_urls]:
             raise ConfigurationError(
-                f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names a server twice. Each address once."
+                f"{given} must name other servers than `vllm_server_base_url`, and {both[0]!r} is in both. Leave it "
+                "out of one of them."
+            )
+        if self.tail_switch_at == 0 and not self.tail_share:
+            raise ConfigurationError(
+                f"{given} would not be used with `tail_switch_at` (0), which is never, and `tail_share` (0). Set one "
+                "of them, or leave all out."
+            )
+        if self.tail_share and self.vllm_tail_shares_gpus:
+            raise ConfigurationError(
+                f"`tail_share` ({self.tail_share}) needs tail servers that decode from the start, and with "
+                "`vllm_tail_shares_gpus` (True) they sleep then. Leave one of them out."
+            )
+        if self.tail_switch_at is None and self.latency_curve is None:
+            raise ConfigurationError(
+                f"{given} takes over when that is predicted to pay, which needs `latency_curve`, a profile of both "
+                "kinds of servers. Measure it with `trl-darts profile`, or set `tail_switch_at` to a number of "
+                "unfinished candidates."
             )
 
     def _check_unused_addresses(self) -> None:
         """A flag that was forgotten would train with another engine, on another machine's time, without a word."""
         missing = [] if self.use_vllm else ["`use_vllm=True`"]
         missing += [] if self.vllm_mode == "server" else ["`vllm_mode='server'`"]
-        for name, default in SERVER_DEFAULTS.items():
+        for name, default in {**SERVER_DEFAULTS, "vllm_tail_server_url": None}.items():
             value = getattr(self, name)
             if value and value != default:
                 raise ConfigurationError(
@@ -401,6 +443,11 @@ class RolloutSettings(ScheduleSettings):
         return split_addresses(self.vllm_server_base_url)
 
     @property
+    def tail_urls(self) -> list[str]:
+        """Base URLs of the servers that take over what is left."""
+        return split_addresses(self.vllm_tail_server_url or "")
+
+    @property
     def num_engines(self) -> int:
         """Engines that decode a batch together: servers, or groups of processes."""
         if not self.use_vllm:
@@ -441,3 +488,26 @@ class RolloutSettings(ScheduleSettings):
             [`ConfigurationError`]: If the file is missing or malformed.
         """
         return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve, "latency_curve")
+
+    def tail_servers(self) -> TailServers | None:
+        """
+        What is known of the servers that take over what is left; `None` without any.
+
+        Raises:
+            [`ConfigurationError`]: If `latency_curve` has not both kinds of servers, and a switch is to be predicted.
+        """
+        if not self.tail_urls:
+            return None
+        times = None
+        if self.tail_switch_at is None:
+            profile = LatencyProfile.load(self.latency_curve or "", "latency_curve")
+            if profile.tail is None:
+                raise ConfigurationError(
+                    f"`latency_curve` ({self.latency_curve!r}) must be a profile of both kinds of servers, and has "
+                    f"none of `vllm_tail_server_url` ({self.vllm_tail_server_url!r}). Add it with `trl-darts profile "
+                    f"{self.tail_urls[0]} --tail-of {self.latency_curve}`, or set `tail_switch_at` to a number of "
+                    "unfinished candidates."
+                )
+            seconds = TURN_SECONDS if self.vllm_tail_shares_gpus else 0.0
+            times = TailTimes(EngineTimes.of(profile), EngineTimes.of(profile.tail), seconds)
+        return TailServers(times, self.max_completion_length, self.vllm_tail_shares_gpus)

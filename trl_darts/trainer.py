@@ -39,7 +39,7 @@ from .engines.vllm_generation import synced_generation
 from .policy import LatencyCurve, LengthTracker
 from .resume import checkpoint_to_resume, where_it_stopped
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
-from .scheduling import RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
+from .scheduling import RolloutResult, SchedulePolicies, Scheduler, TailServers, UniformAdmission
 from .streaming import Streams, decode_completions, make_streams
 from .telemetry.console import RolloutTotals, shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, ratio_metrics, rollout_metrics
@@ -104,6 +104,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _engine: Any = None  # an `Engine`
     _batches: Any = None  # `BufferedBatches` where the schedule trains on other batches than the loader's
     _scores: GroupScores | None = None  # where groups are scored before their batch is full
+    _tail: TailServers | None = None
     _sampler: Any = None
     _streams = Streams()
     _record: RolloutRecord | None = None  # of the last rollout, on every process
@@ -162,6 +163,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         slots = self.vllm_generation.facts.max_num_seqs if args.uses_servers else None
         self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots)
+        self._tail = args.tail_servers()
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
         if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
             repeats = args.steps_per_generation * args.num_iterations
@@ -263,12 +265,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
             groups, policies = admission.plans(batch.infos), SchedulePolicies()
         elif self._batches is not None:
             admission, groups = self._batches.plan()
-            policies = args.policies(admission.expected_lengths, self._batches.batch_stop, rollout=number)
+            policies = args.policies(admission.expected_lengths, self._batches.batch_stop, None, number, self._tail)
         else:
             admission = self._admission.plan(batch.infos)
             groups = admission.plans(batch.infos)
             placement = self._engine.placement(admission, batch)
-            policies = args.policies(admission.expected_lengths, placement=placement, rollout=number)
+            policies = args.policies(admission.expected_lengths, None, placement, number, self._tail)
         scheduler = Scheduler(policies, batch.num_generations, args.on_generation_error == "drop_group")
         return RolloutPlan(admission, groups, scheduler)
 
@@ -286,7 +288,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             rows = batches.collect(self.state.global_step, result)
         carries_over = batches is not None and batches.buffer.keeps_tokens
         long_end_below = self.args.max_num_generations if training and self.args.keeps_long_end else 0
-        record = RolloutRecord.of(plan.admission, result, batch, carries_over, long_end_below)
+        has_tail = training and self._tail is not None
+        record = RolloutRecord.of(plan.admission, result, batch, carries_over, long_end_below, has_tail)
         if training:
             self._streams.finish(result, None if batches is None else rows.kept.completion_ids)
             # Nothing is learned from groups of different prompts, or from what goes on: that comes to its end first.

@@ -165,3 +165,29 @@ def test_real_server(vllm_server, markov_model_dir):
     config.vocab_size = 127  # what the server says of it is read from an error message
     with pytest.raises(ConfigurationError, match="vocabulary of 128 tokens, but the trainer's model has 127"):
         check(vllm_server.base_url, needs(config, weight_transfer=None))
+
+
+def connected(main, tail, **settings):
+    own = ServerSettings([main, tail], "nccl", None, Deadlines(), None, needs(CONFIG), (tail,), **settings)
+    engine, facts = connect(own)
+    engine.close()
+    return facts
+
+
+def test_a_tail_server_holds_what_the_main_servers_hold():
+    with fake_server(routes(HEALTHY, 900)) as main, fake_server(routes(HEALTHY, 1000)) as tail:
+        facts = connected(main, tail)
+        assert (facts.max_model_len, facts.max_num_seqs) == (900, 256)  # the tail has no slots for a batch
+        with pytest.raises(ConfigurationError, match=rf"{main} of `vllm_tail_server_url` has `max_model_len` \(900\)"):
+            connected(tail, main)
+    other = routes(HEALTHY, vocabulary=64)
+    with fake_server(routes(HEALTHY)) as main, fake_server(other) as tail, pytest.raises(ConfigurationError) as error:
+        connected(main, tail)
+    assert f"{tail} serves 'served' with a vocabulary of 64 tokens" in str(error.value)
+
+
+def test_servers_on_the_same_gpus_must_be_able_to_sleep():
+    with fake_server(routes(HEALTHY)) as url, pytest.raises(ConfigurationError, match="`--enable-sleep-mode`"):
+        check(url, needs(CONFIG, sleep_mode=True))
+    with fake_server(routes(changed(model_config={"enable_sleep_mode": True}))) as url:
+        check(url, needs(CONFIG, sleep_mode=True))

@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.errors import GenerationError
-from trl_darts.scheduling import CandidateState, GroupPlan, RolloutResult, Scheduler, make_policies
+from trl_darts.scheduling import (
+    CandidateState,
+    GroupPlan,
+    RolloutResult,
+    Scheduler,
+    TailPolicy,
+    TailServers,
+    make_policies,
+)
 
 
 pytestmark = pytest.mark.vllm
@@ -125,6 +133,38 @@ def run_one(engine, vllm_server, scheduler, resumed):
     return (
         engine.run(scheduler, [GroupPlan(0, 1, resumed=resumed)], [[ServerPrompt([60, 61])]], greedy).groups[0].rows[0]
     )
+
+
+def test_what_moves_to_a_tail_server_is_the_models_own(vllm_server):
+    """Another name of the same address stands for a server of another layout."""
+    tail_url = vllm_server.base_url.replace("127.0.0.1", "localhost")
+    engine = VLLMServerEngine([vllm_server.base_url, tail_url], tail_urls=[tail_url])
+    lengths = {0: [20, 300, 24, 280], 1: [30, 35, 320, 28]}
+    result = run(
+        engine,
+        body(vllm_server),
+        [4, 4],
+        schedule="grpo",
+        overrides=lambda command: {"min_tokens": lengths[command.group_id][command.index] - 1, "logit_bias": {"1": 3}},
+        tail=TailPolicy(TailServers(), switch_at=3),
+    )
+    engine.close()
+    assert result.tail_switch.num_moved == 3
+    assert result.num_resumed == 0
+    moved = [(group, row) for group in result.groups for row in group.rows if row.engine_id == tail_url]
+    assert len(moved) == 3
+    model = AutoModelForCausalLM.from_pretrained(vllm_server.model_dir, dtype=torch.float32)
+    for group, row in moved:
+        prompt, least = [60 + group.plan.group_id, 61], lengths[group.plan.group_id][row.index]
+        assert row.segment == 1
+        assert row.num_prior >= 16
+        assert row.length >= least
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + row.tokens])).logits[0, len(prompt) - 1 : -1]
+        logits[:, 1] += 3
+        logits[: least - 1, 1] = -torch.inf
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0]
+        assert (torch.tensor(row.logprobs) - expected).abs().max() < 1e-4
 
 
 def test_servers_words_surface(engine, vllm_server):

@@ -1,6 +1,8 @@
 """A profile: what is fitted to which points, how well that predicts, and the file that everything is read from."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from trl_darts.policy import (
     LatencyCurve,
     LatencyProfile,
     LatencySurface,
-    PrefillLine,
+    PrefillCurve,
     PrefillPoint,
 )
 
@@ -58,14 +60,20 @@ def test_held_out_errors_grow_with_the_noise() -> None:
     assert noisy["curve"].worst > 0.02
 
 
-def test_prefill_is_a_line() -> None:
-    line = PrefillLine.fit([100, 1_000, 10_000], [0.011, 0.020, 0.110])
+def test_prefill_is_a_quadratic() -> None:
+    line = PrefillCurve.fit([100, 1_000, 10_000], [0.011, 0.020, 0.110])
     assert (line.base_s, line.per_token_s) == (pytest.approx(0.010), pytest.approx(1e-5))
     assert line(2_000) == pytest.approx(0.030)
-    assert PrefillLine.fit([100, 1_000, 10_000], [0.001, 0.02, 0.3]).base_s == 0
-    assert PrefillLine.fit([100, 1_000, 10_000], [0.3, 0.02, 0.001]).per_token_s == 0
+    assert PrefillCurve.fit([100, 1_000, 10_000], [0.001, 0.02, 0.3]).base_s == 0
+    assert PrefillCurve.fit([100, 1_000, 10_000], [0.3, 0.02, 0.001]).per_token_s == 0
     with pytest.raises(ConfigurationError, match="`base_s`"):
-        PrefillLine(-1.0, 0.0)
+        PrefillCurve(-1.0, 0.0)
+    tokens = np.array([100, 1_000, 10_000, 30_000])
+    curve = PrefillCurve.fit(tokens, 0.01 + 1e-5 * tokens + 1e-9 * tokens**2)
+    assert curve.per_square_s == pytest.approx(1e-9, rel=1e-3)
+    root_mean_square = math.sqrt((9_000**2 + 15_000**2) / 2)
+    squares = curve.batch([9_000, 15_000]) - curve.base_s - curve.per_token_s * 24_000
+    assert squares == pytest.approx(2 * curve.per_square_s * root_mean_square**2)  # PAT, Eq. 3
 
 
 def test_one_file_for_profile_curve_and_surface(tmp_path: Path) -> None:
@@ -78,6 +86,10 @@ def test_one_file_for_profile_curve_and_surface(tmp_path: Path) -> None:
     assert LatencySurface.load(path).metadata == {"model": "tiny"}
     data = json.loads(path.read_text())
     assert (data["kind"], data["version"]) == ("latency_profile", 1)
+    both = replace(profile, tail=LatencyProfile.fit(points()))
+    both.save(path)
+    assert LatencyProfile.load(path) == both
+    assert LatencyCurve.load(path) == profile.curve
 
 
 def test_no_error_from_a_single_point() -> None:
@@ -89,14 +101,14 @@ def test_prefill_of_a_file(tmp_path: Path) -> None:
     """A profile's line, and none of a curve alone or of a profile without prompts."""
     points = [DecodePoint(1, 10, 10.0, 1.0, 0.0, (1.0,))]
     LatencyProfile.fit(points, [PrefillPoint(1, 1.5, 0.0), PrefillPoint(2, 2.0, 0.0)]).save(tmp_path / "both.json")
-    line = PrefillLine.load(tmp_path / "both.json")
+    line = PrefillCurve.load(tmp_path / "both.json")
     assert line is not None
     assert (line.base_s, line.per_token_s) == (pytest.approx(1.0), pytest.approx(0.5))
     LatencyProfile.fit(points).save(tmp_path / "decoding.json")
     LatencyCurve([1], [1.0]).save(tmp_path / "curve.json")
-    assert PrefillLine.load(tmp_path / "decoding.json") is None
-    assert PrefillLine.load(tmp_path / "curve.json") is None
+    assert PrefillCurve.load(tmp_path / "decoding.json") is None
+    assert PrefillCurve.load(tmp_path / "curve.json") is None
     (tmp_path / "broken.json").write_text('{"kind": "latency_profile", "version": 1, "prefill": {"base_s": 1.0}}')
-    for kind, reason in ((PrefillLine, "per_token_s"), (LatencySurface, "holds no"), (LatencyProfile, "`points`")):
+    for kind, reason in ((PrefillCurve, "per_token_s"), (LatencySurface, "holds no"), (LatencyProfile, "`points`")):
         with pytest.raises(ConfigurationError, match=reason):
             kind.load(tmp_path / "broken.json")

@@ -22,6 +22,7 @@ from trl_darts.scheduling import (
     RolloutExpired,
     Scheduler,
     Submit,
+    TakeTurns,
     TokensArrived,
 )
 
@@ -33,13 +34,16 @@ class ChaosEngine:
         self,
         seed: int,
         num_engines: int = 2,
+        num_tail_engines: int = 0,
+        takes_turns: bool = False,
         max_length: int = 40,
         logprobs: bool = True,
         failure_rate: float = 0.0,
         expires_at: float | None = None,
     ) -> None:
         self.random = random.Random(seed)
-        self.num_engines = num_engines
+        self.names = [f"engine{i}" for i in range(num_engines)] + [f"tail{i}" for i in range(num_tail_engines)]
+        self.asleep = {name for name in self.names if takes_turns and name.startswith("tail")}
         self.max_length = max_length
         self.logprobs = logprobs
         self.failure_rate = failure_rate
@@ -49,14 +53,17 @@ class ChaosEngine:
         self.sent: dict[tuple[int, int], int] = {}  # tokens reported, prior ones included
         self.aborts: set[tuple[int, int]] = set()
         self.ends: dict[int, int] = {}  # how many ends each candidate was told, by candidate_id
+        self.num_moved = 0  # called off to go on elsewhere, and told to have ended
         self.num_dropped = 0  # called off, and lost with their engine before they were told to have ended
         self.alive: set[str] = set()
         self.now = 0.0
 
     def run(self, scheduler: Scheduler, plans: Sequence[GroupPlan]) -> None:
         self.scheduler = scheduler
-        self.alive = {f"engine{i}" for i in range(self.num_engines)}
-        loads = [EngineLoad(name, self.random.choice([None, 3])) for name in sorted(self.alive)]
+        self.alive = set(self.names)
+        loads = [EngineLoad(name, self._capacity(None, 3), tail=name.startswith("tail")) for name in self.names]
+        for load in loads:
+            load.capacity = 0 if load.engine_id in self.asleep else load.capacity
         self.initial = copy.deepcopy(loads)
         self.first_commands = scheduler.start(plans, loads, self.now)
         self._take(self.first_commands)
@@ -77,15 +84,37 @@ class ChaosEngine:
             self._send(copy.deepcopy(self.random.choice(self.trace)[0]), fresh=False)
         elif choice < 0.12 and self.alive:
             self._lose(self.random.choice(sorted(self.alive)))
-        elif choice < 0.14 and len(self.alive) < self.num_engines:
-            name = next(f"engine{i}" for i in range(self.num_engines) if f"engine{i}" not in self.alive)
+        elif choice < 0.14 and len(self.alive) < len(self.names):
+            name = next(name for name in self.names if name not in self.alive)
             self.alive.add(name)
-            self._send(EngineJoined(name, self.now, capacity=4))
-        elif choice < 0.17 and self.alive:
-            capacity = self.random.choice([None, 0, 1, 5])
-            self._send(EngineResized(self.random.choice(sorted(self.alive)), capacity, self.now))
+            capacity = 0 if name in self.asleep else 4
+            self._send(EngineJoined(name, self.now, capacity, tail=name.startswith("tail")))
+        elif choice < 0.17 and self.alive - self.asleep:
+            name = self.random.choice(sorted(self.alive - self.asleep))
+            self._send(EngineResized(name, self._capacity(None, 0, 1, 5), self.now))
         elif self.running:
             self._advance(self.random.choice(sorted(self.running)))
+
+    def _capacity(self, *choices: int | None) -> int | None:
+        return self.random.choice(choices)
+
+    def _take_turns(self) -> None:
+        """The main engines sleep, and the tail's wake; or these don't, and the others wake again."""
+        assert not self.running, "engines that decode were put to sleep"
+        main = sorted(name for name in self.alive if not name.startswith("tail"))
+        tail = sorted(self.alive - set(main))
+        for name in main:
+            self._send(EngineResized(name, 0, self.now))
+        self.asleep = {name for name in self.names if not name.startswith("tail")}
+        if self.random.random() < 0.5:
+            for name in tail:
+                self._send(EngineResized(name, None, self.now))
+            return
+        self.asleep = set()
+        for name in tail:
+            self._lose(name)
+        for name in main:
+            self._send(EngineResized(name, None, self.now))
 
     def _advance(self, key: tuple[int, int]) -> None:
         offset = self.sent[key]
@@ -103,7 +132,11 @@ class ChaosEngine:
             self._send(TokensArrived(*key, offset, tokens, logprobs, self.now))
             return
         del self.running[key]
-        self.ends[key[0]] = self.ends.get(key[0], 0) + 1
+        candidate = self.scheduler.ledger.candidates[key[0]]
+        if candidate.moving and candidate.state is CandidateState.RUNNING and reason is FinishReason.ABORT:
+            self.num_moved += 1
+        else:
+            self.ends[key[0]] = self.ends.get(key[0], 0) + 1
         self._send(CandidateEnded(*key, offset, tokens, logprobs, reason, self.now))
 
     def _break(self, key: tuple[int, int]) -> None:
@@ -129,12 +162,17 @@ class ChaosEngine:
 
     def _take(self, commands: Sequence[Command]) -> None:
         for command in commands:
+            if isinstance(command, TakeTurns):
+                self._take_turns()
+                continue
             key = (command.candidate_id, command.segment)
             if isinstance(command, Abort):
                 assert key in self.running, "an abort for a candidate that does not run"
+                assert key not in self.aborts, "aborted twice"
                 self.aborts.add(key)
             else:
                 assert key not in self.running, "submitted twice"
                 assert command.engine_id in self.alive, "submitted to an engine that is gone"
+                assert command.engine_id not in self.asleep, "submitted to an engine that sleeps"
                 self.running[key] = command
                 self.sent[key] = len(command.prior_tokens)

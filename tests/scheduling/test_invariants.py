@@ -8,15 +8,19 @@ from hypothesis import strategies as st
 
 from tests.scheduling.chaos import ChaosEngine
 from trl_darts.errors import GenerationError
+from trl_darts.policy import EngineTimes, LatencyCurve, TailTimes
 from trl_darts.scheduling import (
+    Abort,
     CandidateEnded,
     CandidateState,
     FirstGroups,
     GroupPlan,
     PartialCandidate,
-    SchedulePolicies,
     Scheduler,
     Submit,
+    TailPolicy,
+    TailServers,
+    TakeTurns,
     make_policies,
 )
 from trl_darts.scheduling.types import FINAL_STATES
@@ -44,7 +48,24 @@ def rollouts(draw) -> dict:
         "first_groups": draw(st.sampled_from([None, 1, 2])),
         "seed": draw(st.integers(0, 2**32)),
         "num_engines": draw(st.integers(1, 3)),
+        "num_tail_engines": draw(st.integers(0, 2)),
+        "takes_turns": draw(st.booleans()),
+        "switch_at": draw(st.sampled_from([None, 0, 1, 4, 100])),
+        "long_groups": draw(st.sampled_from([frozenset(), frozenset({0})])),
     }
+
+
+def new_engine(rollout: dict, **fields) -> ChaosEngine:
+    names = ("seed", "num_engines", "num_tail_engines", "takes_turns")
+    return ChaosEngine(**{name: rollout[name] for name in names}, **fields)
+
+
+def tail_policy(rollout: dict) -> TailPolicy:
+    """Predicted switches pay often: the tail is three times as fast."""
+    main, tail = (EngineTimes(LatencyCurve([1, 8], [ms, 2 * ms])) for ms in (0.03, 0.01))
+    servers = TailServers(TailTimes(main, tail), 40, rollout["takes_turns"])
+    long_groups = frozenset() if rollout["takes_turns"] else rollout["long_groups"]
+    return TailPolicy(servers, rollout["switch_at"], long_groups)
 
 
 def new_scheduler(rollout: dict, drop_failed_groups: bool = False) -> Scheduler:
@@ -56,14 +77,18 @@ def new_scheduler(rollout: dict, drop_failed_groups: bool = False) -> Scheduler:
         tail_pruning=rollout["tail_pruning"],
         long_end_patience=rollout["patience"],
         selection=rollout["selection"],
+        batch_stop=rollout["first_groups"] and FirstGroups(rollout["first_groups"]),
+        tail=tail_policy(rollout) if rollout["num_tail_engines"] else None,
     )
-    if rollout["first_groups"] is not None:
-        policies = SchedulePolicies(policies.group_stop, FirstGroups(rollout["first_groups"]))
     return Scheduler(policies, NUM_GENERATIONS, drop_failed_groups)
 
 
+def num_accounted(scheduler: Scheduler, engine: ChaosEngine) -> int:
+    return sum(engine.ends.values()) + engine.num_dropped + engine.num_moved + scheduler.ledger.num_resumed
+
+
 def run(rollout: dict) -> tuple[Scheduler, ChaosEngine]:
-    scheduler, engine = new_scheduler(rollout), ChaosEngine(rollout["seed"], rollout["num_engines"])
+    scheduler, engine = new_scheduler(rollout), new_engine(rollout)
     engine.run(scheduler, rollout["plans"])
     return scheduler, engine
 
@@ -80,8 +105,8 @@ def test_ends_once(rollout):
     assert ledger.num_aborted == sum(c.state is CandidateState.ABORTED for c in ledger.candidates)
     submitted = [c for _, commands in engine.trace for c in commands if isinstance(c, Submit)]
     assert ledger.num_submitted == len(submitted) + len(engine.first_commands)
-    # Every submission ended, or was resumed; nothing else was submitted.
-    assert ledger.num_submitted == sum(engine.ends.values()) + engine.num_dropped + ledger.num_resumed
+    # Every submission ended, moved or was resumed; nothing else was submitted.
+    assert ledger.num_submitted == num_accounted(scheduler, engine)
     assert all(abs(load.expected_tokens) < 1e-6 for load in ledger.engines.values())
 
 
@@ -138,7 +163,7 @@ def test_same_trace_same_commands(rollout):
 @given(rollouts())
 def test_settled_is_final(rollout):
     scheduler = new_scheduler(rollout)
-    engine = ChaosEngine(rollout["seed"], rollout["num_engines"])
+    engine = new_engine(rollout)
     seen: dict[int, list[int]] = {}
     handle = scheduler.handle
 
@@ -156,15 +181,30 @@ def test_settled_is_final(rollout):
 
 
 @settings(max_examples=300)
+@given(rollouts())
+def test_moves_once(rollout):
+    scheduler, engine = run(rollout)
+    switch = scheduler.result().tail_switch
+    assert engine.num_moved == (switch.num_moved if switch else 0)
+    if not rollout["num_tail_engines"] or rollout["switch_at"] == 0:
+        assert switch is None
+    commands = [(event, command) for event, (_, own) in enumerate(engine.trace) for command in own]
+    begun = {(c.candidate_id, c.segment - 1) for _, c in commands if isinstance(c, Submit)}
+    moves = {event for event, c in commands if isinstance(c, Abort) and (c.candidate_id, c.segment) in begun}
+    assert len(moves) <= 1
+    assert sum(isinstance(c, TakeTurns) for _, c in commands) <= rollout["takes_turns"]
+
+
+@settings(max_examples=300)
 @given(rollouts(), st.floats(0.0, 0.2), st.none() | st.floats(0.0, 200.0))
 def test_dropped_or_complete(rollout, failure_rate, expires_at):
     """With `drop_failed_groups` each group has its rows, all of them finished, or the message of what went wrong."""
     scheduler = new_scheduler(rollout, drop_failed_groups=True)
-    engine = ChaosEngine(rollout["seed"], rollout["num_engines"], failure_rate=failure_rate, expires_at=expires_at)
+    engine = new_engine(rollout, failure_rate=failure_rate, expires_at=expires_at)
     engine.run(scheduler, rollout["plans"])
     ledger = scheduler.ledger
     assert all(c.state in FINAL_STATES for c in ledger.candidates)
-    assert ledger.num_submitted == sum(engine.ends.values()) + engine.num_dropped + ledger.num_resumed
+    assert ledger.num_submitted == num_accounted(scheduler, engine)
     if all(group.error for group in ledger.groups.values()):
         with pytest.raises(GenerationError, match=r"broken|time ran out"):
             scheduler.result()

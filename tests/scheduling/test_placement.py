@@ -12,13 +12,10 @@ from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import (
     AssignedPlacement,
     Candidate,
-    CandidateEnded,
     EngineLoad,
-    FinishReason,
     GroupPlan,
     GroupSummary,
     LengthOrder,
-    LengthRanked,
     PromptInfo,
     SchedulePolicies,
     Scheduler,
@@ -134,31 +131,6 @@ def test_scheduler_submits_each_candidate_to_its_engine():
     director = Director(Scheduler(SchedulePolicies(placement=placement), 4), plans, range(3))
     for engine, slots in enumerate(director.slots):
         assert [s.candidate_id for s in slots] == [c.candidate_id for c in commands if c.engine_id == str(engine)]
-
-
-def test_long_candidates_have_engines_of_their_own():
-    placement = LengthRanked([10, 90, 20, 30, 40], num_long=1, long_share=0.2)
-    engines = [EngineLoad("long", 2), EngineLoad("a", 2), EngineLoad("b", 2)]
-    chosen = [placement.choose(Candidate(i, group, 0), engines) for i, group in enumerate([1, 0, 2])]
-    assert chosen == ["long", "a", "a"]
-    engines[1].num_running = engines[2].num_running = 2
-    assert placement.choose(Candidate(3, 4, 0), engines) is None  # the long ones' engine has room, and stays free
-    assert placement.choose(Candidate(3, 1, 0), engines) == "long"
-    few = LengthRanked([10, 90], num_long=1, long_share=0.1)
-    assert few.choose(Candidate(0, 1, 0), engines[:2]) == "long"  # at least one group is long
-    assert placement.choose(Candidate(4, 1, 0), engines[1:2]) is None  # one engine is for all: it has no room
-    order = placement.order([Candidate(i, group, 0) for i, group in enumerate([0, 1, 2, 3, 4])])
-    assert [c.group_id for c in order] == [1, 4, 3, 2, 0]
-
-
-def test_a_full_engine_for_long_ones_keeps_nobody_else_waiting():
-    policies = SchedulePolicies(placement=LengthRanked([90, 10, 10], num_long=1, long_share=0.3))
-    scheduler = Scheduler(policies, 2)
-    engines = [EngineLoad("long", 1), EngineLoad("short", 10)]
-    commands = scheduler.start([GroupPlan(group, 2) for group in range(3)], engines, 0.0)
-    assert [(c.group_id, c.engine_id) for c in commands] == [(0, "long"), *[(1, "short")] * 2, *[(2, "short")] * 2]
-    end = CandidateEnded(commands[0].candidate_id, 0, 0, [5], [-1.0], FinishReason.STOP, 1.0)
-    assert [(c.group_id, c.engine_id) for c in scheduler.handle(end)] == [(0, "long")]
 
 
 def test_candidates_that_were_never_started_say_nothing():

@@ -14,9 +14,9 @@ from trl_darts.scheduling import (
     DualEnd,
     FirstGroups,
     LengthOrder,
-    LengthRanked,
     PromptInfo,
     ScheduleSettings,
+    TailServers,
     UniformPool,
 )
 from trl_darts.scheduling.policies import AllGroups, LeastLoaded, WaitForAll
@@ -49,8 +49,9 @@ def test_rows_of_the_table(schedule, stop, rounds):
 def test_the_policies_of_a_rollout_are_complete():
     lengths, ready = [10.0, 90.0], FirstGroups(1)
     assigned = AssignedPlacement([["0"], ["1"]])
-    policies = ScheduleSettings(num_long_servers=1).policies(lengths, ready)
-    assert type(policies.placement) is LengthRanked
+    policies = ScheduleSettings(tail_share=0.5).policies(lengths, ready, tail=TailServers())
+    assert policies.tail.long_groups == {1}
+    assert ScheduleSettings().policies(lengths, ready).tail is None
     assert policies.batch_stop is ready
     assert type(ScheduleSettings().policies(lengths).placement) is LengthOrder
     assert type(ScheduleSettings().policies(lengths).batch_stop) is AllGroups
@@ -169,9 +170,9 @@ def test_a_price_of_time_needs_a_curve():
         ({"schedule": "sorted", "sorted_group_batches": 1}, r"`sorted_group_batches` \(1\) must be at least 2"),
         ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
         ({"rollout_ahead": 2}, r"`rollout_ahead` \(2\) must be 0 or 1"),
-        ({"num_long_servers": -1}, "must not be negative"),
-        ({"num_long_servers": 1, "submit_order": "arrival"}, "needs `submit_order=.longest.`"),
-        ({"num_long_servers": 1, "schedule": "sorted"}, r"needs `submit_order='longest'` \(it is 'shortest'\)"),
+        ({"tail_switch_at": -1}, r"`tail_switch_at` \(-1\) must be at least 1 candidate"),
+        ({"tail_share": 0.2, "submit_order": "arrival"}, r"`tail_share` \(0.2\) needs expected lengths"),
+        ({"tail_share": 0.2, "schedule": "grpo"}, r"with `submit_order` \('arrival'\). Set `submit_order='longest'`"),
         ({"submit_order": "random"}, r"`submit_order` \('random'\) must be one of 'longest', 'shortest', 'arrival'"),
         ({"long_end_every": 1}, r"`long_end_every` \(1\) must be at least 2"),
         ({"long_end_every": 4, "long_end_patience": None}, r"`long_end_every` \(4\) has no effect with `long_end_p"),
@@ -179,7 +180,7 @@ def test_a_price_of_time_needs_a_curve():
             {"long_end_every": 4, "schedule": "grpo"},
             r"`long_end_every` \(4\) has no effect with `selection`",
         ),
-        ({"long_share": 1.0}, "must be between 0 and 1"),
+        ({"tail_share": 1.0}, "must be at least 0 and less than 1"),
     ],
 )
 def test_refused(kwargs, message):

@@ -45,6 +45,11 @@ def main() -> None:
             self.send_response(503 if args.never_healthy else 200)
             self.end_headers()
 
+        def do_POST(self) -> None:
+            print(f"POST {self.path}", flush=True)
+            self.send_response(200)
+            self.end_headers()
+
         def log_message(self, *args: object) -> None:
             pass
 

@@ -155,3 +155,26 @@ def test_trainer_arguments_are_what_the_trainer_reads(tmp_path, build, weight_sy
 def test_gpus_that_are_left():
     assert "CUDA_VISIBLE_DEVICES=1,3" in trainer_notes(ServeOptions("M", devices="0,2", num_servers=2), CUDA)[0]
     assert "another machine" in trainer_notes(ServeOptions("M", tensor_parallel_size=4), CUDA)[0]
+
+
+@pytest.mark.parametrize("build", [CPU, CUDA])
+def test_two_layouts(build, tmp_path):
+    options = ServeOptions("MODEL", layout="2x1+1x2")
+    commands = make_commands(options, build, {})
+    assert [(command.tail, value(command, "--port")) for command in commands] == [
+        (False, "8000"),
+        (False, "8001"),
+        (True, "8002"),
+    ]
+    if build.cpu:
+        assert [command.env["OMP_NUM_THREADS"] for command in commands] == ["1", "1", "2"]
+    else:
+        assert [command.env["CUDA_VISIBLE_DEVICES"] for command in commands] == ["2", "3", "2,3"]
+        assert value(commands[2], "--tensor-parallel-size") == "2"
+    assert all(("--enable-sleep-mode" in command.argv) == (not build.cpu) for command in commands)
+    arguments = {**trainer_arguments(options, build, commands), "weight_sync": "filesystem"}
+    for args in read_by_the_trainer(arguments, tmp_path):
+        assert (args.tail_urls, args.tail_switch_at) == (["http://127.0.0.1:8002"], 8)
+        assert args.num_engines == 2
+        assert args.vllm_tail_shares_gpus == (not build.cpu)
+    assert "`trl-darts profile`" in trainer_notes(options, build)[0]

@@ -29,9 +29,14 @@ BOTH = [
     ({"host": "0.0.0.0"}, r"`host` \('0.0.0.0'\).*VLLM_API_KEY"),
     ({"host": "192.0.2.1", "api_key": "k"}, r"`host` \('192.0.2.1'\) must be an address of this machine"),
     ({"api_key": "schlüssel"}, "`api_key` must be"),
+    ({"layout": "4"}, r"`layout` \('4'\) must be main and tail engines that differ"),
+    ({"layout": "2x1+1x2", "num_servers": 2}, r"`num_servers` \(2\) does not go with `layout`"),
     ({"vllm_flags": ["other/model"]}, "`other/model` is one argument too many"),
 ]
 ON_CUDA = [
+    ({"layout": "2x1+1x4"}, r"`layout` \('2x1\+1x4'\) must have the same GPUs for both .* has 2 and 4"),
+    ({"layout": "4x1+1x4", "restart": True}, r"`restart` \(True\) does not go with `layout`"),
+    ({"layout": "8x1+1x8"}, "must be 8 different GPUs"),
     ({"devices": "0,1,2", "num_servers": 2}, r"`devices` \(0,1,2\) must be 2 different GPUs for 2 server\(s\) with 1"),
     ({"num_servers": 5}, "must be 5 different GPUs"),
     ({"devices": "1,1", "num_servers": 2}, "must be 2 different GPUs"),

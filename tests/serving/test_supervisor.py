@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,12 @@ def interrupt(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
 
 
-def supervise(servers, *when_ready, restart: bool = False, timeout_s: float = 20.0, told: list | None = None) -> list:
+def supervise(
+    servers, *when_ready, restart: bool = False, timeout_s: float = 20.0, told: list | None = None, **more
+) -> list:
     """Run until a signal or a failure; each time all are healthy, the next call of `when_ready`. What was reported."""
     messages, calls = [] if told is None else told, list(when_ready)
-    watcher = Supervisor(servers, timeout_s, restart)
+    watcher = Supervisor(servers, timeout_s, restart, **more)
 
     def report(found: list[str]) -> None:
         messages.extend(found)
@@ -108,6 +111,16 @@ def test_signal_stops_all(tmp_path, number):
     assert len(members) == 6
     assert_ended(members, timeout_s=1)
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.usefixtures("quick")
+def test_servers_on_the_same_gpus_start_in_turns(tmp_path):
+    main, tail = fake_server(tmp_path), fake_server(tmp_path)
+    tail.command = replace(tail.command, tail=True)
+    supervise([main, tail], interrupt, takes_turns=True)
+    sleep, wake = "POST /sleep?level=1", "POST /wake_up"
+    told = {own: [line for line in own.log_path.read_text().splitlines() if "POST" in line] for own in (main, tail)}
+    assert told == {main: [sleep, wake], tail: [sleep]}
 
 
 @pytest.mark.usefixtures("quick")

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_darts.scheduling import Admission, GroupSummary, Occupancy
-from trl_darts.telemetry.metrics import RolloutRecord, ratio_metrics, rollout_metrics
+from trl_darts.policy import Forecast
+from trl_darts.scheduling import Admission, GroupSummary, Occupancy, RolloutResult, TailSwitch
+from trl_darts.scheduling.types import Timeline
+from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, ratio_metrics, rollout_metrics
 
 
 ONE = SimpleNamespace(gather=lambda values: values)
@@ -64,3 +66,25 @@ def test_the_long_end_is_whole_where_nothing_was_called_off():
         record = RolloutRecord(Admission([3, 3, 3, 4, 4]), groups, Occupancy(4, 9.0, 9.0), 2, long_end_below=below)
         metrics[below] = rollout_metrics(record).get("darts/selection/long_end_ratio")
     assert metrics == {0: None, 4: 2 / 3, 5: 2 / 5}  # saturated groups, with four candidates, keep none
+
+
+def test_what_tail_servers_brought_beside_what_was_predicted():
+    timeline = Timeline()
+    timeline.add(0.0, 2)
+    timeline.add(50.0, 0)
+    switch = TailSwitch(3, Forecast(here=60.0, there=25.0), begun=30.0, num_moved=2, num_tokens=80)
+    result = RolloutResult([], [], timeline, tail_switch=switch)
+    both = TailRecord.of(result).then(TailRecord.of(RolloutResult([], [], timeline)))
+    assert both.metrics() == {
+        "darts/tail/switches": 1,
+        "darts/tail/moved_candidates": 2,
+        "darts/tail/reread_tokens": 80,
+        "darts/tail/seconds": 20,
+        "darts/tail/predicted_gain_seconds": 35,
+        "darts/tail/gain_seconds": 40,
+        "darts/tail/prediction_error": pytest.approx(0.25),
+    }
+    switch.forecast = None
+    assert set(TailRecord.of(result).then(both).metrics()) == {
+        f"darts/tail/{name}" for name in ("switches", "moved_candidates", "reread_tokens", "seconds")
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ from ..analysis.output_files import check_writable, not_writable
 from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
+from ..policy import LatencyProfile
 from .exits import fail
 
 
@@ -38,7 +40,17 @@ PICTURE_FORMATS = (".png", ".svg", ".pdf")
 
 def profile(
     urls: Annotated[list[str], typer.Argument(metavar="URL", help="Running, idle vLLM servers of one model.")],
-    output: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("latency.json"),
+    output: Annotated[
+        Path | None, typer.Option(help="The JSON file to write. By default latency.json.", show_default=False)
+    ] = None,
+    tail_of: Annotated[
+        Path | None,
+        typer.Option(
+            help="A profile to which these servers are added as the tail servers, of another layout, beside the main "
+            "ones that it has. By default also the file to write.",
+            show_default=False,
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="The picture to write. By default beside the output, as .png.", show_default=False),
@@ -84,7 +96,9 @@ def profile(
     from ..analysis import profile as analysis  # loads an HTTP client, for which `--help` should not wait
 
     try:
-        picture = _check_outputs(output, plot)
+        main = None if tail_of is None else LatencyProfile.load(tail_of, "tail_of")
+        output = output or tail_of or Path("latency.json")
+        picture = _check_outputs(output, plot or (output.with_suffix(".tail.png") if main else None))
         options = analysis.ProfileOptions(
             urls=tuple(urls),
             batch_sizes=_numbers("batch_sizes", batch_sizes),
@@ -98,7 +112,7 @@ def profile(
         )
         with _progress() as report:
             result = analysis.profile_servers(options, report)
-        _write(result, output, picture)
+        _write(result, output, picture, main)
     except GenerationError as error:
         fail(f"The measurement failed, and nothing was written: {error}", SERVER_FAILED)
 
@@ -156,12 +170,12 @@ def _lines(task: Task) -> Iterator[None]:
         thread.join()
 
 
-def _write(result: ProfileResult, output: Path, picture: Path | None) -> None:
+def _write(result: ProfileResult, output: Path, picture: Path | None, main: LatencyProfile | None) -> None:
     from ..analysis.profile.picture import draw
     from ..analysis.profile.summary import summarize, warn
 
     try:
-        result.profile.save(output)
+        (result.profile if main is None else replace(main, tail=result.profile)).save(output)
     except OSError as error:
         raise not_writable("output", output, error.strerror) from error
     lines = [*summarize(result.profile), "", f"Written: {output}"]

@@ -29,6 +29,14 @@ def serve(
     ] = None,
     num_servers: Annotated[int, typer.Option(help="Number of servers, all with the same model.")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share one copy of the model.")] = 1,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="Main servers and tail servers on the same GPUs, as servers × GPUs each, such as 4x1+1x4. On a CPU, "
+            "as servers × threads.",
+            metavar="LAYOUT",
+        ),
+    ] = None,
     devices: Annotated[
         str | None,
         typer.Option(help="GPUs of all servers together, such as 0,1,2,3. By default the last ones.", metavar="LIST"),
@@ -83,7 +91,7 @@ def start(options: ServeOptions) -> None:
     ]
     arguments = trainer_arguments(options, build, commands)
     shown = [as_python(arguments), "", "or, for a script:", "", as_flags(arguments), *trainer_notes(options, build)]
-    supervisor = Supervisor(servers, options.timeout, options.restart)
+    supervisor = Supervisor(servers, options.timeout, options.restart, takes_turns=options.takes_turns(build))
     display = Display(supervisor, "\n".join(["The trainer's arguments:", "", *shown, ""]))
     display.print(f"vLLM {build.version}{' (CPU build)' if build.cpu else ''}, logs in {logs}")
     display.print(f"$ {commands[0]}")

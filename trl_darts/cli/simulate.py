@@ -16,6 +16,8 @@ from rich.progress import Progress
 from ..analysis.output_files import check_directory, check_writable
 from ..analysis.simulation import (
     ASSUMED_CLUSTER,
+    PAT_CLUSTER,
+    PAT_LAYOUT,
     WORKLOADS,
     ClusterSpec,
     LogNormalLengths,
@@ -30,7 +32,7 @@ from ..analysis.simulation.recorded import check_model
 from ..analysis.simulation.table import show
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
-from ..policy import drafted_latency
+from ..policy import Layout, drafted_latency
 from ..scheduling import SCHEDULES, ScheduleSettings
 from ..scheduling.policies import check_choice
 
@@ -38,6 +40,8 @@ from ..scheduling.policies import check_choice
 FILES = ("simulation.csv", "simulation.png")
 # Options that a trace leaves nothing to.
 LENGTHS = ("workload", "num_prompts", "median_length", "inter_prompt_std", "intra_prompt_std", "endless_share")
+# Options of one kind of engines.
+SINGLE_LAYOUT = {"num_engines", "max_num_seqs", "kv_tokens", "prefill_seconds_per_token", "draft_acceptance"}
 
 console, errors = Console(), Console(stderr=True)
 
@@ -108,6 +112,21 @@ PrefillSecondsPerToken = Annotated[
 SecondsPerRequest = Annotated[
     float | None, engine_option(help="What each candidate costs its engine, whatever its length. Default: 0.")
 ]
+LayoutOption = Annotated[
+    str | None,
+    engine_option(
+        help="Main engines, and those of another layout that take over what is left, such as 4x1+1x4 (engines × GPUs "
+        f"each), with a profile of both. {PAT_LAYOUT} needs none: PAT published it.",
+        metavar="LAYOUT",
+    ),
+]
+SwitchSeconds = Annotated[
+    float | None,
+    engine_option(
+        help="With --layout: time of a switch between engines on the same GPUs. 0 where they have GPUs of their own. "
+        "Default: 3.16, as PAT's beside its cache."
+    ),
+]
 DraftAcceptance = Annotated[
     float | None,
     engine_option(
@@ -157,6 +176,8 @@ def simulate(
     kv_tokens: KVTokens = None,
     prefill_seconds_per_token: PrefillSecondsPerToken = None,
     seconds_per_request: SecondsPerRequest = None,
+    layout: LayoutOption = None,
+    switch_seconds: SwitchSeconds = None,
     draft_acceptance: DraftAcceptance = None,
     schedule: Schedules = ["grpo", "darts"],  # noqa: B006  typer copies it
     num_generations: NumGenerations = None,
@@ -175,7 +196,7 @@ def simulate(
     """
     given = {name: value for name, value in locals().items() if value is not None}
     names = schedule_names(schedule, more_schedules or [])
-    cluster, (workloads, rows) = _cluster(given), _workloads(given)
+    cluster, (workloads, rows) = _cluster(given, parse_sweep(sweep or [])), _workloads(given)
     settings = settings_of(names, rows, parse_sweep(sweep or []))
     _check(steps, seeds, output)
     outcomes = _compare(workloads, settings, cluster, steps, seeds)
@@ -197,8 +218,14 @@ def schedule_names(schedules: list[str], more: list[str]) -> list[str]:
     return [*names, *further]
 
 
-def _cluster(given: Mapping[str, Any]) -> ClusterSpec:
+def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
     own = _fields(ClusterSpec, given)
+    if "layout" in given:
+        return _layouts(given, sweep, own)
+    for name in ("tail_switch_at", "tail_share", "switch_seconds"):
+        if name in sweep or name in given:
+            option = f"--sweep {name}" if name in sweep else "--switch-seconds"
+            raise ConfigurationError(f"`{option}` needs tail engines. Give `--layout`, or leave it out.")
     if "latency_curve" not in given:
         cluster = replace(ASSUMED_CLUSTER, **own)
     else:
@@ -208,6 +235,31 @@ def _cluster(given: Mapping[str, Any]) -> ClusterSpec:
     if "draft_acceptance" not in given:
         return cluster
     return replace(cluster, latency=drafted_latency(cluster.latency, given["draft_acceptance"]))
+
+
+def _layouts(given: Mapping[str, Any], sweep: Mapping[str, Any], own: dict[str, Any]) -> ClusterSpec:
+    """Main and tail engines. What else is said of engines would be of one kind, and does not go with it."""
+    text, layouts = given["layout"], Layout.parse("--layout", given["layout"])
+    single = sorted(SINGLE_LAYOUT & given.keys())
+    if single:
+        raise ConfigurationError(
+            f"`--{single[0].replace('_', '-')}` ({given[single[0]]}) does not go with `--layout` ({text!r}), whose "
+            "engines are of two kinds. Leave one of them out."
+        )
+    own = {"switch_seconds": PAT_CLUSTER.switch_seconds, **own}
+    if "tail_share" in sweep and own["switch_seconds"]:
+        raise ConfigurationError(
+            f"`--sweep tail_share` needs tail engines that are awake from the start, and with `--switch-seconds` "
+            f"({own['switch_seconds']:g}) they sleep. Set that to 0, or leave one of them out."
+        )
+    if "latency_curve" in given:
+        return ClusterSpec.of_layouts(given["latency_curve"], *layouts, **own)
+    if text != PAT_LAYOUT:
+        raise ConfigurationError(
+            f"`--layout` ({text!r}) needs `--latency-curve`, a profile of both kinds of engines. Without one there is "
+            f"{PAT_LAYOUT} alone."
+        )
+    return replace(PAT_CLUSTER, **own)
 
 
 def _workloads(given: Mapping[str, Any]) -> tuple[dict[str, Workload], int]:

@@ -1,5 +1,6 @@
 """What the trainer asks of its vLLM servers, and the first contact with them."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +24,17 @@ class ServerSettings:
     deadlines: Deadlines
     api_key: str | None
     requirements: Requirements
+    tail_urls: tuple[str, ...] = ()  # of `base_urls`: servers of another layout, which take over what is left
+    takes_turns: bool = False  # whether these are on the others' GPUs
 
 
 def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerSettings:
     """The settings of a training. Images in the data set decide what a server must be able to do."""
     weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
     return ServerSettings(
-        base_urls=args.server_urls,
+        base_urls=[*args.server_urls, *args.tail_urls],
+        tail_urls=tuple(args.tail_urls),
+        takes_turns=args.vllm_tail_shares_gpus,
         weight_sync=weight_sync,
         weight_sync_dir=args.weight_sync_dir,
         deadlines=args.deadlines,
@@ -42,6 +47,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
             timeout_s=args.vllm_server_timeout,
             images=has_images(train_dataset),
             sampling={"min_p": args.min_p, **(args.generation_kwargs or {})},
+            sleep_mode=args.vllm_tail_shares_gpus,
         ),
     )
 
@@ -60,20 +66,39 @@ def model_config(args: Any, model: Any) -> PretrainedConfig:
 
 def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
     """Connects to the servers and checks them."""
-    engine = VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key)
+    engine = open_engine(settings)
     try:
         facts = engine.query(lambda server: check_server(server, settings.requirements))
+        return engine, _merge(dict(zip(settings.base_urls, facts, strict=True)), settings.tail_urls)
     except BaseException:
         engine.close()
         raise
-    names = sorted({fact.model for fact in facts})
+
+
+def open_engine(settings: ServerSettings) -> VLLMServerEngine:
+    """An engine of these servers."""
+    tail = settings.tail_urls, settings.takes_turns
+    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail)
+
+
+def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> ServerFacts:
+    """What holds for all servers; their slots are those of the main ones. Refuses servers that don't fit together."""
+    names = sorted({fact.model for fact in facts.values()})
     if len(names) > 1:
-        engine.close()
+        both = " and `vllm_tail_server_url`" if tail_urls else ""
         raise ConfigurationError(
-            f"The servers of `vllm_server_base_url` serve under different names ({', '.join(map(repr, names))}). "
-            "Start them with the same model or `--served-model-name`."
+            f"The servers of `vllm_server_base_url`{both} serve under different names "
+            f"({', '.join(map(repr, names))}). Start them with the same model or `--served-model-name`."
         )
-    limit, drafts = min(fact.max_model_len for fact in facts), any(fact.drafts for fact in facts)
-    slots = [fact.max_num_seqs for fact in facts]
+    main = [fact for url, fact in facts.items() if url not in tail_urls]
+    limit, drafts = min(fact.max_model_len for fact in main), any(fact.drafts for fact in facts.values())
+    for url in tail_urls:
+        if facts[url].max_model_len < limit:
+            raise ConfigurationError(
+                f"The vLLM server at {url} of `vllm_tail_server_url` has `max_model_len` "
+                f"({facts[url].max_model_len}), which must be at least that of the main servers ({limit}): it takes "
+                "over their longest sequences. Restart it with a larger `--max-model-len`."
+            )
+    slots = [fact.max_num_seqs for fact in main]
     all_slots = None if None in slots else sum(filter(None, slots))
-    return engine, ServerFacts(names[0], limit, drafts, all_slots)
+    return ServerFacts(names[0], limit, drafts, all_slots)

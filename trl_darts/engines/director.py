@@ -81,12 +81,12 @@ class Director:
         commands: list[Command] = []
         for report in reports:
             commands += self.scheduler.handle(self._event(report, now))
-        if late := next((c for c in commands if not isinstance(c, Abort)), None):
+        if late := next((c for c in commands if isinstance(c, Submit)), None):
             raise GenerationError(
                 f"The schedule wants to start candidate {late.candidate_id} during the rollout. Processes that "
                 "generate by themselves take all candidates at its beginning: use a vLLM server."
             )
-        return [(int(command.engine_id), command.candidate_id) for command in commands]
+        return [(int(c.engine_id), c.candidate_id) for c in commands if isinstance(c, Abort)]
 
     def result(self) -> RolloutResult:
         """

@@ -14,7 +14,7 @@ A server that is not UP is asked for its health alone: one that comes back has o
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,6 +28,7 @@ from .vllm_api import ServerRefusedError, VLLMServer
 
 
 PROBE_INTERVAL_S = 2.0
+TURN_TIMEOUT_S = 120.0  # a large model's weights go to the host's memory, or come from there
 FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
 
@@ -63,25 +64,40 @@ class Member:
     """A server of the pool."""
 
     server: VLLMServer
+    tail: bool  # whether it is one of those that take over what is left
     limit: int  # most candidates at once: connections that this process can hold. vLLM itself queues what is too much
     state: State = State.UP
     reason: str = ""  # why it was lost last
     draining: bool = False
+    asleep: bool | None = None  # unknown until the two kinds take turns
     num_losses: int = 0
     log: Path | None = None  # looked for while it is there
 
     @property
     def capacity(self) -> int:
         """The most candidates at once."""
-        return 0 if self.draining else self.limit
+        return 0 if self.draining or self.asleep else self.limit
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is healthy and awake."""
+        return self.state is State.UP and not self.asleep
 
 
 class ServerPool:
     """The servers of an engine. Must be used in the event loop alone, but for reading states."""
 
-    def __init__(self, servers: Mapping[str, VLLMServer], deadlines: Deadlines, limit: int) -> None:
+    def __init__(
+        self,
+        servers: Mapping[str, VLLMServer],
+        deadlines: Deadlines,
+        limit: int,
+        tail_urls: Collection[str] = (),
+        takes_turns: bool = False,
+    ) -> None:
         share = max(1, limit // len(servers))
-        self.members = {url: Member(server, share) for url, server in servers.items()}
+        self.members = {url: Member(server, url in tail_urls, share) for url, server in servers.items()}
+        self.takes_turns = takes_turns  # whether those of the tail are on the others' GPUs
         self.deadlines = deadlines
         self.listener: Listener | None = None
         self._limit = limit
@@ -98,7 +114,7 @@ class ServerPool:
 
     def add(self, url: str, server: VLLMServer) -> None:
         """Adds a server that has answered, but has none of our weights yet."""
-        self.members[url] = Member(server, 1, State.RETURNED, "it is new")
+        self.members[url] = Member(server, False, 1, State.RETURNED, "it is new")
         self._share_limit()
 
     def remove(self, url: str) -> None:
@@ -120,10 +136,11 @@ class ServerPool:
         reason = explain(reason, member.log)
         if member.state is not State.DOWN:
             logger.warning("The vLLM server at %s is lost: %s", url, reason)
-        if member.state is State.UP:
+        was_up = member.state is State.UP
+        member.state, member.reason = State.DOWN, reason  # before anyone asks who is left
+        if was_up:
             member.num_losses += 1
             self._tell(lambda listener: listener.on_lost(url, reason))
-        member.state, member.reason = State.DOWN, reason
 
     def join(self, url: str) -> None:
         """Uses a server again that has the current weights."""
@@ -138,6 +155,32 @@ class ServerPool:
         member.draining = draining
         if member.state is State.UP:
             self._tell(lambda listener: listener.on_resized(url, member.capacity))
+
+    async def take_turns(self, tail: bool) -> None:
+        """
+        Puts the servers of the other kind to sleep, which must decode nothing, and wakes those of the tail, or the
+        main ones. One that fails is lost.
+        """
+        for asleep in (True, False):
+            turns = [url for url, member in self.members.items() if (member.tail != tail) == asleep]
+            await asyncio.gather(*(self._set_asleep(url, asleep) for url in turns))
+
+    async def _set_asleep(self, url: str, asleep: bool) -> None:
+        member = self.members[url]
+        if member.state is not State.UP or member.asleep == asleep:
+            return
+        if asleep:
+            member.asleep = True
+            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+        try:
+            await (member.server.sleep if asleep else member.server.wake_up)(TURN_TIMEOUT_S)
+        except FAILURES as error:
+            self.lose(url, describe(error, f"`{'/sleep' if asleep else '/wake_up'}` after {TURN_TIMEOUT_S:g} s"))
+            return
+        if not asleep:
+            member.asleep = False
+            if member.state is State.UP:
+                self._tell(lambda listener: listener.on_resized(url, member.capacity))
 
     def _tell(self, say: Callable[[Listener], None]) -> None:
         if self.listener is not None:

@@ -41,6 +41,7 @@ class Requirements:
     timeout_s: float  # to wait for a server that is still starting
     images: bool = False  # whether prompts have images
     sampling: Mapping[str, Any] = field(default_factory=dict)  # by the name of the setting
+    sleep_mode: bool = False  # whether it must be able to sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,12 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
             f"The vLLM server at {url} runs with `--logprobs-mode {mode}`: its log-probs are those before temperature "
             "and sampling options, which biases the importance sampling correction. Restart it with `--logprobs-mode "
             "processed_logprobs`, or set `vllm_importance_sampling_correction=False`."
+        )
+    if needs.sleep_mode and not config["model_config"].get("enable_sleep_mode"):
+        raise ConfigurationError(
+            f"The vLLM server at {url} has no sleep mode, which `vllm_tail_shares_gpus` (True) needs of all servers: "
+            "those on the same GPUs take turns. Restart it with `--enable-sleep-mode` (not on a CPU), or give the "
+            "tail servers GPUs of their own, and set it to `False`."
         )
     backend = (config.get("weight_transfer_config") or {}).get("backend")
     if needs.weight_transfer is not None and backend != needs.weight_transfer:

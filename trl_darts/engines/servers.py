@@ -11,12 +11,12 @@ from ..rows import KeptRows
 from ..scheduling import Admission, RolloutResult, SchedulePolicies, Scheduler, Submit, UniformAdmission
 from ..scheduling.ledger import Ledger
 from .batch import PromptBatch
+from .connection import open_engine
 from .engine import OnProgress, RolloutPlan
 from .pool import State
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
-from .vllm_server import VLLMServerEngine
 
 
 class ServerEngine:
@@ -91,8 +91,7 @@ class ServerEngine:
         conversation here, and TRL trains on what fits.
         """
         if self._generation.engine is None:  # a process other than the main one
-            settings = self._generation.settings
-            self._generation.engine = VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key)
+            self._generation.engine = open_engine(self._generation.settings)
         if not self._main.is_here:
             self._follow_the_main_process()
         admission = UniformAdmission(batch.num_generations).plan(batch.infos)

@@ -157,6 +157,18 @@ class VLLMServer:
             await self._check(response)
             return True
 
+    async def sleep(self, timeout_s: float) -> None:
+        """Frees the GPU: weights go to the host's memory, the KV cache is dropped. Nothing may be decoded."""
+        await self._tell("/sleep?level=1", timeout_s)
+
+    async def wake_up(self, timeout_s: float) -> None:
+        """Takes the GPU again."""
+        await self._tell("/wake_up", timeout_s)
+
+    async def _tell(self, path: str, timeout_s: float) -> None:
+        async with self._post(path, {}, timeout_s) as response:
+            await self._check(response)
+
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
         return self._session.post(

@@ -18,7 +18,7 @@ from .addresses import check_address
 from .connection import ServerSettings
 from .hf_generate import replaced
 from .main_process import MainProcess
-from .pool import State
+from .pool import TURN_TIMEOUT_S, State
 from .preflight import ServerFacts, check_server
 from .vllm_api import DraftCounts, draft_counts
 from .vllm_server import VLLMServerEngine, bring_back
@@ -122,17 +122,29 @@ class SyncedGeneration(VLLMGeneration):
         back = [url for url, state in states.items() if state is State.RETURNED and self.vllm_client.rejoin(url)]
         taking_part = {url for url, state in states.items() if state is State.UP} | set(back)
         self.vllm_client.excluded = set(states) - taking_part
+        self._tell_tail("/wake_up", tags="weights")
         problem = WeightSyncError("")
         try:
             yield
         except WeightSyncError as error:
             problem = error
+        self._tell_tail("/sleep", level="1")
         behind = self.vllm_client.behind
         for url in taking_part:
             if url in behind:
                 self.engine.lose(url, problem.failures.get(url, str(problem)))
             elif url in back:
                 self.engine.join(url)
+
+    def _tell_tail(self, path: str, **params: str) -> None:
+        """Tail servers that sleep have no weights to update: they are woken meanwhile, without their caches."""
+        urls = self.settings.tail_urls if self.settings.takes_turns else ()
+        for client in [client for client in self.vllm_client.active if client.base_url in urls]:
+            try:
+                client.call(path, params=params, timeout_s=TURN_TIMEOUT_S)
+            except WeightSyncError as error:
+                self.engine.lose(client.base_url, str(error))
+                self.vllm_client.excluded.add(client.base_url)
 
     def bring_back(self) -> None:
         """Uses servers again that have come back, once they have the current weights."""

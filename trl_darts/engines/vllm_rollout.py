@@ -32,6 +32,7 @@ from ..scheduling import (
     RolloutResult,
     Scheduler,
     Submit,
+    TakeTurns,
     TokensArrived,
 )
 from ..waiting import Waiting
@@ -81,13 +82,16 @@ class RolloutRun:
         self.internal_ids: dict[Key, str] = {}
         self.engine_of: dict[Key, str] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
+        self.turns: asyncio.Task[None] | None = None  # between main servers and those of the tail
         self.tokens = Waiting(deadlines.first_token_s)  # the next ones
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def execute(self, plans: Sequence[GroupPlan]) -> RolloutResult:
         """Runs it to its end."""
+        if self.pool.takes_turns:
+            await self.pool.take_turns(tail=False)
         members = self.pool.members
-        engines = [EngineLoad(url, members[url].capacity) for url in self.pool.urls(State.UP)]
+        engines = [EngineLoad(url, members[url].capacity, tail=members[url].tail) for url in self.pool.urls(State.UP)]
         self.pool.listener = self
         clock = asyncio.create_task(self._keep_time())
         try:
@@ -101,6 +105,8 @@ class RolloutRun:
             self.pool.listener = None
             clock.cancel()
             await self._cancel()
+        if self.pool.takes_turns:  # a weight sync finds them as it left them
+            await self.pool.take_turns(tail=False)
         return self.scheduler.result()
 
     # Of the pool
@@ -113,10 +119,28 @@ class RolloutRun:
             if self.engine_of[key] == url and task is not current:
                 self.aborting.pop(key, None)
                 task.cancel()
+        self._wake_main_servers()
+
+    def _wake_main_servers(self) -> None:
+        """Where they sleep, and those that took over are lost."""
+        is_turning = self.turns is not None and not self.turns.done()
+        if self.pool.takes_turns and not is_turning and not self._decoding:
+            self.turns = asyncio.create_task(self.pool.take_turns(tail=False))
+
+    async def _take_turns(self) -> None:
+        """The tail servers decode instead of the main ones; or these again, where none of them wakes."""
+        await self.pool.take_turns(tail=True)
+        if not self._decoding:
+            await self.pool.take_turns(tail=False)
+
+    @property
+    def _decoding(self) -> list[str]:
+        return [url for url, member in self.pool.members.items() if member.decodes]
 
     def on_joined(self, url: str, capacity: int) -> None:
         """A server takes candidates again."""
-        self._report(EngineJoined(url, time.perf_counter(), capacity))
+        self._report(EngineJoined(url, time.perf_counter(), capacity, self.pool.members[url].tail))
+        self._wake_main_servers()
 
     def on_resized(self, url: str, capacity: int) -> None:
         """A server is drained, or takes candidates again."""
@@ -127,7 +151,7 @@ class RolloutRun:
         rollout, server = Waiting(self.deadlines.rollout_s), Waiting(self.deadlines.return_s)
         while not self.finished.done():
             await asyncio.sleep(CLOCK_S)
-            if up := self.pool.urls(State.UP):
+            if up := self._decoding:
                 server = Waiting(self.deadlines.return_s)
                 self.tokens.say(f"No new tokens; waiting for {', '.join(up)}")
             else:
@@ -159,6 +183,9 @@ class RolloutRun:
 
     def _execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
+            if isinstance(command, TakeTurns):
+                self.turns = asyncio.create_task(self._take_turns())
+                continue
             key = (command.candidate_id, command.segment)
             if isinstance(command, Submit):
                 self.engine_of[key] = command.engine_id
@@ -292,7 +319,8 @@ class RolloutRun:
         """Closes what is still open, so that no server goes on decoding for nobody."""
         self.aborting.clear()
         self.finished.cancel()
-        tasks = [task for task in [*self.requests.values(), *self.aborters.values()] if not task.done()]
+        turns = [] if self.turns is None else [self.turns]
+        tasks = [task for task in [*self.requests.values(), *self.aborters.values(), *turns] if not task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,7 +13,7 @@ import logging
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -50,16 +50,26 @@ class VLLMServerEngine:
             How long things may take.
         api_key (`str`, *optional*):
             Of the servers.
+        tail_urls (`Collection[str]`, *optional*):
+            Those of `base_urls` that are of another layout, and take over what is left.
+        takes_turns (`bool`, *optional*, defaults to `False`):
+            Whether they are on the others' GPUs, and asleep until these sleep.
     """
 
     def __init__(
-        self, base_urls: Sequence[str], deadlines: Deadlines | None = None, api_key: str | None = None
+        self,
+        base_urls: Sequence[str],
+        deadlines: Deadlines | None = None,
+        api_key: str | None = None,
+        tail_urls: Collection[str] = (),
+        takes_turns: bool = False,
     ) -> None:
         if not base_urls:
             raise ConfigurationError("`base_urls` (empty) must name at least one server.")
         self.base_urls = list(base_urls)
         self.deadlines = deadlines or Deadlines()
         self._api_key = api_key
+        self._tail = tail_urls, takes_turns
         self._pool: ServerPool | None = None  # made by the loop
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-engine", daemon=True)
@@ -195,7 +205,7 @@ class VLLMServerEngine:
             session = new_session(self._api_key)
             self._sessions.append(session)
             servers = {url: VLLMServer(url, session, self.deadlines.connect_s) for url in self.base_urls}
-            self._pool = ServerPool(servers, self.deadlines, max_open_files())
+            self._pool = ServerPool(servers, self.deadlines, max_open_files(), *self._tail)
         return self._pool
 
     async def _rollout(

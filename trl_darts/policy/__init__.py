@@ -12,32 +12,38 @@ from .budget import BudgetController, redundancy_budget
 from .censoring import GroupMoments, group_moments
 from .drafts import draft_budget, drafted_latency
 from .latency import LatencyCurve, rollout_time
-from .latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillLine, PrefillPoint
+from .latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillCurve, PrefillPoint
 from .latency_surface import LatencySurface
 from .lengths import LengthTracker, PromptLengthPrior
 from .selection import select_dual_end, select_shortest
+from .tail import EngineTimes, Forecast, Layout, TailTimes, remaining_lengths
 
 
 __all__ = [
     "BudgetController",
     "DecodePoint",
+    "EngineTimes",
+    "Forecast",
     "GroupMoments",
     "HeldOutError",
     "LatencyCurve",
     "LatencyProfile",
     "LatencySurface",
+    "Layout",
     "LengthBias",
     "LengthTracker",
-    "PrefillLine",
+    "PrefillCurve",
     "PrefillPoint",
     "PromptLengthPrior",
     "RewardBias",
+    "TailTimes",
     "allocate_redundancy",
     "draft_budget",
     "drafted_latency",
     "group_moments",
     "length_bias",
     "redundancy_budget",
+    "remaining_lengths",
     "reward_bias",
     "rollout_time",
     "select_dual_end",

@@ -43,6 +43,7 @@ Bounds of a fit. Complete lengths that happen to be equal don't prove that an ab
 1.5 is a p99 of 33 times the median, the heaviest tail reported for reasoning models.
 """
 
+MAX_CACHED = 64  # lengths
 _FAR_TAIL = 25.0  # normal score from which on a bound is beyond what the fit knows of; erfc underflows at 38
 _SQRT2 = math.sqrt(2.0)
 
@@ -79,17 +80,9 @@ def group_moments(
         censored = [False] * num
     if len(censored) != num:
         raise ValueError(f"`censored` has {len(censored)} entries and `lengths` has {num}. Give one flag per length.")
-    ordered = sorted(zip(lengths, censored, strict=True))
-    logs = [math.log(max(length, 1)) for length, is_censored in ordered if not is_censored]
-    centred, score_mean, score_squares = _plotting_scores(num, sum(cut << i for i, (_, cut) in enumerate(ordered)))
-    own = sum(map(float.__mul__, centred, logs)) / score_squares if len(logs) > 1 else math.nan
     filled, extra = list(map(float, lengths)), 0.0
-    if len(logs) < num:
-        sigma = _shrunk(own, len(logs), log_std)
-        if logs:
-            mu = sum(logs) / len(logs) - sigma * score_mean
-        else:  # the bounds are taken for the median: anything bolder would dwarf every other prompt of the batch
-            mu = sum(math.log(max(length, 1)) for length in lengths) / num
+    mu, sigma, own, num_complete = log_normal_fit(lengths, censored, log_std)
+    if num_complete < num:
         beyond: dict[float, tuple[float, float]] = {}  # aborted candidates of a group mostly share their bound
         for i, is_censored in enumerate(censored):
             if is_censored:
@@ -102,7 +95,28 @@ def group_moments(
     spread = sum([(length - mean) ** 2 for length in filled])
     variance = spread / (num - 1) if num > 1 else 0.0
     # E[sample variance] of independent lengths with these means and variances
-    return GroupMoments(mean, variance + extra / num, mean * mean + (spread + extra) / num, own, len(logs))
+    return GroupMoments(mean, variance + extra / num, mean * mean + (spread + extra) / num, own, num_complete)
+
+
+def log_normal_fit(
+    lengths: Sequence[float], censored: Sequence[bool], log_std: float = math.nan
+) -> tuple[float, float, float, int]:
+    """
+    Location and scale of the log-normal that lengths come from, some of them lower bounds; the scale before it was
+    drawn towards `log_std`, NaN for fewer than two complete lengths; and the number of these.
+    """
+    num, ordered = len(lengths), sorted(zip(lengths, censored, strict=True))
+    logs = [math.log(max(length, 1)) for length, is_censored in ordered if not is_censored]
+    # Small groups have few patterns, and see them again; those of whole rollouts would fill the memory.
+    scores = _plotting_scores if num <= MAX_CACHED else _plotting_scores.__wrapped__
+    centred, score_mean, score_squares = scores(num, sum(cut << i for i, (_, cut) in enumerate(ordered)))
+    own = sum(map(float.__mul__, centred, logs)) / score_squares if len(logs) > 1 else math.nan
+    sigma = _shrunk(own, len(logs), log_std)
+    if logs:
+        mu = sum(logs) / len(logs) - sigma * score_mean
+    else:  # the bounds are taken for the median: anything bolder would dwarf every other prompt of the batch
+        mu = sum(math.log(max(length, 1)) for length in lengths) / num
+    return mu, sigma, own, len(logs)
 
 
 @lru_cache(maxsize=8192)

@@ -70,7 +70,8 @@ class SavedModel:
         for key, expected in (("kind", cls.kind), ("version", FILE_VERSION)):
             if data.get(key) != expected:
                 raise ConfigurationError(f"`{key}` ({data.get(key)!r}) of a {noun} must be {expected!r}.")
-        if missing := [f"`{name}`" for name in cls._entries() if name not in data and name != "metadata"]:
+        optional = ("metadata", "tail")
+        if missing := [f"`{name}`" for name in cls._entries() if name not in data and name not in optional]:
             raise ConfigurationError(f"A {noun} must have the entries {', '.join(missing)}.")
 
     @classmethod

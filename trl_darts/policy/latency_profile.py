@@ -1,7 +1,7 @@
 """
 What `trl-darts profile` learned of a server: the measurements, the models fitted to them, and how well these predict.
 
-One file holds it all. [`LatencyCurve.load`], [`LatencySurface.load`] and [`PrefillLine.load`] take their part of it.
+One file holds it all. [`LatencyCurve.load`], [`LatencySurface.load`] and [`PrefillCurve.load`] take their part of it.
 """
 
 from __future__ import annotations
@@ -48,35 +48,49 @@ class PrefillPoint:
 
 
 @dataclass(frozen=True)
-class PrefillLine:
-    """Seconds until the first token, linear in the tokens of a prompt that is not cached."""
+class PrefillCurve:
+    """Seconds until the first token, quadratic in the tokens of a prompt that is not cached: attention is."""
 
     base_s: float  # that any prompt takes: the request's way, and one pass through the model
     per_token_s: float
+    per_square_s: float = 0.0  # times the square of the tokens
 
     def __post_init__(self) -> None:
-        for name in ("base_s", "per_token_s"):
+        for name in ("base_s", "per_token_s", "per_square_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
 
     @classmethod
-    def fit(cls, num_tokens: ArrayLike, seconds: ArrayLike) -> PrefillLine:
-        """Least squares of the relative errors. Raises `ValueError` if an entry is not positive and finite."""
+    def fit(cls, num_tokens: ArrayLike, seconds: ArrayLike) -> PrefillCurve:
+        """
+        Least squares of the relative errors, a line through fewer than four lengths. Raises `ValueError` if an entry
+        is not positive and finite.
+        """
         from scipy.optimize import nnls
 
         tokens, times = positive_columns(num_tokens=num_tokens, seconds=seconds)
-        (base, slope), _ = nnls(np.column_stack([np.ones_like(tokens), tokens]) / times[:, None], np.ones_like(times))
-        return cls(float(base), float(slope))
+        scale = tokens.max()  # the columns' own units are too far apart
+        powers = np.arange(3 if len(set(tokens.tolist())) > 3 else 2)
+        solution, _ = nnls((tokens[:, None] / scale) ** powers / times[:, None], np.ones_like(times))
+        return cls(*(solution / scale**powers).tolist())
 
     def __call__(self, num_tokens: Any) -> Any:
         """Seconds until the first token of a prompt of which `num_tokens` (a number or an array) are not cached."""
-        return self.base_s + self.per_token_s * num_tokens
+        return self.base_s + (self.per_token_s + self.per_square_s * num_tokens) * num_tokens
+
+    def batch(self, num_tokens: ArrayLike) -> float:
+        """
+        Seconds for several prompts at once (PAT, Eq. 3 and 4): a batch of their root mean square has the same squares,
+        and so the same attention.
+        """
+        tokens = np.asarray(num_tokens, float)
+        return float(self.base_s + self.per_token_s * tokens.sum() + self.per_square_s * (tokens**2).sum())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> PrefillLine | None:
+    def load(cls, path: str | os.PathLike[str]) -> PrefillCurve | None:
         """The line of a file that `trl-darts profile` wrote. `None` if it has none, like a file with a curve alone."""
 
-        def parse(data: Any) -> PrefillLine | None:
+        def parse(data: Any) -> PrefillCurve | None:
             is_profile = isinstance(data, Mapping) and data.get("kind") == PROFILE_KIND
             return cls(**data["prefill"]) if is_profile and data.get("prefill") else None
 
@@ -94,7 +108,7 @@ class HeldOutError:
 
 @dataclass(frozen=True)
 class LatencyProfile(SavedModel):
-    """Measurements of one kind of server, and what was fitted to them."""
+    """Measurements of one kind of server, and what was fitted to them; and those of the tail servers beside it."""
 
     kind = PROFILE_KIND
 
@@ -102,9 +116,10 @@ class LatencyProfile(SavedModel):
     prefill_points: Sequence[PrefillPoint]
     curve: LatencyCurve  # at one context length ([DARTS](https://huggingface.co/papers/2605.30859), Appendix A)
     surface: LatencySurface | None  # PAT, Section 4.2; `None` if one context length was measured
-    prefill: PrefillLine | None
+    prefill: PrefillCurve | None
     held_out: Mapping[str, HeldOutError]  # of "curve", "surface" and "prefill"; models with too few points have none
     metadata: dict[str, Any] = field(default_factory=dict)  # for humans: model, hardware, vLLM's version
+    tail: LatencyProfile | None = None  # of servers of another layout
 
     @classmethod
     def fit(
@@ -137,14 +152,14 @@ class LatencyProfile(SavedModel):
             held_out["surface"] = held_out_error(LatencySurface.fit, columns, _inside_of_lines(points))
         if prefill_points:
             prompts = np.array([(p.num_tokens, p.seconds) for p in prefill_points], float).T
-            prefill = PrefillLine.fit(*prompts)
-            held_out["prefill"] = held_out_error(PrefillLine.fit, prompts, _inside(prompts[0]))
+            prefill = PrefillCurve.fit(*prompts)
+            held_out["prefill"] = held_out_error(PrefillCurve.fit, prompts, _inside(prompts[0]))
         found = {name: error for name, error in held_out.items() if error is not None}
         return cls(points, list(prefill_points), curve, surface, prefill, found, dict(metadata or {}))
 
     def to_dict(self) -> dict[str, Any]:
         models = {"curve": self.curve.to_dict(), "surface": self.surface.to_dict() if self.surface else None}
-        return super().to_dict() | models
+        return super().to_dict() | models | {"tail": self.tail.to_dict() if self.tail else None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LatencyProfile:
@@ -154,9 +169,10 @@ class LatencyProfile(SavedModel):
             [PrefillPoint(**point) for point in data["prefill_points"]],
             LatencyCurve.from_dict(data["curve"]),
             LatencySurface.from_dict(data["surface"]) if data["surface"] else None,
-            PrefillLine(**data["prefill"]) if data["prefill"] else None,
+            PrefillCurve(**data["prefill"]) if data["prefill"] else None,
             {name: HeldOutError(**error) for name, error in data["held_out"].items()},
             dict(data["metadata"]),
+            LatencyProfile.from_dict(data["tail"]) if data.get("tail") else None,
         )
 
 

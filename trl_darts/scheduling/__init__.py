@@ -1,7 +1,7 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
-from .placement import AssignedPlacement, LengthOrder, LengthRanked, balance
+from .placement import AssignedPlacement, LengthOrder, balance
 from .policies import (
     SCHEDULES,
     BatchStop,
@@ -15,6 +15,7 @@ from .policies import (
 from .scheduler import Scheduler
 from .settings import ScheduleSettings
 from .summary import GroupSummary, Occupancy, bubble_ratio
+from .tail import TailPolicy, TailServers
 from .types import (
     Abort,
     Candidate,
@@ -35,6 +36,8 @@ from .types import (
     RolloutExpired,
     RolloutResult,
     Submit,
+    TailSwitch,
+    TakeTurns,
     TokensArrived,
 )
 
@@ -64,7 +67,6 @@ __all__ = [
     "GroupResult",
     "GroupSummary",
     "LengthOrder",
-    "LengthRanked",
     "Occupancy",
     "PartialCandidate",
     "Placement",
@@ -75,6 +77,10 @@ __all__ = [
     "ScheduleSettings",
     "Scheduler",
     "Submit",
+    "TailPolicy",
+    "TailServers",
+    "TailSwitch",
+    "TakeTurns",
     "TokensArrived",
     "UniformAdmission",
     "UniformPool",

@@ -38,6 +38,7 @@ class Ledger:
         self.engines: dict[str, EngineLoad] = {}
         self.timeline = Timeline()
         self.num_open = 0  # not in a final state
+        self.num_unfinished = 0  # of these, what is not called off
         self.num_running = 0  # RUNNING or ABORTING: what the engines hold
         self.num_complete = 0
         self.num_aborted = 0
@@ -71,6 +72,7 @@ class Ledger:
         self.candidates.append(candidate)
         group.candidates.append(candidate)
         group.num_unfinished += 1
+        self.num_unfinished += 1
         self.num_open += 1
         return candidate
 
@@ -156,7 +158,8 @@ class Ledger:
         if candidate.state is RUNNING:
             candidate.state = ABORTING
             self.groups[candidate.group_id].num_unfinished -= 1
-            return True
+            self.num_unfinished -= 1
+            return not candidate.moving  # else it has been told
         if candidate.state is WAITING:
             self.abort(candidate, now)
         return False
@@ -168,14 +171,15 @@ class Ledger:
         self.num_aborted += 1
 
     def requeue(self, candidate: Candidate, now: float) -> None:
-        """RUNNING → WAITING: its engine is lost, its tokens are not."""
-        candidate.num_empty_attempts = (
-            0 if candidate.length > candidate.num_prior else candidate.num_empty_attempts + 1
-        )
+        """RUNNING → WAITING: its engine is lost, its tokens are not; or it moves to another one."""
+        if not candidate.moving:
+            has_grown = candidate.length > candidate.num_prior
+            candidate.num_empty_attempts = 0 if has_grown else candidate.num_empty_attempts + 1
+            self.num_resumed += 1
+        candidate.moving = False
         candidate.tokens = list(candidate.tokens)  # they may be an event's, and will grow
         candidate.logprobs = None if candidate.logprobs is None else list(candidate.logprobs)
         candidate.state = WAITING
-        self.num_resumed += 1
         self._leave_engine(candidate, now)
 
     def lose(self, candidate: Candidate, now: float) -> None:
@@ -191,6 +195,7 @@ class Ledger:
             self._leave_engine(candidate, now)
         if before is not ABORTING:
             self.groups[candidate.group_id].num_unfinished -= 1
+            self.num_unfinished -= 1
         candidate.state = state
         candidate.ended = now
         if not candidate.tokens:

@@ -62,28 +62,6 @@ class LengthOrder(LeastLoaded):
         return sorted(candidates, key=lambda c: lengths[c.group_id], reverse=self.longest_first)
 
 
-class LengthRanked(LengthOrder):
-    """
-    Longest expected first, and the longest on servers of their own: those decode few candidates at once, each faster
-    (StreamRL's skewness-aware dispatching). Within a server, the longest first is LPT.
-
-    The engines that joined first are for the long ones. Where one kind has no room, a candidate waits for its own: a
-    long one among short ones would slow both. With fewer engines than `num_long + 1` all take everything.
-    """
-
-    def __init__(self, expected_lengths: Sequence[float], num_long: int, long_share: float) -> None:
-        super().__init__(expected_lengths)
-        self.num_long = num_long
-        ranking = sorted(range(len(self.expected_lengths)), key=lambda group: -self.expected_lengths[group])
-        self._long = frozenset(ranking[: max(1, round(long_share * len(ranking)))])
-
-    def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
-        if len(engines) > self.num_long:
-            long = candidate.group_id in self._long
-            engines = engines[: self.num_long] if long else engines[self.num_long :]
-        return super().choose(candidate, engines)
-
-
 class AssignedPlacement(LengthOrder):
     """
     Each candidate on the engine that was chosen for it, by group and index. In the order of the batch where no lengths

@@ -5,12 +5,14 @@ A system of the literature is a choice of one object per protocol. Policies see 
 API, a clock or a random generator of their own.
 """
 
+import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..errors import ConfigurationError, did_you_mean
 from ..policy import select_dual_end, select_shortest
+from .tail import TailPolicy
 from .types import Candidate, CandidateState, EngineLoad, Group
 
 
@@ -42,6 +44,12 @@ class GroupStop(Protocol):
     def surplus(self, group: Group) -> Sequence[Candidate]:
         """Unfinished candidates that are not worth waiting for any more. Called after each event of the group."""
 
+    def awaited(self, group: Group) -> tuple[int, float]:
+        """
+        How many of its unfinished candidates must end before the group has enough, and the length beyond which none is
+        waited for. Only asked where tail servers take over.
+        """
+
     def select(self, group: Group) -> list[int]:
         """Indices of the `num_generations` rows. Called once, when no candidate of the group is unfinished."""
 
@@ -72,6 +80,9 @@ class WaitForAll:
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
         return ()
+
+    def awaited(self, group: Group) -> tuple[int, float]:
+        return group.num_unfinished, math.inf
 
     def select(self, group: Group) -> list[int]:
         return list(range(len(group.candidates)))
@@ -134,6 +145,14 @@ class DualEnd:
             return ()
         bound = self.length_bound * group.complete_lengths[self.num_generations - 1]
         return [c for c in group.unfinished if c.length >= bound]
+
+    def awaited(self, group: Group) -> tuple[int, float]:
+        missing = max(0, self.num_generations - group.num_complete)
+        if self.saturated(group) or self.follows_batch or self.length_bound == 1.0:
+            return min(missing, group.num_unfinished), math.inf
+        if self.length_bound is None or missing:
+            return group.num_unfinished, math.inf
+        return group.num_unfinished, self.length_bound * group.complete_lengths[self.num_generations - 1]
 
     def select(self, group: Group) -> list[int]:
         lengths = [len(c.tokens) for c in group.candidates]
@@ -204,6 +223,7 @@ class SchedulePolicies:
     group_stop: GroupStop = field(default_factory=WaitForAll)
     batch_stop: BatchStop = field(default_factory=AllGroups)
     placement: Placement = field(default_factory=LeastLoaded)
+    tail: TailPolicy | None = None
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -224,6 +244,7 @@ def make_policies(
     selection: str | None = None,
     batch_stop: BatchStop | None = None,
     placement: Placement | None = None,
+    tail: TailPolicy | None = None,
 ) -> SchedulePolicies:
     """
     The policies of a schedule within one rollout. The arguments are those of [`ScheduleSettings`] of the same names,
@@ -237,4 +258,4 @@ def make_policies(
     if selection != "all":
         kind = DualEnd if selection == "dual_end" else UniformPool
         stop = kind(num_generations, max_num_generations, num_longest, tail_pruning, long_end_patience)
-    return SchedulePolicies(stop, batch_stop or AllGroups(), placement or LeastLoaded())
+    return SchedulePolicies(stop, batch_stop or AllGroups(), placement or LeastLoaded(), tail)

@@ -14,11 +14,13 @@ duplicates and late ones among them):
 - nothing_outstanding: once `done`, no command waits for an answer.
 - same_trace_same_commands: decisions depend on the events alone.
 - settled_is_final: once a group's rows are chosen, no later event changes them.
+- moves_once: what is left goes to the tail servers once, and back only if these are lost.
 - dropped_or_complete: with `drop_failed_groups`, each group has its rows or the message of what went wrong with it.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigurationError, GenerationError
@@ -40,6 +42,8 @@ from .types import (
     GroupResult,
     RolloutExpired,
     RolloutResult,
+    TailSwitch,
+    TakeTurns,
     TokensArrived,
 )
 
@@ -73,11 +77,18 @@ class Scheduler:
         self._ready: set[int] = set()  # settled, or with enough complete candidates; kept where a policy asks for it
         self._dropped: set[int] = set()
         self._batch_ready = False
+        self._tail_switch: TailSwitch | None = None
+        self._turns_over = False  # whether engines must take turns, once those of now decode nothing
 
     @property
     def needs_progress(self) -> bool:
         """Whether engines must report tokens while they decode, not only ends."""
         return self.policies.group_stop.needs_progress
+
+    @property
+    def weighs_switch(self) -> bool:
+        """Whether a switch may follow from the next end, which should then know how long the others are by now."""
+        return self._may_switch(self.ledger.num_unfinished - 1)
 
     @property
     def done(self) -> bool:
@@ -108,7 +119,12 @@ class Scheduler:
         Returns what the engines are to do after an event. Events that repeat, or that come after their candidate has
         ended, change nothing.
         """
-        return _HANDLERS[type(event)](self, event)
+        commands = _HANDLERS[type(event)](self, event)
+        if self._turns_over and not self.ledger.num_running:
+            self._turns_over = False
+            if self.ledger.num_open:
+                commands.append(TakeTurns())
+        return commands
 
     def result(self) -> RolloutResult:
         """
@@ -127,6 +143,7 @@ class Scheduler:
             timeline=self.ledger.timeline,
             num_resumed=self.ledger.num_resumed,
             dropped={group.group_id: group.error for group in groups if group.error is not None},
+            tail_switch=self._tail_switch,
         )
 
     # Events
@@ -145,6 +162,8 @@ class Scheduler:
             return []
         problem = self.ledger.append(candidate, event)
         if problem is None and candidate.state is RUNNING:
+            if candidate.moving and event.finish_reason is ABORT:
+                return self._move(candidate, event.now)
             if not candidate.tokens:
                 problem = "it ended without a single token"
             elif event.finish_reason is ABORT:
@@ -153,7 +172,7 @@ class Scheduler:
             return self._fail(candidate, problem, event.now)
         self.ledger.finish(candidate, event.finish_reason, event.now)
         commands = self._decide(self.ledger.groups[candidate.group_id], event.now)
-        return commands + self._submit(event.now)
+        return commands + self._consider_switch(event.now) + self._submit(event.now)
 
     def _on_failed(self, event: CandidateFailed) -> list[Command]:
         candidate = self.ledger.live(event.candidate_id, event.segment)
@@ -169,6 +188,7 @@ class Scheduler:
             if candidate.state is ABORTING:  # nobody waits for it: what is known of it will do
                 self.ledger.abort(candidate, event.now)
         for candidate in reversed([c for c in orphans if c.state is RUNNING]):
+            candidate.moving = False
             self.ledger.requeue(candidate, event.now)
             self._waiting.appendleft(candidate)  # it goes on elsewhere before any that has not begun
         commands: list[Command] = []
@@ -179,7 +199,8 @@ class Scheduler:
         return commands + self._submit(event.now)
 
     def _on_engine_joined(self, event: EngineJoined) -> list[Command]:
-        self.ledger.engines.setdefault(event.engine_id, EngineLoad(event.engine_id, event.capacity))
+        load = EngineLoad(event.engine_id, event.capacity, tail=event.tail)
+        self.ledger.engines.setdefault(event.engine_id, load)
         return self._submit(event.now)
 
     def _on_engine_resized(self, event: EngineResized) -> list[Command]:
@@ -242,11 +263,12 @@ class Scheduler:
             return []
         commands: list[Command] = []
         engines = list(self.ledger.engines.values())
+        kinds = [[engine for engine in engines if engine.tail == tail] or engines for tail in (False, True)]
         passed: list[Candidate] = []  # that wait for an engine of their own, while others have room
         while waiting:
             candidate = waiting[0]
             if candidate.state is WAITING:
-                engine_id = self.policies.placement.choose(candidate, engines)
+                engine_id = self.policies.placement.choose(candidate, kinds[self._belongs_to_tail(candidate)])
                 if engine_id is not None:
                     commands.append(self.ledger.submit(candidate, engine_id, now))
                 elif any(engine.has_room for engine in engines):
@@ -264,6 +286,46 @@ class Scheduler:
 
     def _abort_unfinished(self, now: float) -> list[Command]:
         return self._abort([c for group in self.ledger.groups.values() for c in group.unfinished], now)
+
+    # Tail servers
+
+    def _belongs_to_tail(self, candidate: Candidate) -> bool:
+        tail = self.policies.tail
+        return self._tail_switch is not None or (tail is not None and candidate.group_id in tail.long_groups)
+
+    def _may_switch(self, num_unfinished: int) -> bool:
+        tail, is_over = self.policies.tail, self._batch_ready or self.error is not None
+        if tail is None or is_over or self._tail_switch is not None:
+            return False
+        return tail.is_due(num_unfinished, self.ledger.engines.values())
+
+    def _consider_switch(self, now: float) -> list[Command]:
+        """Calls the running candidates of the main engines off, to go on on tail servers, where it is time."""
+        tail, batch_stop = self.policies.tail, self.policies.batch_stop
+        if tail is None or not self._may_switch(self.ledger.num_unfinished):
+            return []
+        enough = partial(batch_stop.ready, dropped=self._dropped, num_groups=len(self.ledger.groups))
+        self._tail_switch = tail.decide(self.ledger, self.policies.group_stop.awaited, enough, self._ready)
+        if self._tail_switch is None:
+            return []
+        self._tail_switch.begun = now
+        self._turns_over = tail.servers.takes_turns
+        commands: list[Command] = []
+        for candidate in self.ledger.candidates:
+            if candidate.state is RUNNING and not self.ledger.engines[candidate.engine_id or ""].tail:
+                candidate.moving = True
+                commands.append(Abort(candidate.candidate_id, candidate.engine_id or "", candidate.segment))
+        return commands
+
+    def _move(self, candidate: Candidate, now: float) -> list[Command]:
+        """One has been called off to go on elsewhere, with what it has, before any that has not begun."""
+        assert self._tail_switch is not None
+        self._tail_switch.num_moved += 1
+        plan = self.ledger.groups[candidate.group_id].plan
+        self._tail_switch.num_tokens += plan.num_prompt_tokens + candidate.length
+        self.ledger.requeue(candidate, now)
+        self._waiting.appendleft(candidate)
+        return self._submit(now)
 
     # Failures
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
-from .placement import LengthOrder, LengthRanked
+from .placement import LengthOrder, known_lengths
 from .policies import (
     AUTO,
     SCHEDULES,
@@ -22,6 +22,7 @@ from .policies import (
     check_choice,
     make_policies,
 )
+from .tail import TailPolicy, TailServers
 
 
 # M_total is about 1.5·N·M on average in the paper (Appendix B).
@@ -179,10 +180,16 @@ class ScheduleSettings:
         "'shortest' with `schedule='sorted'`, whose batches are those that finish first, to 'arrival' with 'grpo', as "
         "in TRL, and to 'longest' otherwise.",
     )
-    num_long_servers: int = _setting(
-        0, "How many of several vLLM servers take nothing but the candidates that are expected to be longest."
+    tail_switch_at: int | None = _setting(
+        None,
+        "Unfinished candidates at which what is left of a rollout moves to `vllm_tail_server_url`. Unset, it moves "
+        "when that is predicted to pay, from the profile of both kinds of servers in `latency_curve`. 0 for never.",
     )
-    long_share: float = _setting(0.1, "Share of candidates that `num_long_servers` are for.")
+    tail_share: float = _setting(
+        0.0,
+        "Share of prompts, those that are expected to be longest, whose candidates `vllm_tail_server_url` decodes "
+        "from the start.",
+    )
 
     def __post_init__(self) -> None:
         patience = self.long_end_patience
@@ -359,18 +366,21 @@ class ScheduleSettings:
             self.max_prompt_oversampling = MAX_OVERSAMPLING
 
     def _check_placement(self) -> None:
-        if self.num_long_servers < 0:
-            raise ConfigurationError(f"`num_long_servers` ({self.num_long_servers}) must not be negative.")
-        if not 0 < self.long_share < 1:
-            raise ConfigurationError(
-                f"`long_share` ({self.long_share}) must be between 0 and 1: the share of candidates that "
-                "`num_long_servers` are for."
-            )
         check_choice("submit_order", self.submit_order, SUBMIT_ORDERS)
-        if self.num_long_servers and self.submit_order != "longest":
+        if self.tail_switch_at is not None and self.tail_switch_at < 0:
             raise ConfigurationError(
-                f"`num_long_servers` ({self.num_long_servers}) needs `submit_order='longest'` (it is "
-                f"{self.submit_order!r}): the candidates for those servers are those that are expected to be longest."
+                f"`tail_switch_at` ({self.tail_switch_at}) must be at least 1 candidate, or 0 for never. Leave it "
+                "unset for a switch when it is predicted to pay."
+            )
+        if not 0 <= self.tail_share < 1:
+            raise ConfigurationError(
+                f"`tail_share` ({self.tail_share}) must be at least 0 and less than 1: the main servers decode the "
+                "other prompts."
+            )
+        if self.tail_share and not self.ranks:
+            raise ConfigurationError(
+                f"`tail_share` ({self.tail_share}) needs expected lengths, which nothing asks for with `submit_order` "
+                f"({self.submit_order!r}). Set `submit_order='longest'`, or leave it out."
             )
 
     @property
@@ -420,18 +430,16 @@ class ScheduleSettings:
         batch_stop: BatchStop | None = None,
         placement: Placement | None = None,
         rollout: int = 0,
+        tail: TailServers | None = None,
     ) -> SchedulePolicies:
         """
         The policies of one rollout, complete. Groups start in `submit_order` by their expected lengths (NaN where
         nothing is known), unless their `placement` is decided already. `batch_stop` defaults to the end of all groups;
-        see [`Round`]. `rollout` counts from 0, for `long_end_every`.
+        see [`Round`]. `rollout` counts from 0, for `long_end_every`. `tail` is what is known of tail servers, where
+        there are any.
         """
         if placement is None and self.ranks and expected_lengths is not None:
-            placement = (
-                LengthRanked(expected_lengths, self.num_long_servers, self.long_share)
-                if self.num_long_servers
-                else LengthOrder(expected_lengths, self.submit_order == "longest")
-            )
+            placement = LengthOrder(expected_lengths, self.submit_order == "longest")
         every = self.long_end_every
         return make_policies(
             self.schedule,
@@ -443,7 +451,16 @@ class ScheduleSettings:
             self.selection,
             batch_stop,
             placement,
+            None if tail is None else TailPolicy(tail, self.tail_switch_at, self._long_groups(expected_lengths)),
         )
+
+    def _long_groups(self, expected_lengths: Sequence[float] | None) -> frozenset[int]:
+        """Those that tail servers decode from the start (StreamRL's skewness-aware dispatching)."""
+        if not self.tail_share or expected_lengths is None:
+            return frozenset()
+        lengths = known_lengths(expected_lengths)
+        ranking = sorted(range(len(lengths)), key=lambda group: -lengths[group])
+        return frozenset(ranking[: max(1, round(self.tail_share * len(ranking)))])
 
     def tracker(self, max_completion_length: int, source: str = "") -> LengthTracker:
         """A new tracker of response lengths."""

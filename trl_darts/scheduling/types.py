@@ -7,7 +7,7 @@ a group's candidates become the rows that TRL trains on.
 ```
 WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FINISHED
    │                          ├── Abort ──▶ ABORTING ──▶ ABORTED
-   │◀───── engine lost ───────┤
+   │◀─ engine lost, moved ────┤
    │                          └── can't be completed ──▶ LOST
    └── not wanted any more ──▶ ABORTED
 ```
@@ -17,6 +17,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from ..policy import Forecast
 
 
 class FinishReason(StrEnum):
@@ -67,6 +69,7 @@ class Candidate:
     num_prior: int = 0  # tokens that it had when it was submitted last
     expected_rest: float = 0.0  # tokens that it was expected to need then
     num_empty_attempts: int = 0
+    moving: bool = False  # whether it is aborted to go on on another engine
     started: float | None = None
     ended: float | None = None
 
@@ -167,6 +170,7 @@ class EngineLoad:
     capacity: int | None = None  # the most candidates at once; `None` for no limit
     num_running: int = 0
     expected_tokens: float = 0.0  # that those which it runs were expected to need when they were submitted
+    tail: bool = False  # whether it is one of those that take over what is left
 
     @property
     def has_room(self) -> bool:
@@ -191,12 +195,24 @@ class GroupResult:
         return [self.candidates[i] for i in self.selected]
 
 
+@dataclass
+class TailSwitch:
+    """A switch to tail servers. It is made once, and counts what it moves."""
+
+    num_unfinished: int  # candidates, when it was decided
+    forecast: Forecast | None = None  # what was predicted of it, where layouts were measured
+    begun: float = 0.0  # seconds on the engine's clock
+    num_moved: int = 0
+    num_tokens: int = 0  # that tail servers read anew, prompts included
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
     """
     What a rollout yielded: the groups in the order in which they were given, and how many candidates ran over time.
     `num_resumed` counts submissions that had to be made again because an engine was lost. `dropped` has, by
-    `group_id`, why a group could not be completed; there are none unless `drop_failed_groups` is set.
+    `group_id`, why a group could not be completed; there are none unless `drop_failed_groups` is set. `tail_switch` is
+    set if tail servers took over.
     """
 
     groups: list[GroupResult]
@@ -204,6 +220,7 @@ class RolloutResult:
     timeline: Timeline
     num_resumed: int = 0
     dropped: dict[int, str] = field(default_factory=dict)
+    tail_switch: TailSwitch | None = None
 
 
 # What engines report, and what they are told. `now` is in seconds on the engine's clock; `segment` is that of the
@@ -261,6 +278,7 @@ class EngineJoined:
     engine_id: str
     now: float
     capacity: int | None = None
+    tail: bool = False
 
 
 @dataclass(slots=True)
@@ -306,4 +324,9 @@ class Abort:
     segment: int
 
 
-Command = Submit | Abort
+@dataclass(slots=True)
+class TakeTurns:
+    """Put the main engines to sleep, which decode nothing now, and wake the tail's on the same GPUs."""
+
+
+Command = Submit | Abort | TakeTurns

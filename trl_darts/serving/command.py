@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..engines.addresses import API_KEY_VARIABLE
 from ..speculation.drafter import HISTORY_VARIABLE
@@ -22,6 +22,7 @@ _VLLM_SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
 _API_SERVER = ("-m", "vllm.entrypoints.openai.api_server", "--model")
 # Addresses that mean every address of this machine, and under which of them this process asks for health.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+TAIL_SWITCH_AT = 8  # unfinished candidates, until a profile says better
 _PARALLEL_FLAGS = {"--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend"}
 
 
@@ -32,6 +33,7 @@ class ServerCommand:
     health_url: str  # for this process
     base_url: str  # for the trainer
     argv: tuple[str, ...]
+    tail: bool = False  # whether it takes over what the main servers leave
     env: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
@@ -44,30 +46,38 @@ def make_commands(
 ) -> list[ServerCommand]:
     """One command per server, of checked options. What `environ` sets, which servers inherit, is kept."""
     commands = []
-    for port, devices in zip(options.ports, options.split_devices(build), strict=True):
-        argv = [sys.executable, *(_API_SERVER if build.cpu else _VLLM_SERVE), options.model]
-        for name, value in {**_flags(options, build), "--port": str(port)}.items():
-            argv += [name] if value is None else [name, value]
-        commands.append(
-            ServerCommand(
-                health_url=_url(_WILDCARDS.get(options.host, options.host), port),
-                # Others reach it by the machine's name where it listens on every address.
-                base_url=_url(socket.gethostname() if options.host in _WILDCARDS else options.host, port),
-                argv=(*argv, *(options.vllm_flags or ())),
-                env=_env(options, build, devices, environ),
+    for kind, own in enumerate(options.sets):
+        flags: dict[str, str | None] = {"--enable-sleep-mode": None} if options.takes_turns(build) else {}
+        threads = {}
+        if build.cpu and options.layout is not None:
+            threads = {"OMP_NUM_THREADS": str(own.tensor_parallel_size), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            own = replace(own, tensor_parallel_size=1)
+        for port, devices in zip(own.ports, own.split_devices(build), strict=True):
+            argv = [sys.executable, *(_API_SERVER if build.cpu else _VLLM_SERVE), own.model]
+            for name, value in {**_flags(own, build), **flags, "--port": str(port)}.items():
+                argv += [name] if value is None else [name, value]
+            commands.append(
+                ServerCommand(
+                    health_url=_url(_WILDCARDS.get(own.host, own.host), port),
+                    # Others reach it by the machine's name where it listens on every address.
+                    base_url=_url(socket.gethostname() if own.host in _WILDCARDS else own.host, port),
+                    argv=(*argv, *(own.vllm_flags or ())),
+                    tail=kind == 1,
+                    env=_env(own, build, devices, environ) | threads,
+                )
             )
-        )
     return commands
 
 
 def trainer_arguments(options: ServeOptions, build: VLLMBuild, commands: Sequence[ServerCommand]) -> dict[str, object]:
     """The arguments of `DARTSGRPOConfig` for these servers."""
-    return {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_base_url": ",".join(command.base_url for command in commands),
-        "weight_sync": _weight_sync(options, build),
-    }
+    main, tail = (",".join(own.base_url for own in commands if own.tail == kind) for kind in (False, True))
+    arguments: dict[str, object] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": main}
+    if tail:
+        arguments |= {"vllm_tail_server_url": tail, "tail_switch_at": TAIL_SWITCH_AT}
+    if options.takes_turns(build):
+        arguments["vllm_tail_shares_gpus"] = True
+    return {**arguments, "weight_sync": _weight_sync(options, build)}
 
 
 def as_python(arguments: Mapping[str, object]) -> str:
@@ -90,8 +100,13 @@ def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
         notes.append(f"The servers ask for a key: {API_KEY_VARIABLE} must be set in the trainer's environment too.")
     if options.host in _WILDCARDS:
         notes.append("The address is this machine's name. Put 127.0.0.1, or another name of it, in its place.")
+    if options.layout is not None:
+        notes.append(
+            f"`tail_switch_at` ({TAIL_SWITCH_AT}) is a guess: with `latency_curve`, a file of `trl-darts profile` of "
+            "either kind of servers (`--tail-of` for the tail's), the switch is predicted."
+        )
     if _weight_sync(options, build) == "nccl":
-        used = {name for devices in options.split_devices(build) for name in devices}
+        used = {name for own in options.sets for devices in own.split_devices(build) for name in devices}
         left = ",".join(name for name in build.devices if name not in used)
         notes.append(
             f"The trainer needs other GPUs than the servers: {VISIBLE_DEVICES}={left}"

@@ -8,12 +8,13 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError, did_you_mean
+from ..policy import Layout
 from ..policy.drafts import MAX_DRAFT
 from ..weights import WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
@@ -60,6 +61,7 @@ class ServeOptions:
     vllm_flags: Sequence[str] | None = None
     num_servers: int = 1
     tensor_parallel_size: int = 1
+    layout: str | None = None
     devices: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -75,7 +77,22 @@ class ServeOptions:
     @property
     def ports(self) -> range:
         """One port per server."""
-        return range(self.port, self.port + self.num_servers)
+        return range(self.port, self.port + sum(own.num_servers for own in self.sets))
+
+    @property
+    def sets(self) -> list[ServeOptions]:
+        """Those of the main servers and, with a `layout`, those of the tail's, for each by itself."""
+        if self.layout is None:
+            return [self]
+        main, tail = (
+            replace(self, layout=None, num_servers=own.num_engines, tensor_parallel_size=own.size)
+            for own in Layout.parse("layout", self.layout)
+        )
+        return [main, replace(tail, port=self.port + main.num_servers)]
+
+    def takes_turns(self, build: VLLMBuild) -> bool:
+        """Whether main and tail servers are on the same GPUs. On a CPU the numbers of a layout are threads."""
+        return self.layout is not None and not build.cpu
 
     @property
     def flags(self) -> dict[str, str]:
@@ -107,6 +124,7 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
         if value is not None and not value > 0:
             raise ConfigurationError(f"`{name}` ({value:g}) must be positive.")
     _check_flags(options)
+    _check_layout(options, build)
     if options.weight_sync not in WEIGHT_SYNCS:
         raise _not_one_of("weight_sync", options.weight_sync, WEIGHT_SYNCS)
     if options.weight_sync == "nccl" and build.cpu:
@@ -127,7 +145,30 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
         from ..speculation.store import Store  # loads transformers
 
         Store(options.draft_history, options.flags.get("--tokenizer", options.model))
-    options.split_devices(build)
+    for own in options.sets:
+        own.split_devices(build)
+
+
+def _check_layout(options: ServeOptions, build: VLLMBuild) -> None:
+    if options.layout is None:
+        return
+    for name in ("num_servers", "tensor_parallel_size"):
+        if getattr(options, name) != 1:
+            raise ConfigurationError(
+                f"`{name}` ({getattr(options, name)}) does not go with `layout` ({options.layout!r}), which has it "
+                "for both kinds of servers. Leave it out."
+            )
+    main, tail = (own.num_servers * own.tensor_parallel_size for own in options.sets)
+    if options.takes_turns(build) and main != tail:
+        raise ConfigurationError(
+            f"`layout` ({options.layout!r}) must have the same GPUs for both kinds of servers, which take turns on "
+            f"them, and has {main} and {tail}. Change it, or start two commands with `--devices` of their own."
+        )
+    if options.takes_turns(build) and options.restart:
+        raise ConfigurationError(
+            f"`restart` (True) does not go with `layout` ({options.layout!r}): a server that is started again finds "
+            "its GPUs in use. Leave it out."
+        )
 
 
 def _not_one_of(name: str, value: str, choices: Sequence[str]) -> ConfigurationError:

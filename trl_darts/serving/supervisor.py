@@ -5,11 +5,14 @@ Servers as processes: start them, wait until they are healthy, watch them, start
        ^                             │                       │
        └──────── it died, with `restart` and once all were healthy ┘
 
+Servers that take turns on the same GPUs start in two sets: the tail's once the main ones are healthy and asleep.
+
 Single-threaded: one look at every server, then a short sleep.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -32,6 +35,7 @@ POLL_S = 0.2
 GRACE_S = 10.0  # from SIGTERM to SIGKILL: vLLM takes about 2 s when idle
 KILL_MARGIN_S = 15.0  # what a guard may need beyond that, to kill and to collect
 HEALTH_TIMEOUT_S = 2.0
+TURN_TIMEOUT_S = 120.0  # to sleep or to wake
 FIRST_BACKOFF_S = 1.0
 # A server that stays healthy this long did not fail because of how it was started: its failures are counted anew.
 STABLE_S = 10.0
@@ -50,7 +54,7 @@ class ServerFailedError(TRLDARTSError, RuntimeError):
 class State(StrEnum):
     """What a server is doing."""
 
-    WAITING = "waiting to restart"
+    WAITING = "waiting to start"
     STARTING = "starting"
     HEALTHY = "healthy"
     GONE = "gone"  # for good
@@ -105,6 +109,16 @@ class Server:
             return bool(response.status == 200)
         return False
 
+    def tell(self, path: str) -> None:
+        """POST a path. [`ServerFailedError`] if it does not answer 200."""
+        request = urllib.request.Request(self.command.health_url + path, data=b"")
+        try:
+            _LOCAL.open(request, timeout=TURN_TIMEOUT_S).close()
+        except OSError as error:  # also of an answer with another status
+            raise ServerFailedError(
+                f"The vLLM server at {self.command.base_url} did not do `{path}` (log: {self.log_path}): {error}.", 1
+            ) from error
+
     def ask_to_stop(self) -> None:
         """Let the guard end the server. Returns at once; safe to call twice."""
         if self.process is not None and self.process.stdin is not None:
@@ -149,8 +163,10 @@ class Supervisor:
         timeout_s: float,
         restart: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        takes_turns: bool = False,
     ) -> None:
         self.servers = servers
+        self.takes_turns = takes_turns
         self.timeout_s = timeout_s
         self.restart = restart
         self.clock = clock
@@ -170,7 +186,11 @@ class Supervisor:
         """Start all, report what each look finds until `stop` has a signal, and end all, whatever happens."""
         try:
             for server in self.servers:
-                server.start(self.clock())
+                if self.takes_turns and server.command.tail:
+                    server.restart_at = math.inf
+                    server.enter(State.WAITING, self.clock())
+                else:
+                    server.start(self.clock())
             while not stop:
                 report(self.look())
                 time.sleep(POLL_S)
@@ -186,8 +206,24 @@ class Supervisor:
             [`ServerFailedError`]: If a server died or did not become healthy, and no other is left, or none was ready.
         """
         messages = [message for server in self.servers if (message := self._look_at(server))]
+        if self.takes_turns and not self.was_ready:
+            self._take_turns()
         self.was_ready = self.was_ready or self.is_ready
         return messages
+
+    def _take_turns(self) -> None:
+        """Make room for the tail's servers once the main ones are there, and let these have it in the end."""
+        main, tail = ([own for own in self.servers if own.command.tail == kind] for kind in (False, True))
+        if self.is_ready:
+            for server in tail:
+                server.tell("/sleep?level=1")
+            for server in main:
+                server.tell("/wake_up")
+        elif all(server.restart_at == math.inf for server in tail) and all(s.state is State.HEALTHY for s in main):
+            for server in main:
+                server.tell("/sleep?level=1")
+            for server in tail:
+                server.restart_at = 0.0
 
     def end(self, stop: Sequence[int]) -> None:
         """End all servers at the same time: politely, then surely; surely at once if asked twice."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,43 @@ MAX_LOG_RATIO = 100.0  # its square is a number
 
 
 @dataclass(frozen=True)
+class TailRecord:
+    """What tail servers took over, and what was predicted of it: NaN where nothing was. Seconds are sums."""
+
+    switches: int = 0
+    moved_candidates: int = 0
+    reread_tokens: int = 0
+    seconds: float = 0.0  # from the switch to the end
+    predicted_seconds: float = 0.0
+    predicted_without: float = 0.0  # had there been no switch
+
+    @classmethod
+    def of(cls, result: RolloutResult) -> "TailRecord":
+        """Of one rollout."""
+        switch = result.tail_switch
+        if switch is None:
+            return cls()
+        forecast, nothing = switch.forecast, math.nan
+        predicted = (nothing, nothing) if forecast is None else (forecast.there, forecast.here)
+        return cls(1, switch.num_moved, switch.num_tokens, result.timeline.times[-1] - switch.begun, *predicted)
+
+    def then(self, later: "TailRecord") -> "TailRecord":
+        """Both together."""
+        return TailRecord(*(own + new for own, new in zip(astuple(self), astuple(later), strict=True)))
+
+    def metrics(self) -> dict[str, float]:
+        """The real gain is what a rollout without the switch was predicted to take, less what this one took."""
+        found = {name: float(getattr(self, name)) for name in ("switches", "moved_candidates", "reread_tokens")}
+        if self.switches:
+            found["seconds"] = self.seconds
+        if self.predicted_seconds > 0:
+            found["predicted_gain_seconds"] = self.predicted_without - self.predicted_seconds
+            found["gain_seconds"] = self.predicted_without - self.seconds
+            found["prediction_error"] = self.predicted_seconds / max(self.seconds, 1e-9) - 1
+        return {f"darts/tail/{name}": value for name, value in found.items()}
+
+
+@dataclass(frozen=True)
 class RolloutRecord:
     """What is known of a rollout once it is over, over all processes."""
 
@@ -32,6 +69,7 @@ class RolloutRecord:
     num_dropped: int = 0  # groups that could not be completed; `summaries` has the others
     deferred: list[GroupSummary] = field(default_factory=list)  # groups that the rollout ended without
     carries_over: bool = False  # whether deferred groups go on in a later rollout with the tokens that they have
+    tail: TailRecord | None = None  # where there are tail servers
     long_end_below: int = 0  # groups with fewer candidates are waited for to keep the longest too
 
     @classmethod
@@ -42,6 +80,7 @@ class RolloutRecord:
         batch: PromptBatch,
         carries_over: bool = False,
         long_end_below: int = 0,
+        has_tail: bool = False,
     ) -> "RolloutRecord":
         """The record of a rollout."""
         return cls(
@@ -54,6 +93,7 @@ class RolloutRecord:
             num_dropped=len(result.dropped),
             deferred=[GroupSummary.of(group) for group in result.deferred],
             carries_over=carries_over,
+            tail=TailRecord.of(result) if has_tail else None,
             long_end_below=long_end_below,
         )
 
@@ -75,6 +115,7 @@ class RolloutRecord:
             num_mixed=self.num_mixed + later.num_mixed,
             num_resumed=self.num_resumed + later.num_resumed,
             num_dropped=self.num_dropped + later.num_dropped,
+            tail=self.tail and later.tail and self.tail.then(later.tail),
             deferred=[*self.deferred, *(replace(g, group_id=g.group_id + first) for g in later.deferred)],
         )
 
@@ -112,6 +153,7 @@ def rollout_metrics(
         "darts/selection/kept_vs_pool_length_ratio": float(kept.mean() / lengths.mean()),
         "darts/selection/kept_longest": float(np.mean([max(s.lengths[i] for i in s.selected) for s in summaries])),
         **_long_ends(record),
+        **({} if record.tail is None else record.tail.metrics()),
     }
 
 

@@ -53,6 +53,7 @@ def measured(monkeypatch, tmp_path) -> list:
         ([URL, "--output", "no/latency.json"], "`output` ('no/latency.json') must be a file that can be written: the"),
         ([URL, "--plot", "latency.docx"], "`plot` ('latency.docx') must end in .png, .svg, .pdf. Rename it."),
         ([URL, "--output", "latency.png"], "`plot` and `output` ('latency.png') must be two files"),
+        ([URL, "--tail-of", "none.json"], "`tail_of` ('none.json') must name a JSON file with a latency profile"),
     ],
 )
 def test_bad_input_is_one_line(measured, args, message):
@@ -93,6 +94,17 @@ def test_writes_prints_and_names_the_trainers_argument(measured):
     assert "Per token, 2,048 tokens of context: 4.41 ms at 1" in result.stdout
     assert 'DARTSGRPOConfig(latency_curve="latency.json")' in result.stdout
     assert "Warning" not in result.stderr
+
+
+def test_tail_servers_are_added_to_a_profile(measured):
+    assert run(URL).exit_code == 0
+    result = run("http://tail:1", "--tail-of", "latency.json")
+    assert result.exit_code == 0, result.stderr
+    profile = LatencyProfile.load("latency.json")
+    assert profile.metadata["servers"] == [URL]
+    assert profile.tail.metadata["servers"] == ["http://tail:1"]
+    assert LatencyCurve.load("latency.json") == profile.curve
+    assert Path("latency.tail.png").exists()
 
 
 def test_progress_is_told_where_it_is_piped(measured, monkeypatch):

@@ -141,12 +141,14 @@ def test_log_and_traces_have_windows_of_their_own(tmp_path):
     assert window == Window(1, 2)
 
 
-def test_drafts_are_summed_up_where_a_log_has_them(tmp_path):
-    drafts = {"darts/drafts/step_share": 0.25, "darts/drafts/accepted_per_step": 1.5}
+def test_drafts_and_switches_are_summed_up_where_a_log_has_them(tmp_path):
+    drafts = {"darts/drafts/step_share": 0.25, "darts/drafts/accepted_per_step": 1.5, "darts/tail/switches": 1.0}
     runs = read(tmp_path, a={"log": [make_entry(1, **drafts), make_entry(2, **drafts)]}, b={"log": 2})
     rows = {row.key: row.cells for row in summary(runs)}
     assert rows["darts/drafts/step_share"] == ["25 %", "–"]
     assert rows["darts/drafts/accepted_per_step"] == ["1.50", "–"]
+    assert rows["darts/tail/switches"] == ["100 %", "–"]
+    assert "darts/tail/gain_seconds" not in rows  # nothing was predicted
 
 
 def test_typical_step(tmp_path):

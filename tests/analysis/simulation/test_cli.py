@@ -3,6 +3,7 @@
 import csv
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -207,3 +208,36 @@ def test_a_picture_that_can_not_be_drawn_is_known_before(no_training, tmp_path, 
     result = run(*SMALL, "--output", tmp_path)
     assert result.exit_code == 2
     assert "pip install 'trl-darts[plots]'" in result.stderr
+
+
+def test_engines_of_two_layouts(tmp_path):
+    small = ["--layout", "4x2+1x8", *SMALL, "--schedule", "grpo"]
+    with_tail = rows(*small, "--median-length", 2000, "--sweep", "tail_switch_at=0,8,none", output=tmp_path)
+    assert [row["setting"] for row in with_tail] == [f"grpo, tail_switch_at={n}" for n in (0, 8, None)]
+    assert float(with_tail[2]["speedup"]) > 1.0
+    path = save_profile(tmp_path / "latency.json")
+    profile = LatencyProfile.load(path)
+    replace(profile, tail=profile).save(tmp_path / "both.json")
+    own = [*SMALL, "--schedule", "grpo", "--layout", "2x1+1x4", "--switch-seconds", 0]
+    assert len(rows(*own, "--latency-curve", tmp_path / "both.json", output=tmp_path)) == 1
+    assert "has none of the tail's. Add it with `trl-darts profile URL --tail-of" in refused(
+        *own, "--latency-curve", path
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layout", "4x2"], "`--layout` ('4x2') must be main and tail engines that differ"),
+        (["--layout", "1x2+1x2"], "must be main and tail engines that differ"),
+        (["--layout", "8x1+1x8"], "needs `--latency-curve`, a profile of both kinds of engines"),
+        (["--layout", "4x2+1x8", "--num-engines", "4"], "`--num-engines` (4) does not go with `--layout`"),
+        (
+            ["--layout", "4x2+1x8", "--sweep", "tail_share=0.1"],
+            "`--sweep tail_share` needs tail engines",
+        ),
+        (["--sweep", "tail_switch_at=4"], "`--sweep tail_switch_at` needs tail engines. Give `--layout`"),
+    ],
+)
+def test_refused_layouts(words, message, no_training):
+    assert message in refused(*words)

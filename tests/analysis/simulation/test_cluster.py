@@ -12,7 +12,15 @@ from tests.analysis.simulation.oracle import token_by_token
 from trl_darts.analysis.simulation import ENDLESS, ClusterSpec, SimulatedCluster
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve, rollout_time
-from trl_darts.scheduling import CandidateState, DualEnd, GroupPlan, SchedulePolicies, Scheduler, UniformPool
+from trl_darts.scheduling import (
+    CandidateState,
+    DualEnd,
+    GroupPlan,
+    SchedulePolicies,
+    Scheduler,
+    ScheduleSettings,
+    UniformPool,
+)
 from trl_darts.scheduling import make_policies as policies_of
 
 
@@ -173,3 +181,40 @@ def test_reports_that_are_left_out_decide_nothing(seed, patience, stops, limits)
 def test_clusters_that_can_not_be(field, value):
     with pytest.raises(ConfigurationError, match=rf"`{field}` \({value}\)"):
         ClusterSpec(CURVE, **{field: value})
+
+
+def with_tail(switch_seconds: float = 0.0, prefill: float = 0.0) -> ClusterSpec:
+    """Two engines that take a second per token, and one that takes half of it for up to two sequences."""
+    tail = ClusterSpec(LatencyCurve([2, 4], [0.5, 3.0]), prefill_seconds_per_token=prefill)
+    return ClusterSpec(SECOND_PER_TOKEN, 2, tail=tail, switch_seconds=switch_seconds)
+
+
+def run_with_tail(lengths, spec, switch_at=None):
+    settings = ScheduleSettings("grpo", M, tail_switch_at=switch_at)
+    scheduler = Scheduler(settings.policies(tail=spec.tail_servers(10_000)), M)
+    plans = [GroupPlan(i, len(own), num_prompt_tokens=5) for i, own in enumerate(lengths)]
+    return SimulatedCluster(spec).run(scheduler, plans, lengths, 10_000)
+
+
+def test_what_is_left_goes_on_on_the_tails_engines():
+    lengths = [[100, 1000], [100, 700]]
+    result = run_with_tail(lengths, with_tail(), switch_at=2)
+    # 100 s together, then 600 tokens of both and 300 of one.
+    assert end_of(result) == pytest.approx(100 + 0.5 * 900)
+    assert [row.length for group in result.groups for row in group.rows] == [100, 1000, 100, 700]
+    assert result.tail_switch.num_moved == 2
+    assert result.tail_switch.num_tokens == 2 * (5 + 100)
+    asleep = run_with_tail(lengths, with_tail(switch_seconds=30.0), switch_at=2)
+    assert end_of(asleep) == pytest.approx(30 + end_of(result))
+    reading = run_with_tail(lengths, with_tail(prefill=0.1), switch_at=2)
+    assert end_of(reading) == pytest.approx(end_of(result) + 0.1 * 2 * (100 + 5))
+
+
+def test_a_switch_is_predicted_to_pay_where_it_does(rng):
+    heavy = np.exp(5 + rng.standard_normal((8, M))).astype(int).tolist()
+    better = end_of(run_with_tail(heavy, with_tail()))
+    assert better < 0.8 * end_of(run_with_tail(heavy, with_tail(), switch_at=0))
+    never = run_with_tail(heavy, with_tail(switch_seconds=10_000.0))
+    assert never.tail_switch is None
+    equal = np.linspace(290, 300, 8 * M).astype(int).reshape(8, M).tolist()
+    assert end_of(run_with_tail(equal, with_tail())) <= 301

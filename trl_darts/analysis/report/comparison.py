@@ -26,7 +26,7 @@ METHOD_SETTINGS = frozenset(
     {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve", "length_history"}
 )
 # Off in most runs, and then not worth a line.
-SWITCHES = ("rollout_ahead", "drop_uniform_groups")
+SWITCHES = ("rollout_ahead", "drop_uniform_groups", "tail_share")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ def _meaningful(settings: Mapping[str, Any]) -> dict[str, Any]:
         name: value
         for name, value in settings.items()
         if name not in METHOD_SETTINGS - {"schedule"} or schedule is None or has_effect(name, schedule, settings)
-        if name != "long_share" or settings.get("num_long_servers")
     }
 
 
@@ -191,7 +190,7 @@ def summary(runs: Sequence[Run]) -> list[Quantity]:
     rewards, _ = in_common([run.log.reindex(columns=["reward", "num_steps"]) for run in runs])
     found = [
         *_lined_up(LOG_LABELS, [_of_log(split) for split in splits], f"{log_window}, from the log"),
-        *_lined_up(DRAFT_LABELS, [_of_drafts(run.log) for run in runs], "the whole log of each run"),
+        *_lined_up(ENGINE_LABELS, [_of_engines(run.log) for run in runs], "the whole log of each run"),
         *_lined_up(ROLLOUT_LABELS, [_of_rollouts(table) for table in tables], f"rollouts of {window}"),
         *_lined_up(REWARD_LABELS, [_of_rewards(log["reward"]) for log in rewards], f"{log_window}, from the log"),
     ]
@@ -209,11 +208,12 @@ def _of_log(split: pd.DataFrame) -> dict[str, Estimate]:
     return {"step": ratio_of_sums([total], [split["num_steps"]]), "share": ratio_of_sums([generate], [total])}
 
 
-def _of_drafts(log: pd.DataFrame) -> dict[str, Estimate]:
-    table = log.reindex(columns=[*DRAFT_LABELS, "num_rollouts"]).dropna()
-    return {
-        name: ratio_of_sums([table[name] * table["num_rollouts"]], [table["num_rollouts"]]) for name in DRAFT_LABELS
-    }
+def _of_engines(log: pd.DataFrame) -> dict[str, Estimate]:
+    found = {}
+    for name in ENGINE_LABELS:
+        table = log.reindex(columns=[name, "num_rollouts"]).dropna()
+        found[name] = ratio_of_sums([table[name] * table["num_rollouts"]], [table["num_rollouts"]])
+    return found
 
 
 def _of_rollouts(table: pd.DataFrame) -> dict[str, Estimate]:
@@ -260,7 +260,9 @@ REWARD_LABELS = {
     "reward_first": ("Reward, first third", plus_minus),
     "reward_last": ("Reward, last third", plus_minus),
 }
-DRAFT_LABELS = {
+ENGINE_LABELS = {
     "darts/drafts/step_share": ("Decoding steps with a draft", plus_minus_percent),
     "darts/drafts/accepted_per_step": ("Tokens accepted in each of these", plus_minus),
+    "darts/tail/switches": ("Rollouts of which tail servers took over what was left", plus_minus_percent),
+    "darts/tail/gain_seconds": ("Seconds saved in each of these", plus_minus),
 }

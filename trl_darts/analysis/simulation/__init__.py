@@ -3,7 +3,7 @@
 from .cluster import SimulatedCluster
 from .comparison import Estimate, Outcome, compare
 from .engine import ClusterSpec
-from .published import ASSUMED_CLUSTER, LLAMA_8B_NIM, WORKLOADS
+from .published import ASSUMED_CLUSTER, LLAMA_8B_NIM, PAT_CLUSTER, PAT_LAYOUT, WORKLOADS
 from .recorded import RecordedRollout, recorded_rollouts, recorded_workload
 from .sweep import parse_sweep, settings_of
 from .training import SimulatedRun, SimulatedTraining
@@ -14,6 +14,8 @@ __all__ = [
     "ASSUMED_CLUSTER",
     "ENDLESS",
     "LLAMA_8B_NIM",
+    "PAT_CLUSTER",
+    "PAT_LAYOUT",
     "WORKLOADS",
     "ClusterSpec",
     "Estimate",

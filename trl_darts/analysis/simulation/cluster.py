@@ -26,12 +26,14 @@ from ...scheduling import (
     Command,
     DualEnd,
     EngineLoad,
+    EngineResized,
     FinishReason,
     Group,
     GroupPlan,
     RolloutResult,
     Scheduler,
     Submit,
+    TakeTurns,
     TokensArrived,
 )
 from .engine import ClusterSpec, SimulatedEngine, SimulatedSequence
@@ -47,16 +49,18 @@ class SimulatedCluster:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
-        self._seconds = [0.0]  # per step, by the number of running sequences
+        # Seconds per step, by the number of running sequences.
+        self._kinds = [(own, [0.0]) for own in (spec, spec.tail) if own is not None]
 
     def run(
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Lengths, max_length: int
     ) -> RolloutResult:
         """Runs one rollout."""
         most = sum(plan.num_candidates for plan in plans)
-        self._seconds.extend(self.spec.latency(count) for count in range(len(self._seconds), most + 1))
-        engines = [SimulatedEngine(self.spec, self._seconds) for _ in range(self.spec.num_engines)]
-        return _Rollout(engines, scheduler, plans, lengths, max_length).run()
+        for spec, seconds in self._kinds:
+            seconds.extend(spec.latency(count) for count in range(len(seconds), most + 1))
+        engines = [SimulatedEngine(*kind) for kind in self._kinds for _ in range(kind[0].num_engines)]
+        return _Rollout(self.spec, engines, scheduler, plans, lengths, max_length).run()
 
 
 class _Rollout:
@@ -64,12 +68,14 @@ class _Rollout:
 
     def __init__(
         self,
+        spec: ClusterSpec,
         engines: list[SimulatedEngine],
         scheduler: Scheduler,
         plans: Sequence[GroupPlan],
         lengths: Lengths,
         max_length: int,
     ) -> None:
+        self.spec = spec
         self.engines = engines
         self.times = [math.inf] * len(engines)  # of the engines' next events
         self.scheduler = scheduler
@@ -83,7 +89,9 @@ class _Rollout:
 
     def run(self) -> RolloutResult:
         engines, times = self.engines, self.times
-        loads = [EngineLoad(str(index)) for index in range(len(engines))]
+        loads = [EngineLoad(str(index), tail=engine.spec is self.spec.tail) for index, engine in enumerate(engines)]
+        for load in loads if self.spec.switch_seconds else ():
+            load.capacity = 0 if load.tail else None
         self._execute(self.scheduler.start(self.plans, loads, 0.0), 0.0)
         ledger = self.scheduler.ledger
         while ledger.num_open:  # the scheduler is not done
@@ -110,6 +118,8 @@ class _Rollout:
     def _end(
         self, engine: SimulatedEngine, sequence: SimulatedSequence, length: int, reason: FinishReason, now: float
     ) -> None:
+        if self.scheduler.weighs_switch:
+            self._report_all(now)
         command, known = sequence.command, sequence.reported
         engine.leave(sequence, length)
         event = CandidateEnded(command.candidate_id, command.segment, known, range(length - known), None, reason, now)
@@ -117,6 +127,14 @@ class _Rollout:
             self._execute(commands, now)
         if self.hears:
             self._watch(self.groups[command.group_id], now)
+
+    def _report_all(self, now: float) -> None:
+        """What servers have told of all sequences, also of those whose reports decide nothing else."""
+        for sequence in [own for own in self.sequences.values() if own.alive]:
+            engine = self.engines[int(sequence.command.engine_id)]
+            engine.advance(now)
+            if sequence.alive and (length := engine.streamed(sequence)) > sequence.reported:
+                self._report(sequence, length, now)
 
     def _watch(self, group: Group, now: float) -> None:
         """One of the group has ended: the others are heard as soon as their lengths can decide something."""
@@ -148,12 +166,15 @@ class _Rollout:
     def _execute(self, commands: list[Command], now: float) -> None:
         touched = set()
         for command in commands:
+            if isinstance(command, TakeTurns):
+                self._take_turns(now)
+                continue
             index = int(command.engine_id)
             engine = self.engines[index]
             if index not in touched:
                 touched.add(index)
                 engine.advance(now)
-            if type(command) is Submit:
+            if isinstance(command, Submit):
                 engine.waiting.append(self._sequence(command))
             else:
                 sequence = self.sequences[command.candidate_id]
@@ -164,6 +185,13 @@ class _Rollout:
             engine = self.engines[index]
             engine.admit()
             self.times[index] = engine.next_time()
+
+    def _take_turns(self, now: float) -> None:
+        for index, engine in enumerate(self.engines):
+            if engine.spec is self.spec.tail:
+                engine.advance(now)
+                engine.clock += self.spec.switch_seconds  # as while it prefills
+                self._execute(self.scheduler.handle(EngineResized(str(index), None, now)), now)
 
     def _sequence(self, command: Submit) -> SimulatedSequence:
         length, prior, reason = self.lengths[command.group_id][command.index], len(command.prior_tokens), STOP

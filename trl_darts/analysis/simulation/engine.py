@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigurationError
-from ...policy import LatencyCurve, PrefillLine
-from ...scheduling import FinishReason, Submit
+from ...policy import EngineTimes, LatencyCurve, LatencyProfile, Layout, PrefillCurve, TailTimes
+from ...scheduling import FinishReason, Submit, TailServers
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class ClusterSpec:
         report_interval (`int`, *optional*, defaults to `16`):
             Tokens between two reports of a sequence, where the schedule asks for them: our vLLM engine's streaming
             interval.
+        tail ([`ClusterSpec`], *optional*):
+            Engines of another layout, which take over what is left.
+        switch_seconds (`float`, *optional*, defaults to `0.0`):
+            Time until `tail` is awake where it is on the same GPUs, asleep until it takes over. With 0 it has its own.
 
     Raises:
         [`ConfigurationError`]: If a number is not positive.
@@ -52,26 +56,55 @@ class ClusterSpec:
     prefill_seconds_per_token: float = 0.0
     seconds_per_request: float = 0.0
     report_interval: int = 16
+    tail: ClusterSpec | None = None
+    switch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_engines", "max_num_seqs", "kv_tokens", "report_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
-        for name in ("prefill_seconds_per_token", "seconds_per_request"):
+        for name in ("prefill_seconds_per_token", "seconds_per_request", "switch_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
 
     @classmethod
     def measured(cls, path: Path, **fields: Any) -> ClusterSpec:
         """As `trl-darts profile` measured an engine, with its limits, but for `fields`."""
-        curve, prefill = LatencyCurve.load(path, "--latency-curve"), PrefillLine.load(path)
+        curve, prefill = LatencyCurve.load(path, "--latency-curve"), PrefillCurve.load(path)
+        return cls.of(curve, prefill, **fields)
+
+    @classmethod
+    def of(cls, curve: LatencyCurve, prefill: PrefillCurve | None, **fields: Any) -> ClusterSpec:
+        """As a profile has it, but for `fields`."""
         own: dict[str, Any] = {
             "max_num_seqs": curve.metadata.get("max_num_seqs"),
             "kv_tokens": curve.metadata.get("kv_cache_tokens"),
             "prefill_seconds_per_token": prefill.per_token_s if prefill is not None else 0.0,
         }
         return cls(curve, **own | fields)
+
+    @classmethod
+    def of_layouts(cls, path: Path, main: Layout, tail: Layout, **fields: Any) -> ClusterSpec:
+        """Main and tail engines of a profile that has both."""
+        profile = LatencyProfile.load(path, "--latency-curve")
+        if profile.tail is None:
+            raise ConfigurationError(
+                f"`--latency-curve` ({str(path)!r}) must be a profile of both kinds of engines, and has none of the "
+                f"tail's. Add it with `trl-darts profile URL --tail-of {path}`."
+            )
+        own = cls.of(profile.tail.curve, profile.tail.prefill, num_engines=tail.num_engines)
+        return cls.of(profile.curve, profile.prefill, num_engines=main.num_engines, tail=own, **fields)
+
+    def tail_servers(self, max_completion_length: int) -> TailServers | None:
+        """What the schedule is told of the tail's engines; `None` without any."""
+        if self.tail is None:
+            return None
+        main, tail = (
+            EngineTimes(spec.latency, PrefillCurve(0.0, spec.prefill_seconds_per_token)) for spec in (self, self.tail)
+        )
+        times = TailTimes(main, tail, self.switch_seconds)
+        return TailServers(times, max_completion_length, takes_turns=self.switch_seconds > 0)
 
 
 _NOW = 1e-6  # steps that are as good as none

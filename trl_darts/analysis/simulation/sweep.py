@@ -26,7 +26,10 @@ _SELECTING = {
 }
 # The schedule has an option of its own. The other decides what is learned.
 UNSWEPT = ("schedule", "mask_stale_after")
-OF_ANY_SCHEDULE = ("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling")
+OF_ANY_SCHEDULE = (
+    *("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling"),
+    *("tail_switch_at", "tail_share"),
+)
 _HINTS = get_type_hints(ScheduleSettings)
 KINDS: dict[str, tuple[Any, ...]] = {
     field.name: get_args(_HINTS[field.name]) or (_HINTS[field.name],)

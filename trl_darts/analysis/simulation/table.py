@@ -88,9 +88,10 @@ def _table(outcomes: Sequence[Outcome], columns: Sequence[Column], title: str) -
 def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> str:
     limits = [f"{cluster.max_num_seqs:,} sequences"] if cluster.max_num_seqs else []
     limits += [f"{cluster.kv_tokens:,} tokens of KV cache"] if cluster.kv_tokens else []
+    tail = "" if cluster.tail is None else f", {cluster.tail.num_engines} of another layout for what is left"
     return (
         f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
-        f"{'s' if cluster.num_engines > 1 else ''}{' of at most ' if limits else ''}{' and '.join(limits)}"
+        f"{'s' if cluster.num_engines > 1 else ''}{' of at most ' if limits else ''}{' and '.join(limits)}{tail}"
         f"{', assumed: ' + source if (source := cluster.latency.metadata.get('assumed')) else ''}"
     )
 

@@ -141,6 +141,7 @@ class SimulatedTraining:
         self.settings = settings
         self.seed = seed
         self.cluster = SimulatedCluster(cluster)
+        self.tail = cluster.tail_servers(workload.max_completion_length)
         self.num_rollouts = 0
         tracker = settings.tracker(workload.max_completion_length)
         slots = cluster.max_num_seqs and cluster.max_num_seqs * cluster.num_engines
@@ -171,7 +172,7 @@ class SimulatedTraining:
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
         """One rollout. It ends with all of its groups, unless `batch_stop` says otherwise."""
-        policies = self.settings.policies(admission.expected_lengths, batch_stop, rollout=self.num_rollouts)
+        policies = self.settings.policies(admission.expected_lengths, batch_stop, None, self.num_rollouts, self.tail)
         self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
         result = self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)

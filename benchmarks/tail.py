@@ -1,0 +1,162 @@
+"""
+What tail servers save: rollouts on main servers alone, on tail servers alone, and with a switch between them.
+
+    python benchmarks/tail.py [--quick] [--only paced|threads]
+
+- paced: two vLLM servers at the pace of PAT's LLaMA-3.1-8B on eight A40 (see `pacing.py`): one stands for four engines
+  of two GPUs, one is an engine of eight. To read tokens anew takes what the CPU needs for it: next to nothing.
+- threads: two servers of one thread, and one of two. What they take is profiled first.
+
+With heavy-tailed lengths and, as a control, with equal ones. All rows have the same lengths and take one step in turn,
+as in `schedules.py`; the first epoch, in which lengths are learned, does not count. Columns: seconds of all rollouts;
+the better static layout's over them, median and range over steps; switches, and candidates left at each; predicted
+over real time from the switch to the end, median; the second column as the simulator has it.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.table import Table
+
+from benchmarks.models import make_markov_model, make_random_model, make_tokenizer
+from benchmarks.pacing import paced_server, scaled
+from benchmarks.schedules import Replay, Row, ServerCluster, Size, console
+from benchmarks.vllm_server import start_vllm_server
+from trl_darts.analysis.profile import ProfileOptions, profile_servers
+from trl_darts.analysis.simulation import PAT_CLUSTER, ClusterSpec
+from trl_darts.scheduling import RolloutResult
+
+
+SCHEDULES = {"grpo": {"schedule": "grpo"}, "default": {"schedule": "darts"}}
+MAX_MODEL_LEN = 1024
+Servers = tuple[dict[str, ServerCluster], ClusterSpec]
+
+
+class Watched(Replay):
+    """Notes the switches of its rollouts."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.switches: list[tuple[float, float]] = []  # candidates left, predicted over real seconds
+
+    def rollout(self, *args: Any, **kwargs: Any) -> RolloutResult:
+        result = super().rollout(*args, **kwargs)
+        if (switch := result.tail_switch) is not None:
+            predicted = np.nan if switch.forecast is None else switch.forecast.there
+            real = result.timeline.times[-1] - switch.begun
+            self.switches.append((switch.num_unfinished, predicted / max(real, 1e-9)))
+        return result
+
+
+@contextmanager
+def paced_servers() -> Iterator[Servers]:
+    """Both layouts at PAT's pace."""
+    main, tail = PAT_CLUSTER, PAT_CLUSTER.tail
+    assert tail is not None
+    curve = scaled(main.latency, 1.0, main.num_engines)
+    with TemporaryDirectory() as directory, ExitStack() as stack:
+        model_dir = make_markov_model(Path(directory) / "markov", make_tokenizer())
+        options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 1024}
+        servers = [stack.enter_context(paced_server(model_dir, own, **options)) for own in (curve, tail.latency)]
+        (url, tail_url), paces = ([server.base_url for server, _ in servers], [pace for _, pace in servers])
+        spec = ClusterSpec(curve, tail=ClusterSpec(tail.latency))
+        yield clusters([url], tail_url), spec
+        console.print("; ".join(f"{name}: {pace()}" for name, pace in zip(("main", "tail"), paces, strict=True)))
+
+
+@contextmanager
+def threaded_servers() -> Iterator[Servers]:
+    """Two servers of one thread each, and one of two; the model is large enough for a second thread to help."""
+    with TemporaryDirectory() as directory, ExitStack() as stack:
+        model_dir = make_random_model(Path(directory) / "model", make_tokenizer(), hidden_size=512, num_layers=6)
+        options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 256}
+        started = [
+            stack.enter_context(start_vllm_server(model_dir, env={"VLLM_CPU_OMP_THREADS_BIND": cores}, **options))
+            for cores in ("0", "1", "0-1")
+        ]
+        *urls, tail_url = [server.base_url for server in started]
+        profiles = [
+            profile_servers(ProfileOptions(tuple(own), (1, 2, 4, 8, 16, 32, 64), context_lengths=(64, 512))).profile
+            for own in (urls, [tail_url])
+        ]
+        main, tail = (ClusterSpec.of(own.curve, own.prefill) for own in profiles)
+        yield clusters(urls, tail_url), replace(main, num_engines=2, tail=tail)
+
+
+def clusters(urls: Sequence[str], tail_url: str) -> dict[str, ServerCluster]:
+    """Either layout alone, and both."""
+    return {
+        "main": ServerCluster(*urls),
+        "tail": ServerCluster(tail_url),
+        "switch": ServerCluster(*urls, tail_urls=[tail_url]),
+    }
+
+
+def compare(title: str, servers: Servers, size: Size) -> None:
+    """A table."""
+    own, spec = servers
+    assert spec.tail is not None
+    specs = {"main": replace(spec, tail=None), "tail": spec.tail, "switch": spec}
+    table = Table(title=f"{title}: {size}")
+    columns = ("seconds", "better / this", "switches", "left", "predicted / real", "simulated")
+    for name in ("schedule", "servers", *columns):
+        table.add_column(name, justify="right" if name in columns else "left")
+    for schedule, settings in SCHEDULES.items():
+        rows = {name: Watched(Row(schedule, settings), size, specs[name], own[name]) for name in own}
+        simulated = {name: Watched(Row(schedule, settings), size, specs[name]) for name in own}
+        seconds, predicted = (steps(replays, size) for replays in (rows, simulated))
+        for name, row in rows.items():
+            ratios, static = better(seconds) / seconds[name], better(predicted).sum()
+            left, error = np.array(row.switches or [(np.nan, np.nan)]).T
+            table.add_row(
+                *(schedule, name, f"{seconds[name].sum():.1f}"),
+                f"{np.median(ratios):.2f} ({ratios.min():.2f}-{ratios.max():.2f})",
+                *(f"{len(row.switches)}", f"{np.median(left):.0f}", f"{np.median(error):.2f}"),
+                f"{static / predicted[name].sum():.2f}",
+            )
+    console.print(table)
+
+
+def steps(replays: dict[str, Watched], size: Size) -> dict[str, np.ndarray]:
+    """Seconds of each step after the first epoch; another row begins each time."""
+    running = [(name, replay.steps()) for name, replay in replays.items()]
+    for step in range(2 * size.batches):
+        for i in range(len(running)):
+            next(running[(step + i) % len(running)][1])
+    return {name: np.array(own.outcome.rollout_seconds[size.batches :]) for name, own in replays.items()}
+
+
+def better(seconds: dict[str, np.ndarray]) -> np.ndarray:
+    """The static layout that took less time in all."""
+    return min(seconds["main"], seconds["tail"], key=np.sum)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
+    parser.add_argument("--only", choices=("paced", "threads"))
+    args = parser.parse_args()
+    for part, start, prompts in (("paced", paced_servers, 16), ("threads", threaded_servers, 8)):
+        if args.only not in (None, part):
+            continue
+        heavy = Size(prompts, 8, 40.0, 800, batches=1 if args.quick else 3, endless_share=0.0)
+        with start() as servers:
+            compare(f"{part}, heavy tail", servers, heavy)
+            compare(f"{part}, equal lengths", servers, replace(heavy, median=160.0, equal=True))
+            for cluster in servers[0].values():
+                cluster.engine.close()
+
+
+if __name__ == "__main__":
+    main()

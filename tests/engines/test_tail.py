@@ -1,0 +1,209 @@
+"""
+What is left of a rollout moves between servers of two layouts: nothing is lost or doubled, whatever fails, and servers
+that share GPUs never decode at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+from aiohttp import web
+
+from tests.engines.fake_server import fake_server
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
+from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines.pool import State
+from trl_darts.engines.vllm_server import bring_back
+from trl_darts.scheduling import GroupPlan, Scheduler, TailPolicy, TailServers, make_policies
+
+
+BODY = {"model": "m", "max_tokens": 400, "logprobs": 0}
+LENGTHS = [[4, 60], [6, 90], [5, 5]]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(vllm_server, "PROGRESS_INTERVAL_S", 0.004)
+    monkeypatch.setattr(vllm_rollout, "ABORT_RESEND_S", 0.01)
+
+
+class Decoder:
+    """Token t of a completion is t, its log-prob -t; candidate `index` of prompt `[group, index]` has its length."""
+
+    def __init__(self, url_of_peers: list[Decoder]) -> None:
+        self.peers = url_of_peers  # on the same GPUs
+        self.asleep = False
+        self.wakes = True
+        self.dead = False
+        self.num_running = 0
+        self.num_tokens = 0
+        self.aborted: set[str] = set()
+        self.problems: list[str] = []
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        group, index, *prior = body["prompt"]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if self.dead:
+            request.transport.close()
+            return response
+        if self.asleep or prior != list(range(len(prior))):
+            self.problems.append(f"{group} {index}: asleep {self.asleep}, {prior}")
+        self.num_running += 1
+        try:
+            await response.prepare(request)
+            await self._stream(response, request, body["request_id"], len(prior), LENGTHS[group][index])
+        finally:
+            self.num_running -= 1
+        return response
+
+    async def _stream(self, response, request, request_id: str, start: int, end: int) -> None:
+        for token in range(start, end):
+            await asyncio.sleep(0.004)
+            if self.dead or any(peer.num_running for peer in self.peers):
+                self.problems += [] if self.dead else ["it decodes beside one on the same GPUs"]
+                request.transport.close()
+                return
+            self.num_tokens += 1
+            stopped = f"cmpl-{request_id}-0" in self.aborted
+            reason = "stop" if token == end - 1 else "abort" if stopped else None
+            choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-float(token)]}, "finish_reason": reason}
+            await response.write(b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n")
+            if reason is not None:
+                return
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborted |= set((await request.json())["request_ids"])
+        return web.json_response({})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        self.problems += ["it was put to sleep while it decodes"] if self.num_running else []
+        self.asleep = True
+        return web.Response()
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        if not self.wakes:
+            return web.Response(status=500, text="out of memory")
+        self.asleep = False
+        return web.Response()
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=500 if self.dead else 200)
+
+    @property
+    def routes(self):
+        posts = {"/v1/completions": self.completions, "/abort_requests": self.abort, "/sleep": self.sleep}
+        posts |= {"/wake_up": self.wake_up}
+        return {"GET /health": self.health, **{f"POST {path}": handler for path, handler in posts.items()}}
+
+
+@contextmanager
+def two_kinds(takes_turns: bool, num_main: int = 1) -> Iterator[tuple[VLLMServerEngine, list[Decoder], list[str]]]:
+    """Main servers, and a tail server as the last one."""
+    decoders: list[Decoder] = [Decoder([]) for _ in range(num_main + 1)]
+    *main, tail = decoders
+    if takes_turns:
+        tail.peers = main
+        for own in main:
+            own.peers = [tail]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(fake_server(own.routes)) for own in decoders]
+        engine = VLLMServerEngine(urls, Deadlines(return_s=5.0), None, urls[-1:], takes_turns)
+        try:
+            yield engine, decoders, urls
+        finally:
+            engine.close()
+    assert [own.problems for own in decoders] == [[]] * len(decoders)
+
+
+def run(engine, switch_at=2, takes_turns=False, on_progress=lambda: None):
+    """A rollout of which every row is what it should be."""
+    policies = make_policies("grpo", 2, 2, 0, tail=TailPolicy(TailServers(takes_turns=takes_turns), switch_at))
+    scheduler = Scheduler(policies, 2)
+    prompts = [[ServerPrompt([group, index]) for index in range(2)] for group in range(len(LENGTHS))]
+    tend = partial(bring_back, engine, lambda url: True, set())
+
+    def progress(_):
+        on_progress()
+        tend()
+
+    plans = [GroupPlan(group, 2, num_prompt_tokens=2) for group in range(len(LENGTHS))]
+    result = engine.run(scheduler, plans, prompts, BODY, on_progress=progress)
+    for group, lengths in zip(result.groups, LENGTHS, strict=True):
+        assert [row.tokens for row in group.rows] == [list(range(length)) for length in lengths]
+        assert [row.logprobs for row in group.rows] == [[-float(t) for t in range(length)] for length in lengths]
+    ledger = scheduler.ledger
+    assert (ledger.num_open, ledger.num_running, ledger.num_aborted) == (0, 0, 0)
+    return result
+
+
+def test_what_is_left_moves_with_its_tokens():
+    with two_kinds(takes_turns=False, num_main=2) as (engine, (one, other, tail), _):
+        result = run(engine)
+        assert result.tail_switch.num_moved == 2
+        assert result.num_resumed == 0
+        assert tail.num_tokens > 100  # of 150
+        assert one.num_tokens + other.num_tokens + tail.num_tokens == sum(map(sum, LENGTHS))
+        tail.num_tokens = 0
+        assert run(engine, switch_at=0).tail_switch is None
+        assert tail.num_tokens == 0
+
+
+def test_servers_on_the_same_gpus_take_turns():
+    with two_kinds(takes_turns=True, num_main=2) as (engine, (one, other, tail), _):
+        for _ in range(2):
+            assert run(engine, takes_turns=True).tail_switch.num_moved == 2
+            assert tail.asleep
+            assert not one.asleep
+            assert not other.asleep
+        assert tail.num_tokens > 200
+
+
+def test_a_tail_server_that_does_not_wake_is_left_alone():
+    with two_kinds(takes_turns=True) as (engine, (main, tail), urls):
+        tail.wakes = False
+        assert run(engine, takes_turns=True).tail_switch.num_moved == 2
+        assert tail.num_tokens == 0
+        assert not main.asleep
+        assert engine.num_losses == 1
+        assert engine.states()[urls[0]] is State.UP
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_a_tail_server_that_dies_gives_back(takes_turns):
+    with two_kinds(takes_turns) as (engine, (main, tail), _):
+
+        def die():
+            tail.dead = tail.dead or tail.num_tokens > 40
+
+        result = run(engine, takes_turns=takes_turns, on_progress=die)
+        assert result.num_resumed == 2
+        assert main.num_tokens > 60
+        assert not main.asleep
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_twenty_kills_of_either_kind(takes_turns):
+    """At random moments; each is back a moment later."""
+    rng, kills = random.Random(0), 0
+    with two_kinds(takes_turns, num_main=2) as (engine, decoders, _):
+
+        def kill():
+            nonlocal kills
+            for own in decoders:
+                if own.dead and rng.random() < 0.2:
+                    own.dead = own.asleep = False
+                elif not own.dead and not own.asleep and rng.random() < 0.02:
+                    own.dead, kills = True, kills + 1
+
+        while kills < 20:
+            run(engine, switch_at=rng.choice([1, 2, 4]), takes_turns=takes_turns, on_progress=kill)
+            for own in decoders:
+                own.dead = False
