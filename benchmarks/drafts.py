@@ -57,6 +57,7 @@ KNEE = 64.0
 REASONER = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"
 CHECKPOINT = REASONER / "checkpoint"
 COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
+POSITIONS = (1, 2, 4, 8, 16)  # of a draft
 console = Console(width=150)
 
 
@@ -173,8 +174,10 @@ def training(
 
 
 def counts(server: VLLMServer) -> np.ndarray:
-    """Drafts, drafted tokens and accepted tokens so far."""
-    return np.array([server.metric(f"vllm:spec_decode_num_{name}_total") for name in COUNTED])
+    """Drafts, drafted tokens and accepted tokens so far; then drafts of which so many tokens were accepted."""
+    by_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    own = [server.metric(f"vllm:spec_decode_num_{name}_total") for name in COUNTED]
+    return np.array([*own, *(server.metric(by_position, f'position="{place - 1}"') for place in POSITIONS)])
 
 
 def servers(args: argparse.Namespace) -> None:
@@ -191,7 +194,7 @@ def servers(args: argparse.Namespace) -> None:
         running = {name: server for name, (server, _) in paced.items()}
         for schedule in args.schedules.split(","):
             seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-            drafted: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros(len(COUNTED)))
+            drafted: dict[tuple[str, int], np.ndarray] = defaultdict(lambda: np.zeros(len(COUNTED) + len(POSITIONS)))
             for epoch, lengths, prompts in training(rng, args.prompts, args.steps, args.epochs):
                 for name in rng.permutation(list(running)).tolist():
                     before = counts(running[name])
@@ -205,7 +208,10 @@ def servers(args: argparse.Namespace) -> None:
 
 def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
     """Seconds of each epoch, and how many times as fast as without drafts."""
-    title = f"{schedule}: seconds of rollouts (ratio, range over steps); tokens accepted per draft, and their share"
+    title = (
+        f"{schedule}: seconds of rollouts (ratio, range over steps); tokens accepted per draft, and their share; "
+        f"share of drafts of which {', '.join(map(str, POSITIONS))} tokens were"
+    )
     table = Table("arm", *(f"epoch {epoch + 1}" for epoch in range(epochs)), title=title)
     for name in ARMS:
         cells = []
@@ -213,8 +219,11 @@ def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
             own, control = seconds[name, epoch], seconds["no drafts", epoch]
             ratios = [other / mine for mine, other in zip(own, control, strict=True)]
             cell = f"{sum(own):.1f} ({sum(control) / sum(own):.2f}×, {min(ratios):.2f} to {max(ratios):.2f})"
-            number, tokens, accepted = drafted[name, epoch]
-            cells.append(cell + (f"; {accepted / number:.2f}, {accepted / tokens:.0%}" if number else ""))
+            number, tokens, accepted, *places = drafted[name, epoch]
+            if number:
+                cell += f"; {accepted / number:.2f}, {accepted / tokens:.0%}"
+                cell += f"; {', '.join(f'{count / number:.0%}' for count in places)}"
+            cells.append(cell)
         table.add_row(name, *cells)
     console.print(table)
 

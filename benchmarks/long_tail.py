@@ -92,6 +92,12 @@ def grade_reward(completions: Sequence[str], **kwargs: Any) -> list[float]:
     return [float(text.endswith("+")) for text in completions]
 
 
+def half_reward(prompts: Sequence[str], completions: Sequence[str], **kwargs: Any) -> list[float]:
+    """As [`grade_reward`] for every other dozen of prompts. The answers to the others are all worth the same."""
+    teaches = [int(prompt[:3]) // len(KINDS) % 2 == 0 for prompt in prompts]
+    return [own if taught else 0.0 for own, taught in zip(grade_reward(completions), teaches, strict=True)]
+
+
 @dataclass(frozen=True)
 class Answers:
     """What plain sampling would give for prompts of all kinds, exactly."""

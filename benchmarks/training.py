@@ -1,7 +1,7 @@
 """
 The evidence for shaped rollouts, on two cores at a GPU's pace: how long each way takes to the same reward.
 
-    python benchmarks/training.py [--quick] [--seeds 0,1] [--arms grpo,default] [--worlds tail,equal,full]
+    python benchmarks/training.py [--quick] [--seeds 0,1] [--arms grpo,default] [--worlds tail,equal,full,half]
 
 Each seed begins with one epoch of GRPO on the task of `long_tail.py`. From its checkpoint, which also knows the
 prompts' lengths, each arm trains with the same prompts in the same order: for as many steps as GRPO, and on until
@@ -10,7 +10,8 @@ as slow (`pacing.py`). What a step takes beside its rollout is paced too, per to
 of GRPO, as in the paper. A seed goes through all arms before the next one begins.
 
 Worlds: `tail` is the task. Two controls have GRPO and the default alone: in `equal` all answers are equally long, so
-nothing can be gained, and in `full` the engine decodes a sixteenth of a batch at once, so further candidates queue.
+nothing can be gained, and in `full` the engine decodes a sixteenth of a batch at once, so further candidates queue. In
+`half`, all answers to half of the prompts are worth the same, and GRPO is compared with dynamic sampling.
 
 Each training leaves a file of some kilobytes in `--results`, and a later call runs those that are missing: all take
 some three hours. Then, and with `--only-page`, the tables and the picture of docs/evidence.md are written anew.
@@ -39,7 +40,16 @@ from matplotlib import pyplot as plt
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.long_tail import LIMIT, TOKENIZER, Answers, grade_reward, load_model, make_checkpoint, make_dataset
+from benchmarks.long_tail import (
+    LIMIT,
+    TOKENIZER,
+    Answers,
+    grade_reward,
+    half_reward,
+    load_model,
+    make_checkpoint,
+    make_dataset,
+)
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
 from benchmarks.page import PAGE, put
 from benchmarks.servers import training_args
@@ -53,7 +63,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURE = "evidence_training.png"
 PROMPTS, NUM_GENERATIONS = 32, 8  # of a step
 EPOCH = 8  # steps
-STEPS, CONTROL_STEPS = 40, 8  # of GRPO, after the epoch that all share
 PATIENCE = 1.5  # the others get so many times as many to reach its reward
 LEARNING_RATE = 1e-3
 ROLLOUT_SHARE = 0.7  # of a step of GRPO, in the paper
@@ -65,6 +74,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "darts (paper)": {"schedule": "darts", "long_end_patience": None},
     DEFAULT: {"schedule": "darts"},
     "long end every 4": {"schedule": "darts", "long_end_every": 4},
+    "long end every 8": {"schedule": "darts", "long_end_every": 8},
     "tail batching": {"schedule": "tail_batching"},
     "partial rollout": {"schedule": "partial_rollout"},
     "default, ahead": {"schedule": "darts", "rollout_ahead": 1},
@@ -73,9 +83,27 @@ ARMS: dict[str, dict[str, Any]] = {
         "rollout_ahead": 1,
         "vllm_importance_sampling_correction": False,
     },
+    "grpo, informative": {"schedule": "grpo", "drop_uniform_groups": True},
 }
 SHARED = {"schedule": "grpo", "submit_order": "longest"}  # in this order, lengths are learned with GRPO too
-WORLDS = {"tail": 2 * PROMPTS * NUM_GENERATIONS, "equal": 2 * PROMPTS * NUM_GENERATIONS, "full": 16}  # and their slots
+
+
+@dataclass(frozen=True)
+class World:
+    """What is trained on."""
+
+    arms: Sequence[str]
+    steps: int  # of GRPO, after the epoch that all share
+    slots: int = 2 * PROMPTS * NUM_GENERATIONS  # candidates that the engine decodes at once
+    reward: Callable[..., list[float]] = grade_reward
+
+
+WORLDS = {
+    "tail": World([arm for arm in ARMS if arm != "grpo, informative"], 40),
+    "equal": World([BASELINE, DEFAULT], 8),
+    "full": World([BASELINE, DEFAULT], 8, slots=16),
+    "half": World([BASELINE, "grpo, informative"], 20, reward=half_reward),
+}
 METRICS = {  # of TRL's log, by the name in the results
     "train_reward": "reward",
     "grad_norm": "grad_norm",
@@ -194,7 +222,7 @@ def train(
     )
     trainer = DARTSGRPOTrainer(
         load_model(start),
-        grade_reward,
+        WORLDS[training.world].reward,
         args,
         make_dataset(PROMPTS * EPOCH),
         processing_class=TOKENIZER,
@@ -222,7 +250,7 @@ def run_missing(trainings: Sequence[Training], results: Path) -> None:
             continue
         with tempfile.TemporaryDirectory() as directory:
             start = make_checkpoint(Path(directory) / "start", equal=world == "equal")
-            curve, slots = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES), WORLDS[world]
+            curve, slots = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES), WORLDS[world].slots
             with paced_server(start, curve, max_num_seqs=slots, max_model_len=2 * LIMIT) as (server, pace):
                 for seed in dict.fromkeys(own.seed for own in todo):
                     own = [training for training in todo if training.seed == seed]
@@ -274,15 +302,20 @@ def load(trainings: Sequence[Training], results: Path) -> dict[str, Runs]:
     return worlds
 
 
-def seconds_to(steps: Steps, reward: float) -> float:
-    """Seconds of training until plain sampling has a reward; infinite where it never does."""
-    times = steps["seconds"].cumsum()
+def spent_to(steps: Steps, reward: float, name: str) -> float:
+    """Sum of `seconds`, `tokens` or `steps` until plain sampling has a reward; infinite where it never does."""
+    spent = steps.get(name, np.ones_like(steps["reward"])).cumsum()
     if steps["reward"].max() < reward:
         return math.inf
     place = int(np.argmax(steps["reward"] >= reward))
     if place == 0:
-        return float(times[0])
-    return float(np.interp(reward, steps["reward"][place - 1 : place + 1], times[place - 1 : place + 1]))
+        return float(spent[0])
+    return float(np.interp(reward, steps["reward"][place - 1 : place + 1], spent[place - 1 : place + 1]))
+
+
+def _to_equal_reward(name: str) -> Callable[[Steps, Steps], float]:
+    """What GRPO spends to the reward that it has at its end, over what this arm does."""
+    return lambda own, base: spent_to(base, base["reward"][-1], name) / spent_to(own, base["reward"][-1], name)
 
 
 def _ratio(name: str) -> Callable[[Steps, Steps], float]:
@@ -300,7 +333,9 @@ def _mean(name: str) -> Callable[[Steps, Steps], float]:
 
 
 SPEED: dict[str, Callable[[Steps, Steps], float]] = {
-    "to GRPO's reward": lambda own, base: seconds_to(base, base["reward"][-1]) / seconds_to(own, base["reward"][-1]),
+    "to GRPO's reward": _to_equal_reward("seconds"),
+    "to it, in steps": _to_equal_reward("steps"),
+    "to it, in tokens": _to_equal_reward("tokens"),
     "steps": _ratio("seconds"),
     "rollouts": _ratio("rollout"),
     "seconds per step": _mean("seconds"),
@@ -394,9 +429,10 @@ def trainings_of(options: argparse.Namespace) -> list[Training]:
     """World by world, seed by seed, GRPO first."""
     seeds = [int(seed) for seed in (options.seeds[:1] if options.quick else options.seeds)]
     return [
-        Training(world, seed, 2 if options.quick else STEPS if world == "tail" else CONTROL_STEPS, arm)
-        for world, seed, arm in product(options.worlds, seeds, ARMS)
-        if arm == BASELINE or (arm in options.arms and (world == "tail" or arm == DEFAULT))
+        Training(world, seed, 2 if options.quick else WORLDS[world].steps, arm)
+        for world, seed in product(options.worlds, seeds)
+        for arm in WORLDS[world].arms
+        if arm in {BASELINE, *options.arms}
     ]
 
 

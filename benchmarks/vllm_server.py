@@ -104,11 +104,15 @@ class VLLMServer:
             body = response.read()
         return json.loads(body) if body else {}
 
-    def metric(self, name: str) -> float:
-        """Sum of a Prometheus metric, such as `"vllm:num_requests_running"`, over its labels; 0 if it is not there."""
+    def metric(self, name: str, label: str = "") -> float:
+        """
+        Sum of a Prometheus metric, such as `"vllm:num_requests_running"`, over its labels, or over those with one such
+        as `'position="0"'`; 0 if it is not there.
+        """
         with _LOCAL.open(f"{self.base_url}/metrics", timeout=30) as response:
             lines = response.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        own = [line for line in lines if line.split("{")[0].split(" ")[0] == name and label in line]
+        return sum(float(line.split()[-1]) for line in own)
 
     def num_running(self) -> float:
         """

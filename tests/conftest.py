@@ -30,15 +30,33 @@ SERVER_OF = {
     "servers": "markov",
     "pair": "markov",
 }
+# What takes a minute and more begins first, so that no process is left alone with it at the end.
+LONGEST_FIRST = (
+    "letters",
+    "launches",
+    "markov",
+    "tests/conformance/test_images.py",
+    "tests/examples/test_notebook.py",
+    "tests/test_equivalence.py",
+    "tests/analysis/report/test_page.py",
+    "tests/trl_parity/test_rollouts.py",
+    "tests/engines/test_hostile_server.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test belongs to the group of its server, else to that of its file; its own mark comes first."""
+    groups = {}
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
+        mark = item.get_closest_marker("xdist_group")
+        if mark is None:
             servers = [SERVER_OF[name] for name in getattr(item, "fixturenames", ()) if name in SERVER_OF]
-            item.add_marker(pytest.mark.xdist_group(servers[0] if servers else item.nodeid.split("::")[0]))
+            mark = pytest.mark.xdist_group(servers[0] if servers else item.nodeid.split("::")[0])
+            item.add_marker(mark)
+        groups[item] = mark.args[0]
+    order = {group: place for place, group in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(groups[item], len(order)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

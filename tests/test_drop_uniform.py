@@ -10,7 +10,7 @@ import torch
 
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches
 from tests.model_server import model_server
-from trl_darts.buffer.judge import GroupJudge
+from trl_darts.buffer.scores import GroupScores
 from trl_darts.errors import ConfigurationError, GenerationError
 
 
@@ -54,7 +54,14 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [float(entry[name]) for entry in trainer.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize("fields", [{}, {"rollout_ahead": 1}, {"schedule": "grpo", "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rollout_ahead": 1},
+        {"schedule": "grpo", "gradient_accumulation_steps": 2, "stream_rewards": True},
+    ],
+)
 def test_every_group_teaches_something(model_dir, tmp_path, monkeypatch, fields):
     reward = Reward()
     with model_server(model_dir, monkeypatch) as (_, settings):
@@ -145,9 +152,9 @@ def test_what_has_no_spread(rewards, mode, is_uniform):
         reward_weights = torch.ones(2)
         multi_objective_aggregation = mode
 
-    judge = GroupJudge(Trainer(), None, None, None)  # type: ignore[arg-type]
+    scores = GroupScores(Trainer(), None, None, None, None)  # type: ignore[arg-type]
     values = torch.tensor([[float("nan") if value is None else value for value in row] for row in rewards])
-    assert judge._is_uniform(values) == is_uniform
+    assert scores._is_uniform(values) == is_uniform
 
 
 @pytest.mark.parametrize(
@@ -156,7 +163,7 @@ def test_what_has_no_spread(rewards, mode, is_uniform):
         ({"schedule": "sorted"}, r"`drop_uniform_groups` \(True\) does not run with `schedule` \('sorted'\)"),
         ({"max_prompt_oversampling": 1.0}, r"`max_prompt_oversampling` \(1.0\) must be greater than 1"),
         ({"drop_uniform_groups": False, "max_prompt_oversampling": 2.0}, r"has no effect without `drop_uniform"),
-        ({"stream_rewards": True}, r"`stream_rewards` \(True\) does not run with `drop_uniform_groups`"),
+        ({"stream_logprobs": True}, r"`stream_logprobs` \(True\) does not run with `drop_uniform_groups`"),
     ],
 )
 def test_settings_that_can_not_work(tmp_path, fields, words):

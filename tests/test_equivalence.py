@@ -47,9 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "use_adaptive_entropy": True,
         "entropy_target": 5.0,
     },
-    "sequence ratios": {**OFF_POLICY, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+    # One loss that looks at the ratios stands for all: they are TRL's.
     "cispo": {**OFF_POLICY, "loss_type": "cispo", "off_policy_mask_threshold": 0.5, "scale_rewards": "batch"},
-    "vespo": {**OFF_POLICY, "loss_type": "vespo", "scale_rewards": "none", "pad_to_multiple_of": 16},
 }
 BASE = (
     "output_dir",

@@ -404,22 +404,16 @@ class RolloutSettings(ScheduleSettings):
                     f"`{name}` (True) only has an effect on vLLM servers: an engine in the trainer's own process "
                     "leaves it no time. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
                 )
-        for name in ("stream_logprobs", "stream_rewards"):
-            if getattr(self, name) and self.drop_uniform_groups:
+        reasons = {
+            "drop_uniform_groups": "which groups are trained on is only known once their rewards are",
+            "rollout_ahead": "the model trains while candidates decode",
+        }
+        for name, reason in reasons.items():
+            if self.stream_logprobs and (value := getattr(self, name)):
                 raise ConfigurationError(
-                    f"`{name}` (True) does not run with `drop_uniform_groups` (True): which groups are trained on is "
-                    "only known once a rollout is over. Set one of them to `False`."
+                    f"`stream_logprobs` (True) does not run with `{name}` ({value}): {reason}. Set one of them to its "
+                    "default."
                 )
-            if getattr(self, name) and self.rollout_ahead:
-                raise ConfigurationError(
-                    f"`{name}` (True) does not run with `rollout_ahead` ({self.rollout_ahead}), under which the model "
-                    "trains while candidates decode. Set one of them to its default."
-                )
-        if self.stream_rewards and self.buffers_prompts:
-            raise ConfigurationError(
-                f"`stream_rewards` (True) does not run with `schedule` ({self.schedule!r}): which groups are trained "
-                "on is only known when the rollout is over. Set it to `False`, or use `schedule='darts'` or 'grpo'."
-            )
 
     def _check_ahead(self) -> None:
         """A batch is sampled before the optimizer's steps on the one before it."""

@@ -16,8 +16,8 @@ from trl.extras.profiling import profiling_context
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import EndlessFeed, PromptFeed, skip_passes
-from .buffer.judge import GroupJudge
 from .buffer.rounds import round_policy
+from .buffer.scores import GroupScores
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
 from .checks import (
     check_arguments,
@@ -103,7 +103,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     # Class-level: TRL's own tests build trainers without __init__.
     _engine: Any = None  # an `Engine`
     _batches: Any = None  # `BufferedBatches` where the schedule trains on other batches than the loader's
-    _judge: GroupJudge | None = None  # with `drop_uniform_groups`
+    _scores: GroupScores | None = None  # where groups are scored before their batch is full
     _tail: TailServers | None = None
     _sampler: Any = None
     _streams = Streams()
@@ -175,9 +175,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._batches = BufferedBatches(
                 policy, self._admission, args.num_generations, feed, self._main, tokenize, steps
             )
-        if args.drop_uniform_groups:
-            decode = partial(decode_completions, self)
-            self._judge = GroupJudge(self, self._batches, super()._calculate_rewards, decode)
+        if self._batches is not None and (args.drop_uniform_groups or args.stream_rewards):
+            decode, owners = partial(decode_completions, self), lambda: self._streams.owners()
+            self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, owners)
         self._state_callback = RolloutStateCallback(self._admission, self._batches)
         self.add_callback(self._state_callback)
         if args.save_rollout_trace:
@@ -245,14 +245,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
         meanwhile = streams.follow if streams else None
         plan = main.run(lambda: self._plan(batch, training)) if ahead is None else ahead[1]
         with RolloutProgress(self.callback_handler.callbacks) as progress:
-            on_progress = main.run(lambda: streams.watch(batch.longest, progress), meanwhile)
+            ids = self._batches if training else None
+            on_progress = main.run(lambda: streams.watch(batch.longest, progress, ids and ids.round_ids), meanwhile)
             with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
                 result = self._engine.run(plan, batch, on_progress, meanwhile)
         rows, record = main.broadcast(lambda: self._conclude(plan, result, batch, training), meanwhile)
         if meanwhile is not None and not main.is_here:
             meanwhile()  # what the main process sent last
         self._fillers, self._record = rows.fillers, record
-        if not training or self._judge is None:  # else once for all rollouts of the batch
+        if not (training and self.args.drop_uniform_groups):  # else once for all rollouts of the batch
             self._log_rollout(record, training)
         return rows
 
@@ -367,7 +368,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._generated_at, self._fillers = None, {}
         batches = self._batches if self.model.training else None
-        with self._streams.serving(inputs if self.model.training else None) as streamed:
+        input_of = inputs.__getitem__ if batches is None else batches.input_of
+        with self._streams.serving(input_of if self.model.training else None) as streamed:
             if batches is not None:
                 inputs = self._collect_inputs(len(inputs))
             output = super()._generate_and_score_completions(inputs)
@@ -387,7 +389,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         ahead, self._ahead = self._ahead, None
         batch = self._next_round() if ahead is None else ahead[0]
         begin = time.perf_counter()
-        if batch is not None and self._judge is None:
+        if batch is not None and not self.args.drop_uniform_groups:
             rows = self._rollout(batch, ahead=ahead)
         else:
             self._sample_informative(batch, ahead)
@@ -395,8 +397,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._fillers = rows.fillers
         if self.args.rollout_ahead:
             self._log_all({"darts/rollout/wait_seconds": time.perf_counter() - begin})
-        if self._judge is not None:
-            self._log_all(self._judge.pop_metrics(len(rows.fillers) // self.args.num_generations))
+        if self._scores is not None and self.args.drop_uniform_groups:
+            self._log_all(self._scores.pop_metrics(len(rows.fillers) // self.args.num_generations))
         inputs, self._ready = batches.finish(rows, num_rows)
         if max_age is not None:
             forget_stale_logprobs(self._ready, batches.ages(num_rows), max_age)
@@ -412,10 +414,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _sample_informative(self, batch: PromptBatch | None, ahead: Any) -> None:
         """Rollouts until the batch has its groups with a spread of rewards, or as many prompts as it may take."""
         records: list[Any] = []
-        while batch is not None and self._judge is not None:
+        while batch is not None and self._scores is not None:
             self._rollout(batch, ahead=ahead)
             records.append(self._record)
-            self._judge.judge()
+            self._scores.drop_uniform()
             batch, ahead = self._next_round(), None
         if records:
             self._log_rollout(reduce(RolloutRecord.then, records), training=True)
@@ -431,15 +433,22 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         training = self.model.training
-        if training and self._judge is not None:
-            return self._judge.serve(len(args[0]))
-        with self._streams.serving_rewards() if training else nullcontext():
+        if training and self._scores is not None:
+            rewards = self._scores.serve(len(args[0]))
+        elif training:
+            rewards = self._serve_rewards(None, *args)
+        else:
             rewards = super()._calculate_rewards(*args)
         rewards = copy_rewards(rewards, self._fillers)
         if training and self._record is not None:
             first_rows = None if self._batches is None else self._batches.last.first_rows
             self._log_all(bias_metrics(self._record, rewards, self.reward_weights, first_rows))
         return rewards
+
+    def _serve_rewards(self, rows: list[int] | None, *args: Any) -> torch.Tensor:
+        """TRL's rewards for some rows by their numbers, or the batch, from what was scored while they decoded."""
+        with self._streams.serving_rewards(rows):
+            return super()._calculate_rewards(*args)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         compute = super()._get_per_token_logps_and_entropies

@@ -13,9 +13,17 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.long_tail import TOKENIZER, Answers, grade_reward, load_model, make_checkpoint, make_dataset
+from benchmarks.long_tail import (
+    TOKENIZER,
+    Answers,
+    grade_reward,
+    half_reward,
+    load_model,
+    make_checkpoint,
+    make_dataset,
+)
 from benchmarks.pacing import CURVES, Pace, Pacer, scaled
-from benchmarks.training import ARMS, BASELINE, PAGE, Training, parse, trainings_of
+from benchmarks.training import ARMS, BASELINE, PAGE, WORLDS, Training, parse, trainings_of
 from trl_darts import DARTSGRPOConfig
 
 
@@ -81,6 +89,12 @@ def test_answers_are_those_of_plain_sampling(chain):
     assert lengths[rewards == 1].mean() == pytest.approx(answers.mean_right, rel=0.15)
 
 
+def test_half_of_the_prompts_of_every_kind_teach_nothing():
+    prompts = make_dataset(24)["prompt"]
+    assert half_reward(prompts, ["+"] * 24) == [1.0] * 12 + [0.0] * 12
+    assert half_reward(prompts, ["-"] * 24) == [0.0] * 24
+
+
 def test_the_task_has_a_long_tail_that_its_reward_hardly_depends_on(chain, tmp_path):
     answers = Answers.of(chain)
     assert answers.p99 / answers.p50 >= 8
@@ -109,7 +123,8 @@ def test_time_to_equal_reward_is_that_of_grpos_end():
     assert training.SPEED["to GRPO's reward"](own, base) == pytest.approx(6.0 / 3.5)
     assert training.SPEED["steps"](own, base) == pytest.approx(2.0)
     assert training.LEARNED["plain sampling"](own, base) == 0.25
-    assert training.seconds_to(own, 0.9) == math.inf
+    assert training.SPEED["to it, in steps"](own, base) == pytest.approx(3 / 3.5)
+    assert training.spent_to(own, 0.9, "tokens") == math.inf
     lines = training.table({"tail": {BASELINE: {0: base, 1: base}, "default": {0: own, 2: own}}}, training.SPEED)
     assert "| tail | default | 1 | 1.71 |" in lines
     assert "| tail | grpo | 2 | 1 ± 0 |" in lines
@@ -123,7 +138,7 @@ def leave_file(asked: Training, results: Path, **changes: object) -> None:
 
 def test_a_later_call_takes_what_is_there_and_refuses_what_was_not_asked_for(tmp_path):
     asked = trainings_of(parse(["--seeds", "3"]))
-    assert {training.arm for training in asked if training.world == "tail"} == set(ARMS)
+    assert {training.arm for training in asked} == set(ARMS)
     leave_file(asked[0], tmp_path)
     assert training.load(asked, tmp_path)["tail"][BASELINE].keys() == {3}
     leave_file(asked[0], tmp_path, learning_rate=1.0)
@@ -150,6 +165,6 @@ def test_quick_run(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert PAGE.read_text() == before
     text = (tmp_path / "evidence.md").read_text()
-    assert all(f"| tail | {arm} | 1 |" in text for arm in ARMS)
+    assert all(f"| tail | {arm} | 1 |" in text for arm in WORLDS["tail"].arms)
     assert "engine steps late" in done.stdout
     assert (tmp_path / "evidence_training.png").stat().st_size > 20_000

@@ -193,6 +193,7 @@ def test_a_file_edited_on_the_web_page_is_pulled_with_a_warning(hub, caplog):
         (b"[" * 20_000, "nested too deeply"),
         (b"a: b: " + TOKEN.encode(), "mapping values are not allowed here in line 1"),
     ],
+    ids=["code", "tag", "aliases", "large", "deep", "key in an error"],
 )
 def test_a_hostile_config_is_refused(hub, tmp_path, monkeypatch, content, words):
     monkeypatch.chdir(tmp_path)

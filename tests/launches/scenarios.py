@@ -188,9 +188,11 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "partial_rollout": partial(
             train, schedule="partial_rollout", max_partial_age=1, mask_stale_after=1, **OWN_BATCHES
         ),
-        "sorted": partial(train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", **OWN_BATCHES),
+        "sorted": partial(
+            train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", stream_rewards=True, **OWN_BATCHES
+        ),
         "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
-        "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, **OWN_BATCHES),
+        "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
         "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
         "streamed": partial(train, **STREAMED),
@@ -199,13 +201,13 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "fsdp2": {
         "sharded": partial(train, **PRUNED),
         "streamed": partial(train, **STREAMED),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
+        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES | {"max_steps": 3}),
     },
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
         "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
         "streamed": partial(train, **STREAMED),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
+        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES | {"max_steps": 3}),
     },
     "colocated": {"colocated": partial(train, engine="vllm_colocated", **PRUNED)},
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},

@@ -73,7 +73,7 @@ def stub_trainer(*functions):
 def streaming(*functions, timeout_s=20.0, trainer=None, inputs=None):
     """A stream with a batch of its own."""
     stream = RewardStream(trainer or stub_trainer(*functions), timeout_s)
-    stream.begin(inputs or [{"prompt": f"p{row}", "target": row} for row in range(len(IDS))])
+    stream.begin((inputs or [{"prompt": f"p{row}", "target": row} for row in range(len(IDS))]).__getitem__)
     try:
         yield stream
     finally:
@@ -243,7 +243,7 @@ def test_a_new_batch_forgets_the_old_one(released):
         submit(stream, [1], IDS[1:2])
         while not seen:
             time.sleep(0.01)
-        stream.begin([{"prompt": "q", "target": 10 + row} for row in range(4)])
+        stream.begin([{"prompt": "q", "target": 10 + row} for row in range(4)].__getitem__)
         submit(stream, [0], [[5]])
         started = time.monotonic()
         assert serve(stream, [[5], *IDS[1:]])[0] == [[10, 1, 2, 3]]
@@ -344,18 +344,19 @@ def test_a_late_function_gives_no_reward_and_holds_nobody_up(linger, early, rele
         [message] = [text for name, _, text in caplog.record_tuples if name.startswith("trl_darts")]
         for part in (f"'{function.__name__}'", "2 rows", "0.3 s", "`stream_reward_timeout_s`", "subprocess"):
             assert part in message
-        stream.begin([{"prompt": "p", "target": 5}])
+        stream.begin([{"prompt": "p", "target": 5}].__getitem__)
         submit(stream, [0], IDS[:1])
         assert serve(stream, IDS[:1])[0][0] == [1.0]  # the next batch is scored as ever
 
 
 def test_threads_end_with_the_stream(released):
+    others = set(threading.enumerate())  # of trainers in other tests
     with streaming(make_late(hangs, released), later, timeout_s=0.2) as stream:
         submit(stream, [1], IDS[1:2])
         serve(stream, IDS)
     released.set()
     deadline = time.monotonic() + 10
-    while any(thread.name.startswith("trl_darts-reward") for thread in threading.enumerate()):
+    while any(thread.name.startswith("trl_darts-reward") for thread in set(threading.enumerate()) - others):
         assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.02)
 

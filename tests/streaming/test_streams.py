@@ -57,7 +57,7 @@ def test_rollouts_that_cannot(name, attributes, words):
         ({"stream_cache_gib": 0.0}, "`stream_cache_gib` \\(0.0\\) must be positive"),
         ({"stream_reward_timeout_s": 0.0}, "`stream_reward_timeout_s` \\(0.0\\) must be positive"),
         ({"stream_batch_tokens": 8}, "`stream_batch_tokens` \\(8\\) must be at least `stream_chunk_tokens` \\(256\\)"),
-        ({"schedule": "sorted", "stream_rewards": True}, "`stream_rewards`.*does not run with `schedule` \\('sorted'"),
+        ({"rollout_ahead": 1}, "`stream_logprobs` \\(True\\) does not run with `rollout_ahead` \\(1\\)"),
     ],
 )
 def test_settings_that_cannot(model_dir, tmp_path, fields, words):
@@ -70,7 +70,7 @@ def test_settings_that_cannot(model_dir, tmp_path, fields, words):
 def test_without_streams_nothing_is_done():
     streams, seen = Streams(), []
     assert not streams
-    with streams.serving([{"prompt": "p"}]) as metrics, streams.serving_rewards():
+    with streams.serving([{"prompt": "p"}].__getitem__) as metrics, streams.serving_rewards():
         streams.watch([[1]], seen.append)(ledger := Ledger())
         streams.follow()
     streams.close()

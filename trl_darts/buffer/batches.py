@@ -52,6 +52,15 @@ class BufferedRows:
     def fillers(self) -> dict[int, int]:
         return self.kept.fillers
 
+    @property
+    def groups(self) -> dict[int, list[list[int]]]:
+        """Completions of each prompt."""
+        size = len(self.kept.completion_ids) // len(self.entry_ids)
+        return {
+            entry_id: self.kept.completion_ids[place * size : (place + 1) * size]
+            for place, entry_id in enumerate(self.entry_ids)
+        }
+
 
 class BufferedBatches:
     """
@@ -87,7 +96,7 @@ class BufferedBatches:
         self._version = 0  # of the policy that samples the round in progress: optimizer steps before it
 
     @property
-    def judges(self) -> bool:
+    def is_informative(self) -> bool:
         """Whether groups without a spread of rewards leave before the batch is taken."""
         return isinstance(self.policy, Informative)
 
@@ -146,16 +155,19 @@ class BufferedBatches:
     def collect(self, step: int, result: RolloutResult | None = None) -> BufferedRows:
         """
         What is trained on now, after `step` optimizer steps and a rollout, or where nothing had to be sampled; or
-        [`GenerationError`]. Where groups are to be judged first, a rollout alone yields no rows.
+        [`GenerationError`]. Where uniform groups leave first, a rollout alone yields no rows.
         """
         self._dropped += [entry.entry_id for entry in self.buffer.absorb(self._round, result, self._version)]
-        if result is not None and self.judges:
+        if result is not None and self.is_informative:
             return BufferedRows(KeptRows([], None), [], [], [], {}, {})
         dropped, self._dropped = self._dropped, []
         num_sampled = len(dropped) + self.buffer.num_uniform
-        # Where groups are judged, further prompts came for those that were dropped.
-        trained, size = self.buffer.take(self._round, 0 if self.judges else len(dropped)), self._round.num_groups
-        if not trained and self.judges:
+        # Where uniform groups leave, further prompts came for those that were dropped.
+        trained, size = (
+            self.buffer.take(self._round, 0 if self.is_informative else len(dropped)),
+            self._round.num_groups,
+        )
+        if not trained and self.is_informative:
             raise GenerationError(
                 f"`drop_uniform_groups` (True) leaves nothing to train on: of {num_sampled} prompts that were sampled "
                 "for this batch, none has rewards with a spread. Look at the rewards: a function that gives every "
@@ -193,17 +205,27 @@ class BufferedBatches:
             KeptRows(kept.completion_ids, logprobs, fillers), last.entry_ids, dropped, [], last.states, {}
         )
 
-    # Groups are judged
+    # Groups are scored
 
-    def completions(self) -> dict[int, list[list[int]]]:
-        """Of the prompts that wait for their batch to be full, by ID. On the main process."""
+    @property
+    def round_ids(self) -> list[int]:
+        """The prompts of the round in progress, by `group_id`. On the main process."""
+        return [entry.entry_id for entry in self._round.entries]
+
+    def input_of(self, row: int) -> dict[str, Any]:
+        """The data of a row, by its prompt's ID times `num_generations`, and its index in the group."""
+        entry_id = row // self.num_generations
+        return self.rows[entry_id] if entry_id in self.rows else self.trained[entry_id][0]
+
+    def complete(self) -> dict[int, list[list[int]]]:
+        """Completions of the prompts that wait for their batch, by ID. On the main process."""
         complete = self.buffer.select(Lifecycle.COMPLETE)
         return {entry.entry_id: [list(row.partial.tokens) for row in entry.candidates] for entry in complete}
 
-    def drop_uniform(self, entry_ids: list[int], num_judged: int) -> None:
+    def drop_uniform(self, entry_ids: list[int], num_scored: int) -> None:
         """Takes out what teaches nothing, of so many prompts. Called on every process."""
         if self.main.is_here:
-            self.buffer.drop_uniform(entry_ids, num_judged)
+            self.buffer.drop_uniform(entry_ids, num_scored)
         for entry_id in entry_ids:
             del self.rows[entry_id], self.prompt_ids[entry_id]
             self.buffer.entries.pop(entry_id, None)  # of a process that only counts

@@ -163,13 +163,13 @@ class RolloutBuffer:
             del self.entries[entry.entry_id]
         return dropped
 
-    def drop_uniform(self, entry_ids: Sequence[int], num_judged: int) -> None:
+    def drop_uniform(self, entry_ids: Sequence[int], num_scored: int) -> None:
         """Takes out what teaches nothing, of so many complete prompts whose rewards are known now."""
         for entry_id in entry_ids:
             del self.entries[entry_id]
         self.num_uniform += len(entry_ids)
-        weight = SHARE_EMA**num_judged
-        self.informative_share = weight * self.informative_share + (1 - weight) * (1 - len(entry_ids) / num_judged)
+        weight = SHARE_EMA**num_scored
+        self.informative_share = weight * self.informative_share + (1 - weight) * (1 - len(entry_ids) / num_scored)
 
     def take(self, plan: Round, num_dropped: int = 0) -> list[BufferEntry]:
         """What is trained on now. It has left the buffer; `num_dropped` have left it in the same round."""

@@ -72,6 +72,12 @@ Shaping = Annotated[
         help="How fast the policy follows what is selected, an assumption; see docs/analysis.md. Default: 0."
     ),
 ]
+UniformShare = Annotated[
+    float | None,
+    workload_option(
+        help="Share of groups whose rewards have no spread, for `--sweep drop_uniform_groups=false,true`. Default: 0."
+    ),
+]
 Published = Annotated[
     str | None,
     lengths_option(help=f"Published lengths: {' (the default) or '.join(WORKLOADS)}.", metavar="NAME"),
@@ -157,6 +163,7 @@ def simulate(
     train_seconds_per_token: TrainSecondsPerToken = None,
     fixed_seconds: FixedSeconds = None,
     shaping: Shaping = None,
+    uniform_share: UniformShare = None,
     workload: Published = None,
     num_prompts: NumPrompts = None,
     median_length: MedianLength = None,

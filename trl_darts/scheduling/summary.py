@@ -65,6 +65,10 @@ class Occupancy:
         area = float(running[:-1] @ np.diff(times))
         return cls(int(running.max()), area, float(times[-1] - times[0]))
 
+    def then(self, later: "Occupancy") -> "Occupancy":
+        """Of both rollouts, one after the other."""
+        return Occupancy(max(self.peak, later.peak), self.area + later.area, self.seconds + later.seconds)
+
 
 def bubble_ratio(occupancy: Occupancy) -> float:
     """

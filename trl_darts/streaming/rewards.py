@@ -30,7 +30,7 @@ OF_THE_BATCH = ("trainer_state", "log_extra", "log_metric")  # TRL's arguments t
 
 @dataclass(frozen=True, slots=True)
 class SettledRows:
-    """Rows of one process whose completions are final: their places on that process, and their tokens."""
+    """Rows of one process whose completions are final: their numbers, see `RewardStream`, and their tokens."""
 
     rows: list[int]
     completion_ids: list[Tokens]
@@ -45,6 +45,8 @@ class RewardStream:
     sees. What it logs with `log_extra` is put together in the order of rows; `log_metric` is passed on call by call,
     so TRL's mean of it is one over calls. Reward models are left to TRL.
 
+    A row's number is its place on this process, or what tells it from all others in a rollout buffer.
+
     A call that is late gives its rows no reward. An async one is cancelled; any other goes on in its thread.
     """
 
@@ -56,7 +58,9 @@ class RewardStream:
         self._loop = RewardLoop(timeout_s)
         self._num_groups = 0
         self._open_groups: set[int] = set()  # those of the rollout whose rows are not chosen
-        self._inputs: Sequence[dict[str, Any]] = []
+        self._entry_ids: Sequence[int] | None = None  # in the buffer, by group
+        self.owners: dict[int, int] = {}  # by entry ID, the process that scores it
+        self._input_of: Callable[[int], dict[str, Any]] = dict[int, dict[str, Any]]().__getitem__
         self._functions: dict[int, tuple[RewardFunction, str]] = {}  # with their names, by place
         self._calls: list[RewardCall] = []
         self._call_of: dict[tuple[int, int], RewardCall] = {}  # by place of the function and row: the last one
@@ -65,10 +69,10 @@ class RewardStream:
         self._hidden_s = self._exposed_s = 0.0
         self._num_late = 0
 
-    def begin(self, inputs: Sequence[dict[str, Any]]) -> None:
-        """Begins a batch of these rows of this process. What is left of the one before is cancelled."""
+    def begin(self, input_of: Callable[[int], dict[str, Any]]) -> None:
+        """Begins a batch, with the data of a row by its number. What is left of the one before is cancelled."""
         self._forget()
-        self._inputs = inputs
+        self._input_of = input_of
         named = enumerate(zip(self.trainer.reward_funcs, self.trainer.reward_func_names, strict=True))
         self._functions = {place: own for place, own in named if not isinstance(own[0], nn.Module)}
         self._hidden_s = self._exposed_s = 0.0
@@ -76,9 +80,12 @@ class RewardStream:
 
     # While candidates decode
 
-    def watch(self, num_groups: int) -> Callable[[Ledger], None]:
-        """Begins a rollout, on the main process. What it returns is to be called again and again while it runs."""
-        self._num_groups, self._open_groups = num_groups, set(range(num_groups))
+    def watch(self, num_groups: int, entry_ids: Sequence[int] | None = None) -> Callable[[Ledger], None]:
+        """
+        Begins a rollout, on the main process. What it returns is to be called again and again while it runs. Groups of
+        a buffer, with these entry IDs, go to all processes in turn: who trains on them is not known yet.
+        """
+        self._num_groups, self._open_groups, self._entry_ids = num_groups, set(range(num_groups)), entry_ids
         return self._step
 
     def _step(self, ledger: Ledger) -> None:
@@ -98,11 +105,11 @@ class RewardStream:
         """Sends a group's rows to the processes that they belong to."""
         group_id, size = group.plan.group_id, len(group.selected)
         self._open_groups.remove(group_id)
-        per_process = self._num_groups * size // self._num_processes
         shares: dict[int, SettledRows] = {}
-        for row, candidate in enumerate(group.rows, start=group_id * size):
-            share = shares.setdefault(row // per_process, SettledRows([], []))
-            share.rows.append(row % per_process)
+        for index, candidate in enumerate(group.rows):
+            process, row = self._place(group_id, index, size)
+            share = shares.setdefault(process, SettledRows([], []))
+            share.rows.append(row)
             share.completion_ids.append(list(candidate.tokens))
         for process, share in shares.items():
             if process == 0:
@@ -111,18 +118,26 @@ class RewardStream:
                 assert self._mailbox is not None
                 self._mailbox.post(process, share)
 
+    def _place(self, group_id: int, index: int, size: int) -> tuple[int, int]:
+        """The process that scores a row, and the row's number."""
+        if self._entry_ids is None:
+            return divmod(group_id * size + index, self._num_groups * size // self._num_processes)
+        entry_id = self._entry_ids[group_id]
+        return self.owners.setdefault(entry_id, len(self.owners) % self._num_processes), entry_id * size + index
+
     def submit(self, settled: SettledRows) -> None:
         """Starts every function on rows of this process. Decodes them, and does not wait for the functions."""
         final = dict(sorted(zip(settled.rows, settled.completion_ids, strict=True)))
         self._completion_ids.update(final)
         rows, completion_ids = list(final), list(final.values())
-        prompts = [self._inputs[row]["prompt"] for row in rows]
-        columns = [key for key in self._inputs[0] if key not in ("prompt", "completion", "completion_ids")]
+        inputs = [self._input_of(row) for row in rows]
+        prompts = [own["prompt"] for own in inputs]
+        columns = [key for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")]
         arguments = {
             "prompts": prompts,
             "completions": decode_completions(self.trainer, prompts, completion_ids),
             "completion_ids": completion_ids,
-            **{key: [self._inputs[row][key] for row in rows] for key in columns},
+            **{key: [own[key] for own in inputs] for key in columns},
             "trainer_state": self.trainer.state,
         }
         self._start(rows, arguments)
@@ -139,14 +154,15 @@ class RewardStream:
     # When TRL asks
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self, rows: Sequence[int] | None = None) -> Iterator[None]:
         """
-        Inside, TRL's `_calculate_rewards` is served from the calls that were started. It waits for them, and for one
-        call with the rows that are missing. An error of a function is raised there. Results are served once.
+        Inside, TRL's `_calculate_rewards` is served from the calls that were started, for the rows of these numbers,
+        by default 0, 1, 2, …. It waits for them, and for one call with the rows that are missing. An error of a
+        function is raised there. Results are served once.
         """
         functions = list(self.trainer.reward_funcs)
         for place, (function, _) in self._functions.items():
-            functions[place] = self._server(place, get_callable_name(function))
+            functions[place] = self._server(place, get_callable_name(function), rows)
         self._served_at = None
         try:
             with replaced(self.trainer, "reward_funcs", functions):
@@ -173,33 +189,34 @@ class RewardStream:
     def _forget(self) -> None:
         for call in reversed(self._calls):  # else the next one would begin as soon as the first is cancelled
             call.future.cancel()
-        self._calls, self._call_of, self._completion_ids = [], {}, {}
+        self._calls, self._call_of, self._completion_ids, self.owners = [], {}, {}, {}
 
-    def _server(self, place: int, name: str) -> RewardFunction:
+    def _server(self, place: int, name: str, numbers: Sequence[int] | None) -> RewardFunction:
         """What TRL calls instead of a function, with all rows. Not async: the first one waits for all functions."""
 
         def serve(**arguments: Any) -> Rewards:
+            rows = range(len(arguments["completion_ids"])) if numbers is None else numbers
             if self._served_at is None:
                 self._served_at = time.monotonic()
-                self._start_missing(arguments)
-                self._wait()
-                self._exposed_s = time.monotonic() - self._served_at
-            return self._merge(place, arguments)
+                self._start_missing(rows, arguments)
+                self._wait(rows)
+                self._exposed_s += time.monotonic() - self._served_at
+            return self._merge(place, rows, arguments)
 
         serve.__name__ = name
         return serve
 
-    def _start_missing(self, arguments: Mapping[str, Any]) -> None:
+    def _start_missing(self, rows: Sequence[int], arguments: Mapping[str, Any]) -> None:
         """One call of each function with the rows that were not submitted, or have changed since."""
-        completion_ids = arguments["completion_ids"]
-        missing = [row for row, ids in enumerate(completion_ids) if self._completion_ids.get(row) != list(ids)]
+        known = [self._completion_ids.get(row) for row in rows]
+        missing = [place for place, ids in enumerate(arguments["completion_ids"]) if known[place] != list(ids)]
         if missing:
-            own = {key: [value[row] for row in missing] for key, value in arguments.items() if key not in OF_THE_BATCH}
-            self._start(missing, {**own, "trainer_state": arguments["trainer_state"]})
+            own = {key: [value[i] for i in missing] for key, value in arguments.items() if key not in OF_THE_BATCH}
+            self._start([rows[i] for i in missing], {**own, "trainer_state": arguments["trainer_state"]})
 
-    def _wait(self) -> None:
-        """Waits for all calls. An event loop that an async function blocks is left behind, with that function."""
-        pending = {call.future for call in self._calls}
+    def _wait(self, rows: Sequence[int]) -> None:
+        """Waits for their calls. An event loop that an async function blocks is left behind, with that function."""
+        pending = {self._call_of[place, row].future for place in self._functions for row in rows}
         while pending:
             done, pending = wait(pending, self._timeout_s + GRACE_S, FIRST_COMPLETED)
             if not done:
@@ -211,11 +228,11 @@ class RewardStream:
                     else:
                         self._loop.submit(call)
 
-    def _merge(self, place: int, arguments: Mapping[str, Any]) -> Rewards:
+    def _merge(self, place: int, rows: Sequence[int], arguments: Mapping[str, Any]) -> Rewards:
         """A function's rewards in the order of rows. Passes on what it logged, or raises its first error."""
-        calls = [self._call_of[place, row] for row in range(len(arguments["completion_ids"]))]
+        calls = [self._call_of[place, row] for row in rows]
         rewards = {call: self._rewards(call) for call in dict.fromkeys(calls)}
-        cells = [(call, call.rows.index(row)) for row, call in enumerate(calls)]
+        cells = [(call, call.rows.index(row)) for row, call in zip(rows, calls, strict=True)]
         in_time = [call for call, own in rewards.items() if own is not None]
         for key in dict.fromkeys(key for call in in_time for key in call.columns):
             columns = {call: call.columns[key] for call in in_time if key in call.columns}

@@ -1,7 +1,7 @@
 """What is done while candidates decode, on all processes: one object for the trainer and its rollouts."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -45,17 +45,18 @@ class Streams:
     # Of the trainer, on every process
 
     @contextmanager
-    def serving(self, inputs: Sequence[dict[str, Any]] | None) -> Iterator[dict[str, float]]:
+    def serving(self, input_of: Callable[[int], dict[str, Any]] | None) -> Iterator[dict[str, float]]:
         """
-        Inside, TRL generates and scores these rows of this process, and is served with what is ready by then. `None`
-        in evaluation: nothing is done. The metrics are filled in at the end, see `docs/metrics.md`.
+        Inside, TRL generates and scores a batch, and is served with what is ready by then. `input_of` has the data of
+        a row by its number, see [`RewardStream`]. `None` in evaluation: nothing is done. The metrics are filled in at
+        the end, see `docs/metrics.md`.
         """
         metrics: dict[str, float] = {}
-        if inputs is None:
+        if input_of is None:
             yield metrics
             return
         if self.rewards is not None:
-            self.rewards.begin(inputs)
+            self.rewards.begin(input_of)
         if self.log_probs is not None:
             self.log_probs.open()
         try:
@@ -66,9 +67,13 @@ class Streams:
             if self.rewards is not None:
                 metrics |= self.rewards.metrics()
 
-    def serving_rewards(self) -> AbstractContextManager[None]:
-        """Inside, TRL calls reward functions for the whole batch, and is given their results for its groups."""
-        return nullcontext() if self.rewards is None else self.rewards.serving()
+    def serving_rewards(self, rows: Sequence[int] | None = None) -> AbstractContextManager[None]:
+        """Inside, TRL calls reward functions for all these rows, and is given their results for groups."""
+        return nullcontext() if self.rewards is None else self.rewards.serving(rows)
+
+    def owners(self) -> Mapping[int, int]:
+        """Which process has begun to score which group of a buffer, on the main process."""
+        return {} if self.rewards is None else self.rewards.owners
 
     def per_token_logps(
         self,
@@ -98,14 +103,20 @@ class Streams:
 
     # On the main process
 
-    def watch(self, prompts: Sequence[Tokens], progress: Callable[[Ledger], None]) -> Callable[[Ledger], None]:
+    def watch(
+        self,
+        prompts: Sequence[Tokens],
+        progress: Callable[[Ledger], None],
+        entry_ids: Sequence[int] | None = None,
+    ) -> Callable[[Ledger], None]:
         """
-        Begins a rollout of these prompts, by `group_id`. What it returns calls `progress` and the streams, and is to
-        be called again and again while the rollout runs. Meanwhile the ledger may change in another thread.
+        Begins a rollout of these prompts, by `group_id`, with their IDs in a buffer. What it returns calls `progress`
+        and the streams, and is to be called again and again while the rollout runs. Meanwhile the ledger may change in
+        another thread.
         """
         steps = [progress]
         if self.rewards is not None:
-            steps.append(self.rewards.watch(len(prompts)))
+            steps.append(self.rewards.watch(len(prompts), entry_ids))
         if self.log_probs is not None:
             steps.append(self.log_probs.watch(prompts))
 

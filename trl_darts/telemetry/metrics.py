@@ -106,14 +106,12 @@ class RolloutRecord:
         admission = Admission(
             [*own.num_candidates, *new.num_candidates], own.saturated + new.saturated, new.rho, expected
         )
-        before, after, first = self.occupancy, later.occupancy, len(own.num_candidates)
+        first = len(own.num_candidates)
         return replace(
             later,
             admission=admission,
             summaries=[*self.summaries, *(replace(g, group_id=g.group_id + first) for g in later.summaries)],
-            occupancy=Occupancy(
-                max(before.peak, after.peak), before.area + after.area, before.seconds + after.seconds
-            ),
+            occupancy=self.occupancy.then(later.occupancy),
             num_mixed=self.num_mixed + later.num_mixed,
             num_resumed=self.num_resumed + later.num_resumed,
             num_dropped=self.num_dropped + later.num_dropped,

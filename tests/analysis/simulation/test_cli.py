@@ -83,6 +83,13 @@ def test_schedules_are_separated_as_one_likes(tmp_path, words):
     assert [row["setting"] for row in rows(*SMALL, *words, output=tmp_path)] == ["grpo", "sorted", "partial_rollout"]
 
 
+def test_uniform_groups_are_counted_by_lessons():
+    done = run("--uniform-share", "0.5", "--sweep", "drop_uniform_groups=false,true", "--schedule", "grpo", *SMALL)
+    assert done.exit_code == 0, done.stderr
+    assert "infor-" in done.stdout
+    assert "The speed-up is of seconds per such group" in " ".join(done.stdout.split())
+
+
 def test_each_quantity_has_its_interval_below_it():
     names = "grpo,tail_batching,partial_rollout,sorted"
     options = ["--sweep", "sorted_mode=partial", "--steps", 3, "--seeds", 2, "--prompts-per-step", 8]
@@ -183,6 +190,7 @@ def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
         (["--workload", "mine"], "`--workload` ('mine') must be one of 'llama_8b_deepscaler', 'deepseek_r1'"),
         (["--endless-share", "0,few"], "`--endless-share` ('0,few') must be numbers from 0 to 0.1 and commas"),
         (["--endless-share", "0,0.2"], "`endless_share` (0.2) must be between 0 and 0.1"),
+        (["--uniform-share", "1"], "`uniform_share` (1.0) must be between 0 and 0.9"),
         (["--steps", "0"], "`--steps` (0) must be at least 1"),
         (["--seconds-per-request", "-1"], "`seconds_per_request` (-1.0) must be finite and not negative"),
         (["--output", "out"], "`--output` ('out/simulation.png') must be a file that can be written: it is a direct"),

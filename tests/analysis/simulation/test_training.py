@@ -99,6 +99,26 @@ def test_a_rollout_ahead_hides_behind_the_training_before_it():
     assert ahead.off_policy_share == [0.0] + [1.0] * 11
 
 
+@pytest.mark.parametrize("fields", [{"schedule": "grpo"}, {}, {"rollout_ahead": 1}])
+def test_uniform_groups_are_replaced_within_their_step(fields):
+    """Half of the groups teach nothing: a step has half a batch of lessons, or twice as many prompts."""
+    workload = Workload(LogNormalLengths(160, median_length=200.0), 16, 4096, uniform_share=0.5)
+    _, kept = train(workload=workload, num_steps=10, **fields)
+    _, dropped = train(workload=workload, num_steps=10, drop_uniform_groups=True, **fields)
+    assert np.mean(kept.informative_groups) == pytest.approx(8, abs=1)
+    assert set(dropped.informative_groups) == {16.0}
+    ratio = sum(dropped.candidates) / sum(kept.candidates)
+    assert 1.9 < ratio < 2.7  # what a step has no room for is sampled anew
+    assert np.mean(dropped.rollout_seconds) > np.mean(kept.rollout_seconds)
+
+
+def test_few_prompts_that_teach_leave_a_batch_short():
+    workload = Workload(LogNormalLengths(640, median_length=200.0), 16, 4096, uniform_share=0.9)
+    _, run = train(workload=workload, drop_uniform_groups=True, max_prompt_oversampling=2.0, num_steps=5)
+    assert 0 < np.mean(run.informative_groups) < 8
+    assert max(run.candidates) <= 2 * 16 * 8
+
+
 def test_shaping_unlearns_never_ending_answers():
     """Where the short ones are preferred, until rollouts no longer wait for the limit."""
     lengths = LogNormalLengths(64, median_length=200.0, endless_share=0.02)

@@ -47,8 +47,8 @@ class Outcome:
 
     name: str
     runs: list[SimulatedRun]  # one per seed
-    # Seconds of the baseline over those of this setting, seed by seed. The i-th candidate of a prompt was the same for
-    # both in each epoch, as far as both started it.
+    # Seconds of the baseline over those of this setting, seed by seed: of a step, or, where some groups teach nothing,
+    # per group that does. The i-th candidate of a prompt was the same for both in each epoch, if both started it.
     speedups: list[float]
 
     @property
@@ -140,7 +140,11 @@ def compare(
         for name, setting in settings.items():
             runs[name].append(SimulatedTraining(workload, setting, cluster, seed).run(num_steps))
             on_run()
-    seconds = {name: [sum(run.step_seconds) for run in own] for name, own in runs.items()}
+    per_group = workload.uniform_share > 0
+    seconds = {
+        name: [sum(run.step_seconds) / (sum(run.informative_groups) if per_group else 1) for run in own]
+        for name, own in runs.items()
+    }
     baseline = next(iter(seconds.values()))
     return [
         Outcome(name, own, [base / mine for base, mine in zip(baseline, seconds[name], strict=True)])

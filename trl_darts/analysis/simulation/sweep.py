@@ -24,8 +24,8 @@ _SELECTING = {
     "long_end_patience",
     "long_end_every",
 }
-# The schedule has an option of its own. The others decide what is learned.
-UNSWEPT = ("schedule", "mask_stale_after", "drop_uniform_groups", "max_prompt_oversampling")
+# The schedule has an option of its own. The other decides what is learned.
+UNSWEPT = ("schedule", "mask_stale_after")
 OF_ANY_SCHEDULE = (
     *("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling"),
     *("tail_switch_at", "tail_share"),

@@ -41,6 +41,8 @@ COLUMNS = [
         "kept/pool: mean length of the rows over that of all candidates. Far below 1, look at the reward too",
     ),
 ]
+LESSONS = "informative: groups of a step whose rewards have a spread. The speed-up is of seconds per such group"
+INFORMATIVE = Column("infor-\nmative", _mean("informative_groups"), ".0f", LESSONS)
 STALE = "off-policy: share of the tokens trained on that an older policy sampled"
 OFF_POLICY = Column("off-\npolicy", lambda own: own.off_policy_share, "z.0%", STALE)
 SPREAD = "batch lengths: how much the batches' mean lengths differ (coefficient of variation)"
@@ -55,6 +57,8 @@ def show(
 ) -> None:
     """Prints a comparison: `seeds` trainings of `steps` steps for each of the outcomes, the baseline first."""
     columns = list(COLUMNS)
+    if workload.uniform_share:
+        columns.append(INFORMATIVE)
     if any(outcome.off_policy_share.mean for outcome in outcomes):
         columns.append(OFF_POLICY)
     if any(outcome.estimate("deferred_groups").mean for outcome in outcomes):

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import count, islice
 
 import numpy as np
@@ -49,7 +50,8 @@ class StepOutcome:
 
     `num_stale_tokens` of the rows were sampled by an older policy. `num_buffered_tokens` are those of prompts that go
     on in the next rollout, or wait to be trained on. `longest_wait` counts the steps between the one in which a prompt
-    was first sampled for and the one that trains on it, for the row that waited longest.
+    was first sampled for and the one that trains on it, for the row that waited longest. `num_informative` of the
+    groups that are trained on have rewards with a spread.
     """
 
     settled: list[GroupSummary]
@@ -58,6 +60,7 @@ class StepOutcome:
     kept: list[tuple[int, FinishReason | None]]
     occupancy: Occupancy
     num_saturated: int
+    num_informative: int
     num_stale_tokens: int = 0
     num_buffered_tokens: int = 0
     longest_wait: int = 0
@@ -88,6 +91,7 @@ class SimulatedRun:
     deferred_groups: list[float] = field(default_factory=list)  # that the rollout ended without
     buffered_tokens: list[float] = field(default_factory=list)  # at its end, of prompts not yet trained on
     longest_wait: list[float] = field(default_factory=list)  # steps from a prompt's first candidate to its training
+    informative_groups: list[float] = field(default_factory=list)  # that are trained on, with a spread of rewards
 
     def add(self, step: StepOutcome, workload: Workload, ahead: int = 0) -> None:
         """
@@ -119,6 +123,7 @@ class SimulatedRun:
             "deferred_groups": len(step.deferred),
             "buffered_tokens": step.num_buffered_tokens,
             "longest_wait": step.longest_wait,
+            "informative_groups": step.num_informative,
         }
         if ahead:  # the training of the last step is left out
             values["step_seconds"] = max(seconds, *self.train_seconds[-1:], 0.0)
@@ -199,7 +204,8 @@ class SimulatedTraining:
         result = self.rollout(admission, admission.plans(infos), lengths)
         kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
         settled = [GroupSummary.of(group) for group in result.groups]
-        return StepOutcome(settled, [], settled, kept, Occupancy.of(result), admission.saturated)
+        informative = int(batch.informative(self.workload.uniform_share).sum())
+        return StepOutcome(settled, [], settled, kept, Occupancy.of(result), admission.saturated, informative)
 
 
 @dataclass(slots=True)
@@ -226,27 +232,48 @@ class _EpochOfRounds:
         self.sampled: dict[int, _Sampled] = {}  # by the ID of the entry
 
     def steps(self, batches: Iterator[BatchLengths]) -> Iterator[StepOutcome]:
-        """One step per batch of the loader."""
-        prompt_tokens = self.training.workload.prompt_tokens
+        """One step per batch of the loader; with `drop_uniform_groups`, as long as there are prompts for one."""
+        drops = self.training.settings.drop_uniform_groups
         for self.version in count():
-            while self.rounds.lacking(self.buffer):
-                batch = next(batches, None)
-                if batch is None:
+            rollouts: list[tuple[RolloutResult, int]] = []  # with their saturated prompts
+            num_dropped, plan = 0, self._next(batches)
+            while plan.entries:
+                result, saturated = self._run(plan)
+                rollouts.append((result, saturated))
+                num_dropped += len(self.buffer.absorb(plan, result, self.version))
+                if not drops:
                     break
-                ids = self.buffer.enter(PromptInfo(int(prompt), prompt_tokens) for prompt in batch.prompts)
-                self.sampled |= {entry_id: _Sampled(batch, place) for place, entry_id in enumerate(ids)}
-            if not len(self.buffer):
+                self._drop_uniform([plan.entries[group.plan.group_id] for group in result.groups])
+                plan = self._next(batches)
+            if not len(self.buffer) or (drops and self.rounds.lacking(self.buffer)):  # no prompts are left for it
                 return
-            yield self._step(self.rounds.next(self.buffer))
+            yield self._outcome(rollouts, self.buffer.take(plan, num_dropped))
 
-    def _step(self, plan: Round) -> StepOutcome:
-        buffer, training, result, saturated = self.buffer, self.training, None, 0
-        if plan.entries:
-            admission, plans = buffer.begin(plan, training.settings.num_generations, training.admission)
-            lengths = [self._lengths_of(entry) for entry in plan.entries]
-            result, saturated = training.rollout(admission, plans, lengths, plan.batch_stop), admission.saturated
-        dropped = buffer.absorb(plan, result, self.version)
-        return self._outcome(result, buffer.take(plan, len(dropped)), saturated)
+    def _next(self, batches: Iterator[BatchLengths]) -> Round:
+        """The next round, with the prompts that it needs, or with all that are left."""
+        while self.rounds.lacking(self.buffer):
+            batch = next(batches, None)
+            if batch is None:
+                break
+            infos = (PromptInfo(int(prompt), self.training.workload.prompt_tokens) for prompt in batch.prompts)
+            places = enumerate(self.buffer.enter(infos))
+            self.sampled |= {entry_id: _Sampled(batch, place) for place, entry_id in places}
+        return self.rounds.next(self.buffer)
+
+    def _run(self, plan: Round) -> tuple[RolloutResult, int]:
+        training = self.training
+        admission, plans = self.buffer.begin(plan, training.settings.num_generations, training.admission)
+        lengths = [self._lengths_of(entry) for entry in plan.entries]
+        return training.rollout(admission, plans, lengths, plan.batch_stop), admission.saturated
+
+    def _drop_uniform(self, complete: list[BufferEntry]) -> None:
+        uniform = [entry.entry_id for entry in complete if not self._is_informative(self.sampled[entry.entry_id])]
+        self.buffer.drop_uniform(uniform, len(complete))
+        for entry_id in uniform:
+            del self.sampled[entry_id]
+
+    def _is_informative(self, own: _Sampled) -> bool:
+        return bool(own.batch.informative(self.training.workload.uniform_share)[own.place])
 
     def _lengths_of(self, entry: BufferEntry) -> list[int]:
         """Those that it began with, where it goes on."""
@@ -258,18 +285,19 @@ class _EpochOfRounds:
             own.begun = self.version if own.begun is None else own.begun
         return own.lengths
 
-    def _outcome(self, result: RolloutResult | None, entries: list[BufferEntry], saturated: int) -> StepOutcome:
+    def _outcome(self, rollouts: list[tuple[RolloutResult, int]], entries: list[BufferEntry]) -> StepOutcome:
         rows = [row for entry in entries for row in entry.candidates]
-        settled = [GroupSummary.of(group) for group in (result.groups if result else [])]
-        deferred = [GroupSummary.of(group) for group in (result.deferred if result else [])]
+        settled = [GroupSummary.of(group) for result, _ in rollouts for group in result.groups]
+        deferred = [GroupSummary.of(group) for result, _ in rollouts for group in result.deferred]
         taken = [self.sampled.pop(entry.entry_id) for entry in entries]
         return StepOutcome(
             settled,
             deferred,
             settled if self.buffer.keeps_tokens else [*settled, *deferred],
             [(row.length, row.partial.finish_reason) for row in rows],
-            Occupancy.of(result) if result else Occupancy(0, 0.0, 0.0),
-            saturated,
+            reduce(Occupancy.then, (Occupancy.of(result) for result, _ in rollouts), Occupancy(0, 0.0, 0.0)),
+            sum(saturated for _, saturated in rollouts),
+            sum(map(self._is_informative, taken)),
             sum(num for row in rows for version, num in row.versions if version != self.version),
             sum(c.length for entry in self.buffer.entries.values() for c in entry.candidates),
             self.version - min(own.begun or 0 for own in taken),

@@ -206,6 +206,8 @@ class Workload:
             probability of 1 over its length, a batch with the geometric mean of its candidates. Each step adds
             `shaping` times (that of the kept candidates − that of all) to what every candidate stops with: the longest
             shrink most, and those that never end come to an end. Rewards play no part in it.
+        uniform_share (`float`, *optional*, defaults to `0.0`):
+            Share of groups whose rewards have no spread: nothing is learned from them. At most 0.9.
         redraws (`bool`, *optional*, defaults to `False`):
             Whether a candidate that begins anew gets a new length, as one that is sampled anew would. Otherwise it has
             its length again, so that all schedules that keep all candidates train on the same ones.
@@ -221,6 +223,7 @@ class Workload:
     train_seconds_per_token: float = 0.0
     fixed_seconds: float = 0.0
     shaping: float = 0.0
+    uniform_share: float = 0.0
     redraws: bool = False
 
     def __post_init__(self) -> None:
@@ -231,6 +234,8 @@ class Workload:
             )
         if self.max_completion_length < 1:
             raise ConfigurationError(f"`max_completion_length` ({self.max_completion_length}) must be at least 1.")
+        if not 0 <= self.uniform_share <= 0.9:
+            raise ConfigurationError(f"`uniform_share` ({self.uniform_share}) must be between 0 and 0.9.")
         costs = ("prompt_tokens", "train_seconds_per_token", "fixed_seconds", "shaping")
         _check_finite(**{name: getattr(self, name) for name in costs})
 
@@ -266,6 +271,11 @@ class BatchLengths:
             self._attempts[attempt] = self._model.draw(self.prompts, num_candidates, key)
         lengths: list[int] = _shaped(self._attempts[attempt][place], stop_rate).tolist()
         return lengths
+
+    def informative(self, uniform_share: float) -> NDArray[np.bool_]:
+        """Of which prompts the rewards have a spread."""
+        drawn = np.random.default_rng((*self._seed, 5)).random(len(self.prompts))
+        return np.asarray(drawn >= uniform_share)
 
 
 def _shaped(lengths: IntArray, stop_rate: float) -> IntArray:
