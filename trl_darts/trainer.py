@@ -265,12 +265,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
             groups, policies = admission.plans(batch.infos), SchedulePolicies()
         elif self._batches is not None:
             admission, groups = self._batches.plan()
-            policies = args.policies(admission.expected_lengths, self._batches.batch_stop, None, number, self._tail)
+            stop = self._batches.batch_stop
+            policies = args.policies(admission.expected_lengths, batch_stop=stop, rollout=number, tail=self._tail)
         else:
             admission = self._admission.plan(batch.infos)
             groups = admission.plans(batch.infos)
             placement = self._engine.placement(admission, batch)
-            policies = args.policies(admission.expected_lengths, None, placement, number, self._tail)
+            policies = args.policies(admission.expected_lengths, placement=placement, rollout=number, tail=self._tail)
         scheduler = Scheduler(policies, batch.num_generations, args.on_generation_error == "drop_group")
         return RolloutPlan(admission, groups, scheduler)
 
