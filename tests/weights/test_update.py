@@ -189,6 +189,7 @@ def test_each_server_is_lost_with_its_own_words(fleet, clients):
     lost = {}
     generation = object.__new__(SyncedGeneration)
     generation.mode, generation.main, generation.vllm_client = "server", SimpleNamespace(is_here=True), fleet
+    generation.settings = SimpleNamespace(takes_turns=False)
     generation.engine = SimpleNamespace(
         states=lambda: dict.fromkeys(fleet.base_urls, State.UP), lose=lambda url, reason: lost.update({url: reason})
     )

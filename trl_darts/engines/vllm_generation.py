@@ -138,8 +138,9 @@ class SyncedGeneration(VLLMGeneration):
 
     def _tell_tail(self, path: str, **params: str) -> None:
         """Tail servers that sleep have no weights to update: they are woken meanwhile, without their caches."""
-        urls = self.settings.tail_urls if self.settings.takes_turns else ()
-        for client in [client for client in self.vllm_client.active if client.base_url in urls]:
+        if not self.settings.takes_turns:
+            return
+        for client in [client for client in self.vllm_client.active if client.base_url in self.settings.tail_urls]:
             try:
                 client.call(path, params=params, timeout_s=TURN_TIMEOUT_S)
             except WeightSyncError as error:
