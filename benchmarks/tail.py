@@ -147,13 +147,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
     parser.add_argument("--only", choices=("paced", "threads"))
     args = parser.parse_args()
-    for part, start, prompts in (("paced", paced_servers, 16), ("threads", threaded_servers, 8)):
+    for part, start, prompts in (("paced", paced_servers, 64), ("threads", threaded_servers, 16)):
         if args.only not in (None, part):
             continue
-        heavy = Size(prompts, 8, 40.0, 800, batches=1 if args.quick else 3, endless_share=0.0)
+        heavy = Size(prompts, 8, 100.0, 1000, batches=1 if args.quick else 3, endless_share=0.0)
         with start() as servers:
             compare(f"{part}, heavy tail", servers, heavy)
-            compare(f"{part}, equal lengths", servers, replace(heavy, median=160.0, equal=True))
+            compare(f"{part}, equal lengths", servers, replace(heavy, median=300.0, equal=True))
             for cluster in servers[0].values():
                 cluster.engine.close()
 
