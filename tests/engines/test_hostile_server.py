@@ -161,7 +161,7 @@ def spoil(server: HostileServer, rng: random.Random, kind: str) -> None:
     server.plan = plan
 
 
-@pytest.mark.parametrize("num_cases", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_cases", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_fuzz(num_cases):
     server, rng = HostileServer(0), random.Random(0)
     rollouts = Rollouts(server)
