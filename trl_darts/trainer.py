@@ -103,7 +103,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     # Class-level: TRL's own tests build trainers without __init__.
     _engine: Any = None  # an `Engine`
     _batches: Any = None  # `BufferedBatches` where the schedule trains on other batches than the loader's
-    _scores: GroupScores | None = None  # where groups are scored before their batch is full
+    _scores: Any = None  # `GroupScores` where groups are scored before their batch is full
     _tail: TailServers | None = None
     _sampler: Any = None
     _streams = Streams()
@@ -175,9 +175,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._batches = BufferedBatches(
                 policy, self._admission, args.num_generations, feed, self._main, tokenize, steps
             )
+        self._streams = make_streams(self)
         if self._batches is not None and (args.drop_uniform_groups or args.stream_rewards):
-            decode, owners = partial(decode_completions, self), lambda: self._streams.owners()
-            self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, owners)
+            decode = partial(decode_completions, self)
+            self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, self._streams.owners)
         self._state_callback = RolloutStateCallback(self._admission, self._batches)
         self.add_callback(self._state_callback)
         if args.save_rollout_trace:
@@ -185,7 +186,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._totals = RolloutTotals()
         self._long_ends: list[float] = []
         shorten_console(callbacks, self._totals)
-        self._streams = make_streams(self)
         if not args.colocates:  # vLLM in this process refuses them itself, in their step
             check = self._engine.check_prompts if args.uses_servers else partial(check_positions, self.model.config)
             self._main.run(lambda: check_prompt_lengths(self, check))
@@ -398,7 +398,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._fillers = rows.fillers
         if self.args.rollout_ahead:
             self._log_all({"darts/rollout/wait_seconds": time.perf_counter() - begin})
-        if self._scores is not None and self.args.drop_uniform_groups:
+        if self.args.drop_uniform_groups:
             self._log_all(self._scores.pop_metrics(len(rows.fillers) // self.args.num_generations))
         inputs, self._ready = batches.finish(rows, num_rows)
         if max_age is not None:
@@ -415,7 +415,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _sample_informative(self, batch: PromptBatch | None, ahead: Any) -> None:
         """Rollouts until the batch has its groups with a spread of rewards, or as many prompts as it may take."""
         records: list[Any] = []
-        while batch is not None and self._scores is not None:
+        while batch is not None:
             self._rollout(batch, ahead=ahead)
             records.append(self._record)
             self._scores.drop_uniform()
@@ -434,6 +434,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         training = self.model.training
+        rewards: torch.Tensor
         if training and self._scores is not None:
             rewards = self._scores.serve(len(args[0]))
         elif training:

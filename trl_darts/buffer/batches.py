@@ -163,10 +163,8 @@ class BufferedBatches:
         dropped, self._dropped = self._dropped, []
         num_sampled = len(dropped) + self.buffer.num_uniform
         # Where uniform groups leave, further prompts came for those that were dropped.
-        trained, size = (
-            self.buffer.take(self._round, 0 if self.is_informative else len(dropped)),
-            self._round.num_groups,
-        )
+        trained = self.buffer.take(self._round, 0 if self.is_informative else len(dropped))
+        size = self._round.num_groups
         if not trained and self.is_informative:
             raise GenerationError(
                 f"`drop_uniform_groups` (True) leaves nothing to train on: of {num_sampled} prompts that were sampled "

@@ -64,7 +64,7 @@ class GroupScores:
 
     def drop_uniform(self) -> None:
         """Scores what the last round completed. Groups without a spread leave the buffer."""
-        if not (new := self._score_new(self.batches.complete)):
+        if not (new := self._score_new()):
             return
         uniform = [entry_id for entry_id in new if self._is_uniform(self._scores[entry_id].rewards)]
         for entry_id in uniform:
@@ -80,7 +80,7 @@ class GroupScores:
         that wait for a later batch are scored too: what was begun while they decoded is ready.
         """
         last = self.batches.last
-        self._score_new(lambda: self.batches.complete() | last.groups)
+        self._score_new(last.groups)
         scores = [self._scores[entry_id] for entry_id in last.entry_ids]
         waiting = self.batches.rows.keys() | last.entry_ids  # the last batch may have to stand for another
         self._scores = {entry_id: score for entry_id, score in self._scores.items() if entry_id in waiting}
@@ -96,15 +96,16 @@ class GroupScores:
         counts["darts/uniform/missing"] = num_missing
         return {name: float(count) for name, count in counts.items()}
 
-    def _score_new(self, groups: Callable[[], dict[int, list[Tokens]]]) -> dict[int, list[Tokens]]:
+    def _score_new(self, taken: Mapping[int, list[Tokens]] | None = None) -> dict[int, list[Tokens]]:
         """
-        Scores those groups of the main process's that have no rewards, or were sampled anew, and returns them. Each
-        process scores as many rows, since TRL gathers them: the last one is repeated where they are fewer.
+        Scores groups that wait for their batch, or were `taken` for it, and have no rewards or were sampled anew;
+        returns them. Each process scores as many rows, since TRL gathers them: the last one is repeated where they are
+        fewer.
         """
-        all_groups, owners = self.batches.main.broadcast(lambda: (groups(), dict(self._owners())))
+        waiting, owners = self.batches.main.broadcast(lambda: (self.batches.complete(), dict(self._owners())))
         new = {
             entry_id: rows
-            for entry_id, rows in all_groups.items()
+            for entry_id, rows in {**waiting, **(taken or {})}.items()
             if entry_id not in self._scores or self._scores[entry_id].completion_ids != rows
         }
         if not new:

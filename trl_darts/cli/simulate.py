@@ -196,8 +196,9 @@ def simulate(
     """
     given = {name: value for name, value in locals().items() if value is not None}
     names = schedule_names(schedule, more_schedules or [])
-    cluster, (workloads, rows) = _cluster(given, parse_sweep(sweep or [])), _workloads(given)
-    settings = settings_of(names, rows, parse_sweep(sweep or []))
+    swept = parse_sweep(sweep or [])
+    cluster, (workloads, rows) = _cluster(given, swept), _workloads(given)
+    settings = settings_of(names, rows, swept)
     _check(steps, seeds, output)
     outcomes = _compare(workloads, settings, cluster, steps, seeds)
     show(console, outcomes, next(iter(workloads.values())), cluster, steps, seeds)

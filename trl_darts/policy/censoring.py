@@ -44,7 +44,7 @@ Bounds of a fit. Complete lengths that happen to be equal don't prove that an ab
 """
 
 MAX_CACHED = 64  # lengths
-_FAR_TAIL = 25.0  # normal score from which on a bound is beyond what the fit knows of; erfc underflows at 38
+FAR_TAIL = 25.0  # normal score from which on a bound is beyond what the fit knows of; erfc underflows at 38
 _SQRT2 = math.sqrt(2.0)
 
 
@@ -152,7 +152,7 @@ def _beyond(bound: float, mu: float, sigma: float, horizon: float) -> tuple[floa
     bound = max(bound, 1.0)
     if bound >= horizon:
         return bound, 0.0
-    z = min((math.log(bound) - mu) / sigma, _FAR_TAIL)
+    z = min((math.log(bound) - mu) / sigma, FAR_TAIL)
     mu = math.log(bound) - z * sigma
     end = (math.log(horizon) - mu) / sigma
     survival = math.erfc(z / _SQRT2)

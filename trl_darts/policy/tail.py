@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ConfigurationError
-from .censoring import log_normal_fit
+from .censoring import FAR_TAIL, log_normal_fit
 from .latency import LatencyCurve
 from .latency_profile import LatencyProfile, PrefillCurve
 from .latency_surface import LatencySurface
@@ -40,7 +40,6 @@ HANDOVER_S = 0.1
 """What a switch takes at least: aborts, their answers and new requests."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_FAR_TAIL = 25.0  # normal score beyond which a log-normal knows nothing
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def remaining_lengths(
 def _quantile_beyond(bound: float, mu: float, sigma: float, share: float) -> float:
     """The length that `share` of a log-normal's lengths beyond `bound` are below."""
     bound = max(bound, 1.0)
-    z = min((math.log(bound) - mu) / sigma, _FAR_TAIL)
+    z = min((math.log(bound) - mu) / sigma, FAR_TAIL)
     survival = math.erfc(z / math.sqrt(2.0)) / 2
     score = -NormalDist().inv_cdf(max(survival * (1 - share), 1e-300))
     return bound * math.exp(sigma * (score - z))

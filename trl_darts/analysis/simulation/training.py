@@ -214,6 +214,7 @@ class _Sampled:
 
     batch: BatchLengths
     place: int
+    informative: bool
     lengths: list[int] = field(default_factory=list)
     begun: int | None = None  # the version that first sampled for it
 
@@ -256,8 +257,9 @@ class _EpochOfRounds:
             if batch is None:
                 break
             infos = (PromptInfo(int(prompt), self.training.workload.prompt_tokens) for prompt in batch.prompts)
-            places = enumerate(self.buffer.enter(infos))
-            self.sampled |= {entry_id: _Sampled(batch, place) for place, entry_id in places}
+            informative = batch.informative(self.training.workload.uniform_share).tolist()
+            for place, entry_id in enumerate(self.buffer.enter(infos)):
+                self.sampled[entry_id] = _Sampled(batch, place, informative[place])
         return self.rounds.next(self.buffer)
 
     def _run(self, plan: Round) -> tuple[RolloutResult, int]:
@@ -267,13 +269,10 @@ class _EpochOfRounds:
         return training.rollout(admission, plans, lengths, plan.batch_stop), admission.saturated
 
     def _drop_uniform(self, complete: list[BufferEntry]) -> None:
-        uniform = [entry.entry_id for entry in complete if not self._is_informative(self.sampled[entry.entry_id])]
+        uniform = [entry.entry_id for entry in complete if not self.sampled[entry.entry_id].informative]
         self.buffer.drop_uniform(uniform, len(complete))
         for entry_id in uniform:
             del self.sampled[entry_id]
-
-    def _is_informative(self, own: _Sampled) -> bool:
-        return bool(own.batch.informative(self.training.workload.uniform_share)[own.place])
 
     def _lengths_of(self, entry: BufferEntry) -> list[int]:
         """Those that it began with, where it goes on."""
@@ -297,7 +296,7 @@ class _EpochOfRounds:
             [(row.length, row.partial.finish_reason) for row in rows],
             reduce(Occupancy.then, (Occupancy.of(result) for result, _ in rollouts), Occupancy(0, 0.0, 0.0)),
             sum(saturated for _, saturated in rollouts),
-            sum(map(self._is_informative, taken)),
+            sum(own.informative for own in taken),
             sum(num for row in rows for version, num in row.versions if version != self.version),
             sum(c.length for entry in self.buffer.entries.values() for c in entry.candidates),
             self.version - min(own.begun or 0 for own in taken),
