@@ -42,38 +42,45 @@ class Decoder:
         self.asleep = False
         self.wakes = True
         self.dead = False
+        self.life = 0
         self.num_running = 0
         self.num_tokens = 0
         self.aborted: set[str] = set()
         self.problems: list[str] = []
+
+    def die(self) -> None:
+        """Nothing of what it decodes goes on, even if it is back before the next token."""
+        self.dead, self.life, self.num_running = True, self.life + 1, 0
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         group, index, *prior = body["prompt"]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if self.dead:
-            request.transport.close()
+            hang_up(request)
             return response
         if self.asleep or prior != list(range(len(prior))):
             self.problems.append(f"{group} {index}: asleep {self.asleep}, {prior}")
         self.num_running += 1
+        life = self.life
         try:
-            await response.prepare(request)
-            await self._stream(response, request, body["request_id"], len(prior), LENGTHS[group][index])
+            await self._stream(response, request, body["request_id"], range(len(prior), LENGTHS[group][index]))
         finally:
-            self.num_running -= 1
+            self.num_running -= life == self.life
         return response
 
-    async def _stream(self, response, request, request_id: str, start: int, end: int) -> None:
-        for token in range(start, end):
+    async def _stream(self, response, request, request_id: str, tokens: range) -> None:
+        life = self.life
+        await response.prepare(request)
+        for token in tokens:
             await asyncio.sleep(0.004)
-            if self.dead or any(peer.num_running for peer in self.peers):
-                self.problems += [] if self.dead else ["it decodes beside one on the same GPUs"]
-                request.transport.close()
-                return
+            if self.life != life:
+                return hang_up(request)
+            if any(peer.num_running for peer in self.peers):
+                self.problems.append("it decodes beside one on the same GPUs")
             self.num_tokens += 1
             stopped = f"cmpl-{request_id}-0" in self.aborted
-            reason = "stop" if token == end - 1 else "abort" if stopped else None
+            reason = "stop" if token == tokens[-1] else "abort" if stopped else None
             choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-float(token)]}, "finish_reason": reason}
             await response.write(b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n")
             if reason is not None:
@@ -102,6 +109,11 @@ class Decoder:
         posts = {"/v1/completions": self.completions, "/abort_requests": self.abort, "/sleep": self.sleep}
         posts |= {"/wake_up": self.wake_up}
         return {"GET /health": self.health, **{f"POST {path}": handler for path, handler in posts.items()}}
+
+
+def hang_up(request: web.Request) -> None:
+    if request.transport is not None:  # the client may have done so before
+        request.transport.close()
 
 
 @contextmanager
@@ -180,13 +192,17 @@ def test_a_tail_server_that_does_not_wake_is_left_alone():
 def test_a_tail_server_that_dies_gives_back(takes_turns):
     with two_kinds(takes_turns) as (engine, (main, tail), _):
 
-        def die():
-            tail.dead = tail.dead or tail.num_tokens > 40
+        def die_and_return():
+            if tail.num_tokens > 40 and not tail.life:
+                tail.die()
+            elif main.num_tokens > 60:
+                tail.dead = False
 
-        result = run(engine, takes_turns=takes_turns, on_progress=die)
+        result = run(engine, takes_turns=takes_turns, on_progress=die_and_return)
         assert result.num_resumed == 2
         assert main.num_tokens > 60
-        assert not main.asleep
+        assert tail.num_tokens < 60  # it is back, and has had its turn
+        assert (main.asleep, tail.asleep) == (False, takes_turns)
 
 
 @pytest.mark.parametrize("takes_turns", [False, True])
@@ -201,7 +217,8 @@ def test_twenty_kills_of_either_kind(takes_turns):
                 if own.dead and rng.random() < 0.2:
                     own.dead = own.asleep = False
                 elif not own.dead and not own.asleep and rng.random() < 0.02:
-                    own.dead, kills = True, kills + 1
+                    own.die()
+                    kills += 1
 
         while kills < 20:
             run(engine, switch_at=rng.choice([1, 2, 4]), takes_turns=takes_turns, on_progress=kill)

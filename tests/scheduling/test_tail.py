@@ -145,6 +145,7 @@ def test_engines_that_share_gpus_take_turns(wakes):
         assert placed(handle(EngineResized("tail", None, 6.0))) == [(3, "tail", 4), (2, "tail", 3)]
     else:
         assert handle(EngineLost("tail", "it does not wake", 6.0)) == []
+        assert handle(EngineJoined("tail", 6.5, 0, tail=True)) == []  # it has had its turn, and sleeps
         assert placed(handle(EngineResized("main", None, 7.0))) == [(3, "main", 4), (2, "main", 3)]
     rollout.end(2, 1)
     assert rollout.end(3, 1) == []

@@ -69,19 +69,19 @@ class Member:
     state: State = State.UP
     reason: str = ""  # why it was lost last
     draining: bool = False
-    asleep: bool | None = None  # unknown until the two kinds take turns
+    asleep: bool | None = False  # unknown where two kinds take turns, until it has been told
     num_losses: int = 0
     log: Path | None = None  # looked for while it is there
 
     @property
     def capacity(self) -> int:
         """The most candidates at once."""
-        return 0 if self.draining or self.asleep else self.limit
+        return 0 if self.draining or self.asleep is not False else self.limit
 
     @property
     def decodes(self) -> bool:
         """Whether it is healthy and awake."""
-        return self.state is State.UP and not self.asleep
+        return self.state is State.UP and self.asleep is False
 
 
 class ServerPool:
@@ -96,7 +96,8 @@ class ServerPool:
         takes_turns: bool = False,
     ) -> None:
         share = max(1, limit // len(servers))
-        self.members = {url: Member(server, url in tail_urls, share) for url, server in servers.items()}
+        asleep = None if takes_turns else False
+        self.members = {url: Member(server, url in tail_urls, share, asleep=asleep) for url, server in servers.items()}
         self.takes_turns = takes_turns  # whether those of the tail are on the others' GPUs
         self.deadlines = deadlines
         self.listener: Listener | None = None
@@ -138,6 +139,8 @@ class ServerPool:
             logger.warning("The vLLM server at %s is lost: %s", url, reason)
         was_up = member.state is State.UP
         member.state, member.reason = State.DOWN, reason  # before anyone asks who is left
+        if self.takes_turns:
+            member.asleep = None  # it may come back as another process
         if was_up:
             member.num_losses += 1
             self._tell(lambda listener: listener.on_lost(url, reason))
@@ -155,6 +158,11 @@ class ServerPool:
         member.draining = draining
         if member.state is State.UP:
             self._tell(lambda listener: listener.on_resized(url, member.capacity))
+
+    def has_turn(self, tail: bool) -> bool:
+        """Whether the servers of the tail, or the main ones, are awake, and the others asleep."""
+        up = [member for member in self.members.values() if member.state is State.UP]
+        return all(member.asleep == (member.tail != tail) for member in up)
 
     async def take_turns(self, tail: bool) -> None:
         """

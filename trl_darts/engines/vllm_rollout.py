@@ -82,7 +82,8 @@ class RolloutRun:
         self.internal_ids: dict[Key, str] = {}
         self.engine_of: dict[Key, str] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
-        self.turns: asyncio.Task[None] | None = None  # between main servers and those of the tail
+        self.tail_turn = False  # whether its servers decode, where the two kinds take turns
+        self.turns: asyncio.Task[None] | None = None
         self.tokens = Waiting(deadlines.first_token_s)  # the next ones
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -119,19 +120,18 @@ class RolloutRun:
             if self.engine_of[key] == url and task is not current:
                 self.aborting.pop(key, None)
                 task.cancel()
-        self._wake_main_servers()
+        self._keep_turns()
 
-    def _wake_main_servers(self) -> None:
-        """Where they sleep, and those that took over are lost."""
-        is_turning = self.turns is not None and not self.turns.done()
-        if self.pool.takes_turns and not is_turning and not self._decoding:
-            self.turns = asyncio.create_task(self.pool.take_turns(tail=False))
+    def _keep_turns(self) -> None:
+        """Only the kind of servers whose turn it is may be awake."""
+        if self.pool.takes_turns and (self.turns is None or self.turns.done()):
+            self.turns = asyncio.create_task(self._take_turns())
 
     async def _take_turns(self) -> None:
-        """The tail servers decode instead of the main ones; or these again, where none of them wakes."""
-        await self.pool.take_turns(tail=True)
-        if not self._decoding:
-            await self.pool.take_turns(tail=False)
+        """The main servers have their turn again when none of the tail's wakes, or is left."""
+        while not self.pool.has_turn(self.tail_turn) or (self.tail_turn and not self._decoding):
+            await self.pool.take_turns(self.tail_turn)
+            self.tail_turn = self.tail_turn and bool(self._decoding)
 
     @property
     def _decoding(self) -> list[str]:
@@ -140,7 +140,7 @@ class RolloutRun:
     def on_joined(self, url: str, capacity: int) -> None:
         """A server takes candidates again."""
         self._report(EngineJoined(url, time.perf_counter(), capacity, self.pool.members[url].tail))
-        self._wake_main_servers()
+        self._keep_turns()
 
     def on_resized(self, url: str, capacity: int) -> None:
         """A server is drained, or takes candidates again."""
@@ -184,7 +184,8 @@ class RolloutRun:
     def _execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, TakeTurns):
-                self.turns = asyncio.create_task(self._take_turns())
+                self.tail_turn = True
+                self._keep_turns()
                 continue
             key = (command.candidate_id, command.segment)
             if isinstance(command, Submit):

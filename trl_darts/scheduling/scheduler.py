@@ -78,6 +78,7 @@ class Scheduler:
         self._dropped: set[int] = set()
         self._batch_ready = False
         self._tail_switch: TailSwitch | None = None
+        self._given_back = False  # whether the engines that took over were lost
         self._turns_over = False  # whether engines must take turns, once those of now decode nothing
 
     @property
@@ -181,6 +182,8 @@ class Scheduler:
     def _on_engine_lost(self, event: EngineLost) -> list[Command]:
         if self.ledger.engines.pop(event.engine_id, None) is None:
             return []
+        if self._tail_switch is not None and not any(engine.tail for engine in self.ledger.engines.values()):
+            self._given_back = True
         orphans = [
             c for c in self.ledger.candidates if c.engine_id == event.engine_id and c.state in (RUNNING, ABORTING)
         ]
@@ -291,7 +294,9 @@ class Scheduler:
 
     def _belongs_to_tail(self, candidate: Candidate) -> bool:
         tail = self.policies.tail
-        return self._tail_switch is not None or (tail is not None and candidate.group_id in tail.long_groups)
+        if self._tail_switch is not None and not self._given_back:
+            return True
+        return tail is not None and candidate.group_id in tail.long_groups
 
     def _may_switch(self, num_unfinished: int) -> bool:
         tail, is_over = self.policies.tail, self._batch_ready or self.error is not None
