@@ -157,8 +157,9 @@ class Training:
 class PacedSteps(TrainerCallback):
     """
     Has each step take `seconds_per_token` for each token that is trained on, beside its rollout, and records what
-    plain sampling would give after it. A step for which the CPU was too slow counts with the seconds that it should
-    have taken, and as late. Ends the training at a reward, after so many steps at least.
+    plain sampling would give after it. A step for which the CPU was too slow counts as late, and with the seconds that
+    it should have taken; those that it took where the next rollout, which ran meanwhile, had them too. Ends the
+    training at a reward, after so many steps at least.
     """
 
     def __init__(
@@ -186,7 +187,8 @@ class PacedSteps(TrainerCallback):
         real = time.perf_counter() - self.begun
         engine, self.before = self.pace().since(self.before), self.pace()
         answers = Answers.of(self.trainer.model)
-        own = {"seconds": due if self.seconds_per_token else real, "real": real, "rollout": rollout}
+        is_paced = self.seconds_per_token and not args.rollout_ahead
+        own = {"seconds": due if is_paced else real, "real": real, "rollout": rollout}
         own |= {"trained": trained, "late": float(left < 0)}
         self.steps.append(own | {"engine_late": engine.late / max(1, engine.steps), **asdict(answers)})
         reward, least = self.stop

@@ -46,6 +46,13 @@ def test_contexts_grow_while_they_decode():
     assert seconds == pytest.approx(10 * (1 + 0.01 * 120) + 20 * (1 + 0.01 * 80))
 
 
+def test_more_than_an_engine_decodes_at_once_take_turns():
+    own = arrays([(0, 10)] * 64)
+    full = EngineTimes(TP_2.latency, max_num_seqs=32)
+    assert full.decode(own) == pytest.approx(2 * full.decode(arrays([(0, 10)] * 32)))
+    assert EngineTimes(TP_2.latency, max_num_seqs=64).decode(own) == TP_2.decode(own)
+
+
 @pytest.mark.parametrize(("num", "pays"), [(128, False), (8, True), (1, True)])
 def test_pats_numbers(num, pays):
     """Few that have long to go move; so does nothing that a switch of 5.52 s is too long for."""

@@ -108,6 +108,7 @@ def profile(
             repeats=repeats,
             hardware=hardware,
             api_key=api_key,
+            model=None if main is None else main.metadata.get("model"),
             seed=seed,
         )
         with _progress() as report:

@@ -48,17 +48,22 @@ class EngineTimes:
 
     latency: LatencySurface | LatencyCurve
     prefill: PrefillCurve | None = None
+    max_num_seqs: int | None = None  # that it decodes at once; the others wait
 
     @classmethod
     def of(cls, profile: LatencyProfile) -> EngineTimes:
         """As it was measured."""
-        return cls(profile.surface or profile.curve, profile.prefill)
+        return cls(profile.surface or profile.curve, profile.prefill, profile.curve.metadata.get("max_num_seqs"))
 
     def step(self, batch_size: float, context_tokens: float) -> float:
-        """Seconds per token of each of `batch_size` sequences with `context_tokens` in all their contexts."""
+        """
+        Seconds per token of each of `batch_size` sequences with `context_tokens` in all their contexts. More than it
+        decodes at once take turns.
+        """
+        turns = 1.0 if self.max_num_seqs is None else max(1.0, batch_size / self.max_num_seqs)
         if isinstance(self.latency, LatencySurface):
-            return self.latency(batch_size, context_tokens)
-        return self.latency(batch_size)
+            return turns * self.latency(batch_size / turns, context_tokens / turns)
+        return turns * self.latency(batch_size / turns)
 
     def decode(self, work: Work) -> float:
         """Seconds until all sequences have ended: those that are left speed up, and their contexts grow."""

@@ -100,6 +100,7 @@ def test_tail_servers_are_added_to_a_profile(measured):
     assert run(URL).exit_code == 0
     result = run("http://tail:1", "--tail-of", "latency.json")
     assert result.exit_code == 0, result.stderr
+    assert [options.model for options in measured] == [None, "tiny"]
     profile = LatencyProfile.load("latency.json")
     assert profile.metadata["servers"] == [URL]
     assert profile.tail.metadata["servers"] == ["http://tail:1"]

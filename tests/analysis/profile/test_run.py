@@ -112,6 +112,11 @@ def profile_fake(server: FakeVLLM, **changes) -> ProfileResult:
         return profile_servers(ProfileOptions(urls=(url,), **options))
 
 
+def test_tail_servers_of_another_model_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"of the model that `tail_of` has \('large'\), and .* has 'tiny'"):
+        profile_fake(FakeVLLM(), model="large")
+
+
 def test_over_http_from_the_address_to_the_fit() -> None:
     profile = profile_fake(FakeVLLM(step_s=0.002)).profile
     assert len(profile.points) == 6

@@ -46,6 +46,7 @@ class ProfileOptions:
     hardware: str | None = None  # what the servers run on, for the file: what they say
     api_key: str | None = field(default=None, repr=False)
     seed: int = 0  # of prompts and order
+    model: str | None = None  # that of the profile to which these servers are added
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))

@@ -79,6 +79,11 @@ async def _profile(options: ProfileOptions, report: Report) -> ProfileResult:
         servers = [VLLMServer(url, session) for url in options.urls]
         facts = [await learn(server) for server in servers]
         check_alike(facts)
+        if options.model not in (None, facts[0].model):
+            raise ConfigurationError(
+                f"`url` must name servers of the model that `tail_of` has ({options.model!r}), and {facts[0].url} has "
+                f"{facts[0].model!r}. Name another profile, or leave it out."
+            )
         grid = make_grid(facts, options)
         _check_open_files(grid)
         order, *prompts = np.random.default_rng(options.seed).spawn(len(servers) + 1)

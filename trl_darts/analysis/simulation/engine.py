@@ -101,7 +101,8 @@ class ClusterSpec:
         if self.tail is None:
             return None
         main, tail = (
-            EngineTimes(spec.latency, PrefillCurve(0.0, spec.prefill_seconds_per_token)) for spec in (self, self.tail)
+            EngineTimes(spec.latency, PrefillCurve(0.0, spec.prefill_seconds_per_token), spec.max_num_seqs)
+            for spec in (self, self.tail)
         )
         times = TailTimes(main, tail, self.switch_seconds)
         return TailServers(times, max_completion_length, takes_turns=self.switch_seconds > 0)
