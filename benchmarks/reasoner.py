@@ -6,7 +6,7 @@ What the tiny reasoner learns, by steps: nothing here depends on how busy the ma
 - ahead: the default, with `rollout_ahead`, and so without the correction for old weights.
 - drafts: GRPO, on a server without drafts and on one with ours, which must not change what is sampled.
 
-Means over seeds with 95 % intervals; the arms take their turns. Some 80 s for each training.
+Means over seeds with 95 % intervals; the arms take their turns. Some 40 s for each training.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from trl_darts.serving.options import SPECULATIVE
 
 REASONER = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"
 CHECKPOINT = str(REASONER / "checkpoint")
-STEPS, LAST, SEEDS = 80, 20, 5
+STEPS, LAST, SEEDS = 40, 20, 5
 COLUMNS = {"reward": "reward", "tokens of an answer": "completions/mean_length"}
 V1 = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}  # the one that drafts need
 Arm = tuple[Mapping[str, Any], Mapping[str, Any]]

@@ -150,7 +150,7 @@ def main() -> None:
     for part, start, prompts in (("paced", paced_servers, 64), ("threads", threaded_servers, 16)):
         if args.only not in (None, part):
             continue
-        heavy = Size(prompts, 8, 100.0, 1000, batches=1 if args.quick else 3, endless_share=0.0)
+        heavy = Size(prompts, 8, 100.0, 1000, batches=1 if args.quick else 2, endless_share=0.0)
         with start() as servers:
             compare(f"{part}, heavy tail", servers, heavy)
             compare(f"{part}, equal lengths", servers, replace(heavy, median=300.0, equal=True))
