@@ -177,18 +177,16 @@ class ServerPool:
         member = self.members[url]
         if member.state is not State.UP or member.asleep == asleep:
             return
-        if asleep:
-            member.asleep = True
-            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+        member.asleep = None  # also after a call that is interrupted
+        self._tell(lambda listener: listener.on_resized(url, 0))
         try:
             await (member.server.sleep if asleep else member.server.wake_up)(TURN_TIMEOUT_S)
         except FAILURES as error:
             self.lose(url, describe(error, f"`{'/sleep' if asleep else '/wake_up'}` after {TURN_TIMEOUT_S:g} s"))
             return
-        if not asleep:
-            member.asleep = False
-            if member.state is State.UP:
-                self._tell(lambda listener: listener.on_resized(url, member.capacity))
+        if member.state is State.UP:
+            member.asleep = asleep
+            self._tell(lambda listener: listener.on_resized(url, member.capacity))
 
     def _tell(self, say: Callable[[Listener], None]) -> None:
         if self.listener is not None:
