@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.scheduling.chaos import ChaosEngine
 from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer
 from trl_darts.buffer.checkpoint import at_rest, dump, load
-from trl_darts.buffer.rounds import Informative, InOrder, PartialRollout, Sorted, TailBatching
+from trl_darts.buffer.rounds import Informative, InOrder, PartialRollout, Sorted, TailBatching, num_likely_enough
 from trl_darts.errors import StateMismatchError
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Scheduler, ScheduleSettings
@@ -251,3 +251,14 @@ def test_uniform_groups_leave(size, most, teaches, seed):
         assert 0 <= buffer.informative_share <= 1
         left += [entry.prompt.key for entry in taken]
     assert Counter(left) == Counter(range(len(teaches)))
+
+
+@given(st.integers(0, 512), st.floats(0.05, 1.0))
+def test_prompts_that_are_likely_enough(num_groups, share):
+    def is_enough(num):
+        return num * share - (num * share * (1 - share)) ** 0.5 >= num_groups - 1e-6
+
+    num = num_likely_enough(num_groups, share)
+    assert is_enough(num)
+    assert num == 0 or not is_enough(num - 1)
+    assert num_likely_enough(num_groups, 1.0) == num_groups

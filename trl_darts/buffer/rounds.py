@@ -81,7 +81,7 @@ class Informative:
     def _num_started(self, buffer: RolloutBuffer) -> int:
         num_complete = len(buffer.select(Lifecycle.COMPLETE))
         missing = max(0, self.num_groups - num_complete)
-        likely = math.ceil(missing / max(buffer.informative_share, 1 / self.max_oversampling))
+        likely = num_likely_enough(missing, max(buffer.informative_share, 1 / self.max_oversampling))
         left = math.floor(self.max_oversampling * self.num_groups) - buffer.num_uniform - num_complete
         return max(0, min(likely, left))
 
@@ -189,6 +189,17 @@ class Sorted:
 def _num_started(oversampling: float, num_groups: int) -> int:
     """N'; the small number, so that 1.1 × 10 is 11."""
     return math.ceil(oversampling * num_groups - 1e-9)
+
+
+def num_likely_enough(num_groups: int, share: float) -> int:
+    """
+    Prompts to start where each has a spread with the probability `share`, for `num_groups` and a standard deviation
+    more: a few prompts more cost less than the tail of another round, which half of the batches would have without.
+    """
+    if num_groups == 0:
+        return 0
+    deviation = math.sqrt(share * (1 - share))  # of one prompt
+    return math.ceil(((deviation + math.sqrt(deviation**2 + 4 * share * num_groups)) / (2 * share)) ** 2 - 1e-9)
 
 
 def _by_age(buffer: RolloutBuffer) -> tuple[list[BufferEntry], list[BufferEntry]]:
