@@ -199,7 +199,7 @@ def num_likely_enough(num_groups: int, share: float) -> int:
     if num_groups == 0:
         return 0
     deviation = math.sqrt(share * (1 - share))  # of one prompt
-    return math.ceil(((deviation + math.sqrt(deviation**2 + 4 * share * num_groups)) / (2 * share)) ** 2 - 1e-9)
+    return round(((deviation + math.sqrt(deviation**2 + 4 * share * num_groups)) / (2 * share)) ** 2)
 
 
 def _by_age(buffer: RolloutBuffer) -> tuple[list[BufferEntry], list[BufferEntry]]:
