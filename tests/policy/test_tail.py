@@ -106,9 +106,9 @@ def test_what_is_left_follows_the_tail_and_the_prompt(rng):
     seen, running = np.minimum(tail, now), tail > now
     rest = remaining_lengths(seen, running, ~running, np.ones(500), 1 << 20)
     assert np.median(rest) == pytest.approx(np.median(tail[running] - now), rel=0.35)
-    equal = np.array([1_000] * 90 + [990] * 10)
-    running = equal < 1_000
-    assert remaining_lengths(equal, running, ~running, np.ones(100), 1 << 20).max() < 200  # a flat tail
+    equal = np.array([299] * 455 + [298] * 57)
+    running = equal < 299
+    assert remaining_lengths(equal, running, ~running, np.ones(512), 1 << 20).max() < 10  # a flat tail
     expected = np.where(tail > now, 2.0, 1.0)  # those that are left were expected to be twice as long
     longer = remaining_lengths(seen, tail > now, tail <= now, expected, 1 << 20)
     assert np.median(longer) > 1.1 * np.median(rest)  # a heavy tail forgets

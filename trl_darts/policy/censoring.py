@@ -99,11 +99,15 @@ def group_moments(
 
 
 def log_normal_fit(
-    lengths: Sequence[float], censored: Sequence[bool], log_std: float = math.nan
+    lengths: Sequence[float],
+    censored: Sequence[bool],
+    log_std: float = math.nan,
+    min_log_std: float = MIN_LOG_STD,
 ) -> tuple[float, float, float, int]:
     """
     Location and scale of the log-normal that lengths come from, some of them lower bounds; the scale before it was
-    drawn towards `log_std`, NaN for fewer than two complete lengths; and the number of these.
+    drawn towards `log_std`, NaN for fewer than two complete lengths; and the number of these. Equal lengths are taken
+    for a chance of `min_log_std`, for which those of a whole rollout are too many.
     """
     num, ordered = len(lengths), sorted(zip(lengths, censored, strict=True))
     logs = [math.log(max(length, 1)) for length, is_censored in ordered if not is_censored]
@@ -111,7 +115,7 @@ def log_normal_fit(
     scores = _plotting_scores if num <= MAX_CACHED else _plotting_scores.__wrapped__
     centred, score_mean, score_squares = scores(num, sum(cut << i for i, (_, cut) in enumerate(ordered)))
     own = sum(map(float.__mul__, centred, logs)) / score_squares if len(logs) > 1 else math.nan
-    sigma = _shrunk(own, len(logs), log_std)
+    sigma = max(_shrunk(own, len(logs), log_std), min_log_std)
     if logs:
         mu = sum(logs) / len(logs) - sigma * score_mean
     else:  # the bounds are taken for the median: anything bolder would dwarf every other prompt of the batch
@@ -144,7 +148,7 @@ def _shrunk(own: float, num_complete: int, prior: float) -> float:
         own, num_complete = 0.0, 1
     weight = num_complete - 1  # of a slope
     sigma = (PRIOR_WEIGHT * prior + weight * own) / (PRIOR_WEIGHT + weight)
-    return min(max(sigma, MIN_LOG_STD), MAX_LOG_STD)
+    return min(sigma, MAX_LOG_STD)
 
 
 def _beyond(bound: float, mu: float, sigma: float, horizon: float) -> tuple[float, float]:

@@ -163,7 +163,7 @@ def remaining_lengths(
     tokens, means = np.asarray(lengths, float), np.maximum(np.asarray(expected, float), 1.0)
     goes_on, ended = np.asarray(running, bool), np.asarray(complete, bool)
     unit = means / means.mean()
-    mu, sigma, _, _ = log_normal_fit((tokens / unit).tolist(), (~ended).tolist())
+    mu, sigma, _, _ = log_normal_fit((tokens / unit).tolist(), (~ended).tolist(), min_log_std=0.0)
     own, unit = tokens[goes_on], unit[goes_on]
     num = len(own)
     # The middles of as many equal parts of probability, spread evenly over neighbours, which are of one prompt.
