@@ -175,21 +175,21 @@ STREAMED = {
 }
 BACKENDS: dict[str, dict[str, Play]] = {
     "ddp": {
-        "whole groups": partial(train, per_device_train_batch_size=8, max_steps=4),
-        "straddling groups": partial(train, max_steps=4),
+        "transformers": train,
         "continuous batching": partial(train, engine="continuous_batching", **PRUNED),
         "broken process": partial(train, breaks_on=1),
         "long wait": wait_long,
         "theirs": partial(train_like_trl, schedule=None),
         "grpo": partial(train_like_trl, schedule="grpo"),
         "darts": partial(train_like_trl, schedule="darts"),
-        "server": partial(train, engine=SERVER, max_steps=4),
-        "tail_batching": partial(train, schedule="tail_batching", prompt_oversampling=1.5, **OWN_BATCHES),
+        "server": partial(train, engine=SERVER),
         "partial_rollout": partial(
-            train, schedule="partial_rollout", max_partial_age=1, mask_stale_after=1, **OWN_BATCHES
-        ),
-        "sorted": partial(
-            train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", stream_rewards=True, **OWN_BATCHES
+            train,
+            schedule="partial_rollout",
+            max_partial_age=1,
+            mask_stale_after=1,
+            stream_rewards=True,
+            **OWN_BATCHES,
         ),
         "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
         "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
@@ -212,8 +212,8 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "colocated": {"colocated": partial(train, engine="vllm_colocated", **PRUNED)},
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
 }
-NEED_A_SERVER = {"server", "tail_batching", "partial_rollout", "sorted", "dropped group", "refused group", "streamed"}
-NEED_A_SERVER |= {"tools", "ahead", "uniform groups"}
+NEED_A_SERVER = {"server", "partial_rollout", "dropped group", "refused group", "streamed", "tools", "ahead"}
+NEED_A_SERVER |= {"uniform groups"}
 
 
 def leave(accelerator: Accelerator) -> None:
