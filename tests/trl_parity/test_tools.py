@@ -45,9 +45,8 @@ def check_row(tokenizer, prompt, messages, ids, mask):
             asked = [ANSWERS[call] for call in said(message)[1:]]
 
 
-@pytest.mark.parametrize("calls", [[RIGHT], [RIGHT, LATER, WRONG, UNKNOWN, FAILING]])
-def test_tools_answer_the_row_that_called_them(caller, tmp_path, calls):
-    reader = Reader()
+def test_tools_answer_the_row_that_called_them(caller, tmp_path):
+    reader, calls = Reader(), [RIGHT, LATER, WRONG, UNKNOWN, FAILING]
     trainer = tool_trainer(caller(*calls), tmp_path, reader, tools=TOOLS)
     batches = record_batches(trainer)
     train_all(trainer)
@@ -79,25 +78,17 @@ def test_only_the_first_turn_has_more_candidates_than_rows(caller, tmp_path):
     assert max(later) <= 8
 
 
-@pytest.mark.parametrize("actors", [{"tools": [multiply]}, {"environment_factory": Counter}], ids=",".join)
-def test_evaluation(caller, tmp_path, actors):
+def test_evaluation(caller, tmp_path):
     reader = Reader()
-    trainer = tool_trainer(caller(RIGHT, ADD), tmp_path, reader, **actors)
+    trainer = tool_trainer(caller(RIGHT), tmp_path, reader, tools=[multiply])
     metrics = trainer.evaluate()
     contents = [message["content"] for rows in reader.batches for row in rows for message in tool_messages(row)]
     assert [len(rows) for rows in reader.batches] == [8]
     assert metrics["eval_tools/call_frequency"] == pytest.approx(len(contents) / 8)
-    assert ("12" if "tools" in actors else "now 2") in contents
+    assert "12" in contents
 
 
 # Environments
-
-
-class ScoringCounter(Counter):
-    """Gives its own reward, after a while."""
-
-    async def get_reward(self):
-        return float(self.count)
 
 
 class Doubler:
@@ -140,22 +131,6 @@ def test_environment_belongs_to_its_row(caller, tmp_path):
     assert len(trainer._environment_pool[None]) == 8  # made once, reset often
 
 
-@pytest.mark.parametrize("with_function", [False, True])
-def test_environment_gives_the_reward(caller, tmp_path, with_function):
-    rewards = Reader() if with_function else []
-    rows = {**data(start=[10 * row for row in range(8)]), "reward_funcs": rewards}
-    trainer = tool_trainer(caller(ADD), tmp_path, data=rows, environment_factory=ScoringCounter)
-    batches = record_batches(trainer)
-    train_all(trainer)
-    completions, given = list(trainer._logs["completion"]), list(trainer._logs["rewards"]["ScoringCounter"])
-    counts = [
-        example["start"] + 2 * sum(message["role"] == "tool" for message in messages)
-        for example, messages in zip(batches[-1]["inputs"], completions, strict=True)
-    ]
-    assert given == counts
-    assert len(trainer._logs["rewards"]) == 1 + with_function
-
-
 def test_rows_choose_among_environments(caller, tmp_path):
     reader = Reader()
     trainer = tool_trainer(
@@ -178,7 +153,7 @@ def test_rows_choose_among_environments(caller, tmp_path):
 
 
 def test_tools_and_an_environment_that_brings_the_prompts(caller, tmp_path):
-    class Prompter(ScoringCounter):
+    class Prompter(Counter):
         def reset(self, **kwargs):
             super().reset()
             return "count up"
@@ -196,7 +171,7 @@ def test_tools_and_an_environment_that_brings_the_prompts(caller, tmp_path):
 def test_prompts_that_differ_within_a_group_are_answered_row_by_row(caller, tmp_path):
     numbers = itertools.count()
 
-    class Prompter(ScoringCounter):
+    class Prompter(Counter):
         def reset(self, **kwargs):
             super().reset()
             return f" no {next(numbers)}"
