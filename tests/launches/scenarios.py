@@ -164,7 +164,8 @@ def train_like_trl(model_dir: Path, out: Path, url: str | None, schedule: str | 
 # Six rows on each process: the second of three groups straddles both. `target_redundancy` at its bound: every group is
 # pruned, mostly by what the other process reports.
 PRUNED = {"target_redundancy": 2.0}
-OWN_BATCHES = {"engine": SERVER, "max_completion_length": 96, "max_steps": 6}
+OWN_BATCHES = {"engine": SERVER, "max_completion_length": 96}
+AHEAD = partial(train, rollout_ahead=1, **OWN_BATCHES)
 STREAMED = {
     "engine": SERVER,
     "learning_rate": 3e-3,
@@ -189,9 +190,10 @@ BACKENDS: dict[str, dict[str, Play]] = {
             max_partial_age=1,
             mask_stale_after=1,
             stream_rewards=True,
+            max_steps=6,
             **OWN_BATCHES,
         ),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
+        "ahead": AHEAD,
         "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
         "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
@@ -201,13 +203,13 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "fsdp2": {
         "sharded": partial(train, **PRUNED),
         "streamed": partial(train, **STREAMED),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES | {"max_steps": 3}),
+        "ahead": AHEAD,
     },
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
         "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
         "streamed": partial(train, **STREAMED),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES | {"max_steps": 3}),
+        "ahead": AHEAD,
     },
     "colocated": {"colocated": partial(train, engine="vllm_colocated", **PRUNED)},
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
