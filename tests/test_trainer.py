@@ -7,6 +7,7 @@ from functools import partialmethod
 
 import pandas as pd
 import pytest
+import torch
 from trl import GRPOConfig
 
 from tests.builders import (
@@ -106,6 +107,9 @@ def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curv
     budgets = [[e["darts/budget/total"] for e in rollout_logs(t)][-6:] for t in (whole, resumed)]
     assert budgets[0] == budgets[1]
     assert len(set(budgets[0])) > 1  # they do move
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, resumed.model.get_parameter(name)), name
+    assert {"trl", "grpo", "darts"} <= set(resumed.model.model_tags)
     assert not (tmp_path / "resumed" / "rollouts" / "rollout_00005_00.parquet").exists()
 
 

@@ -1,7 +1,5 @@
 """Over-provisioned rollouts under TRL's settings: whose completions they are, where they end, and what is learned."""
 
-import asyncio
-
 import pytest
 import torch
 from datasets import Dataset
@@ -140,35 +138,7 @@ def test_every_end_of_the_model_ends_a_completion(lm, tmp_path):
     assert step_logs(trainer, "darts/pool/truncated_ratio") == [0, 0]
 
 
-# Rewards, logs, evaluation
-
-
-def test_reward_functions_see_the_kept_rows_alone(lm, tmp_path):
-    seen = []
-
-    def reward(prompts, completions, completion_ids, target, trainer_state, log_extra, log_metric, **kwargs):
-        seen.append((trainer_state.global_step, prompts, completion_ids, target))
-        log_extra("target", target)
-        log_metric("mean_target", sum(target) / len(target))
-        return variety(completions)
-
-    async def later(completions, **kwargs):
-        """Not applicable to every other row."""
-        await asyncio.sleep(0)
-        return [float(len(text)) if row % 2 else None for row, text in enumerate(completions)]
-
-    dataset = texts().add_column("target", list(range(8)))
-    trainer = make_trainer(lm, make_args(tmp_path), reward_funcs=[reward, later], train_dataset=dataset)
-    batches = record_batches(trainer)
-    train_all(trainer)
-    assert [step for step, *_ in seen] == [0, 1]
-    for batch, (_, prompts, completion_ids, target) in zip(batches, seen, strict=True):
-        assert prompts == prompts_of(batch)
-        assert completion_ids == rows_of(batch, "completion")
-        assert [int(prompt[0]) for prompt in prompts] == target == [t for t in target[::4] for _ in range(4)]
-    assert step_logs(trainer, "mean_target") == [sum(target) / 8 for *_, target in seen]
-    assert list(trainer._logs["extra"]["target"]) == seen[-1][3]
-    assert all(value > 0 for name in ("reward", "later") for value in step_logs(trainer, f"rewards/{name}/mean"))
+# Evaluation
 
 
 def test_evaluation_is_neither_over_provisioned_nor_learned_from(lm, tmp_path):
@@ -193,21 +163,3 @@ def test_evaluation_is_neither_over_provisioned_nor_learned_from(lm, tmp_path):
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("eval_darts")]
     assert len(step_logs(trainer, "darts/rollout/seconds")) == 2
     assert len(trainer.length_tracker) == 4
-
-
-# Models and checkpoints
-
-
-def test_resumed_training_is_the_uninterrupted_one(lm, tmp_path):
-    # 4 steps are one whole generation; one epoch, for TRL starts over with the first epoch's order.
-    args = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "steps_per_generation": 2}
-    args |= {"num_iterations": 2, "beta": 0.1}
-    whole = make_trainer(lm, make_args(tmp_path / "whole", **args), train_dataset=texts(32))
-    train_all(whole)
-    resumed = make_trainer(lm, make_args(tmp_path / "resumed", **args), train_dataset=texts(32))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    for name in ("reward", "completions/mean_length", "darts/budget/total"):
-        assert step_logs(resumed, name)[-4:] == pytest.approx(step_logs(whole, name)[-4:])
-    for name, param in whole.model.named_parameters():
-        assert torch.equal(param, resumed.model.get_parameter(name)), name
-    assert {"trl", "grpo", "darts"} <= set(resumed.model.model_tags)

@@ -1,9 +1,7 @@
 """Vision-language models: each candidate sees its prompt's images, whatever else is in the batch."""
 
 import pytest
-from datasets import Dataset, List
 from datasets import Image as ImageColumn
-from peft import LoraConfig
 from transformers import AutoModelForImageTextToText
 
 from tests.builders import record_batches
@@ -16,13 +14,6 @@ def one_image():
     """A column `image`."""
     dataset = some_images([1]).map(lambda row: {"image": row["images"][0]}, remove_columns="images")
     return dataset.cast_column("image", ImageColumn())
-
-
-def images_in_messages():
-    """Placeholders within the messages."""
-    content = [{"type": "text", "text": "left "}, {"type": "image", "text": None}, {"type": "text", "text": "?"}]
-    rows = [{"prompt": [{"role": "user", "content": content}], "images": [picture(i)]} for i in range(8)]
-    return Dataset.from_list(rows).cast_column("images", List(ImageColumn()))
 
 
 LAYOUTS = {
@@ -90,15 +81,6 @@ def test_training_and_evaluation(vlm, tmp_path):
         assert batch["num_images"] == counts == [count for count in counts[::4] for _ in range(4)]
     assert len(step_logs(trainer, "eval_loss")) == 1
     assert step_logs(trainer, "kl")[0] == pytest.approx(0, abs=1e-5)
-
-
-def test_adapter_and_placeholders_within_messages(vlm, tmp_path):
-    lora = LoraConfig(target_modules=r".*language_model.*\.(q_proj|v_proj)")
-    trainer = image_trainer(vlm("llava"), tmp_path, images_in_messages(), {"max_steps": 3}, peft_config=lora)
-    batches = record_batches(trainer)
-    assert train(trainer) == {name for name, _ in trainer.model.named_parameters() if "lora_" in name}
-    for ids, mask in zip(batches[0]["prompt_ids"], batches[0]["prompt_mask"].bool(), strict=True):
-        assert trainer.processing_class.decode(ids[mask]) == "user: left " + "<image>" * 4 + "?<eos>\nassistant: "
 
 
 def test_tool_shows_a_picture(tmp_path):
