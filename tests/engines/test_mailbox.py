@@ -184,20 +184,6 @@ def test_all_processes_go_on_with_what_the_main_process_found(monkeypatch):
     assert computed == list(range(4))  # on one process
 
 
-def test_the_others_wait_outside_of_the_broadcast(monkeypatch):
-    """A collective that waits for a long rollout would time out."""
-    processes = Processes(monkeypatch, 2)
-    seen = []
-
-    def slow() -> str:
-        time.sleep(0.2)
-        seen.append(processes.barrier.n_waiting)
-        return "value"
-
-    assert processes.run(lambda main: main.broadcast(slow))[0] == ["value"] * 2
-    assert seen == [0]
-
-
 def test_one_process_has_the_value_at_once():
     main = MainProcess(SimpleNamespace(num_processes=1))
     assert main.run(lambda: "value") == main.broadcast(lambda: "value") == "value"
