@@ -1,4 +1,7 @@
-"""Tools and environments: a conversation goes on with the row that called, whatever was sampled beside it."""
+"""
+Tools and environments: a conversation goes on with the row that called, whatever was sampled beside it. What tools
+answer to it: `tests/launches/test_two_processes.py`; that it is trained on as by TRL: `tests/test_equivalence.py`.
+"""
 
 import itertools
 
@@ -8,58 +11,18 @@ from tests.builders import record_batches
 from tests.trl_parity.common import chats, step_logs, train, train_all
 from tests.trl_parity.tool_calls import (
     ADD,
-    ANSWERS,
     DOUBLE,
-    FAILING,
-    LATER,
     RIGHT,
     TOOLS,
-    UNKNOWN,
-    WRONG,
     Counter,
     Reader,
     multiply,
-    said,
     tool_messages,
     tool_trainer,
 )
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
-
-
-def check_row(tokenizer, prompt, messages, ids, mask):
-    """The tokens of a row are its conversation; those that the model did not write are masked; answers fit calls."""
-    whole = tokenizer.apply_chat_template(prompt + messages, tokenize=False).removesuffix("\n")
-    start = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    assert start + tokenizer.decode(ids) == whole
-    turns = [["".join(said(message)) + "<eos>"] for message in messages if message["role"] == "assistant"]
-    own = tokenizer.decode([token for token, kept in zip(ids, mask, strict=True) if kept])
-    assert own == "".join(text for turn in turns for text in turn)
-    asked = []
-    for message in [*messages, {"role": "assistant", "content": ""}]:
-        if message["role"] == "tool":
-            asked.remove(message["content"])
-        else:
-            assert asked == []  # all calls of the turn before were answered
-            asked = [ANSWERS[call] for call in said(message)[1:]]
-
-
-def test_tools_answer_the_row_that_called_them(caller, tmp_path):
-    reader, calls = Reader(), [RIGHT, LATER, WRONG, UNKNOWN, FAILING]
-    trainer = tool_trainer(caller(*calls), tmp_path, reader, tools=TOOLS)
-    batches = record_batches(trainer)
-    train_all(trainer)
-    answers = []
-    for batch, rows, entry in zip(batches, reader.batches, trainer.state.log_history, strict=False):
-        for row, mask in zip(rows, batch["tool_mask"], strict=True):
-            check_row(trainer.processing_class, *row, mask[: len(row[2])].tolist())
-        contents = [message["content"] for row in rows for message in tool_messages(row)]
-        own_lengths = (batch["completion_mask"] * batch["tool_mask"]).sum(1).float()
-        assert entry["tools/call_frequency"] == pytest.approx(len(contents) / 8)
-        assert entry["completions/mean_length"] == pytest.approx(own_lengths.mean().item())
-        answers += contents
-    assert set(answers) == {ANSWERS[call] for call in calls}
 
 
 def test_only_the_first_turn_has_more_candidates_than_rows(caller, tmp_path):
