@@ -41,7 +41,6 @@ LONGEST_FIRST = (
     "tests/examples/test_notebook.py",
     "tests/test_equivalence.py",
     "tests/analysis/report/test_page.py",
-    "tests/trl_parity/test_rollouts.py",
     "tests/engines/test_hostile_server.py",
 )
 

@@ -171,19 +171,6 @@ class Processes:
         return in_threads(*(lambda rank=rank: process(rank) for rank in range(len(self.mains))))
 
 
-def test_all_processes_go_on_with_what_the_main_process_found(monkeypatch):
-    processes = Processes(monkeypatch, 3)
-    computed = []
-
-    def act(main: MainProcess) -> list[Any]:
-        return [main.broadcast(lambda number=number: computed.append(number) or {"n": number}) for number in range(4)]
-
-    results, errors = processes.run(act)
-    assert not errors
-    assert results == [[{"n": number} for number in range(4)]] * 3
-    assert computed == list(range(4))  # on one process
-
-
 def test_one_process_has_the_value_at_once():
     main = MainProcess(SimpleNamespace(num_processes=1))
     assert main.run(lambda: "value") == main.broadcast(lambda: "value") == "value"

@@ -16,12 +16,6 @@ def one_image():
     return dataset.cast_column("image", ImageColumn())
 
 
-LAYOUTS = {
-    "several": lambda: some_images([2, 1, 3]),
-    "batches without": lambda: some_images([2, 1, 0, 0]),  # TRL's batches have images in all rows or in none
-}
-
-
 def image_trainer(model_dir, tmp_path, dataset, fields=(), **kwargs):
     args = make_args(tmp_path, shuffle_dataset=False, **dict(fields))
     processor = load_processor(model_dir)
@@ -29,11 +23,13 @@ def image_trainer(model_dir, tmp_path, dataset, fields=(), **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("llava", "batches without"), ("gemma3", "several"), ("qwen2_vl", "several")],
+    ("kind", "num_images"), [("llava", [2, 1, 0, 0]), ("gemma3", [2, 1, 3]), ("qwen2_vl", [2, 1, 3])]
 )
-def test_completions_are_what_the_model_says_to_these_images(vlm, tmp_path, kind, layout):
-    """Greedy, with a model that never ends: alone and in the batch the same."""
+def test_completions_are_what_the_model_says_to_these_images(vlm, tmp_path, kind, num_images):
+    """
+    Greedy, with a model that never ends: alone and in the batch the same. TRL's batches have images in all rows or in
+    none.
+    """
     model_dir = vlm(kind, mean_length=10_000, seed=int(kind == "qwen2_vl"))  # 0 says one thing to all
     seen = []
 
@@ -42,7 +38,7 @@ def test_completions_are_what_the_model_says_to_these_images(vlm, tmp_path, kind
         return [0.0] * len(prompts)
 
     fields = {"temperature": 1e-4, "learning_rate": 0.0, "max_steps": 4}
-    trainer = image_trainer(model_dir, tmp_path, LAYOUTS[layout](), fields, reward_funcs=reward)
+    trainer = image_trainer(model_dir, tmp_path, some_images(num_images), fields, reward_funcs=reward)
     assert train(trainer) == set()
     model = AutoModelForImageTextToText.from_pretrained(model_dir)
     said = {}
