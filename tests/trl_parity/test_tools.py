@@ -41,16 +41,6 @@ def test_only_the_first_turn_has_more_candidates_than_rows(caller, tmp_path):
     assert max(later) <= 8
 
 
-def test_evaluation(caller, tmp_path):
-    reader = Reader()
-    trainer = tool_trainer(caller(RIGHT), tmp_path, reader, tools=[multiply])
-    metrics = trainer.evaluate()
-    contents = [message["content"] for rows in reader.batches for row in rows for message in tool_messages(row)]
-    assert [len(rows) for rows in reader.batches] == [8]
-    assert metrics["eval_tools/call_frequency"] == pytest.approx(len(contents) / 8)
-    assert "12" in contents
-
-
 # Environments
 
 
@@ -70,7 +60,7 @@ def data(**columns):
     dataset = chats()
     for name, values in columns.items():
         dataset = dataset.add_column(name, values)
-    return {"train_dataset": dataset, "eval_dataset": dataset}
+    return {"train_dataset": dataset}
 
 
 def test_environment_belongs_to_its_row(caller, tmp_path):

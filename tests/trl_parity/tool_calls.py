@@ -91,7 +91,7 @@ def tool_trainer(model_dir: Path, tmp_path: Path, reward: Any = None, data: Any 
     """A trainer with tools or environments. Arguments of the config go into `fields`."""
     defaults = {"max_completion_length": 1500, "max_steps": 3, "learning_rate": 1e-6}  # else it unlearns to end
     args = make_args(tmp_path, **{**defaults, **kwargs.pop("fields", {})})
-    data = {"train_dataset": chats(), "eval_dataset": chats(2), "reward_funcs": reward or Reader(), **(data or {})}
+    data = {"train_dataset": chats(), "reward_funcs": reward or Reader(), **(data or {})}
     return make_trainer(model_dir, args, **{**data, **kwargs})
 
 
