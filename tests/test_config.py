@@ -16,7 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_darts import DARTSGRPOConfig
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
-from trl_darts.settings import SERVER_DEFAULTS, TRL_CHOICES, TRL_VLLM_CHOICES, VESPO_SAMPLING_MODES
+from trl_darts.settings import SERVER_DEFAULTS, TRL_CHOICES, TRL_VLLM_CHOICES
 
 
 CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES
@@ -167,13 +167,6 @@ def test_choices_are_those_of_trl(name):
     assert used == set(CHOICES[name])
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in CHOICES for value in CHOICES[name]])
-def test_what_trl_takes_is_taken(name, value):
-    loss = {"loss_type": "vespo"} if value in VESPO_SAMPLING_MODES else {}
-    given = {"use_vllm": name in TRL_VLLM_CHOICES, name: value, **loss}
-    assert getattr(config(**given), name) == value
-
-
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -182,6 +175,7 @@ def test_what_trl_takes_is_taken(name, value):
         {"vllm_mode": "unused", "vllm_importance_sampling_mode": "unused"},  # without `use_vllm`
         {"loss_type": "vespo"},
         {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_correction": False},
+        {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
         {"learning_rate": 0.0, "epsilon": 0.0, "epsilon_high": 5.0},
         {"epsilon_high": math.inf},
         {"top_p": 0.1, "min_p": 0.0, "top_k": 0, "repetition_penalty": 0.1},

@@ -3,7 +3,7 @@
 import inspect
 
 from transformers import Trainer
-from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
@@ -87,20 +87,15 @@ def test_vllm_generation_hooks():
 
 
 def test_vllm_generation_in_this_process():
+    """Its call of the engine: `tests/engines/test_vllm_contracts.py`."""
     source = inspect.getsource(VLLMGeneration.generate)
     for call, why in {
-        "self.llm.generate(vllm_prompts, sampling_params=sampling_params, use_tqdm=False)": "ours takes its place",
         "torch.distributed.all_gather_object(gathered_prompts, prompts, group=self.tp_group)": "each process of a "
         "tensor-parallel group brings its part of the prompts",
         "self.llm.sleep(level=2)": "sleep mode surrounds our rollout",
         'self.llm.wake_up(tags=["kv_cache"])': "sleep mode surrounds our rollout",
     }.items():
         assert call in source, f"VLLMGeneration.generate must call `{call}`: {why}"
-    assert extract_logprobs([]) == ([], []), "extract_logprobs must take an empty list: our `LLM.generate` returns one"
-    source = inspect.getsource(VLLMGeneration.sync_weights)
-    assert "self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(" in source, (
-        "VLLMGeneration.sync_weights must load into the model runner's model: on CPU we reload its layers around that"
-    )
     assert parameters(VLLMGeneration._place_features) == ["features", "prompt_ids"], (
         "VLLMGeneration._place_features: we place a server's image features with it"
     )

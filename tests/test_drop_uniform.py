@@ -14,7 +14,7 @@ from trl_darts.buffer.scores import GroupScores
 from trl_darts.errors import ConfigurationError, GenerationError
 
 
-pytestmark = pytest.mark.vllm  # TRL imports it, and only the last test runs it
+pytestmark = pytest.mark.vllm  # TRL imports it; a real server: `tests/launches/test_two_processes.py`
 
 FIELDS = {"max_completion_length": 10, "drop_uniform_groups": True}
 
@@ -175,14 +175,3 @@ def test_settings_that_can_not_work(tmp_path, fields, words):
 def test_without_servers_it_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"`drop_uniform_groups` \(True\) .* or `drop_uniform_groups=False`"):
         make_args(tmp_path, drop_uniform_groups=True).check_start()
-
-
-def test_on_a_real_server(model_dir, server, tmp_path):
-    reward = Reward()
-    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.base_url}
-    args = make_args(tmp_path, max_steps=3, **settings, drop_uniform_groups=True)
-    trainer = make_trainer(model_dir, args, reward_funcs=reward)
-    batches = record_batches(trainer)
-    trainer.train()
-    assert [len(groups_of(batch)) for batch in batches] == [4] * 3
-    assert {prompt[-1] for batch in batches for prompt, _ in groups_of(batch)} <= set("BDE")

@@ -20,24 +20,29 @@ LONG = {"generation_kwargs": {"ignore_eos": True}, "max_completion_length": 400}
 
 
 class Mortal:
-    """A server of these tests alone, that is killed and started again under its address."""
+    """The session's second server, which no later test uses: it is killed and started again under its address."""
 
-    def __init__(self, model_dir):
-        self.model_dir = model_dir
+    def __init__(self, server):
+        self.server = server
         self.stack = ExitStack()
-        self.server = None
-        self.start()
 
     def start(self):
-        port = self.server and int(self.server.base_url.rsplit(":", 1)[1])
-        self.server = self.stack.enter_context(start_vllm_server(self.model_dir, port=port, max_model_len=512))
+        port = int(self.server.base_url.rsplit(":", 1)[1])
+        options = {"port": port, "max_model_len": 600, "env": {"VLLM_API_KEY": "secret"}}
+        self.server = self.stack.enter_context(start_vllm_server(self.server.model_dir, **options))
 
 
 @pytest.fixture(scope="module")
-def mortal(model_dir):
-    mortal = Mortal(model_dir)
+def mortal(second_server):
+    mortal = Mortal(second_server)
     with mortal.stack:
         yield mortal
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch):
+    """The second server wants it."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
 
 
 def during_rollouts(trainer, act):

@@ -60,7 +60,6 @@ def test_what_the_parser_takes(words):
             ["--config", "configs/nothing.yaml"],
             r"`file` \('configs/nothing.yaml'\) must be a file that can be read: No",
         ),
-        (["--config", RECIPE, "--schedule", "dart"], r"`schedule` \('dart'\) must be one of"),
         (
             ["--config", RECIPE, "--max-num-gen=4"],
             r"`max_num_generations` \(4\) must be at least `num_generations` \(8\)",

@@ -65,17 +65,10 @@ def loaded(statement: str) -> set[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import trl_darts",
-        "import trl_darts.policy",
-        "import trl_darts.scheduling",
-        "import trl_darts.analysis.simulation",
-    ],
-)
-def test_decisions_load_neither_torch_nor_http(statement):
-    assert loaded(statement) == set()
+def test_decisions_and_commands_load_neither_torch_nor_http():
+    """All in one interpreter. Help, a wrong argument and a report come at once."""
+    modules = ("policy", "scheduling", "analysis.simulation", "analysis.report", "cli", "cli.profile")
+    assert loaded("".join(f"import trl_darts.{module}\n" for module in modules)) == set()
 
 
 def test_public_names():

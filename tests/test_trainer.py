@@ -7,6 +7,7 @@ from functools import partialmethod
 
 import pandas as pd
 import pytest
+import torch
 from trl import GRPOConfig
 
 from tests.builders import (
@@ -21,27 +22,6 @@ from trl_darts.errors import ConfigurationError, StateMismatchError
 from trl_darts.policy import LatencyCurve, LengthTracker
 
 
-METRICS = [
-    "pool/length_mean",
-    "pool/length_p50",
-    "pool/length_p90",
-    "pool/length_p99",
-    "pool/length_max",
-    "pool/truncated_ratio",
-    "budget/total",
-    "budget/redundancy",
-    "budget/saturated_ratio",
-    "rollout/seconds",
-    "rollout/generated_tokens",
-    "rollout/kept_tokens",
-    "rollout/aborted_candidates",
-    "rollout/aborted_tokens",
-    "rollout/bubble_ratio",
-    "rollout/tokens_per_second",
-    "selection/kept_vs_pool_length_ratio",
-    "selection/kept_longest",
-    "score/seconds",
-]
 SECONDS = ["start_seconds", "end_seconds"]  # of the trace: what differs between two runs that decided the same
 
 
@@ -59,7 +39,6 @@ def test_metrics_are_logged_and_add_up(model_dir, tmp_path):
     logs = rollout_logs(trainer)
     assert len(logs) == 4
     for step, entry in enumerate(logs):
-        assert not [name for name in METRICS if f"darts/{name}" not in entry]
         trace = pd.read_parquet(tmp_path / "rollouts" / f"rollout_{step:05d}_00.parquet")
         assert entry["darts/budget/total"] == len(trace) == trace.groupby("group").num_candidates.first().sum()
         assert entry["darts/rollout/generated_tokens"] == trace.length.sum()
@@ -104,31 +83,34 @@ def test_wild_prompts_get_more_candidates_than_calm_ones(model_dir, tmp_path):
 
 def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curve):
     fields = {
-        "max_steps": 20,
+        "max_steps": 12,
         "min_num_generations": 4,
         "long_end_every": 3,
         "save_strategy": "steps",
-        "save_steps": 10,
+        "save_steps": 6,
         "save_rollout_trace": True,
         "latency_curve": curve,
     }
     # One epoch in which prompts recur: TRL 1.16 starts over with the first epoch's order when it resumes in a later
     # one.
-    dataset = letters_dataset(10, repeats=10)
+    dataset = letters_dataset(10, repeats=6)
     whole = make_trainer(model_dir, make_args(tmp_path / "whole", **fields), train_dataset=dataset)
     whole.train()
     resumed = make_trainer(model_dir, make_args(tmp_path / "resumed", **fields), train_dataset=dataset)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-10"))
-    for step in range(10, 20):
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    for step in range(6, 12):
         expected, actual = (
             pd.read_parquet(tmp_path / name / "rollouts" / f"rollout_{step:05d}_00.parquet").drop(columns=SECONDS)
             for name in ("whole", "resumed")
         )
         pd.testing.assert_frame_equal(expected, actual)
-    budgets = [[e["darts/budget/total"] for e in rollout_logs(t)][-10:] for t in (whole, resumed)]
+    budgets = [[e["darts/budget/total"] for e in rollout_logs(t)][-6:] for t in (whole, resumed)]
     assert budgets[0] == budgets[1]
     assert len(set(budgets[0])) > 1  # they do move
-    assert not (tmp_path / "resumed" / "rollouts" / "rollout_00009_00.parquet").exists()
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, resumed.model.get_parameter(name)), name
+    assert {"trl", "grpo", "darts"} <= set(resumed.model.model_tags)
+    assert not (tmp_path / "resumed" / "rollouts" / "rollout_00005_00.parquet").exists()
 
 
 def test_checkpoint_of_another_schedule_is_refused(model_dir, tmp_path):

@@ -83,14 +83,14 @@ def tool_call(name: str, **arguments: Any) -> str:
     return f"{CALL_OPEN}{json.dumps({'name': name, 'arguments': arguments})}{CALL_CLOSE}"
 
 
-def make_lm(out_dir: Path, kind: str = "qwen3", mean_length: float = 6, seed: int = 0) -> Path:
+def make_lm(out_dir: Path) -> Path:
     """
-    Writes a random causal language model, `"qwen3"` or `"llama"`. Not `"qwen2"`: for it, `AutoTokenizer` of
-    transformers 5.17 puts its own pre-tokenizer in place of the saved one, and spaces are lost.
+    Writes a random Qwen3 that ends after about six tokens. Not a Qwen2: for it, `AutoTokenizer` of transformers 5.17
+    puts its own pre-tokenizer in place of the saved one, and spaces are lost.
     """
     tokenizer = make_chat_tokenizer()
-    model = random_model(f"{kind.capitalize()}ForCausalLM", text_config(kind), seed)
-    set_odds(model, tokenizer, {EOS_ID: 1 / mean_length})
+    model = random_model("Qwen3ForCausalLM", text_config("qwen3"), seed=0)
+    set_odds(model, tokenizer, {EOS_ID: 1 / 6})
     return save(out_dir, model, tokenizer)
 
 

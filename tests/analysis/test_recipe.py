@@ -32,7 +32,6 @@ SMALL = {
     "num_train_epochs": 2,
     "report_to": "none",
 }
-SERVERS = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:1"}
 OVERLONG = ["get_soft_overlong_punishment"]
 
 
@@ -113,10 +112,6 @@ def test_recipes_that_run(recipe, fields):
         # What the config and the trainer refuse by themselves.
         ({"max_num_generations": 2}, r"`max_num_generations` \(2\) must be at least `num_generations` \(4\)"),
         ({"schedule": "sorted"}, r"`schedule` \('sorted'\) trains on other prompts than the data loader's"),
-        (
-            {**SERVERS, "vllm_importance_sampling_correction": False, "stream_logprobs": True},
-            r"`stream_logprobs` \(True\) has nothing to compute",
-        ),
     ],
 )
 def test_recipes_that_would_end_the_training(recipe, fields, message):

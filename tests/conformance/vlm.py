@@ -29,23 +29,16 @@ SPECIAL_TOKENS = (IMAGE_TOKEN, "<fake_token_around_image>", "<end_of_utterance>"
 idefics3.Idefics3ImageProcessorPil = Idefics3ImageProcessorPil
 
 
-def make_idefics3(out_dir: Path, mean_length: float = 6, seed: int = 0) -> Path:
+def make_idefics3(out_dir: Path) -> Path:
     """
-    Write a random Idefics3 with its processor, which scales images to a square and does not split them.
-
-    Args:
-        out_dir (`Path`):
-            Where to.
-        mean_length (`float`, *optional*, defaults to `6`):
-            Tokens until it ends, about.
-        seed (`int`, *optional*, defaults to `0`):
-            Of the weights.
+    Writes a random Idefics3 that ends after about six tokens, with its processor, which scales images to a square and
+    does not split them.
     """
     tokenizer = make_chat_tokenizer(image=IMAGE_TOKEN)
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
     config = _config(tokenizer)
-    model = random_model(config.architectures[0], config, seed)
-    set_odds(model, tokenizer, {EOS_ID: 1 / mean_length})
+    model = random_model(config.architectures[0], config, seed=0)
+    set_odds(model, tokenizer, {EOS_ID: 1 / 6})
     return save(out_dir, model, _processor(tokenizer))
 
 

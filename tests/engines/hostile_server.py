@@ -220,23 +220,13 @@ REPLIES = {**ROWS, **RESUMES, **STALLS, **EMPTY_FOR_EVER, **{kind: reply for kin
 
 
 class HostileServer:
-    """
-    Handles `/v1/completions`.
-
-    Attributes:
-        plan (`Callable[[int, int, int], str]`):
-            The kind of the answer to `(group, index, segment)`.
-        played (`dict`):
-            The kind played for each `(group, index, segment)`.
-        problems (`list[str]`):
-            Requests that should not have been sent.
-    """
+    """Handles `/v1/completions`. `plan` tells the kind of the answer to `(group, index, segment)`."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.plan: Callable[[int, int, int], str] = lambda group, index, segment: "good"
-        self.played: dict[tuple[int, int, int], str] = {}
-        self.problems: list[str] = []
+        self.played: dict[tuple[int, int, int], str] = {}  # the kind of each answer
+        self.problems: list[str] = []  # requests that should not have been sent
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answers as planned."""

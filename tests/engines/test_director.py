@@ -8,11 +8,8 @@ from trl_darts.engines.director import Director
 from trl_darts.engines.share import Report, Share, Slot
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
-    AssignedPlacement,
-    CandidateState,
     FinishReason,
     GroupPlan,
-    SchedulePolicies,
     Scheduler,
     make_policies,
 )
@@ -41,27 +38,6 @@ class Recorder:
 
 
 # Director
-
-
-def test_slots_are_in_the_order_of_submission_by_engine():
-    placement = AssignedPlacement([["1", "0"], ["0", "0", "1"]], [5.0, 50.0])
-    policies = SchedulePolicies(make_policies("darts", 2, 4, 1).group_stop, placement=placement)
-    director = Director(Scheduler(policies, 2), [GroupPlan(0, 2), GroupPlan(1, 3)], leaders=(0, 1))
-    assert director.slots == [[Slot(2, 1, 0), Slot(3, 1, 1), Slot(1, 0, 1)], [Slot(4, 1, 2), Slot(0, 0, 0)]]
-
-
-def test_aborts_name_the_engine():
-    director = darts_director([4], num_engines=3)  # least loaded: candidates 0 and 3 on engine 0, 1 on 1, 2 on 2
-    assert [[slot.candidate_id for slot in slots] for slots in director.slots] == [[0, 3], [1], [2]]
-    assert director.handle([Report(1, 5, STOP)]) == []
-    assert director.handle([Report(0, 9, STOP)]) == [(2, 2), (0, 3)]
-    assert not director.scheduler.done
-    assert director.handle([Report(2, 9, ABORT), Report(3, 8, STOP)]) == []  # it ended by itself just then
-    assert director.scheduler.done
-    group = director.result().groups[0]
-    assert group.selected == [0, 1]
-    assert [c.length for c in group.candidates] == [9, 5, 9, 8]
-    assert group.candidates[3].state is CandidateState.ABORTED
 
 
 def test_reports_of_one_message_are_handled_in_turn():

@@ -78,13 +78,10 @@ class Link:
         self.calls = [] if calls is None else calls
         self.reports: list[Report] = []
         self.answer: list[int] = []
-        self.error: BaseException | None = None
 
     def exchange(self, reports: Sequence[Report]) -> list[int]:
         self.calls.append(("exchange",))
         self.reports += reports
-        if self.error is not None:
-            raise self.error
         answer, self.answer = self.answer, []
         return answer
 
@@ -264,28 +261,6 @@ def test_the_model_inside_an_adapter_is_the_one_that_is_changed():
     with scheduled_batching(SimpleNamespace(get_base_model=lambda: inner), Share([], Link(), False), [EOS]):
         assert "continuous_batching_context_manager" in vars(inner)
     assert "continuous_batching_context_manager" not in vars(inner)
-
-
-@pytest.mark.parametrize("error", [GenerationError("Generation failed on process 1: boom"), KeyboardInterrupt("ctrl")])
-def test_what_runs_is_cancelled_after_a_failure(error):
-    """
-    Another process failed, or the user gave up, while three candidates run: transformers would swallow it, and decode
-    on for five seconds.
-    """
-    link = Link()
-    model, share = FakeModel(FakeManager()), Share([Slot(number, 0, number) for number in range(3)], link, False)
-    get_result = model.manager.get_result
-
-    def fail_later(timeout: float) -> GenerationOutput | None:
-        model.manager.finish("req_11", 7, EOS)
-        link.error = error
-        return get_result(timeout)
-
-    model.manager.get_result = fail_later
-    with pytest.raises(type(error), match=str(error)), scheduled_batching(model, share, [EOS]):
-        model.generate_batch([[5]] * 3)
-    assert "continuous_batching_context_manager" not in vars(model)
-    assert {call[1] for call in model.manager.calls if call[0] == "cancel"} == {"req_10", "req_12"}
 
 
 def test_nothing_is_cancelled_after_a_rollout_that_went_well():

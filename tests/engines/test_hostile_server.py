@@ -199,9 +199,9 @@ def test_stalled_candidates_are_resumed(kind):
     rollouts = Rollouts(server)
     server.plan = lambda group, index, segment: kind if segment == 0 else "good"
     with hostile_servers(server, HASTY, num_servers=2) as engines:
-        for number in range(6):
-            assert rollouts.run(engines[number % 2], 1, 2, long_s=HASTY.rollout_s) is None
-    assert rollouts.outcomes[kind, "resumed"] >= 6
+        for engine in engines:
+            assert rollouts.run(engine, 1, 2, long_s=HASTY.rollout_s) is None
+    assert rollouts.outcomes[kind, "resumed"] >= 2
 
 
 @pytest.mark.parametrize("kind", STALLS)

@@ -1,9 +1,8 @@
 """
-Messages, announcements and what the main process runs, over a real store: between threads with a connection each, and
-two processes.
+Messages, announcements and what the main process runs, over a real store: between threads with a connection each.
+Between two processes: `tests/launches/test_two_processes.py`.
 """
 
-import multiprocessing
 import pickle
 import threading
 import time
@@ -138,32 +137,6 @@ def test_keys_are_cleaned_up():
     assert rounds(3) == rounds(100)
 
 
-def send_back(port: int, count: int) -> None:
-    """The other process: returns what it gets, waits to be let go, and says so."""
-    box = Mailbox(torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
-    for message in receive_all(box, count):
-        box.post(0, ("back", message))
-    box.post(0, box.await_announcement())
-
-
-def test_two_processes():
-    """Both ends are busy at once, and the one that waits is let go by the other."""
-    count = 300
-    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    child = multiprocessing.get_context("spawn").Process(target=send_back, args=(server.port, count), daemon=True)
-    child.start()
-    main = Mailbox(server, 0, 2)
-    _, messages = at_once(
-        lambda: [main.post(1, (number, b"x" * number)) for number in range(count)],
-        lambda: receive_all(main, count),
-    )
-    main.announce(b"go")
-    messages += receive_all(main, 1)
-    child.join(TIMEOUT_S)
-    assert child.exitcode == 0
-    assert messages == [("back", (number, b"x" * number)) for number in range(count)] + [b"go"]
-
-
 # The main process
 
 
@@ -196,33 +169,6 @@ class Processes:
             return act(self.mains[rank])
 
         return in_threads(*(lambda rank=rank: process(rank) for rank in range(len(self.mains))))
-
-
-def test_all_processes_go_on_with_what_the_main_process_found(monkeypatch):
-    processes = Processes(monkeypatch, 3)
-    computed = []
-
-    def act(main: MainProcess) -> list[Any]:
-        return [main.broadcast(lambda number=number: computed.append(number) or {"n": number}) for number in range(4)]
-
-    results, errors = processes.run(act)
-    assert not errors
-    assert results == [[{"n": number} for number in range(4)]] * 3
-    assert computed == list(range(4))  # on one process
-
-
-def test_the_others_wait_outside_of_the_broadcast(monkeypatch):
-    """A collective that waits for a long rollout would time out."""
-    processes = Processes(monkeypatch, 2)
-    seen = []
-
-    def slow() -> str:
-        time.sleep(0.2)
-        seen.append(processes.barrier.n_waiting)
-        return "value"
-
-    assert processes.run(lambda main: main.broadcast(slow))[0] == ["value"] * 2
-    assert seen == [0]
 
 
 def test_one_process_has_the_value_at_once():

@@ -144,7 +144,8 @@ def test_unreachable(monkeypatch, caplog):
     assert all(message.startswith(words) and message.endswith(" of 1 s)") for message in caplog.messages)
 
 
-def test_server_that_starts_late_is_waited_for():
+def test_server_that_starts_late_is_waited_for(monkeypatch):
+    monkeypatch.setattr(preflight, "RETRY_INTERVAL_S", 0.1)
     calls = []
 
     async def health(request):

@@ -1,10 +1,12 @@
-"""The trainer's engine on servers: rollouts that are launched before anybody waits for them."""
+"""
+A server that leaves while a rollout is under way that nobody waits for yet. What else becomes of one that was launched
+ahead, its evaluations and its end: `tests/test_rollout_ahead.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 from aiohttp import web
@@ -23,104 +25,50 @@ M = 2
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "structured_outputs_regex")
 
 
-class Gate:
-    """A server that answers with its `version`, as it is when a request comes, once it is `open`."""
+class Mute:
+    """A server that does not answer."""
 
-    def __init__(self, is_open: bool = True) -> None:
-        self.open = is_open
-        self.version = 0
+    def __init__(self) -> None:
         self.num_waiting = 0
 
     async def completions(self, request: web.Request) -> web.Response:
-        version = self.version
         self.num_waiting += 1
-        try:
-            while not self.open and not request.transport.is_closing():
-                await asyncio.sleep(0.005)
-        finally:
-            self.num_waiting -= 1
-        return await answer(completion([version] * 3))
-
-    async def health(self, request: web.Request) -> web.Response:
+        while not request.transport.is_closing():
+            await asyncio.sleep(0.005)
         return web.Response()
 
 
-@contextmanager
-def server_engine(*gates: Gate):
-    if gates:
-        routes = {"GET /health": gates[0].health, "POST /v1/completions": gates[0].completions}
-        with fake_server(routes) as url, server_engine(*gates[1:]) as urls:
-            yield [url, *urls]
-    else:
-        yield []
+async def answers(request: web.Request) -> web.Response:
+    return await answer(completion([7] * 3)) if request.method == "POST" else web.Response()
 
 
-@contextmanager
-def engine_of(*gates: Gate):
-    """A [`ServerEngine`] of a single process."""
+def routes(completions) -> dict:
+    return {"GET /health": answers, "POST /v1/completions": completions}
+
+
+def launched(servers: VLLMServerEngine) -> tuple[ServerEngine, tuple[RolloutPlan, PromptBatch]]:
+    """The engine of a single process, and a rollout that it has launched."""
     main = MainProcess(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
-    with server_engine(*gates) as urls:
-        own = dict.fromkeys(SAMPLING) | {"max_completion_length": 8, "generation_kwargs": {}}
-        servers = VLLMServerEngine(urls)
-        facts = ServerFacts(model="m", max_model_len=100)
-        try:
-            yield ServerEngine(SimpleNamespace(main=main, engine=servers, facts=facts, bring_back=lambda: None, **own))
-        finally:
-            servers.close()
-
-
-def rollout() -> tuple[RolloutPlan, PromptBatch]:
+    own = dict.fromkeys(SAMPLING) | {"max_completion_length": 8, "generation_kwargs": {}}
+    facts = ServerFacts(model="m", max_model_len=100)
+    engine = ServerEngine(SimpleNamespace(main=main, engine=servers, facts=facts, bring_back=lambda: None, **own))
     batch = PromptBatch.alone([[5]] * M, M)
     admission = UniformAdmission(M).plan(batch.infos)
-    return RolloutPlan(admission, admission.plans(batch.infos), Scheduler(make_policies("grpo", M, M, 0), M)), batch
-
-
-def versions(result) -> list[int]:
-    return [token for group in result.groups for row in group.rows for token in row.tokens]
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_what_was_launched_is_kept_until_it_is_taken():
-    """An evaluation comes between: what was launched ends before it, and is of the version before it."""
-    gate = Gate(is_open=False)
-    with engine_of(gate) as engine:
-        ahead, evaluation = rollout(), rollout()
-        engine.launch(*ahead)
-        until(lambda: gate.num_waiting == M)
-        gate.open = True
-        engine.drain()
-        assert gate.num_waiting == 0
-        engine.drain()  # there is nothing left to wait for
-        gate.version = 1
-        assert versions(engine.run(*evaluation)) == [1] * 6
-        assert versions(engine.run(*ahead)) == [0] * 6
-        engine.launch(*(after := rollout()))
-        assert versions(engine.run(*after)) == [1] * 6
-
-
-def test_cancelled_requests_leave_the_server():
-    gate = Gate(is_open=False)
-    with engine_of(gate) as engine:
-        engine.launch(*rollout())
-        until(lambda: gate.num_waiting == M)
-        engine.cancel()
-        until(lambda: gate.num_waiting == 0)
-        gate.open = True
-        assert versions(engine.run(*rollout())) == [0] * 6
+    plan = RolloutPlan(admission, admission.plans(batch.infos), Scheduler(make_policies("grpo", M, M, 0), M))
+    engine.launch(plan, batch)
+    return engine, (plan, batch)
 
 
 def test_a_server_can_leave_while_a_rollout_is_under_way():
-    stays, leaves = Gate(), Gate(is_open=False)
-    with engine_of(stays, leaves) as engine:
-        ahead = rollout()
-        engine.launch(*ahead)
-        until(lambda: leaves.num_waiting == 1)
-        servers = engine._generation.engine
-        servers.remove(servers.base_urls[1])
-        assert versions(engine.run(*ahead)) == [0] * 6
+    leaves = Mute()
+    with fake_server(routes(answers)) as url, fake_server(routes(leaves.completions)) as other:
+        servers = VLLMServerEngine([url, other])
+        engine, ahead = launched(servers)
+        deadline = time.monotonic() + 10
+        while leaves.num_waiting < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        servers.remove(other)
+        (group,) = engine.run(*ahead).groups
+        assert [row.tokens for row in group.rows] == [[7] * 3] * M
+        servers.close()

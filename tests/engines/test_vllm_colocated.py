@@ -212,6 +212,3 @@ def test_two_rollouts_on_one_engine():
     second.llm.llm_engine = first.engine
     second.generate()
     assert {number: row[0] for number, row in second.share.rows.items()} == {0: tokens(2), 1: tokens(3)}
-
-
-# A whole rollout

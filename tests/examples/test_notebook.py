@@ -3,7 +3,7 @@ The notebooks of `examples/notebooks`.
 
 Invariants:
 
-- Each runs as a user runs it, and none of our code warns.
+- Each runs as a user runs it, with fewer steps, prompts and tokens, and none of our code warns.
 - What is committed is one whole run, without noise or traces of a machine.
 - In `drop_in`, the cells with the settings differ in two names.
 """
@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import nbformat
@@ -42,21 +43,30 @@ def pictures(cell: nbformat.NotebookNode) -> list[bytes]:
     return [base64.b64decode(text) for text in encoded]
 
 
-def execute(notebook: Path, output_dir: Path, cwd: Path, max_steps: int) -> dict[str, nbformat.NotebookNode]:
-    """Runs a notebook for a few steps; returns its code cells by their names."""
-    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", os.path.relpath(notebook, cwd)]
+SHORT = {"max_completion_length=256": "max_completion_length=64"}
+
+
+def execute(
+    notebook: Path, folder: Path, max_steps: int, changes: Mapping[str, str]
+) -> dict[str, nbformat.NotebookNode]:
+    """Runs a notebook in an empty folder, in other sizes; returns its code cells by their names."""
+    text = notebook.read_text()
+    for given, small in changes.items():
+        assert given in text
+        text = text.replace(given, small)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / notebook.name).write_text(text)
+    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--inplace", "--execute", notebook.name]
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | {"MAX_STEPS": str(max_steps)}
-    done = subprocess.run(
-        [*command, "--output-dir", str(output_dir)], cwd=cwd, env=env, capture_output=True, text=True, timeout=400
-    )
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    cells = code_cells(output_dir / notebook.name)
+    cells = code_cells(folder / notebook.name)
     assert str(PACKAGE) not in streams(cells)
     return {cell.id: cell for cell in cells}
 
 
 def test_drop_in_runs(tmp_path):
-    cells = execute(DROP_IN, tmp_path, FOLDER, max_steps=1)
+    cells = execute(DROP_IN, tmp_path, 1, SHORT | {"make_dataset(64,": "make_dataset(32,"})
     assert len(pictures(cells["plot"])) == 1
     text = cells["table"].outputs[0].data["text/plain"]
     assert "DARTSGRPOTrainer" in text
@@ -64,7 +74,8 @@ def test_drop_in_runs(tmp_path):
 
 
 def test_read_my_own_run_runs(tmp_path):
-    cells = execute(READ_RUN, tmp_path, ROOT, max_steps=6)  # prompts come back after four
+    few = {"NUM_PROMPTS = 32": "NUM_PROMPTS = 16"}  # they come back after two steps
+    cells = execute(READ_RUN, tmp_path, 4, SHORT | few)
     assert [len(pictures(cells[name])) for name in ("lengths", "occupancy")] == [1, 1]
     shown = {name: cells[name].outputs[-1].data["text/plain"] for name in ("outcomes", "budget", "report", "what-if")}
     assert "kept" in shown["outcomes"]

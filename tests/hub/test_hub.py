@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -302,16 +303,12 @@ def test_a_command_line_with_a_config_of_the_hub(hub, tmp_path, monkeypatch, cap
         assert resolve_config_arguments(words) == (words, None)
 
 
-def test_commands_in_processes_of_their_own(hub, tmp_path):
-    """They find the Hub through the environment, as a user's do."""
+def test_a_command_in_a_process_of_its_own_and_what_it_pushed(hub, tmp_path, monkeypatch, capsys):
+    """It finds the Hub through the environment, as a user's does."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_OFFLINE")}
     environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-
-    def run(*words):
-        options = {"capture_output": True, "text": True, "env": environment, "cwd": tmp_path}
-        return subprocess.run([sys.executable, *words], **options)
-
-    pushed = run("-m", "trl_darts.cli", "config", *PUSH)
+    command = [sys.executable, "-m", "trl_darts.cli", "config", *PUSH]
+    pushed = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert pushed.returncode == 0, pushed.stderr
     assert pushed.stdout.strip() == f"{REPO}@{hub.repositories[REPO].branches['main']}"
     assert "Left out, to be set where the training is started: model_name_or_path, reward_funcs, rep" in pushed.stderr
@@ -320,8 +317,11 @@ def test_commands_in_processes_of_their_own(hub, tmp_path):
     assert pulled.exit_code == 0, pulled.stderr
     assert (tmp_path / "mine.yaml").read_bytes() == hub.repositories[REPO].files("main")[CONFIG_NAME]
     hub.add(REPO, {CONFIG_NAME: b"num_generations: 7\nper_device_train_batch_size: 8\nuse_cpu: true\n"})
-    trained = run(str(ROOT / "examples" / "train_grpo.py"), "--config", f"hf://{REPO}", "--output_dir", "out")
-    assert "must be divisible by `num_generations` (7)" in trained.stderr
+    monkeypatch.syspath_prepend(ROOT / "examples")  # where Python looks when it runs the script
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--config", f"hf://{REPO}", "--output_dir", "out"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples" / "train_grpo.py"), run_name="__main__")
+    assert "must be divisible by `num_generations` (7)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,8 @@ def train_like_trl(model_dir: Path, out: Path, url: str | None, schedule: str | 
 # Six rows on each process: the second of three groups straddles both. `target_redundancy` at its bound: every group is
 # pruned, mostly by what the other process reports.
 PRUNED = {"target_redundancy": 2.0}
-OWN_BATCHES = {"engine": SERVER, "max_completion_length": 96, "max_steps": 6}
+OWN_BATCHES = {"engine": SERVER, "max_completion_length": 96}
+AHEAD = partial(train, rollout_ahead=1, **OWN_BATCHES)
 STREAMED = {
     "engine": SERVER,
     "learning_rate": 3e-3,
@@ -175,23 +176,24 @@ STREAMED = {
 }
 BACKENDS: dict[str, dict[str, Play]] = {
     "ddp": {
-        "whole groups": partial(train, per_device_train_batch_size=8, max_steps=4),
-        "straddling groups": partial(train, max_steps=4),
+        "transformers": train,
         "continuous batching": partial(train, engine="continuous_batching", **PRUNED),
         "broken process": partial(train, breaks_on=1),
         "long wait": wait_long,
         "theirs": partial(train_like_trl, schedule=None),
         "grpo": partial(train_like_trl, schedule="grpo"),
         "darts": partial(train_like_trl, schedule="darts"),
-        "server": partial(train, engine=SERVER, max_steps=4),
-        "tail_batching": partial(train, schedule="tail_batching", prompt_oversampling=1.5, **OWN_BATCHES),
+        "server": partial(train, engine=SERVER),
         "partial_rollout": partial(
-            train, schedule="partial_rollout", max_partial_age=1, mask_stale_after=1, **OWN_BATCHES
+            train,
+            schedule="partial_rollout",
+            max_partial_age=1,
+            mask_stale_after=1,
+            stream_rewards=True,
+            max_steps=6,
+            **OWN_BATCHES,
         ),
-        "sorted": partial(
-            train, schedule="sorted", sorted_group_batches=3, sorted_mode="partial", stream_rewards=True, **OWN_BATCHES
-        ),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES),
+        "ahead": AHEAD,
         "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
         "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
@@ -201,19 +203,19 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "fsdp2": {
         "sharded": partial(train, **PRUNED),
         "streamed": partial(train, **STREAMED),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES | {"max_steps": 3}),
+        "ahead": AHEAD,
     },
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
         "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
         "streamed": partial(train, **STREAMED),
-        "ahead": partial(train, rollout_ahead=1, **OWN_BATCHES | {"max_steps": 3}),
+        "ahead": AHEAD,
     },
     "colocated": {"colocated": partial(train, engine="vllm_colocated", **PRUNED)},
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
 }
-NEED_A_SERVER = {"server", "tail_batching", "partial_rollout", "sorted", "dropped group", "refused group", "streamed"}
-NEED_A_SERVER |= {"tools", "ahead", "uniform groups"}
+NEED_A_SERVER = {"server", "partial_rollout", "dropped group", "refused group", "streamed", "tools", "ahead"}
+NEED_A_SERVER |= {"uniform groups"}
 
 
 def leave(accelerator: Accelerator) -> None:

@@ -20,15 +20,15 @@ def rows_of(ranks: list[dict], step: int) -> list[tuple]:
     return [row for rank in ranks for row in zip(*(rank["rows"][step][name] for name in columns), strict=True)]
 
 
-def assert_same_rollouts(ranks: list[dict], steps: int, num_prompts: int = 3) -> None:
+def assert_same_rollouts(ranks: list[dict]) -> None:
+    """Three steps of three groups, of which the second straddles both processes."""
     first, second = ranks
     assert first["records"] == second["records"]  # the same budgets and selections on both
-    assert len(first["records"]) == steps
+    assert len(first["records"]) == 3
     assert first["tracked"] > 0  # the main process learns,
     assert second["tracked"] == 0  # and no other
-    for step in range(steps):
-        budgets, groups = first["records"][step]
-        assert len(budgets) == len(groups) == num_prompts
+    for step, (budgets, groups) in enumerate(first["records"]):
+        assert len(budgets) == len(groups) == 3
         rows = rows_of(ranks, step)
         assert all(prompt[-1] == letter for prompt, letter, _, _ in rows)
         for index, (lengths, selected) in enumerate(groups):
@@ -50,16 +50,15 @@ def num_aborted(ranks: list[dict]) -> float:
     return sum(float(line.get("darts/rollout/aborted_candidates", 0)) for line in ranks[0]["log"])
 
 
-@pytest.mark.parametrize(("scenario", "num_prompts"), [("whole groups", 4), ("straddling groups", 3)])
-def test_transformers_engine(launches, scenario, num_prompts):
-    ranks = launches("ddp", scenario)
-    assert_same_rollouts(ranks, 4, num_prompts)
+def test_transformers_engine(launches):
+    ranks = launches("ddp", "transformers")
+    assert_same_rollouts(ranks)
     assert_shared_work(ranks)
 
 
 def test_continuous_batching(launches):
     ranks = launches("ddp", "continuous batching")
-    assert_same_rollouts(ranks, 3)
+    assert_same_rollouts(ranks)
     assert_shared_work(ranks)
     assert num_aborted(ranks) > 0
 
@@ -68,7 +67,7 @@ def test_continuous_batching(launches):
 @pytest.mark.parametrize("backend", ["tensor_parallel", pytest.param("colocated", marks=pytest.mark.slow)])
 def test_colocated_vllm(launches, backend):
     ranks = launches(backend, "colocated")
-    assert_same_rollouts(ranks, 3)
+    assert_same_rollouts(ranks)
     assert num_aborted(ranks) > 0
     if backend == "colocated":
         assert_shared_work(ranks)
@@ -88,7 +87,7 @@ def test_sharded_models(launches, backend, distributed_type):
     """One process's rows end long before the other's: neither may leave the other alone in a collective."""
     ranks = launches(backend, "sharded")
     assert distributed_type in ranks[0]["distributed_type"]
-    assert_same_rollouts(ranks, 3)
+    assert_same_rollouts(ranks)
     assert_shared_work(ranks)
 
 
@@ -101,14 +100,13 @@ def test_equal_to_trl(launches):
 
 @pytest.mark.vllm
 def test_server_engine(launches):
-    assert_same_rollouts(launches("ddp", "server"), 4)
+    assert_same_rollouts(launches("ddp", "server"))
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("backend", "scenario"),
-    [("ddp", name) for name in ("tail_batching", "partial_rollout", "sorted", "ahead")]
-    + [("fsdp2", "ahead"), ("deepspeed_zero3", "ahead")],
+    [("ddp", "partial_rollout"), ("ddp", "ahead"), ("fsdp2", "ahead"), ("deepspeed_zero3", "ahead")],
 )
 def test_batches_that_are_not_the_loaders(launches, backend, scenario):
     """Three groups on two processes, one on both: whichever are done, rows and rewards belong together."""
@@ -124,7 +122,7 @@ def test_batches_that_are_not_the_loaders(launches, backend, scenario):
             lengths = [length for _, _, length, _ in group]
             assert [row[3] for row in group] == pytest.approx(np.subtract(lengths, np.mean(lengths)), abs=1e-3)
             epochs[step // 3][group[0][0]] += 1
-    assert num_steps == (6 if backend == "ddp" else 3)
+    assert num_steps == (6 if scenario == "partial_rollout" else 3)
     assert all(
         len(counts) == 9 for counts in epochs[: num_steps // 3]
     )  # of 10 prompts, 9 fill three batches; none came twice
@@ -134,7 +132,7 @@ def test_batches_that_are_not_the_loaders(launches, backend, scenario):
 def test_uniform_groups_leave_on_both(launches):
     """Rewards are scored before the batch is full, in shares that are no whole groups."""
     ranks = launches("ddp", "uniform groups")
-    for step in range(6):
+    for step in range(3):
         rows = rows_of(ranks, step)
         for start in range(0, 12, 4):
             group = rows[start : start + 4]

@@ -120,13 +120,6 @@ def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule)
     assert waits == ([patience] * (every - 1) + [None]) * 3
 
 
-def test_a_price_of_time_needs_a_curve():
-    settings = ScheduleSettings(redundancy_cost_weight=0.1)
-    with pytest.raises(ConfigurationError, match=r"`cost_weight` \(0.1\) needs `latency_curve`"):
-        settings.admission(LengthTracker())
-    settings.admission(LengthTracker(), LatencyCurve([1, 2], [0.01, 0.02]))
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -10,7 +10,6 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from tests.test_imports import loaded
 from trl_darts import cli
 from trl_darts.cli import app, hide_api_key, serve, without_api_key
 from trl_darts.serving import options
@@ -54,10 +53,6 @@ def test_bad_input(model, monkeypatch, args, message):
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
-
-
-def test_a_wrong_argument_does_not_wait_for_torch():
-    assert loaded("import trl_darts.cli") == set()
 
 
 def test_options_arrive(model, monkeypatch, started):

@@ -28,7 +28,6 @@ class Reward:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"schedule": "partial_rollout"},
         {"schedule": "sorted", "sorted_mode": "partial", "sorted_group_batches": 2, "stream_logprobs": True},
         {"schedule": "tail_batching", "prompt_oversampling": 1.5, "gradient_accumulation_steps": 2},
         {"rollout_ahead": 1},
@@ -38,7 +37,8 @@ class Reward:
 def test_each_group_is_scored_once(model_dir, tmp_path, monkeypatch, fields):
     reward = Reward()
     with model_server(model_dir, monkeypatch) as (_, settings):
-        args = make_args(tmp_path, max_steps=4, log_completions=True, stream_rewards=True, **settings, **fields)
+        own = {"max_completion_length": 24, "max_steps": 4, "log_completions": True, "stream_rewards": True}
+        args = make_args(tmp_path, **own, **settings, **fields)
         trainer = make_trainer(model_dir, args, reward_funcs=reward, train_dataset=letters_dataset(40))
         batches = record_batches(trainer)
         trainer.train()

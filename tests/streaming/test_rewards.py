@@ -327,8 +327,7 @@ def make_late(linger, released):
     return score if linger is hangs else score_async
 
 
-@pytest.mark.parametrize("linger", [hangs, refuses, blocks])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("linger", "early"), [(hangs, True), (hangs, False), (refuses, False), (blocks, True)])
 def test_a_late_function_gives_no_reward_and_holds_nobody_up(linger, early, released, caplog):
     function = make_late(linger, released)
     with streaming(function, length, timeout_s=0.3) as stream:

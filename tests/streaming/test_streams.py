@@ -57,7 +57,6 @@ def test_rollouts_that_cannot(name, attributes, words):
         ({"stream_cache_gib": 0.0}, "`stream_cache_gib` \\(0.0\\) must be positive"),
         ({"stream_reward_timeout_s": 0.0}, "`stream_reward_timeout_s` \\(0.0\\) must be positive"),
         ({"stream_batch_tokens": 8}, "`stream_batch_tokens` \\(8\\) must be at least `stream_chunk_tokens` \\(256\\)"),
-        ({"rollout_ahead": 1}, "`stream_logprobs` \\(True\\) does not run with `rollout_ahead` \\(1\\)"),
     ],
 )
 def test_settings_that_cannot(model_dir, tmp_path, fields, words):

@@ -27,5 +27,5 @@ def vlm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes models that call tools: `caller(RIGHT, WRONG, share=0.9)`."""
+    """Makes models that call tools: `caller(RIGHT, ADD)`."""
     return caller_maker(lambda: tmp_path_factory.mktemp("caller"))

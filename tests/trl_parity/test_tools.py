@@ -1,4 +1,7 @@
-"""Tools and environments: a conversation goes on with the row that called, whatever was sampled beside it."""
+"""
+Tools and environments: a conversation goes on with the row that called, whatever was sampled beside it. What tools
+answer to it: `tests/launches/test_two_processes.py`; that it is trained on as by TRL: `tests/test_equivalence.py`.
+"""
 
 import itertools
 
@@ -8,59 +11,18 @@ from tests.builders import record_batches
 from tests.trl_parity.common import chats, step_logs, train, train_all
 from tests.trl_parity.tool_calls import (
     ADD,
-    ANSWERS,
     DOUBLE,
-    FAILING,
-    LATER,
     RIGHT,
     TOOLS,
-    UNKNOWN,
-    WRONG,
     Counter,
     Reader,
     multiply,
-    said,
     tool_messages,
     tool_trainer,
 )
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
-
-
-def check_row(tokenizer, prompt, messages, ids, mask):
-    """The tokens of a row are its conversation; those that the model did not write are masked; answers fit calls."""
-    whole = tokenizer.apply_chat_template(prompt + messages, tokenize=False).removesuffix("\n")
-    start = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    assert start + tokenizer.decode(ids) == whole
-    turns = [["".join(said(message)) + "<eos>"] for message in messages if message["role"] == "assistant"]
-    own = tokenizer.decode([token for token, kept in zip(ids, mask, strict=True) if kept])
-    assert own == "".join(text for turn in turns for text in turn)
-    asked = []
-    for message in [*messages, {"role": "assistant", "content": ""}]:
-        if message["role"] == "tool":
-            asked.remove(message["content"])
-        else:
-            assert asked == []  # all calls of the turn before were answered
-            asked = [ANSWERS[call] for call in said(message)[1:]]
-
-
-@pytest.mark.parametrize("calls", [[RIGHT], [RIGHT, LATER, WRONG, UNKNOWN, FAILING]])
-def test_tools_answer_the_row_that_called_them(caller, tmp_path, calls):
-    reader = Reader()
-    trainer = tool_trainer(caller(*calls), tmp_path, reader, tools=TOOLS)
-    batches = record_batches(trainer)
-    train_all(trainer)
-    answers = []
-    for batch, rows, entry in zip(batches, reader.batches, trainer.state.log_history, strict=False):
-        for row, mask in zip(rows, batch["tool_mask"], strict=True):
-            check_row(trainer.processing_class, *row, mask[: len(row[2])].tolist())
-        contents = [message["content"] for row in rows for message in tool_messages(row)]
-        own_lengths = (batch["completion_mask"] * batch["tool_mask"]).sum(1).float()
-        assert entry["tools/call_frequency"] == pytest.approx(len(contents) / 8)
-        assert entry["completions/mean_length"] == pytest.approx(own_lengths.mean().item())
-        answers += contents
-    assert set(answers) == {ANSWERS[call] for call in calls}
 
 
 def test_only_the_first_turn_has_more_candidates_than_rows(caller, tmp_path):
@@ -79,25 +41,7 @@ def test_only_the_first_turn_has_more_candidates_than_rows(caller, tmp_path):
     assert max(later) <= 8
 
 
-@pytest.mark.parametrize("actors", [{"tools": [multiply]}, {"environment_factory": Counter}], ids=",".join)
-def test_evaluation(caller, tmp_path, actors):
-    reader = Reader()
-    trainer = tool_trainer(caller(RIGHT, ADD), tmp_path, reader, **actors)
-    metrics = trainer.evaluate()
-    contents = [message["content"] for rows in reader.batches for row in rows for message in tool_messages(row)]
-    assert [len(rows) for rows in reader.batches] == [8]
-    assert metrics["eval_tools/call_frequency"] == pytest.approx(len(contents) / 8)
-    assert ("12" if "tools" in actors else "now 2") in contents
-
-
 # Environments
-
-
-class ScoringCounter(Counter):
-    """Gives its own reward, after a while."""
-
-    async def get_reward(self):
-        return float(self.count)
 
 
 class Doubler:
@@ -116,7 +60,7 @@ def data(**columns):
     dataset = chats()
     for name, values in columns.items():
         dataset = dataset.add_column(name, values)
-    return {"train_dataset": dataset, "eval_dataset": dataset}
+    return {"train_dataset": dataset}
 
 
 def test_environment_belongs_to_its_row(caller, tmp_path):
@@ -138,22 +82,6 @@ def test_environment_belongs_to_its_row(caller, tmp_path):
     assert len(reader.batches) == 3
     assert any(tool_messages(row) for batch in reader.batches for row in batch)
     assert len(trainer._environment_pool[None]) == 8  # made once, reset often
-
-
-@pytest.mark.parametrize("with_function", [False, True])
-def test_environment_gives_the_reward(caller, tmp_path, with_function):
-    rewards = Reader() if with_function else []
-    rows = {**data(start=[10 * row for row in range(8)]), "reward_funcs": rewards}
-    trainer = tool_trainer(caller(ADD), tmp_path, data=rows, environment_factory=ScoringCounter)
-    batches = record_batches(trainer)
-    train_all(trainer)
-    completions, given = list(trainer._logs["completion"]), list(trainer._logs["rewards"]["ScoringCounter"])
-    counts = [
-        example["start"] + 2 * sum(message["role"] == "tool" for message in messages)
-        for example, messages in zip(batches[-1]["inputs"], completions, strict=True)
-    ]
-    assert given == counts
-    assert len(trainer._logs["rewards"]) == 1 + with_function
 
 
 def test_rows_choose_among_environments(caller, tmp_path):
@@ -178,7 +106,7 @@ def test_rows_choose_among_environments(caller, tmp_path):
 
 
 def test_tools_and_an_environment_that_brings_the_prompts(caller, tmp_path):
-    class Prompter(ScoringCounter):
+    class Prompter(Counter):
         def reset(self, **kwargs):
             super().reset()
             return "count up"
@@ -196,7 +124,7 @@ def test_tools_and_an_environment_that_brings_the_prompts(caller, tmp_path):
 def test_prompts_that_differ_within_a_group_are_answered_row_by_row(caller, tmp_path):
     numbers = itertools.count()
 
-    class Prompter(ScoringCounter):
+    class Prompter(Counter):
         def reset(self, **kwargs):
             super().reset()
             return f" no {next(numbers)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,11 +11,9 @@ from tests.trl_parity.common import chats, make_args, make_trainer
 from tests.zoo import make_chain, make_chat_tokenizer, tool_call
 
 
-RIGHT, LATER = tool_call("multiply", a=3, b=4), tool_call("multiply_later", a=5, b=6)
-WRONG, UNKNOWN = tool_call("multiply", a=3, c=4), tool_call("divide", a=3, b=4)
-FAILING = tool_call("fail", a=1)
+RIGHT, FAILING = tool_call("multiply", a=3, b=4), tool_call("fail", a=1)
 ADD, DOUBLE = tool_call("add", a=2), tool_call("double")
-CALLS = (RIGHT, LATER, WRONG, UNKNOWN, FAILING, ADD, DOUBLE)
+CALLS = (RIGHT, FAILING, ADD, DOUBLE)
 
 
 def multiply(a: int, b: int) -> int:
@@ -33,21 +30,6 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-async def multiply_later(a: int, b: int) -> int:
-    """
-    Multiplies two numbers, after a while.
-
-    Args:
-        a: One number.
-        b: The other.
-
-    Returns:
-        Their product.
-    """
-    await asyncio.sleep(0)
-    return a * b
-
-
 def fail(a: int) -> int:
     """
     Fails.
@@ -58,14 +40,7 @@ def fail(a: int) -> int:
     raise RuntimeError(f"no {a}")
 
 
-TOOLS = [multiply, multiply_later, fail]
-ANSWERS = {
-    RIGHT: "12",
-    LATER: "30",
-    WRONG: str({"error": "multiply() got an unexpected keyword argument 'c'"}),
-    UNKNOWN: str({"error": "Tool divide not found."}),
-    FAILING: str({"error": "no 1"}),
-}
+TOOLS = [multiply, fail]
 
 
 class Counter:
@@ -90,8 +65,8 @@ def caller_maker(new_dir: Callable[[], Path]) -> Callable[..., Path]:
     """Makes models that say `x` a few times or one of some calls, at times two, and then end."""
 
     @cache
-    def make(*calls: str, share: float = 0.6) -> Path:
-        odds = {"x": 1 - share, **dict.fromkeys(calls, share / len(calls))}
+    def make(*calls: str) -> Path:
+        odds = {"x": 0.4, **dict.fromkeys(calls, 0.6 / len(calls))}
         after = {"": odds, "x": {"x": 0.5, "<eos>": 0.5}}
         after |= {call: {"<eos>": 0.85, **dict.fromkeys(calls, 0.15 / len(calls))} for call in calls}
         return make_chain(new_dir(), make_chat_tokenizer(CALLS, tools=True), after)
@@ -116,7 +91,7 @@ def tool_trainer(model_dir: Path, tmp_path: Path, reward: Any = None, data: Any 
     """A trainer with tools or environments. Arguments of the config go into `fields`."""
     defaults = {"max_completion_length": 1500, "max_steps": 3, "learning_rate": 1e-6}  # else it unlearns to end
     args = make_args(tmp_path, **{**defaults, **kwargs.pop("fields", {})})
-    data = {"train_dataset": chats(), "eval_dataset": chats(2), "reward_funcs": reward or Reader(), **(data or {})}
+    data = {"train_dataset": chats(), "reward_funcs": reward or Reader(), **(data or {})}
     return make_trainer(model_dir, args, **{**data, **kwargs})
 
 

@@ -281,7 +281,6 @@ def test_generation_keeps_the_order(clients, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((["http://a"], "gloo"), r"`weight_sync` \('gloo'\) must be one of 'auto', 'nccl', 'filesystem'"),
         ((["http://a"], "nccl", "cpu"), "needs a CUDA device.*'filesystem'"),
         ((["http://a"], "nccl", "cuda", 1, 0.0, "/tmp"), "`weight_sync_dir`"),
         ((["http://a", "http://a"],), "different addresses"),

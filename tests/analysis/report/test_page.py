@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from tests.browser import show
 from tests.builders import letters_dataset, make_args, make_trainer
-from tests.test_imports import loaded
 from trl_darts.analysis.report import page, write_report
 from trl_darts.cli import app
 from trl_darts.policy import LatencyCurve
@@ -195,7 +194,3 @@ def test_bad_input(tmp_path, monkeypatch, args, message):
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
     assert not list(tmp_path.rglob("*.html"))
-
-
-def test_a_report_does_not_wait_for_torch():
-    assert loaded("import trl_darts.analysis.report") == set()

@@ -41,12 +41,6 @@ def test_what_became_of_a_carried_candidate_is_what_became_of_it_at_last(tmp_pat
     assert set(alone.traces["outcome"]) == {"unused"}  # the run ended first
 
 
-@pytest.mark.parametrize(("kwargs", "note"), [({"traces": 1}, "No log"), ({"log": 1}, "No traces")])
-def test_what_is_missing_is_noted(tmp_path, kwargs, note):
-    (found,) = read_run(write_run(tmp_path, **kwargs)).notes
-    assert note in found
-
-
 @pytest.mark.parametrize(
     ("build", "rule"),
     [

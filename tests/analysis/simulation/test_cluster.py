@@ -177,7 +177,10 @@ def test_reports_that_are_left_out_decide_nothing(seed, patience, stops, limits)
     assert few.timeline.times[-1] == pytest.approx(all_of_them.timeline.times[-1])
 
 
-@pytest.mark.parametrize(("field", "value"), [("kv_tokens", -1), ("prefill_seconds_per_token", float("nan"))])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kv_tokens", -1), ("prefill_seconds_per_token", float("nan")), ("seconds_per_request", -1.0)],
+)
 def test_clusters_that_can_not_be(field, value):
     with pytest.raises(ConfigurationError, match=rf"`{field}` \({value}\)"):
         ClusterSpec(CURVE, **{field: value})

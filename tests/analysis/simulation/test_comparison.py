@@ -17,7 +17,6 @@ from trl_darts.scheduling import ScheduleSettings
 
 
 FLAT = ClusterSpec(LatencyCurve([1], [0.01]))
-STEEP = ClusterSpec(LatencyCurve([1, 512], [0.001, 0.512]))  # a candidate costs as much as the first
 
 
 def compare_two(lengths, cluster, num_seeds=3, **fields):
