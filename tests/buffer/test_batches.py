@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.builders import letter_of, letters_dataset, make_trainer, record_batches, rollout_logs
+from tests.builders import letter_of, letters_dataset, make_trainer, record_ages, record_batches, rollout_logs
 from tests.test_trainer_server import server_args
 
 
@@ -84,6 +84,27 @@ def test_resumed_tokens_keep_the_logprobs_of_their_policy(server, model_dir, tmp
         mask = batch["completion_mask"].bool()
         gap = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[mask].abs()
         assert gap.max() < 1e-4
+
+
+def test_resumed_tokens_of_a_policy_that_learns(server, model_dir, tmp_path):
+    """New tokens have a ratio of 1, and old ones have not: each was sampled where the record says."""
+    args = epoch_args(tmp_path, server, "partial_rollout", learning_rate=3e-3)
+    trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
+    ages, batches = record_ages(trainer), record_batches(trainer)
+    trainer.train()
+    old_gaps = []
+    for batch, rows in zip(batches, ages, strict=True):
+        gaps = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
+        for gap, runs in zip(gaps, rows, strict=True):
+            start = 0
+            for age, count in runs:
+                part = gap[start : start + count]
+                if age == 0:
+                    assert part.max() < 1e-3
+                else:
+                    old_gaps.append(part.max().item())
+                start += count
+    assert max(old_gaps) > 1e-2
 
 
 def test_stale_tokens_can_be_masked(server, model_dir, tmp_path):
