@@ -53,7 +53,9 @@ def shorten_console(callbacks: list[TrainerCallback], totals: RolloutTotals) -> 
 
 
 class _ShortLog(TrainerCallback):
-    totals: RolloutTotals
+    def __init__(self, totals: RolloutTotals, *args: Any) -> None:
+        super().__init__(*args)
+        self.totals = totals
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Prints what is not ours, and those of our values that stand in `SHOWN`."""
@@ -75,16 +77,9 @@ class _ShortLog(TrainerCallback):
 class ShortProgressCallback(_ShortLog, ProgressCallback):
     """Transformers' progress bar, with fewer of our values."""
 
-    def __init__(self, totals: RolloutTotals, max_str_len: int) -> None:
-        super().__init__(max_str_len)
-        self.totals = totals
-
 
 class ShortPrinterCallback(_ShortLog, PrinterCallback):
     """Transformers' print of the logs, with fewer of our values."""
-
-    def __init__(self, totals: RolloutTotals) -> None:
-        self.totals = totals
 
 
 def last_line(args: Any, state: TrainerState, totals: RolloutTotals) -> str:
