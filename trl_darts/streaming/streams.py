@@ -88,7 +88,7 @@ class Streams:
     ) -> Any:
         """What TRL's `_get_per_token_logps_and_entropies`, `compute`, returns, from what was scored already."""
         stream = self.log_probs
-        if stream is None or not stream.active or not stream.serves(name := called_model(trainer, model)):
+        if stream is None or not stream.active or (name := called_model(trainer, model)) not in stream.scorers:
             return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
         def rest(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
