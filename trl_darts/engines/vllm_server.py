@@ -123,8 +123,19 @@ class VLLMServerEngine:
         overrides: Overrides | None = None,
     ) -> Future[RolloutResult]:
         """Starts a rollout, one at a time, and returns at once. To cancel what it returns ends all of its requests."""
-        rollout = self._rollout(scheduler, plans, prompts, body, overrides)
-        return asyncio.run_coroutine_threadsafe(rollout, self._loop)
+
+        async def rollout() -> RolloutResult:
+            task = asyncio.current_task()
+            assert task is not None
+            self._rollouts.add(task)
+            try:
+                pool = await self._open_pool()
+                pool.watch()
+                return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
+            finally:
+                self._rollouts.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(rollout(), self._loop)
 
     def states(self) -> dict[str, State]:
         """What the pool knows of each server."""
@@ -207,24 +218,6 @@ class VLLMServerEngine:
             servers = {url: VLLMServer(url, session, self.deadlines.connect_s) for url in self.base_urls}
             self._pool = ServerPool(servers, self.deadlines, max_open_files(), *self._tail)
         return self._pool
-
-    async def _rollout(
-        self,
-        scheduler: Scheduler,
-        plans: Sequence[GroupPlan],
-        prompts: Sequence[Sequence[ServerPrompt]],
-        body: Mapping[str, Any],
-        overrides: Overrides | None,
-    ) -> RolloutResult:
-        task = asyncio.current_task()
-        assert task is not None
-        self._rollouts.add(task)
-        try:
-            pool = await self._open_pool()
-            pool.watch()
-            return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
-        finally:
-            self._rollouts.discard(task)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
