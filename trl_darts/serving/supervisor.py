@@ -149,6 +149,7 @@ def counted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@dataclass(eq=False)
 class Supervisor:
     """
     Runs servers until it is told to stop, or until none is left.
@@ -157,20 +158,12 @@ class Supervisor:
     dies before ends all: a second try would not make a wrong flag right, and no trainer has been told of it.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        timeout_s: float,
-        restart: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        takes_turns: bool = False,
-    ) -> None:
-        self.servers = servers
-        self.takes_turns = takes_turns
-        self.timeout_s = timeout_s
-        self.restart = restart
-        self.clock = clock
-        self.was_ready = False
+    servers: Sequence[Server]
+    timeout_s: float
+    restart: bool = False
+    clock: Callable[[], float] = time.monotonic
+    takes_turns: bool = False  # whether the tail's servers are on the GPUs of the main ones
+    was_ready: bool = False
 
     @property
     def is_ready(self) -> bool:
