@@ -85,16 +85,10 @@ def with_tracker(callbacks: list[Any], args: Any, model: Any, processing_class: 
 
 
 class RolloutStateCallback(TrainerCallback):
-    """
-    Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint.
-
-    Attributes:
-        checkpoint (`str`, *optional*):
-            The last one that this training has saved, or the one that it was resumed from.
-    """
+    """Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint."""
 
     def __init__(self, admission: AdmissionPolicy, batches: BufferedBatches | None) -> None:
-        self.checkpoint: str | None = None
+        self.checkpoint: str | None = None  # the last one that this training has saved, or was resumed from
         self._admission = admission
         self._batches = batches
 
@@ -114,12 +108,7 @@ class RolloutStateCallback(TrainerCallback):
         self.checkpoint = str(directory)
 
     def load(self, directory: Path) -> None:
-        """
-        Restores what admission has learned, on the main process; see [`load_buffer`] for the buffer.
-
-        Raises:
-            [`StateMismatchError`]: If the state belongs to another schedule.
-        """
+        """Restores what admission has learned, on the main process; see [`load_buffer`] for the buffer."""
         if _is_there(directory / ADMISSION_FILE):
             self._admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))
 

@@ -155,10 +155,7 @@ class SyncedGeneration(VLLMGeneration):
         """
         Brings a server that has come back to the weights of the last sync, and returns whether it has them. Parameters
         of a sharded model can't be sent while the other processes wait for a rollout, so such a server waits for the
-        next sync, unless weights are files.
-
-        Raises:
-            [`WeightSyncError`]: If it does not take them.
+        next sync, unless weights are files. [`WeightSyncError`] if it does not take them.
         """
         if self._num_syncs == 0:
             return True

@@ -193,10 +193,8 @@ class Supervisor:
 
     def look(self) -> list[str]:
         """
-        One look at every server, and what follows from it. Returns what a user wants to know.
-
-        Raises:
-            [`ServerFailedError`]: If a server died or did not become healthy, and no other is left, or none was ready.
+        One look at every server, and what follows from it. Returns what a user wants to know. [`ServerFailedError`] if
+        a server died or did not become healthy, and no other is left, or none was ready.
         """
         messages = [message for server in self.servers if (message := self._look_at(server))]
         if self.takes_turns and not self.was_ready:

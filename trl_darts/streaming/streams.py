@@ -149,10 +149,8 @@ class Streams:
 
 def make_streams(trainer: Any) -> Streams:
     """
-    Builds what `stream_logprobs` and `stream_rewards` ask for. Called on every process at once.
-
-    Raises:
-        [`ConfigurationError`]: If model, data or other settings don't allow it. Names the setting.
+    Builds what `stream_logprobs` and `stream_rewards` ask for, or refuses it where model, data or other settings don't
+    allow it. Called on every process at once.
     """
     args, accelerator = trainer.args, trainer.accelerator
     asked = [name for name in ("stream_logprobs", "stream_rewards") if getattr(args, name)]
