@@ -20,7 +20,7 @@ from .vllm_rollout import Overrides
 
 
 class ServerEngine:
-    """An [`Engine`] on vLLM servers. The main process asks them; later turns of a tool loop, each process does."""
+    """An [`Engine`] on vLLM servers. The main process asks them; in later turns of a tool loop each process does."""
 
     def __init__(self, generation: SyncedGeneration) -> None:
         self.overrides: Overrides | None = None  # more fields for one candidate: benchmarks replay lengths with it
