@@ -429,7 +429,6 @@ def is_withheld(name: str) -> bool:
 
 
 def field_defaults(config: Any) -> dict[str, Any]:
-    """Default of each field of a dataclass."""
     return {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
 
 

@@ -26,7 +26,6 @@ class Waiting:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
         return time.monotonic() - self._start
 
     def say(self, what: str) -> None:

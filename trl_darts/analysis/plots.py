@@ -28,7 +28,6 @@ COLORS = (
 
 
 def save_picture(draw: Callable[[], Any], path: str | Path, dpi: int = 150) -> None:
-    """Saves a figure."""
     require_matplotlib()
     import matplotlib
 

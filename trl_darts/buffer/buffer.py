@@ -78,7 +78,6 @@ class BufferEntry:
 
     @property
     def mean_length(self) -> float:
-        """Mean length of what it has, in tokens."""
         return sum(c.length for c in self.candidates) / max(1, len(self.candidates))
 
 

@@ -59,7 +59,6 @@ class Share:
         self._reports: list[Report] = []
 
     def progress(self, candidate_id: int, length: int) -> None:
-        """Notes how many tokens a running candidate has."""
         self._reports.append(Report(candidate_id, length))
 
     def end(

@@ -52,7 +52,6 @@ class CompletionRequest:
     def of(
         cls, request_id: str, prompt: ServerPrompt, prior_tokens: Sequence[int], options: Mapping[str, Any]
     ) -> "CompletionRequest":
-        """Puts a request together."""
         tokens = [*prompt.tokens, *prior_tokens]
         if prompt.features is None:
             body = {

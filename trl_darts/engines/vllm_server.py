@@ -115,14 +115,12 @@ class VLLMServerEngine:
         return asyncio.run_coroutine_threadsafe(rollout(), self._loop)
 
     def states(self) -> dict[str, State]:
-        """What the pool knows of each server."""
         if self._pool is None:
             return dict.fromkeys(self.base_urls, State.UP)
         return {url: member.state for url, member in self._pool.members.items()}
 
     @property
     def num_losses(self) -> int:
-        """How often a server was lost so far."""
         return 0 if self._pool is None else sum(member.num_losses for member in self._pool.members.values())
 
     def lose(self, url: str, reason: str) -> None:

@@ -77,7 +77,6 @@ class ServeOptions:
 
     @property
     def ports(self) -> range:
-        """One port per server."""
         return range(self.port, self.port + sum(own.num_servers for own in self.sets))
 
     @property
@@ -106,7 +105,6 @@ class ServeOptions:
         return values
 
     def split_devices(self, build: VLLMBuild) -> list[tuple[str, ...]]:
-        """The GPUs of each server."""
         devices = None if self.devices is None else tuple(name.strip() for name in self.devices.split(","))
         per_server = self.tensor_parallel_size
         for spellings in (("--data-parallel-size", "-dp"), ("--pipeline-parallel-size", "-pp")):

@@ -90,7 +90,6 @@ class Server:
             )
 
     def enter(self, state: State, now: float) -> None:
-        """Take a state."""
         self.state, self.since = state, now
         self.log_offset = self.log_path.stat().st_size if self.log_path.exists() else 0
 
@@ -104,7 +103,6 @@ class Server:
         return 128 - code if code is not None and code < 0 else code
 
     def is_healthy(self) -> bool:
-        """Whether `/health` answers 200."""
         with suppress(OSError), _LOCAL.open(f"{self.command.health_url}/health", timeout=HEALTH_TIMEOUT_S) as response:
             return bool(response.status == 200)
         return False

@@ -36,7 +36,6 @@ class RolloutTotals:
     kept_tokens: float = 0.0
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Counts a rollout's metrics."""
         self.num_rollouts += 1
         self.seconds += metrics["darts/rollout/seconds"]
         self.generated_tokens += metrics["darts/rollout/generated_tokens"]
@@ -63,12 +62,10 @@ class _ShortLog(TrainerCallback):
         super().on_log(args, state, control, logs=shown, **kwargs)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remembers the step at which a resumed training goes on."""
         super().on_train_begin(args, state, control, **kwargs)
         self.totals.first_step = state.global_step
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Prints the last line."""
         super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero and self.totals.num_rollouts:
             print(last_line(args, state, self.totals))  # noqa: T201  (as transformers prints logs)

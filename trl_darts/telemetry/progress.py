@@ -58,7 +58,6 @@ def close_bar(callbacks: Iterable[TrainerCallback]) -> None:
 
 
 def describe(ledger: Ledger) -> str:
-    """A rollout's state in a few words."""
     return (
         f"{ledger.num_running} running, {ledger.num_complete} complete, {ledger.num_aborted} aborted of "
         f"{len(ledger.candidates)} candidates"

@@ -121,7 +121,6 @@ class SyncedVLLMClient(VLLMClient):
         self.call("/pause", params={"mode": PAUSE_MODE}, timeout_s=PAUSE_TIMEOUT_S)
 
     def resume(self) -> None:
-        """End a pause."""
         self.call("/resume")
 
     def start_update(self) -> None:

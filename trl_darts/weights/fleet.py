@@ -102,12 +102,10 @@ class FleetVLLMClient:
 
     @property
     def base_urls(self) -> list[str]:
-        """Addresses of the servers."""
         return [client.base_url for client in self.clients]
 
     @property
     def active(self) -> list[SyncedVLLMClient]:
-        """Clients of the servers that are not excluded."""
         return [client for client in self.clients if client.base_url not in self.excluded]
 
     @property

@@ -115,7 +115,6 @@ class Measurement:
         self._num_done, self._total = 0, (num_points * repeats + len(self._warm_up)) * len(probes)
 
     async def run(self) -> None:
-        """Warms up, and measures."""
         for point in self._warm_up:
             for probe in self.probes:
                 self._next(f"{_words(point)} (warm-up)")
