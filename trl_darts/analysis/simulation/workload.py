@@ -33,11 +33,9 @@ class LengthModel(Protocol):
     @property
     def num_prompts(self) -> int:
         """Prompts in the data set."""
-        ...
 
     def draw(self, prompts: IntArray, num_candidates: int, seed: Sequence[int]) -> IntArray:
         """Lengths in tokens, of shape `(len(prompts), num_candidates)`, at least 1, that nothing cuts off."""
-        ...
 
 
 def _check_finite(**values: float) -> None:
