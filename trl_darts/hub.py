@@ -5,8 +5,6 @@ A published config is data that others run: what is secret, names this machine o
 comes in.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What is waited for is said every ten seconds, with the time that is left. No wait is silent, and none is chatty."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -14,8 +14,6 @@ the loader's, and any with `rollout_ahead` or `drop_uniform_groups`.
 All read the buffer alone and keep no state of their own: a restored buffer goes on as the saved one would have.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

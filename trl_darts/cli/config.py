@@ -1,7 +1,5 @@
 """`trl-darts config`: check recipes before they run, publish them, and fetch published ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -9,8 +9,6 @@ Candidates that are carried over to the next rollout come first in their group, 
 are still those that were started first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias

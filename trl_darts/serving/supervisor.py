@@ -10,8 +10,6 @@ Servers that take turns on the same GPUs start in two sets: the tail's once the 
 Single-threaded: one look at every server, then a short sleep.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

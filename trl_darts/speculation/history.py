@@ -1,7 +1,5 @@
 """What prompts have been answered with, within a limit of memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

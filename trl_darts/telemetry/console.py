@@ -4,8 +4,6 @@ What a person reads of a training: a few of our values per step, and a last line
 Only the console is shortened: trackers, `trainer.state.log_history` and `rollouts/log.jsonl` get all values.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass

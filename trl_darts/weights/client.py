@@ -1,7 +1,5 @@
 """One server's HTTP calls for weights, on TRL's `VLLMClient`, whose NCCL broadcast and generation are unchanged."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The picture of a profile: what was measured, and what was fitted to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@ The whole measurement: each point several times, in rounds of random order, so t
 while disturbs a few repetitions of many points and not all of one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

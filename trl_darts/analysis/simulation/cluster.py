@@ -15,8 +15,6 @@ for its patience acts on the first report beyond a bound, so only reports from t
 decides is the same. A policy that is not known here hears every report.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Workload ──▶ N prompts ──▶ admission ──▶ plans ──▶ Simul
 Schedules whose batches are not the loader's have a [`RolloutBuffer`] between the prompts and the admission.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ and i alone. So schedules that are compared see the same candidates, whenever th
 start.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
