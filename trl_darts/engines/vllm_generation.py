@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
@@ -87,9 +87,13 @@ class SyncedGeneration(VLLMGeneration):
         """
         start = time.perf_counter()
         self._num_syncs += 1
-        # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
-        packed = self.mode == "colocate" and self.accelerator.device.type == "cpu"
-        with reloaded_layers(self.llm) if packed else nullcontext(), self._servers_left_out():
+        layers: AbstractContextManager[None] = nullcontext()
+        if self.mode == "colocate" and self.accelerator.device.type == "cpu":
+            from ..weights.reload import reloaded_layers  # imports vLLM
+
+            # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
+            layers = reloaded_layers(self.llm)
+        with layers, self._servers_left_out():
             super().sync_weights()
         if self.mode == "colocate":  # TRL drops the prompts' KV cache alone, and not what the old encoder saw
             self.llm.llm_engine.reset_encoder_cache()
@@ -256,22 +260,3 @@ def synced_generation(
     make = partial(SyncedGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=pool_ratio)
     with replaced(grpo_trainer, "VLLMGeneration", make):
         yield
-
-
-@contextmanager
-def reloaded_layers(llm: Any) -> Iterator[None]:
-    """Inside, weights that are loaded into a colocated engine take effect layer by layer; see `weights/reload.py`."""
-    from ..weights.reload import (  # imports vLLM
-        finish_reload,
-        initialize_layerwise_reload,
-        restore_unfinished_layers,
-    )
-
-    worker = llm.llm_engine.model_executor.driver_worker.model_runner
-    initialize_layerwise_reload(worker.model)
-    try:
-        yield
-    except BaseException:
-        restore_unfinished_layers(worker.model, worker.vllm_config)
-        raise
-    finish_reload(worker.model, worker.model_config)
