@@ -12,10 +12,8 @@ import torch
 from accelerate.utils import gather_object
 
 from ..engines.hf_generate import replaced
+from ..rows import Tokens
 from .batches import BufferedBatches
-
-
-Tokens = list[int]
 
 
 @dataclass
