@@ -246,10 +246,9 @@ class SyncedGeneration(VLLMGeneration):
             self.engine = None
 
 
-@contextmanager
 def synced_generation(
     settings: ServerSettings | None, engine: VLLMServerEngine | None, facts: ServerFacts | None, pool_ratio: float
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """
     Inside, TRL's `GRPOTrainer.__init__` builds a [`SyncedGeneration`] where it would build its `VLLMGeneration`.
 
@@ -258,5 +257,4 @@ def synced_generation(
     argument.
     """
     make = partial(SyncedGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=pool_ratio)
-    with replaced(grpo_trainer, "VLLMGeneration", make):
-        yield
+    return replaced(grpo_trainer, "VLLMGeneration", make)
