@@ -39,7 +39,6 @@ class VarianceTrackerCallback(TrainerCallback):
         self.tracker: Any = tracker
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Makes the tracker, if there is none."""
         if self.tracker is None:
             source = length_source(kwargs["model"].config, kwargs["processing_class"])
             self.tracker = args.tracker(args.max_completion_length, source)
@@ -85,16 +84,10 @@ def with_tracker(callbacks: list[Any], args: Any, model: Any, processing_class: 
 
 
 class RolloutStateCallback(TrainerCallback):
-    """
-    Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint.
-
-    Attributes:
-        checkpoint (`str`, *optional*):
-            The last one that this training has saved, or the one that it was resumed from.
-    """
+    """Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint."""
 
     def __init__(self, admission: AdmissionPolicy, batches: BufferedBatches | None) -> None:
-        self.checkpoint: str | None = None
+        self.checkpoint: str | None = None  # the last one that this training has saved, or was resumed from
         self._admission = admission
         self._batches = batches
 
@@ -104,7 +97,6 @@ class RolloutStateCallback(TrainerCallback):
             tqdm.write(f"Going on from {self.checkpoint}: step {state.global_step} of {state.max_steps}")
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Writes it next to the trainer's own state."""
         directory = _checkpoint(args, state)
         if state.is_world_process_zero:
             directory.mkdir(parents=True, exist_ok=True)
@@ -114,12 +106,7 @@ class RolloutStateCallback(TrainerCallback):
         self.checkpoint = str(directory)
 
     def load(self, directory: Path) -> None:
-        """
-        Restores what admission has learned, on the main process; see [`load_buffer`] for the buffer.
-
-        Raises:
-            [`StateMismatchError`]: If the state belongs to another schedule.
-        """
+        """Restores what admission has learned, on the main process; see [`load_buffer`] for the buffer."""
         if _is_there(directory / ADMISSION_FILE):
             self._admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))
 
@@ -143,7 +130,6 @@ class RunLogCallback(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Writes the settings."""
         if state.is_world_process_zero:
             settings = {name: getattr(args, name) for name in SETTINGS}
             model = kwargs["model"].config._name_or_path
@@ -152,6 +138,5 @@ class RunLogCallback(TrainerCallback):
             append_entry(Path(args.output_dir), {"run": run})
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Writes an entry."""
         if state.is_world_process_zero:
             append_entry(Path(args.output_dir), {"step": state.global_step, **logs})

@@ -22,18 +22,7 @@ LONG_END_ROLLOUTS = 8  # after so many it is clear whether long ends are kept
 
 
 def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
-    """
-    Refuses arguments of the trainer that can't work.
-
-    Args:
-        args (`Any`):
-            Must be a [`DARTSGRPOConfig`].
-        rollout_func (`Callable`, *optional*):
-            A user's own generation.
-
-    Raises:
-        [`ConfigurationError`]: Names the argument.
-    """
+    """Refuses arguments of the trainer that can't work. `rollout_func` is a user's own generation."""
     if not isinstance(args, DARTSGRPOConfig):
         raise ConfigurationError(
             f"`args` ({type(args).__name__}) must be a `DARTSGRPOConfig`. Replace the class's name: all of "
@@ -58,12 +47,7 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
 
 
 def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any = None) -> None:
-    """
-    Refuses data without prompts, or with fewer than one generation takes, before the model is loaded.
-
-    Raises:
-        [`ConfigurationError`]: Names the data set and its columns.
-    """
+    """Refuses data without prompts, or with fewer than one generation takes, before the model is loaded."""
     named = {"train_dataset": train_dataset}
     named |= eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     for name, dataset in named.items():
@@ -124,16 +108,7 @@ def has_images(dataset: Any) -> bool:
 
 
 def check_path(trainer: Any) -> None:
-    """
-    Refuses combinations of model, data, processes and engine that can't work.
-
-    Args:
-        trainer ([`DARTSGRPOTrainer`]):
-            Once it is built.
-
-    Raises:
-        [`ConfigurationError`]: Names the setting to change.
-    """
+    """Refuses combinations of model, data, processes and engine that can't work, once the trainer is built."""
     args = trainer.args
     _check_turns(trainer)
     _check_rounds(trainer)

@@ -3,8 +3,6 @@ Names of the fields that a training takes, and the YAML files that set them. Nei
 takes seconds: a typo is told at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

@@ -5,8 +5,6 @@ A published config is data that others run: what is secret, names this machine o
 comes in.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -429,7 +427,6 @@ def is_withheld(name: str) -> bool:
 
 
 def field_defaults(config: Any) -> dict[str, Any]:
-    """Default of each field of a dataclass."""
     return {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
 
 

@@ -4,7 +4,6 @@ import importlib.util
 
 
 def is_matplotlib_available() -> bool:
-    """Whether figures can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -1,12 +1,11 @@
 """What is waited for is said every ten seconds, with the time that is left. No wait is silent, and none is chatty."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 
 INTERVAL_S = 10.0
@@ -25,7 +24,6 @@ class Waiting:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
         return time.monotonic() - self._start
 
     def say(self, what: str) -> None:
@@ -38,13 +36,13 @@ class Waiting:
 
 
 @contextmanager
-def said_meanwhile(what: str, limit_s: float | None = None) -> Iterator[None]:
-    """Inside, a call may block: what it waits for is said from another thread."""
-    waiting, over = Waiting(limit_s), threading.Event()
+def repeated(action: Callable[[], None], interval_s: float) -> Iterator[None]:
+    """Inside, a call may block: the action is done again and again in another thread."""
+    over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(POLL_S):
-            waiting.say(what)
+        while not over.wait(interval_s):
+            action()
 
     thread = threading.Thread(target=watch, name="trl_darts-waiting", daemon=True)
     thread.start()
@@ -53,3 +51,8 @@ def said_meanwhile(what: str, limit_s: float | None = None) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def said_meanwhile(what: str, limit_s: float | None = None) -> AbstractContextManager[None]:
+    """Inside, a call may block: what it waits for is said from another thread."""
+    return repeated(partial(Waiting(limit_s).say, what), POLL_S)

@@ -32,7 +32,7 @@ def load(param, value):
 
 def test_layers_that_were_not_loaded_keep_their_weights(llm):
     """Without it they have no memory after an error, and the next rollout ends the process."""
-    from trl_darts.engines.vllm_generation import reloaded_layers
+    from trl_darts.weights.reload import reloaded_layers
 
     last = {name: param.clone() for name, param in llm.model[1].named_parameters()}
     with pytest.raises(KeyError), reloaded_layers(llm):  # noqa: PT012

@@ -1,7 +1,5 @@
 """Files that a command is to write, checked before it does the work for them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

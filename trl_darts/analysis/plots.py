@@ -1,7 +1,5 @@
 """Pictures of training runs and of simulations, on white: one file that is readable on light and on dark pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +26,6 @@ COLORS = (
 
 
 def save_picture(draw: Callable[[], Any], path: str | Path, dpi: int = 150) -> None:
-    """Saves a figure."""
     require_matplotlib()
     import matplotlib
 

@@ -17,8 +17,6 @@ Invariants (`tests/buffer/test_buffer.py` checks each under its name, over rando
 - restored_as_saved: a restored buffer goes on exactly as the saved one would have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -78,7 +76,6 @@ class BufferEntry:
 
     @property
     def mean_length(self) -> float:
-        """Mean length of what it has, in tokens."""
         return sum(c.length for c in self.candidates) / max(1, len(self.candidates))
 
 

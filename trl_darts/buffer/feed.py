@@ -124,7 +124,6 @@ class EndlessFeed:
         self._batches: Any = None
 
     def state(self, mid_epoch: bool) -> dict[str, int]:
-        """What `restore` needs."""
         return {"num_passes": self.num_passes, "num_taken": self.num_taken}
 
     def restore(self, num_passes: int = 0, num_taken: int = 0) -> None:
@@ -151,7 +150,6 @@ class EndlessFeed:
         return batch
 
     def passes_behind(self, checkpoint: Path) -> int:
-        """Whole passes over the data that a training has behind it which goes on from a checkpoint."""
         return self.num_passes
 
 

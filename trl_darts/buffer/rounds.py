@@ -14,41 +14,36 @@ the loader's, and any with `rollout_ahead` or `drop_uniform_groups`.
 All read the buffer alone and keep no state of their own: a restored buffer goes on as the saved one would have.
 """
 
-from __future__ import annotations
-
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..scheduling import ScheduleSettings
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
 
 
-class RoundPolicy(Protocol):
+@dataclass(frozen=True)
+class RoundPolicy(ABC):
     """Which prompts go into the next rollout?"""
 
-    @property
-    def num_groups(self) -> int:
-        """N, prompts per batch."""
+    num_groups: int  # N, prompts per batch
 
     def buffer(self) -> RolloutBuffer:
         """An empty buffer that keeps what this policy needs."""
+        return RolloutBuffer(keeps_tokens=False)
 
+    @abstractmethod
     def lacking(self, buffer: RolloutBuffer) -> int:
         """How many more prompts it wants from the loader before the next round."""
 
+    @abstractmethod
     def next(self, buffer: RolloutBuffer) -> Round:
         """The next round. Called with as many prompts as `lacking` asked for, or with all that are left."""
 
 
 @dataclass(frozen=True)
-class InOrder:
+class InOrder(RoundPolicy):
     """The loader's batches, one after the other, for `rollout_ahead`."""
-
-    num_groups: int  # N, prompts per batch
-
-    def buffer(self) -> RolloutBuffer:
-        return RolloutBuffer(keeps_tokens=False)
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         return max(0, self.num_groups - len(buffer))
@@ -59,17 +54,13 @@ class InOrder:
 
 
 @dataclass(frozen=True)
-class Informative:
+class Informative(RoundPolicy):
     """
     Dynamic sampling (DAPO, Section 3.2): groups whose rewards are all equal leave, and further prompts come in their
     place. A batch takes several rounds where too many left; each starts as many prompts as are likely to be enough.
     """
 
-    num_groups: int  # N, prompts per batch
     max_oversampling: float  # prompts sampled for a batch, over N, at most
-
-    def buffer(self) -> RolloutBuffer:
-        return RolloutBuffer(keeps_tokens=False)
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         return max(0, self._num_started(buffer) - len(buffer.select(Lifecycle.WAITING)))
@@ -87,18 +78,14 @@ class Informative:
 
 
 @dataclass(frozen=True)
-class TailBatching:
+class TailBatching(RoundPolicy):
     """
     Short rounds that leave their slowest prompts to a long one (RollPacker;
     [DARTS](https://huggingface.co/papers/2605.30859), Appendix H). On-policy: what was sampled for a prompt that is
     deferred is thrown away.
     """
 
-    num_groups: int  # N, prompts per batch
     oversampling: float  # N' / N of short rounds, above 1
-
-    def buffer(self) -> RolloutBuffer:
-        return RolloutBuffer(keeps_tokens=False)
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         """Up to N' that were never deferred; none before a long round."""
@@ -118,13 +105,12 @@ class TailBatching:
 
 
 @dataclass(frozen=True)
-class PartialRollout:
+class PartialRollout(RoundPolicy):
     """
     A constant number of prompts in flight; what is unfinished when the batch is ready goes on in the next rollout,
     under the new weights (Kimi k1.5, APRIL).
     """
 
-    num_groups: int  # N, prompts per batch
     oversampling: float  # N' / N, prompts in flight over prompts per batch, above 1
     max_age: int  # rollouts that may end without a prompt: the next one waits for it
 
@@ -147,14 +133,13 @@ class PartialRollout:
 
 
 @dataclass(frozen=True)
-class Sorted:
+class Sorted(RoundPolicy):
     """
     SortedRL: n batches of prompts enter together, and each optimizer step takes those that finish first (SortedRL,
     Section 3.1). Responses of similar length so come together, and the engines' queues stay full. The rest is begun
     anew, or goes on with its tokens (Section 3.2).
     """
 
-    num_groups: int  # N, prompts per batch
     num_batches: int  # n, batches that enter together
     keeps_tokens: bool
 

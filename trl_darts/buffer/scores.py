@@ -12,10 +12,8 @@ import torch
 from accelerate.utils import gather_object
 
 from ..engines.hf_generate import replaced
+from ..rows import Tokens
 from .batches import BufferedBatches
-
-
-Tokens = list[int]
 
 
 @dataclass
@@ -32,18 +30,9 @@ class GroupScores:
     Has TRL score groups before it scores their batch, and gives it these rewards then: no function is called twice for
     a row. All methods are called on every process at once.
 
-    Args:
-        trainer ([`DARTSGRPOTrainer`]):
-            With TRL's `reward_weights`, and what reward functions log.
-        batches ([`BufferedBatches`]):
-            Where the groups wait.
-        calculate (`Callable`):
-            TRL's `_calculate_rewards`, which is given the numbers of the rows first, see
-            [`BufferedBatches.input_of`].
-        decode (`Callable[[list, list[Tokens]], list]`):
-            Completions as TRL has them, from prompts and tokens.
-        owners (`Callable[[], Mapping[int, int]]`):
-            Which process has begun to score which group, on the main process.
+    `calculate` is TRL's `_calculate_rewards`, which is given the numbers of the rows first, see
+    [`BufferedBatches.input_of`]. `decode` makes completions as TRL has them of prompts and tokens. `owners` tells, on
+    the main process, which process has begun to score which group.
     """
 
     def __init__(

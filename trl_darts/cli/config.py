@@ -1,7 +1,5 @@
 """`trl-darts config`: check recipes before they run, publish them, and fetch published ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -14,30 +12,25 @@ from .exits import USAGE_ERROR, fail
 
 app = typer.Typer(no_args_is_help=True, help="Check a config, publish it on the Hub, or fetch a published one.")
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML files for `examples/train_grpo.py`.")]
-AccelerateConfig = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="What `accelerate launch --config_file` gets.")
-]
-NumProcesses = Annotated[
-    int | None, typer.Option(min=1, help="Processes that train. Default: the accelerate config's, or 1.")
-]
-NumPrompts = Annotated[
-    int | None, typer.Option(min=1, help="Prompts in the data set, where the recipe has no `num_prompts`.")
-]
-MaxPromptLength = Annotated[int, typer.Option(min=0, help="Tokens of the longest prompt in the data set.")]
-MaxModelLen = Annotated[int | None, typer.Option(min=1, help="What `trl-darts serve --max-model-len` gets.")]
-
 # torch and TRL take seconds to load, for which `--help` should not wait: they are imported in the commands.
 
 
 @app.command()
 def check(
-    files: Files,
-    num_processes: NumProcesses = None,
-    accelerate_config: AccelerateConfig = None,
-    num_prompts: NumPrompts = None,
-    max_prompt_length: MaxPromptLength = 0,
-    max_model_len: MaxModelLen = None,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML files for `examples/train_grpo.py`.")],
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that train. Default: the accelerate config's, or 1.")
+    ] = None,
+    accelerate_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `accelerate launch --config_file` gets.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts in the data set, where the recipe has no `num_prompts`.")
+    ] = None,
+    max_prompt_length: Annotated[int, typer.Option(min=0, help="Tokens of the longest prompt in the data set.")] = 0,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="What `trl-darts serve --max-model-len` gets.")
+    ] = None,
 ) -> None:
     """
     Check recipes: fields, batch arithmetic, lengths, and what the trainer would refuse.

@@ -1,7 +1,5 @@
 """How a command or a script ends that can't do what it was asked for: one line on standard error, no traceback."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

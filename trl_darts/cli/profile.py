@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +26,7 @@ from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
 from ..policy import LatencyProfile
+from ..waiting import repeated
 from .exits import fail
 
 
@@ -148,27 +149,15 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     console = Console(stderr=True)
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
         task = bar.add_task("asking the servers", total=None)
-        with nullcontext() if console.is_terminal else _lines(bar.tasks[0]):
+        lines = repeated(partial(_print_line, bar.tasks[0]), LINE_INTERVAL_S)
+        with nullcontext() if console.is_terminal else lines:
             yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-@contextmanager
-def _lines(task: Task) -> Iterator[None]:
-    ended = threading.Event()
-
-    def write() -> None:
-        while not ended.wait(LINE_INTERVAL_S):
-            counts = f"{task.completed:.0f} of {task.total:.0f} measurements, " if task.total else ""
-            left = "" if task.time_remaining is None else f", about {task.time_remaining:.0f} s left"
-            typer.echo(f"{counts}{task.elapsed or 0:.0f} s{left}: {task.description}", err=True)
-
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def _print_line(task: Task) -> None:
+    counts = f"{task.completed:.0f} of {task.total:.0f} measurements, " if task.total else ""
+    left = "" if task.time_remaining is None else f", about {task.time_remaining:.0f} s left"
+    typer.echo(f"{counts}{task.elapsed or 0:.0f} s{left}: {task.description}", err=True)
 
 
 def _write(result: ProfileResult, output: Path, picture: Path | None, main: LatencyProfile | None) -> None:

@@ -1,7 +1,5 @@
 """`trl-darts report`: parses, hands over to `trl_darts.analysis.report`, and prints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`trl-darts serve`: parses, hands over to `trl_darts.serving`, and prints."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`trl-darts simulate`: what a schedule would gain on a workload, before any GPU is paid for."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from dataclasses import fields, replace

@@ -9,7 +9,6 @@ API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name: its servers read the key t
 
 
 def split_addresses(text: str) -> list[str]:
-    """The addresses of a list with commas."""
     return [url.strip().rstrip("/") for url in text.split(",") if url.strip()]
 
 

@@ -8,44 +8,22 @@ from typing import Any
 import numpy as np
 from accelerate.utils import gather_object
 
+from ..rows import Tokens
 from ..scheduling import PromptInfo, prompt_key
-
-
-Tokens = list[int]
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """
-    A generation batch: rows in the order of the processes, `num_generations` in a row for each group.
+    """A generation batch: rows in the order of the processes, `num_generations` in a row for each group."""
 
-    Args:
-        rows (`list[list[int]]` of shape `(B, ≤ P)`):
-            Token IDs of each row's prompt.
-        keys (`list[int]` of shape `(B,)`):
-            Identity of each row's prompt, see [`prompt_key`].
-        sizes (`list[int]`):
-            Rows per process.
-        process_index (`int`):
-            This process.
-        num_generations (`int`):
-            Rows per group.
-        multimodal (`bool`):
-            Whether rows come with more than tokens. What comes with a row stays on its process.
-        images (`list[list | None]`, *optional*):
-            Images of this process's rows.
-        fields (`Mapping[str, Any]`, *optional*):
-            What TRL's processor made of this process's rows beside token IDs.
-    """
-
-    rows: list[Tokens]
-    keys: list[int]
-    sizes: list[int]
-    process_index: int
-    num_generations: int
-    multimodal: bool = False
-    images: Sequence[Sequence[Any] | None] | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    rows: list[Tokens]  # (B, ≤ P), each row's prompt
+    keys: list[int]  # (B,), identity of each row's prompt, see `prompt_key`
+    sizes: list[int]  # rows per process
+    process_index: int  # this process
+    num_generations: int  # rows per group
+    multimodal: bool = False  # whether rows come with more than tokens. What comes with a row stays on its process
+    images: Sequence[Sequence[Any] | None] | None = None  # of this process's rows
+    fields: Mapping[str, Any] = field(default_factory=dict)  # what TRL's processor made of these beside tokens
 
     @classmethod
     def alone(

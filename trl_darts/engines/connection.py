@@ -65,7 +65,6 @@ def model_config(args: Any, model: Any) -> PretrainedConfig:
 
 
 def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
-    """Connects to the servers and checks them."""
     engine = open_engine(settings)
     try:
         facts = engine.query(lambda server: check_server(server, settings.requirements))
@@ -76,7 +75,6 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
 
 
 def open_engine(settings: ServerSettings) -> VLLMServerEngine:
-    """An engine of these servers."""
     tail = settings.tail_urls, settings.takes_turns
     return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail)
 

@@ -152,5 +152,4 @@ def read_messages(mailbox: Mailbox, rollout: int) -> list[list[Any]]:
 
 
 def message_of(error: BaseException) -> str:
-    """An error's message, or its name where it has none."""
     return str(error) or type(error).__name__

@@ -26,7 +26,6 @@ class Engine(Protocol):
 
     def placement(self, admission: Admission, batch: PromptBatch) -> Placement | None:
         """Which candidate runs where, if that must be known before the rollout. Called on the main process."""
-        ...
 
     def run(
         self,
@@ -36,22 +35,10 @@ class Engine(Protocol):
         meanwhile: Callable[[], None] | None = None,
     ) -> Any:
         """
-        Decodes one rollout.
+        Decodes one rollout of the prompts in `batch`.
 
-        Args:
-            plan ([`RolloutPlan`]):
-                What to decode, on the main process; `None` on the others.
-            batch ([`PromptBatch`]):
-                The prompts.
-            on_progress (`Callable[[Ledger], None]`, *optional*):
-                Called on the main process again and again while candidates decode.
-            meanwhile (`Callable`, *optional*):
-                Called on the other processes, while they wait for servers.
-
-        Returns:
-            [`RolloutResult`]: On the main process, with tokens and log-probs of the rows; `None` on the others.
-
-        Raises:
-            [`GenerationError`]: If the engine fails. Raised on every process.
+        The main process has a [`RolloutPlan`], the others `None`; the same holds for what is returned, a
+        [`RolloutResult`] with tokens and log-probs of the rows. `on_progress` is called on the main process again and
+        again while candidates decode, `meanwhile` on the others while they wait for servers. If the engine fails, a
+        [`GenerationError`] is raised on every process.
         """
-        ...

@@ -68,7 +68,6 @@ class ScheduledManager:
         return None
 
     def cancel(self) -> None:
-        """Cancels what runs."""
         for candidate_id in self._share.running & self._request_of.keys():
             self._manager.cancel_request(self._request_of[candidate_id])
 

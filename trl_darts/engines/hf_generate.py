@@ -8,7 +8,7 @@ its end is known when all have ended: it can be aborted, but nothing is learned 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,12 +68,10 @@ class SchedulerCriterion(StoppingCriteria):
         self.share.end(self.share.slots[row].candidate_id, tokens, None, reason)
 
 
-@contextmanager
-def stopping_criterion(model: Any, criterion: StoppingCriteria) -> Iterator[None]:
-    """Adds a criterion to every `generate` call of a model, for callers that can't pass one."""
+def stopping_criterion(model: Any, criterion: StoppingCriteria) -> AbstractContextManager[None]:
+    """Inside, a criterion is added to every `generate` call of a model, for callers that can't pass one."""
     criteria = StoppingCriteriaList([criterion])
-    with replaced(model, "generate", partial(model.generate, stopping_criteria=criteria)):
-        yield
+    return replaced(model, "generate", partial(model.generate, stopping_criteria=criteria))
 
 
 @contextmanager

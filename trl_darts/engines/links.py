@@ -58,11 +58,9 @@ class FollowingLink:
 
     def exchange(self, reports: Sequence[Report]) -> list[int]:
         """
-        Every eighth call, the aborts that have arrived since; the reports of followers are left out.
-
-        Raises:
-            [`GenerationError`]: If the rollout failed on another process. Raised on all of the group in the same step:
-                none is left alone in the next one.
+        Every eighth call, the aborts that have arrived since; the reports of followers are left out. If the rollout
+        failed on another process, all of the group raise a [`GenerationError`] in the same step: none is left alone in
+        the next one.
         """
         if self._inner is not None and self._error is None:
             try:

@@ -36,7 +36,6 @@ class MainProcess:
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
         return self._accelerator.num_processes
 
     @property
@@ -46,7 +45,6 @@ class MainProcess:
 
     @property
     def mailbox(self) -> Mailbox:
-        """This process's mailbox."""
         if self._mailbox is None:
             self._mailbox = Mailbox.open(self.index, self.num_processes)
         return self._mailbox

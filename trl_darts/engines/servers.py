@@ -20,20 +20,10 @@ from .vllm_rollout import Overrides
 
 
 class ServerEngine:
-    """
-    An [`Engine`] on vLLM servers. The main process asks them; in the later turns of a tool loop each process does.
-
-    Args:
-        generation ([`SyncedGeneration`]):
-            The servers, their weights, and TRL's sampling options.
-
-    Attributes:
-        overrides (`Callable[[Submit], Mapping[str, Any]]`, *optional*):
-            Gives more fields for the request of one candidate. Benchmarks replay lengths with it.
-    """
+    """An [`Engine`] on vLLM servers. The main process asks them; in later turns of a tool loop each process does."""
 
     def __init__(self, generation: SyncedGeneration) -> None:
-        self.overrides: Overrides | None = None
+        self.overrides: Overrides | None = None  # more fields for one candidate: benchmarks replay lengths with it
         self._generation = generation
         self._main = generation.main
         self._left_out: list[str] = []  # servers that the main process did not use in its last rollout

@@ -37,7 +37,6 @@ class Link(Protocol):
 
     def exchange(self, reports: Sequence[Report]) -> Sequence[int]:
         """Sends reports; returns the IDs of candidates to abort that are known by now."""
-        ...
 
 
 class Share:
@@ -60,7 +59,6 @@ class Share:
         self._reports: list[Report] = []
 
     def progress(self, candidate_id: int, length: int) -> None:
-        """Notes how many tokens a running candidate has."""
         self._reports.append(Report(candidate_id, length))
 
     def end(
@@ -77,12 +75,7 @@ class Share:
         self._reports.append(Report(candidate_id, 0, error=error))
 
     def exchange(self) -> list[int]:
-        """
-        Sends what was noted, and returns the IDs of running candidates that are to be aborted.
-
-        Raises:
-            [`GenerationError`]: If the rollout failed on another process.
-        """
+        """Sends what was noted, and returns the IDs of running candidates that are to be aborted."""
         reports, self._reports = self._reports, []
         aborts = self._link.exchange(reports)
         if self._on_exchange is not None:

@@ -52,7 +52,6 @@ class CompletionRequest:
     def of(
         cls, request_id: str, prompt: ServerPrompt, prior_tokens: Sequence[int], options: Mapping[str, Any]
     ) -> "CompletionRequest":
-        """Puts a request together."""
         tokens = [*prompt.tokens, *prior_tokens]
         if prompt.features is None:
             body = {
@@ -275,9 +274,8 @@ def _check_numbers(tokens: Any, logprobs: Any) -> None:
     if logprobs is None:
         return
     # A log-prob above 0 by more than rounding is none; that of a token that was not known is NaN.
-    if not all(type(logprob) in (float, int) and not logprob > 1e-3 for logprob in logprobs):
-        wrong = next(x for x in logprobs if not (type(x) in (float, int) and not x > 1e-3))
-        raise ServerRefusedError(f"The server returned {wrong!r} for a token's log-prob.")
+    if wrong := [x for x in logprobs if not (type(x) in (float, int) and not x > 1e-3)]:
+        raise ServerRefusedError(f"The server returned {wrong[0]!r} for a token's log-prob.")
     if len(logprobs) != len(tokens):
         raise ServerRefusedError(f"The server returned {len(logprobs)} log-probs for {len(tokens)} tokens.")
 

@@ -13,12 +13,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from ..scheduling import FinishReason
 from .batch import PromptBatch
-from .hf_generate import replaced
+from .hf_generate import PROGRESS_INTERVAL, replaced
 from .share import Share, Slot
-
-
-# Steps between two reports of progress, where the schedule needs them.
-PROGRESS_INTERVAL = 16
 
 
 def keep_expanded_images(llm: Any) -> None:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
@@ -87,9 +87,13 @@ class SyncedGeneration(VLLMGeneration):
         """
         start = time.perf_counter()
         self._num_syncs += 1
-        # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
-        packed = self.mode == "colocate" and self.accelerator.device.type == "cpu"
-        with reloaded_layers(self.llm) if packed else nullcontext(), self._servers_left_out():
+        layers: AbstractContextManager[None] = nullcontext()
+        if self.mode == "colocate" and self.accelerator.device.type == "cpu":
+            from ..weights.reload import reloaded_layers  # imports vLLM
+
+            # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
+            layers = reloaded_layers(self.llm)
+        with layers, self._servers_left_out():
             super().sync_weights()
         if self.mode == "colocate":  # TRL drops the prompts' KV cache alone, and not what the old encoder saw
             self.llm.llm_engine.reset_encoder_cache()
@@ -155,10 +159,7 @@ class SyncedGeneration(VLLMGeneration):
         """
         Brings a server that has come back to the weights of the last sync, and returns whether it has them. Parameters
         of a sharded model can't be sent while the other processes wait for a rollout, so such a server waits for the
-        next sync, unless weights are files.
-
-        Raises:
-            [`WeightSyncError`]: If it does not take them.
+        next sync, unless weights are files. [`WeightSyncError`] if it does not take them.
         """
         if self._num_syncs == 0:
             return True
@@ -245,10 +246,9 @@ class SyncedGeneration(VLLMGeneration):
             self.engine = None
 
 
-@contextmanager
 def synced_generation(
     settings: ServerSettings | None, engine: VLLMServerEngine | None, facts: ServerFacts | None, pool_ratio: float
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """
     Inside, TRL's `GRPOTrainer.__init__` builds a [`SyncedGeneration`] where it would build its `VLLMGeneration`.
 
@@ -257,24 +257,4 @@ def synced_generation(
     argument.
     """
     make = partial(SyncedGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=pool_ratio)
-    with replaced(grpo_trainer, "VLLMGeneration", make):
-        yield
-
-
-@contextmanager
-def reloaded_layers(llm: Any) -> Iterator[None]:
-    """Inside, weights that are loaded into a colocated engine take effect layer by layer; see `weights/reload.py`."""
-    from ..weights.reload import (  # imports vLLM
-        finish_reload,
-        initialize_layerwise_reload,
-        restore_unfinished_layers,
-    )
-
-    worker = llm.llm_engine.model_executor.driver_worker.model_runner
-    initialize_layerwise_reload(worker.model)
-    try:
-        yield
-    except BaseException:
-        restore_unfinished_layers(worker.model, worker.vllm_config)
-        raise
-    finish_reload(worker.model, worker.model_config)
+    return replaced(grpo_trainer, "VLLMGeneration", make)

@@ -41,19 +41,10 @@ RESERVED_FILES = 512
 
 class VLLMServerEngine:
     """
-    Runs rollouts on one or several vLLM servers.
+    Runs rollouts on one or several vLLM servers. Each candidate goes to the least loaded one.
 
-    Args:
-        base_urls (`Sequence[str]`):
-            The servers, for example `["http://localhost:8000"]`. Each candidate goes to the least loaded one.
-        deadlines ([`Deadlines`], *optional*):
-            How long things may take.
-        api_key (`str`, *optional*):
-            Of the servers.
-        tail_urls (`Collection[str]`, *optional*):
-            Those of `base_urls` that are of another layout, and take over what is left.
-        takes_turns (`bool`, *optional*, defaults to `False`):
-            Whether they are on the others' GPUs, and asleep until these sleep.
+    `tail_urls` are those of `base_urls` that are of another layout, and take over what is left. With `takes_turns`
+    they are on the others' GPUs, and asleep until these sleep.
     """
 
     def __init__(
@@ -91,25 +82,11 @@ class VLLMServerEngine:
         """
         Runs one rollout and waits for it: [`start`], then [`wait`].
 
-        Args:
-            scheduler ([`Scheduler`]):
-                A new one.
-            plans (`Sequence[GroupPlan]`):
-                The groups.
-            prompts (`Sequence[Sequence[ServerPrompt]]` of shape `(N, 1)` or `(N, M)`):
-                The prompt of each group, by `group_id`, or of each of its candidates where they differ.
-            body (`Mapping[str, Any]`):
-                Fields of the completion requests: `model`, `max_tokens`, sampling options.
-            overrides (`Callable`, *optional*):
-                Gives more fields for one candidate. Benchmarks replay lengths with it.
-            on_progress (`Callable`, *optional*):
-                Called ten times a second with the scheduler's ledger.
-
-        Returns:
-            [`RolloutResult`]: The groups with their rows.
-
-        Raises:
-            [`GenerationError`]: If a server refuses a candidate, breaks or is too slow. The message has its own words.
+        `prompts`, of shape `(N, 1)` or `(N, M)`, has the prompt of each group by `group_id`, or of each of its
+        candidates where they differ. `body` are fields of the completion requests: `model`, `max_tokens`, sampling
+        options; `overrides` gives more of them for one candidate. `on_progress` is called ten times a second with the
+        scheduler's ledger. [`GenerationError`], with the server's own words, if one refuses a candidate, breaks or is
+        too slow.
         """
         rollout = self.start(scheduler, plans, prompts, body, overrides)
         return self.wait(rollout, None if on_progress is None else lambda: on_progress(scheduler.ledger))
@@ -123,18 +100,27 @@ class VLLMServerEngine:
         overrides: Overrides | None = None,
     ) -> Future[RolloutResult]:
         """Starts a rollout, one at a time, and returns at once. To cancel what it returns ends all of its requests."""
-        rollout = self._rollout(scheduler, plans, prompts, body, overrides)
-        return asyncio.run_coroutine_threadsafe(rollout, self._loop)
+
+        async def rollout() -> RolloutResult:
+            task = asyncio.current_task()
+            assert task is not None
+            self._rollouts.add(task)
+            try:
+                pool = await self._open_pool()
+                pool.watch()
+                return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
+            finally:
+                self._rollouts.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(rollout(), self._loop)
 
     def states(self) -> dict[str, State]:
-        """What the pool knows of each server."""
         if self._pool is None:
             return dict.fromkeys(self.base_urls, State.UP)
         return {url: member.state for url, member in self._pool.members.items()}
 
     @property
     def num_losses(self) -> int:
-        """How often a server was lost so far."""
         return 0 if self._pool is None else sum(member.num_losses for member in self._pool.members.values())
 
     def lose(self, url: str, reason: str) -> None:
@@ -207,24 +193,6 @@ class VLLMServerEngine:
             servers = {url: VLLMServer(url, session, self.deadlines.connect_s) for url in self.base_urls}
             self._pool = ServerPool(servers, self.deadlines, max_open_files(), *self._tail)
         return self._pool
-
-    async def _rollout(
-        self,
-        scheduler: Scheduler,
-        plans: Sequence[GroupPlan],
-        prompts: Sequence[Sequence[ServerPrompt]],
-        body: Mapping[str, Any],
-        overrides: Overrides | None,
-    ) -> RolloutResult:
-        task = asyncio.current_task()
-        assert task is not None
-        self._rollouts.add(task)
-        try:
-            pool = await self._open_pool()
-            pool.watch()
-            return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
-        finally:
-            self._rollouts.discard(task)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))

@@ -5,8 +5,6 @@ Invariants: the allocation sums to the total, stays within its bounds, minimises
 prompt with a larger standard deviation never gets fewer candidates than one with a smaller.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

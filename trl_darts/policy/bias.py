@@ -9,8 +9,6 @@ Candidates that are carried over to the next rollout come first in their group, 
 are still those that were started first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -50,14 +48,6 @@ class RewardBias(NamedTuple):
 
     reward_gap: float  # mean reward of the kept rows less the estimate for the unbiased sample; NaN without rewards
     unseen_share: float  # of the unbiased sample, whose lengths no kept row can speak for; the gap leaves it out
-
-
-class _Lengths(NamedTuple):
-    """Two distributions over one ascending grid of lengths, which has every length of the pool."""
-
-    grid: Floats  # (G,)
-    kept: Floats  # (G,), sums to 1
-    unbiased: Floats  # (G,), sums to 1
 
 
 def length_bias(
@@ -147,12 +137,13 @@ def _both(
     finished: Sequence[Sequence[bool]],
     selected: Sequence[Sequence[int]],
     num_generations: int,
-) -> _Lengths:
+) -> tuple[Floats, Floats, Floats]:
+    """Every length of the pool, ascending `(G,)`, and its share of the kept rows and of an unbiased sample."""
     pools = [(np.array(own, np.float64), np.array(ok, bool)) for own, ok in zip(lengths, finished, strict=True)]
     grid = np.unique(np.concatenate([own for own, _ in pools]))
     rows = np.concatenate([own[list(chosen)] for (own, _), chosen in zip(pools, selected, strict=True)])
     kept = np.bincount(np.searchsorted(grid, rows), minlength=len(grid)) / len(rows)
-    return _Lengths(grid, kept, _unbiased(pools, grid, num_generations))
+    return grid, kept, _unbiased(pools, grid, num_generations)
 
 
 def _survival(lengths: Floats, finished: NDArray[np.bool_]) -> tuple[Floats, Floats]:

@@ -6,8 +6,6 @@ on what was observed, in that order, so a restored controller goes on as the sav
 machine.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping

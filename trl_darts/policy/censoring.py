@@ -15,8 +15,6 @@ in:
 Without censoring the result is the plain sample mean and the plain sample variance, whatever the distribution.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

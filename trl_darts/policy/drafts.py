@@ -1,7 +1,5 @@
 """How many tokens are drafted for a sequence: none where the engine is full, many for those that all wait for."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..errors import ConfigurationError

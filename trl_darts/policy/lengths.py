@@ -8,8 +8,6 @@ Invariants: what a group adds to the tracker depends on earlier steps only, neve
 step; a restored tracker goes on exactly as the saved one would have.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import os

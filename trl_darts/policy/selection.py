@@ -6,8 +6,6 @@ order, so that the kept rows keep their order; an incomplete candidate is taken 
 suffice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

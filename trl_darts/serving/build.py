@@ -1,7 +1,5 @@
 """Which vLLM is installed here, on what it runs, and which GPUs each server gets."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What runs: arguments and environment of each server, and what the trainer must be told about them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -12,8 +12,6 @@ What this can't cover: the guard killed by SIGKILL at the same time as the proce
 then still dies with the guard (PR_SET_PDEATHSIG), but its engine processes may stay.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -1,7 +1,5 @@
 """The reason in a vLLM server's log."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

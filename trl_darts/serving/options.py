@@ -13,9 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..engines.addresses import API_KEY_VARIABLE
-from ..errors import ConfigurationError, did_you_mean
+from ..errors import ConfigurationError
 from ..policy import Layout
 from ..policy.drafts import MAX_DRAFT
+from ..scheduling.policies import check_choice
 from ..weights import WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
 
@@ -76,7 +77,6 @@ class ServeOptions:
 
     @property
     def ports(self) -> range:
-        """One port per server."""
         return range(self.port, self.port + sum(own.num_servers for own in self.sets))
 
     @property
@@ -105,7 +105,6 @@ class ServeOptions:
         return values
 
     def split_devices(self, build: VLLMBuild) -> list[tuple[str, ...]]:
-        """The GPUs of each server."""
         devices = None if self.devices is None else tuple(name.strip() for name in self.devices.split(","))
         per_server = self.tensor_parallel_size
         for spellings in (("--data-parallel-size", "-dp"), ("--pipeline-parallel-size", "-pp")):
@@ -125,8 +124,7 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
             raise ConfigurationError(f"`{name}` ({value:g}) must be positive.")
     _check_flags(options)
     _check_layout(options, build)
-    if options.weight_sync not in WEIGHT_SYNCS:
-        raise _not_one_of("weight_sync", options.weight_sync, WEIGHT_SYNCS)
+    check_choice("weight_sync", options.weight_sync, WEIGHT_SYNCS)
     if options.weight_sync == "nccl" and build.cpu:
         raise ConfigurationError(
             "`weight_sync` ('nccl') needs CUDA, and the vLLM here is a CPU build. Use 'filesystem'."
@@ -171,11 +169,6 @@ def _check_layout(options: ServeOptions, build: VLLMBuild) -> None:
         )
 
 
-def _not_one_of(name: str, value: str, choices: Sequence[str]) -> ConfigurationError:
-    listed = ", ".join(map(repr, choices))
-    return ConfigurationError(f"`{name}` ({value!r}) must be one of {listed}.{did_you_mean(value, choices)}")
-
-
 def _check_flags(options: ServeOptions) -> None:
     """A message never has a flag's value: it could be a key."""
     if options.vllm_flags and not _FLAG.match(options.vllm_flags[0]):
@@ -192,8 +185,7 @@ def _check_flags(options: ServeOptions) -> None:
 
 
 def _check_speculative(method: str, build: VLLMBuild) -> None:
-    if method not in SPECULATIVE:
-        raise _not_one_of("speculative", method, tuple(SPECULATIVE))
+    check_choice("speculative", method, SPECULATIVE)
     if method == "suffix" and not _takes_a_drafter():
         raise ConfigurationError(
             f"`speculative` ('suffix') needs a vLLM that takes a class for its drafts, and {build.version} does not. "

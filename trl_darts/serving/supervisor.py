@@ -10,8 +10,6 @@ Servers that take turns on the same GPUs start in two sets: the tail's once the 
 Single-threaded: one look at every server, then a short sleep.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -90,7 +88,6 @@ class Server:
             )
 
     def enter(self, state: State, now: float) -> None:
-        """Take a state."""
         self.state, self.since = state, now
         self.log_offset = self.log_path.stat().st_size if self.log_path.exists() else 0
 
@@ -104,7 +101,6 @@ class Server:
         return 128 - code if code is not None and code < 0 else code
 
     def is_healthy(self) -> bool:
-        """Whether `/health` answers 200."""
         with suppress(OSError), _LOCAL.open(f"{self.command.health_url}/health", timeout=HEALTH_TIMEOUT_S) as response:
             return bool(response.status == 200)
         return False
@@ -149,6 +145,7 @@ def counted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@dataclass(eq=False)
 class Supervisor:
     """
     Runs servers until it is told to stop, or until none is left.
@@ -157,20 +154,12 @@ class Supervisor:
     dies before ends all: a second try would not make a wrong flag right, and no trainer has been told of it.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        timeout_s: float,
-        restart: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        takes_turns: bool = False,
-    ) -> None:
-        self.servers = servers
-        self.takes_turns = takes_turns
-        self.timeout_s = timeout_s
-        self.restart = restart
-        self.clock = clock
-        self.was_ready = False
+    servers: Sequence[Server]
+    timeout_s: float
+    restart: bool = False
+    clock: Callable[[], float] = time.monotonic
+    takes_turns: bool = False  # whether the tail's servers are on the GPUs of the main ones
+    was_ready: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -200,10 +189,8 @@ class Supervisor:
 
     def look(self) -> list[str]:
         """
-        One look at every server, and what follows from it. Returns what a user wants to know.
-
-        Raises:
-            [`ServerFailedError`]: If a server died or did not become healthy, and no other is left, or none was ready.
+        One look at every server, and what follows from it. Returns what a user wants to know. [`ServerFailedError`] if
+        a server died or did not become healthy, and no other is left, or none was ready.
         """
         messages = [message for server in self.servers if (message := self._look_at(server))]
         if self.takes_turns and not self.was_ready:

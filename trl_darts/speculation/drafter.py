@@ -100,16 +100,8 @@ class SuffixDrafter:
 
     def draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """
-        Drafts for the next step.
-
-        Args:
-            batch (`vllm.v1.worker.gpu_input_batch.InputBatch`):
-                The sequences, with the tokens that were just sampled.
-            sampled_token_ids (`Sequence[Sequence[int]]`):
-                These tokens; none for a sequence whose prompt is not through yet.
-
-        Returns:
-            `list[list[int]]`: Tokens for each sequence.
+        Drafts for the next step of each sequence in vLLM's `InputBatch`, with the tokens that were just sampled: none
+        for one whose prompt is not through yet.
         """
         with self._surviving():
             return self._draft(batch, sampled_token_ids)

@@ -1,7 +1,5 @@
 """What prompts have been answered with, within a limit of memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +43,6 @@ class Prompt:
 
     @property
     def expected_length(self) -> float | None:
-        """Mean length of its answers."""
         return sum(len(answer.tokens) for answer in self.answers) / len(self.answers) if self.answers else None
 
     def make_index(self) -> SuffixIndex:
@@ -101,7 +98,6 @@ class History:
             self._evict()
 
     def current_answers(self) -> list[tuple[Prompt, Answer]]:
-        """Those of the current policy."""
         return [(p, answer) for p in self._prompts.values() for answer in p.answers if answer.version == self.version]
 
     def _evict(self) -> None:

@@ -1,7 +1,5 @@
 """Where the last tokens of a text have occurred before, in several texts that grow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

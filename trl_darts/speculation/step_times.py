@@ -1,7 +1,5 @@
 """What a decoding step costs on this machine, learned while it decodes."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from statistics import median

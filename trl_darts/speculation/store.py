@@ -1,7 +1,5 @@
 """Answers in files, for servers that begin with those of earlier ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What vLLM must be taught to draft with [`SuffixDrafter`], and to sample rightly on a CPU. Applied by our plugin."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import ModuleType

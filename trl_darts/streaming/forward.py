@@ -46,7 +46,6 @@ def row_digest(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
 
 
 def num_cached(past: KeyValues | None) -> int:
-    """Tokens of a cache."""
     return 0 if past is None else len(past[0][0])
 
 

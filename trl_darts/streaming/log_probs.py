@@ -206,10 +206,6 @@ class LogprobStream:
         """Whether TRL may be asking for what was streamed: before the loss, and not in it."""
         return self._active and not torch.is_grad_enabled()
 
-    def serves(self, name: str) -> bool:
-        """Whether to ask for these log-probs here."""
-        return self.active and name in self.scorers
-
     def log_probs(
         self, name: str, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_logits: int, compute: Compute
     ) -> torch.Tensor:

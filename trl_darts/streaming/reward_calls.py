@@ -40,7 +40,6 @@ class RewardCall:
         self._arguments = {**arguments, "log_extra": self._log_extra, "log_metric": self._log_metric}
 
     def run(self) -> None:
-        """Calls the function."""
         self.started_at = time.monotonic()
         try:
             self._end(self._checked(self.function(**self._arguments)))
@@ -48,7 +47,6 @@ class RewardCall:
             self._end(error)
 
     async def run_async(self) -> None:
-        """Calls the async function."""
         self.started_at = time.monotonic()
         try:
             self._end(self._checked(await self.function(**self._arguments)))

@@ -88,7 +88,7 @@ class Streams:
     ) -> Any:
         """What TRL's `_get_per_token_logps_and_entropies`, `compute`, returns, from what was scored already."""
         stream = self.log_probs
-        if stream is None or not stream.active or not stream.serves(name := called_model(trainer, model)):
+        if stream is None or not stream.active or (name := called_model(trainer, model)) not in stream.scorers:
             return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
         def rest(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -149,10 +149,8 @@ class Streams:
 
 def make_streams(trainer: Any) -> Streams:
     """
-    Builds what `stream_logprobs` and `stream_rewards` ask for. Called on every process at once.
-
-    Raises:
-        [`ConfigurationError`]: If model, data or other settings don't allow it. Names the setting.
+    Builds what `stream_logprobs` and `stream_rewards` ask for, or refuses it where model, data or other settings don't
+    allow it. Called on every process at once.
     """
     args, accelerator = trainer.args, trainer.accelerator
     asked = [name for name in ("stream_logprobs", "stream_rewards") if getattr(args, name)]

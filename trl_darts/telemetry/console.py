@@ -4,8 +4,6 @@ What a person reads of a training: a few of our values per step, and a last line
 Only the console is shortened: trackers, `trainer.state.log_history` and `rollouts/log.jsonl` get all values.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ class RolloutTotals:
     kept_tokens: float = 0.0
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Counts a rollout's metrics."""
         self.num_rollouts += 1
         self.seconds += metrics["darts/rollout/seconds"]
         self.generated_tokens += metrics["darts/rollout/generated_tokens"]
@@ -53,7 +50,9 @@ def shorten_console(callbacks: list[TrainerCallback], totals: RolloutTotals) -> 
 
 
 class _ShortLog(TrainerCallback):
-    totals: RolloutTotals
+    def __init__(self, totals: RolloutTotals, *args: Any) -> None:
+        super().__init__(*args)
+        self.totals = totals
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Prints what is not ours, and those of our values that stand in `SHOWN`."""
@@ -61,12 +60,10 @@ class _ShortLog(TrainerCallback):
         super().on_log(args, state, control, logs=shown, **kwargs)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remembers the step at which a resumed training goes on."""
         super().on_train_begin(args, state, control, **kwargs)
         self.totals.first_step = state.global_step
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Prints the last line."""
         super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero and self.totals.num_rollouts:
             print(last_line(args, state, self.totals))  # noqa: T201  (as transformers prints logs)
@@ -75,16 +72,9 @@ class _ShortLog(TrainerCallback):
 class ShortProgressCallback(_ShortLog, ProgressCallback):
     """Transformers' progress bar, with fewer of our values."""
 
-    def __init__(self, totals: RolloutTotals, max_str_len: int) -> None:
-        super().__init__(max_str_len)
-        self.totals = totals
-
 
 class ShortPrinterCallback(_ShortLog, PrinterCallback):
     """Transformers' print of the logs, with fewer of our values."""
-
-    def __init__(self, totals: RolloutTotals) -> None:
-        self.totals = totals
 
 
 def last_line(args: Any, state: TrainerState, totals: RolloutTotals) -> str:

@@ -1,7 +1,5 @@
 """A run's log, written and read: `rollouts/log.jsonl`, or the newest checkpoint's `trainer_state.json`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

@@ -32,7 +32,6 @@ class TailRecord:
 
     @classmethod
     def of(cls, result: RolloutResult) -> "TailRecord":
-        """Of one rollout."""
         switch = result.tail_switch
         if switch is None:
             return cls()
@@ -82,7 +81,6 @@ class RolloutRecord:
         long_end_below: int = 0,
         has_tail: bool = False,
     ) -> "RolloutRecord":
-        """The record of a rollout."""
         return cls(
             admission,
             [GroupSummary.of(group) for group in result.groups],
@@ -138,7 +136,6 @@ class RolloutRecord:
 def rollout_metrics(
     record: RolloutRecord, sync_seconds: float | None = None, drafted: DraftCounts | None = None
 ) -> dict[str, float]:
-    """The metrics of one rollout."""
     summaries = record.summaries
     lengths = np.concatenate([s.lengths for s in record.ended])
     reasons = [reason for s in record.ended for reason in s.finish_reasons]

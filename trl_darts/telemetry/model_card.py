@@ -1,7 +1,5 @@
 """What the card of a trained model says of its rollouts, beside what TRL writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
@@ -30,9 +29,7 @@ class RolloutProgress:
     def __enter__(self) -> "RolloutProgress":
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None and self._ledger is not None:
             self._bar.set_postfix_str(describe(self._ledger), refresh=sys.stderr.isatty())
 
@@ -58,7 +55,6 @@ def close_bar(callbacks: Iterable[TrainerCallback]) -> None:
 
 
 def describe(ledger: Ledger) -> str:
-    """A rollout's state in a few words."""
     return (
         f"{ledger.num_running} running, {ledger.num_complete} complete, {ledger.num_aborted} aborted of "
         f"{len(ledger.candidates)} candidates"

@@ -1,7 +1,5 @@
 """One server's HTTP calls for weights, on TRL's `VLLMClient`, whose NCCL broadcast and generation are unchanged."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -121,7 +119,6 @@ class SyncedVLLMClient(VLLMClient):
         self.call("/pause", params={"mode": PAUSE_MODE}, timeout_s=PAUSE_TIMEOUT_S)
 
     def resume(self) -> None:
-        """End a pause."""
         self.call("/resume")
 
     def start_update(self) -> None:

@@ -1,7 +1,5 @@
 """Weights as files: each version appears in a directory at once and complete, and the directory goes with the run."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

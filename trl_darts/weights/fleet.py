@@ -15,6 +15,7 @@ import requests
 import torch
 
 from ..errors import ConfigurationError, GenerationError, TRLDARTSError, WeightSyncError
+from ..scheduling.policies import check_choice
 from ..waiting import said_meanwhile
 from . import WEIGHT_SYNCS
 from .client import SyncedVLLMClient
@@ -58,10 +59,7 @@ def make_client(
 
 def resolve_weight_sync(weight_sync: str, device: torch.device, sync_dir: str | Path | None = None) -> str:
     """What a setting of `weight_sync` means on a device: `"nccl"` or `"filesystem"`. Refuses what can't work."""
-    if weight_sync not in WEIGHT_SYNCS:
-        raise ConfigurationError(
-            f"`weight_sync` ({weight_sync!r}) must be one of {', '.join(map(repr, WEIGHT_SYNCS))}."
-        )
+    check_choice("weight_sync", weight_sync, WEIGHT_SYNCS)
     if weight_sync == "auto":
         weight_sync = "nccl" if device.type == "cuda" else "filesystem"
     if weight_sync == "nccl" and device.type != "cuda":
@@ -104,12 +102,10 @@ class FleetVLLMClient:
 
     @property
     def base_urls(self) -> list[str]:
-        """Addresses of the servers."""
         return [client.base_url for client in self.clients]
 
     @property
     def active(self) -> list[SyncedVLLMClient]:
-        """Clients of the servers that are not excluded."""
         return [client for client in self.clients if client.base_url not in self.excluded]
 
     @property

@@ -6,8 +6,6 @@ before vLLM does so itself: importing one early would cost each process seconds,
 platform replaces later. And nothing here may break a server: where vLLM's interfaces differ, it warns.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

@@ -1,22 +1,28 @@
 """What vLLM's layerwise reload leaves undone. Runs in the server's workers, and around a colocated engine's sync."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-
-
-__all__ = ["finish_reload", "initialize_layerwise_reload", "repack_tied_lm_heads", "restore_unfinished_layers"]
+@contextmanager
+def reloaded_layers(llm: Any) -> Iterator[None]:
+    """Inside, weights that are loaded into a colocated engine take effect layer by layer."""
+    worker = llm.llm_engine.model_executor.driver_worker.model_runner
+    initialize_layerwise_reload(worker.model)
+    try:
+        yield
+    except BaseException:
+        restore_unfinished_layers(worker.model, worker.vllm_config)
+        raise
+    finish_reload(worker.model, worker.model_config)
 
 
 def repack_tied_lm_heads(model: torch.nn.Module) -> None:

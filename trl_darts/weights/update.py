@@ -36,7 +36,6 @@ class WeightUpdate:
 
     @property
     def alive(self) -> list[SyncedVLLMClient]:
-        """The servers that did not fail."""
         return [client for client in self.clients if client not in self.failures]
 
     def each(self, action: Callable[[SyncedVLLMClient], Any]) -> None:

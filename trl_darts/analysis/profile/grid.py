@@ -3,8 +3,6 @@ Which batch sizes, context lengths and prompts are measured: few, spread over th
 the server can hold (PAT, Section 4.2).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Invariant: no token counts that came before the last sequence's first, so that p
 full, stay outside.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

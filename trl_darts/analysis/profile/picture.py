@@ -1,7 +1,5 @@
 """The picture of a profile: what was measured, and what was fitted to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,12 +16,9 @@ MAX_BATCHES = 6  # of the middle panel: more lines than that can't be told apart
 
 
 def draw(profile: LatencyProfile, path: str | Path) -> None:
-    """Writes the picture of [`make_figure`]; the ending of the path decides about the format."""
-    make_figure(profile).savefig(path, dpi=150)
-
-
-def make_figure(profile: LatencyProfile) -> Any:
     """
+    Writes a picture, in the format that the ending of the path says.
+
     Three panels: latency against batch size, with a colour per context length; against the tokens of all contexts,
     with a colour per batch size; and the time until the first token against a prompt's length. Logarithmic, so that
     the same distance is the same relative error everywhere.
@@ -49,7 +44,7 @@ def make_figure(profile: LatencyProfile) -> Any:
     version, tp = about.get("vllm_version"), about.get("tensor_parallel_size")
     parts = [about.get("model"), about.get("hardware"), version and f"vLLM {version}", tp and f"TP {tp}"]
     figure.suptitle(" · ".join(str(part) for part in parts if part), fontsize=11)
-    return figure
+    figure.savefig(path, dpi=150)
 
 
 def _draw_batches(axes: Any, profile: LatencyProfile) -> None:

@@ -3,11 +3,10 @@ The whole measurement: each point several times, in rounds of random order, so t
 while disturbs a few repetitions of many points and not all of one.
 """
 
-from __future__ import annotations
-
 import asyncio
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -32,7 +31,7 @@ Of a point's repetitions. Whatever disturbs a measurement makes it slower; of ma
 MAX_FAILURES = 2
 """After which a point that was never measured is not tried again: each time costs a thousand tokens."""
 
-DIGITS = 5  # significant ones, of the numbers of the file
+DIGITS = 5  # significant ones, of the numbers of the file: more than are measured
 
 Report = Callable[[int, int, str], None]
 """Called with the measurements done, their number, and what comes next."""
@@ -114,7 +113,6 @@ class Measurement:
         self._num_done, self._total = 0, (num_points * repeats + len(self._warm_up)) * len(probes)
 
     async def run(self) -> None:
-        """Warms up, and measures."""
         for point in self._warm_up:
             for probe in self.probes:
                 self._next(f"{_words(point)} (warm-up)")
@@ -162,23 +160,15 @@ class Measurement:
             prefill.append(PrefillPoint(num_tokens, float(np.median(seconds)), spread))
         about = {**metadata, "repeats": self.repeats, "window_tokens": WINDOW_TOKENS}
         skipped = tuple(point for point in self.grid.points if point not in measured)
-        profile = LatencyProfile.fit(points, prefill, about)
-        return ProfileResult(LatencyProfile.from_dict(rounded(profile.to_dict())), skipped)
+        text = json.dumps(LatencyProfile.fit(points, prefill, about).to_dict())
+        rounded = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.{DIGITS}g}"))
+        return ProfileResult(LatencyProfile.from_dict(rounded), skipped)
 
 
 def reduce(repeats: Sequence[Sequence[float]]) -> tuple[list[float], float]:
     """The low quantile of each server, and the largest distance of a slowest repetition from the fastest one."""
     values = [float(np.quantile(times, QUANTILE)) for times in repeats]
     return values, max(max(times) / min(times) - 1 for times in repeats)
-
-
-def rounded(data: Any) -> Any:
-    """A file's numbers with as many digits as are more than measured."""
-    if isinstance(data, float):
-        return float(f"{data:.{DIGITS}g}")
-    if isinstance(data, Mapping):
-        return {key: rounded(value) for key, value in data.items()}
-    return [rounded(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def check_alike(facts: Sequence[ServerFacts]) -> None:

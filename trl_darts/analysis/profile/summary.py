@@ -1,7 +1,5 @@
 """A profile in words."""
 
-from __future__ import annotations
-
 from ...policy import HeldOutError, LatencyProfile
 from .run import ProfileResult
 

@@ -4,8 +4,6 @@ The panels' figures: tables in, pictures out. All are drawn on white, and read a
 A run keeps its colour and its dashes in all figures; what became of tokens and time is told by opacity and hatching.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten

@@ -4,8 +4,6 @@ What can be compared between runs, and the summary that compares them.
 Invariant: no number of one run stands beside another's unless both are over the same steps, and each says over which.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

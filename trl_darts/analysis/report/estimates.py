@@ -4,8 +4,6 @@ Numbers with 95 % intervals (Student's t), and how they are written.
 An interval is over the steps of one run: it says nothing of what another seed would give.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The report: one HTML page without external resources, and its panels' figures as
 Invariant: the page has everything in it. It loads nothing, runs no script, and is the same for the same runs.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re

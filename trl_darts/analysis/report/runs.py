@@ -5,8 +5,6 @@ Invariants: steps count from 1, as in the trainer's log, also those of traces, w
 missing or was left out stands in [`Run.notes`]; what can't be used at all is a [`ConfigurationError`].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

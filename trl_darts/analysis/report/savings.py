@@ -8,8 +8,6 @@ it, does not pass for shorter rows.
 Invariant: the parts sum to what was saved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Invariants: traces are preferred, the log stands in where there are none; shares
 tokens sum to the generated ones; the parts of a step's time sum to the step's time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -15,10 +15,9 @@ for its patience acts on the first report beyond a bound, so only reports from t
 decides is the same. A policy that is not known here hears every report.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...scheduling import (
@@ -63,28 +62,22 @@ class SimulatedCluster:
         return _Rollout(self.spec, engines, scheduler, plans, lengths, max_length).run()
 
 
+@dataclass(eq=False)
 class _Rollout:
     """One rollout in progress."""
 
-    def __init__(
-        self,
-        spec: ClusterSpec,
-        engines: list[SimulatedEngine],
-        scheduler: Scheduler,
-        plans: Sequence[GroupPlan],
-        lengths: Lengths,
-        max_length: int,
-    ) -> None:
-        self.spec = spec
-        self.engines = engines
-        self.times = [math.inf] * len(engines)  # of the engines' next events
-        self.scheduler = scheduler
-        self.plans = plans
-        self.lengths = lengths
-        self.max_length = max_length
-        self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in plans}
-        self.hears = scheduler.needs_progress
-        self.groups = scheduler.ledger.groups
+    spec: ClusterSpec
+    engines: list[SimulatedEngine]
+    scheduler: Scheduler
+    plans: Sequence[GroupPlan]
+    lengths: Lengths
+    max_length: int
+
+    def __post_init__(self) -> None:
+        self.times = [math.inf] * len(self.engines)  # of the engines' next events
+        self.prompt_tokens = {plan.group_id: plan.num_prompt_tokens for plan in self.plans}
+        self.hears = self.scheduler.needs_progress
+        self.groups = self.scheduler.ledger.groups
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
 
     def run(self) -> RolloutResult:

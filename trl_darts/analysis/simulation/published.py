@@ -1,7 +1,5 @@
 """Lengths and latencies that others published, for those who have measured none of their own yet."""
 
-from __future__ import annotations
-
 from ...policy import LatencyCurve
 from .engine import ClusterSpec
 from .workload import LogNormalLengths

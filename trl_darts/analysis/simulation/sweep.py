@@ -1,7 +1,5 @@
 """Which settings a comparison runs over: schedules, and all combinations of values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import product

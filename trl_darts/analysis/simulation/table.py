@@ -1,7 +1,5 @@
 """A comparison as it stands in a terminal: a table of 80 columns, what its columns mean, and what was assumed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -10,8 +10,6 @@ Workload ──▶ N prompts ──▶ admission ──▶ plans ──▶ Simul
 Schedules whose batches are not the loader's have a [`RolloutBuffer`] between the prompts and the admission.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Iterator
@@ -105,10 +103,13 @@ class SimulatedRun:
         num_cut = sum(reason is not FinishReason.STOP for _, reason in step.kept)
         num_aborted = sum(own.finish_reasons.count(FinishReason.ABORT.value) for own in step.observed)
         trained = kept.sum() + len(kept) * workload.prompt_tokens
+        train_seconds = workload.fixed_seconds + trained * workload.train_seconds_per_token
+        # With a rollout ahead, the training of the last step is left out.
+        whole = max(seconds, *self.train_seconds[-1:], 0.0) if ahead else seconds + train_seconds
         values: dict[str, float] = {
             "rollout_seconds": seconds,
-            "train_seconds": workload.fixed_seconds + trained * workload.train_seconds_per_token,
-            "step_seconds": 0.0,
+            "train_seconds": train_seconds,
+            "step_seconds": whole,
             "bubble_ratio": bubble_ratio(step.occupancy),
             "candidates": len(pool),
             "aborted_candidates": num_aborted,
@@ -125,10 +126,6 @@ class SimulatedRun:
             "longest_wait": step.longest_wait,
             "informative_groups": step.num_informative,
         }
-        if ahead:  # the training of the last step is left out
-            values["step_seconds"] = max(seconds, *self.train_seconds[-1:], 0.0)
-        else:
-            values["step_seconds"] = seconds + values["train_seconds"]
         for name, value in values.items():
             getattr(self, name).append(float(value))
 

@@ -6,8 +6,6 @@ and i alone. So schedules that are compared see the same candidates, whenever th
 start.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,11 +31,9 @@ class LengthModel(Protocol):
     @property
     def num_prompts(self) -> int:
         """Prompts in the data set."""
-        ...
 
     def draw(self, prompts: IntArray, num_candidates: int, seed: Sequence[int]) -> IntArray:
         """Lengths in tokens, of shape `(len(prompts), num_candidates)`, at least 1, that nothing cuts off."""
-        ...
 
 
 def _check_finite(**values: float) -> None:
