@@ -3,13 +3,13 @@ What a vLLM server must be before a training may count on it. Asked before the m
 seconds.
 """
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
 from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
@@ -77,20 +77,27 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
 
 async def _wait_until_healthy(server: VLLMServer, timeout_s: float) -> None:
     waiting = Waiting(timeout_s)
-    while True:
-        try:
-            await server.get("/health", timeout_s=max(RETRY_INTERVAL_S, min(timeout_s, INTERVAL_S)))
-            return
-        except FAILURES as error:
-            reason = describe(error, "`/health`")
-            if waiting.seconds >= timeout_s:
-                raise ServerUnreachableError(
-                    f"The vLLM server can't be reached at {server.base_url} after `vllm_server_timeout` "
-                    f"({timeout_s:g} s): {reason}. Make sure that it is running, and that `vllm_server_base_url` is "
-                    "its address."
-                ) from error
-        waiting.say(f"Waiting for the vLLM server at {server.base_url}: {reason}")
-        await asyncio.sleep(RETRY_INTERVAL_S)
+
+    def say(state: RetryCallState) -> None:
+        error = None if state.outcome is None else state.outcome.exception()
+        waiting.say(f"Waiting for the vLLM server at {server.base_url}: {describe(error, '`/health`')}")
+
+    try:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(FAILURES),
+            wait=wait_fixed(RETRY_INTERVAL_S),
+            stop=stop_after_delay(timeout_s),
+            before_sleep=say,
+            reraise=True,
+        ):
+            with attempt:
+                await server.get("/health", timeout_s=max(RETRY_INTERVAL_S, min(timeout_s, INTERVAL_S)))
+    except FAILURES as error:
+        raise ServerUnreachableError(
+            f"The vLLM server can't be reached at {server.base_url} after `vllm_server_timeout` ({timeout_s:g} s): "
+            f"{describe(error, '`/health`')}. Make sure that it is running, and that `vllm_server_base_url` is its "
+            "address."
+        ) from error
 
 
 def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requirements) -> None:
