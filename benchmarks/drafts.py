@@ -5,7 +5,8 @@ What drafts cost and what they save.
 
 - cost: microseconds of the drafter, by the tokens that its index holds.
 - replay: answers that the tiny reasoner sampled, epoch by epoch, decoded with the drafter. A step that verifies `T`
-  tokens takes `1 + T / KNEE`.
+  tokens takes `1 + T / KNEE`. With `--servers 2`, a prompt's answers on one server against all spread over both: their
+  siblings are what is drafted from.
 - servers: rollouts on real servers of a Markov chain that take turns, at a GPU's pace (see `pacing.py`), where a
   drafted token costs as much as one more sequence: without drafts (model runner V1, synchronous, as drafts need it),
   with vLLM's `ngram`, and with our `suffix`. Lengths are replayed, the same for all; in the first epoch no prompt has
@@ -104,28 +105,43 @@ def sample(num_prompts: int, epochs: int, seed: int) -> Iterator[list[tuple[list
         yield answers
 
 
-def replay(num_prompts: int, epochs: int, seed: int) -> None:
+def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> None:
     """What the drafter saves on real answers, without the noise of a clock."""
-    table = Table("epoch", "longest answer", "steps", "time", "accepted", "per draft", title="Tiny reasoner, replayed")
-    decoding = Decoding(make_drafter(16))
-    decoding.drafter._times = FixedTimes()
-    for epoch, answers in enumerate(sample(num_prompts, epochs, seed)):
-        lengths = np.array([len(answer) for _, answer in answers])
-        for number, (prompt, answer) in enumerate(answers):
-            decoding.add((epoch, number), prompt, answer)
-        steps, seconds, drafted = 0, 0.0, []
-        accepted = decoding.num_accepted
-        while decoding.rows:
-            sizes = [len(decoding.drafts.get(name, [])) for name in decoding.rows]
-            drafted += [size for size in sizes if size]
-            steps, seconds = steps + 1, seconds + 1 + (len(sizes) + sum(sizes)) / KNEE
-            decoding.step()
-        decoding.drafter.new_policy()
-        accepted = decoding.num_accepted - accepted
-        control = sum(1 + (lengths > step).sum() / KNEE for step in range(lengths.max()))
-        numbers = f"{control / seconds:.2f}×", f"{accepted / sum(drafted):.0%}", f"{accepted / len(drafted):.2f}"
-        table.add_row(str(epoch + 1), str(lengths.max()), str(steps), *numbers)
+    data = list(sample(num_prompts, epochs, seed))
+    placements = {"spread": range(num_prompts * NUM_GENERATIONS)}
+    if num_servers > 1:
+        placements["together"] = np.arange(num_prompts).repeat(NUM_GENERATIONS)
+    columns = ("answers of a prompt", "epoch", "longest answer", "time", "accepted", "per draft")
+    table = Table(*columns, title=f"Tiny reasoner, replayed on {num_servers} server(s)")
+    for name, places in placements.items():
+        servers = [Decoding(make_drafter(16)) for _ in range(num_servers)]
+        for server in servers:
+            server.drafter._times = FixedTimes()
+        for epoch, answers in enumerate(data):
+            for number, (place, (prompt, answer)) in enumerate(zip(places, answers, strict=True)):
+                servers[place % num_servers].add((epoch, number), prompt, answer)
+            runs = [decode(server) for server in servers]
+            control, seconds = (max(run[i] for run in runs) for i in (0, 1))
+            accepted, drafted = (sum(run[i] for run in runs) for i in (2, 3))
+            longest = str(max(len(answer) for _, answer in answers))
+            per_draft = accepted / sum(run[4] for run in runs)
+            shares = f"{control / seconds:.2f}×, {seconds:.0f}", f"{accepted / drafted:.0%}", f"{per_draft:.2f}"
+            table.add_row(name, str(epoch + 1), longest, *shares)
     console.print(table)
+
+
+def decode(decoding: Decoding) -> tuple[float, float, int, int, int]:
+    """Time without drafts, and with them; tokens accepted and drafted, and drafts."""
+    lengths = np.array([len(decoding.going_to_write[name]) for name in decoding.rows])
+    control = sum(1 + (lengths > step).sum() / KNEE for step in range(lengths.max()))
+    before, seconds, drafted = decoding.num_accepted, 0.0, []
+    while decoding.rows:
+        sizes = [len(decoding.drafts.get(name, [])) for name in decoding.rows]
+        drafted += [size for size in sizes if size]
+        seconds += 1 + (len(sizes) + sum(sizes)) / KNEE
+        decoding.step()
+    decoding.drafter.new_policy()
+    return control, seconds, decoding.num_accepted - before, sum(drafted), len(drafted)
 
 
 class FixedTimes(StepTimes):
@@ -235,6 +251,7 @@ def main() -> None:
     parser.add_argument("--follow", type=float, default=0.9)
     parser.add_argument("--engines", type=int, default=NUM_ENGINES)
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--servers", type=int, default=1, help="of the replay")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of an epoch")
     parser.add_argument("--schedules", default="grpo,darts")
@@ -243,7 +260,7 @@ def main() -> None:
     if args.only in (None, "cost"):
         cost(np.random.default_rng(args.seed))
     if args.only in (None, "replay"):
-        replay(args.prompts, args.epochs, args.seed)
+        replay(args.prompts, args.epochs, args.seed, args.servers)
     if args.only in (None, "servers"):
         servers(args)
 
