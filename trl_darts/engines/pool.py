@@ -96,8 +96,11 @@ class ServerPool:
         takes_turns: bool = False,
     ) -> None:
         share = max(1, limit // len(servers))
-        asleep = None if takes_turns else False
-        self.members = {url: Member(server, url in tail_urls, share, asleep=asleep) for url, server in servers.items()}
+        self._asleep_at_first = None if takes_turns else False  # also of one that comes back, as another process
+        self.members = {
+            url: Member(server, url in tail_urls, share, asleep=self._asleep_at_first)
+            for url, server in servers.items()
+        }
         self.takes_turns = takes_turns  # whether those of the tail are on the others' GPUs
         self.deadlines = deadlines
         self.listener: Listener | None = None
@@ -115,7 +118,7 @@ class ServerPool:
 
     def add(self, url: str, server: VLLMServer) -> None:
         """Adds a server that has answered, but has none of our weights yet."""
-        self.members[url] = Member(server, False, 1, State.RETURNED, "it is new")
+        self.members[url] = Member(server, False, 1, State.RETURNED, "it is new", asleep=self._asleep_at_first)
         self._share_limit()
 
     def remove(self, url: str) -> None:
@@ -139,8 +142,7 @@ class ServerPool:
             logger.warning("The vLLM server at %s is lost: %s", url, reason)
         was_up = member.state is State.UP
         member.state, member.reason = State.DOWN, reason  # before anyone asks who is left
-        if self.takes_turns:
-            member.asleep = None  # it may come back as another process
+        member.asleep = self._asleep_at_first
         if was_up:
             member.num_losses += 1
             self._tell(lambda listener: listener.on_lost(url, reason))
