@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.decoding import Decoding, make_drafter
 from benchmarks.models import make_markov_model, make_tokenizer
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
-from benchmarks.vllm_server import VLLMServer
+from benchmarks.vllm_server import V1_RUNNER, VLLMServer
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 from trl_darts.serving.options import SPECULATIVE
@@ -121,12 +121,12 @@ def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> None:
             for number, (place, (prompt, answer)) in enumerate(zip(places, answers, strict=True)):
                 servers[place % num_servers].add((epoch, number), prompt, answer)
             runs = [decode(server) for server in servers]
-            control, seconds = (max(run[i] for run in runs) for i in (0, 1))
-            accepted, drafted = (sum(run[i] for run in runs) for i in (2, 3))
+            control, seconds, *counted = zip(*runs, strict=True)
+            accepted, drafted, num_drafts = map(sum, counted)
             longest = str(max(len(answer) for _, answer in answers))
-            per_draft = accepted / sum(run[4] for run in runs)
-            shares = f"{control / seconds:.2f}×, {seconds:.0f}", f"{accepted / drafted:.0%}", f"{per_draft:.2f}"
-            table.add_row(name, str(epoch + 1), longest, *shares)
+            time_saved = f"{max(control) / max(seconds):.2f}×, {max(seconds):.0f}"
+            shares = f"{accepted / drafted:.0%}", f"{accepted / num_drafts:.2f}"
+            table.add_row(name, str(epoch + 1), longest, time_saved, *shares)
     console.print(table)
 
 
@@ -202,7 +202,7 @@ def servers(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model = make_markov_model(Path(directory) / "markov", make_tokenizer(), follow=args.follow)
         curve = scaled(CURVES["llama-8b"], SCALE, args.engines)
-        common = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "max_num_seqs": 512}
+        common = {"env": V1_RUNNER, "max_num_seqs": 512}
         paced = {
             name: stack.enter_context(paced_server(model, curve, **common, **options))
             for name, options in ARMS.items()

@@ -6,7 +6,8 @@ What the tiny reasoner learns, by steps: nothing here depends on how busy the ma
 - ahead: the default, with `rollout_ahead`, and so without the correction for old weights.
 - drafts: GRPO, on a server without drafts and on one with ours, which must not change what is sampled.
 
-Means over seeds with 95 % intervals; the arms take their turns. Some 40 s for each training.
+Means over seeds with 95 % intervals; the arms take their turns. Each training takes one
+to two minutes on two cores.
 """
 
 import argparse
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.servers import training_args
 from benchmarks.training import ARMS, BASELINE, DEFAULT
-from benchmarks.vllm_server import start_vllm_server
+from benchmarks.vllm_server import V1_RUNNER, start_vllm_server
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.simulation import Estimate
 from trl_darts.serving.options import SPECULATIVE
@@ -36,15 +37,14 @@ REASONER = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"
 CHECKPOINT = str(REASONER / "checkpoint")
 STEPS, LAST, SEEDS = 40, 20, 5
 COLUMNS = {"reward": "reward", "tokens of an answer": "completions/mean_length"}
-V1 = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}  # the one that drafts need
 Arm = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Fields of the training, and options of the server."""
 
 PARTS: dict[str, dict[str, Arm]] = {
     "ahead": {name: (ARMS[name], {}) for name in (DEFAULT, "default, ahead", "ahead, uncorrected")},
     "drafts": {
-        "grpo": (ARMS[BASELINE], V1),
-        "grpo, drafts": (ARMS[BASELINE], V1 | {"speculative_config": SPECULATIVE["suffix"]}),
+        "grpo": (ARMS[BASELINE], {"env": V1_RUNNER}),
+        "grpo, drafts": (ARMS[BASELINE], {"env": V1_RUNNER, "speculative_config": SPECULATIVE["suffix"]}),
     },
 }
 

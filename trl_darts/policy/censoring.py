@@ -104,8 +104,8 @@ def log_normal_fit(
 ) -> tuple[float, float, float, int]:
     """
     Location and scale of the log-normal that lengths come from, some of them lower bounds; the scale before it was
-    drawn towards `log_std`, NaN for fewer than two complete lengths; and the number of these. Equal lengths are taken
-    for a chance of `min_log_std`, for which those of a whole rollout are too many.
+    drawn towards `log_std`, NaN for fewer than two complete lengths; and the number of these. The scale is at
+    least `min_log_std`: few lengths can be equal by chance, those of a whole rollout can't.
     """
     num, ordered = len(lengths), sorted(zip(lengths, censored, strict=True))
     logs = [math.log(max(length, 1)) for length, is_censored in ordered if not is_censored]
