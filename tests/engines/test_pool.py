@@ -17,6 +17,7 @@ from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import ServerPool, State
 from trl_darts.engines.vllm_api import VLLMServer, new_session
+from trl_darts.engines.vllm_rollout import END_S
 from trl_darts.engines.vllm_server import bring_back
 from trl_darts.errors import GenerationError, GenerationTimeoutError
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
@@ -280,6 +281,53 @@ def test_drained_server_gets_nothing_new():
         assert first.num_completions == 2
 
 
+# The end of a rollout that fails
+
+
+class Aborted:
+    """A server whose streams just end when they are aborted, as vLLM's do in its queue: one after the other."""
+
+    def __init__(self):
+        self.running, self.ended, self.closed = set(), set(), set()
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        name = f"cmpl-{(await request.json())['request_id']}-0"
+        self.running.add(name)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while name not in self.ended and request.transport is not None:
+            await asyncio.sleep(0.01)
+        if name not in self.ended:
+            self.closed.add(name)
+        return response
+
+    async def abort(self, request: web.Request) -> web.Response:
+        for name in (await request.json())["request_ids"]:
+            await asyncio.sleep(0.05)
+            self.ended.add(name)
+        return web.json_response({})
+
+
+def test_requests_of_an_interrupted_rollout_are_aborted_and_none_is_closed():
+    """vLLM loses requests whose connections close at once. The server is not lost by what it was told."""
+    server = Aborted()
+
+    def interrupt(ledger):
+        if len(server.running) == 8:
+            raise KeyboardInterrupt
+
+    routes = {"POST /v1/completions": server.completions, "POST /abort_requests": server.abort}
+    with fake_server(routes) as url:
+        engine = VLLMServerEngine([url])
+        scheduler = Scheduler(make_policies("grpo", 8, 8, 0), 8)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(scheduler, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY, on_progress=interrupt)
+        engine.close()
+        assert engine.states() == {url: State.UP}
+    assert server.ended == server.running
+    assert server.closed == set()
+
+
 # Deadlines
 
 
@@ -293,6 +341,7 @@ def mute_server(backlog=100):
 
 
 def check_deadline(url, seconds, error, words, **deadlines):
+    """The error comes after these seconds, and those in which the server does not answer aborts either."""
     with engine_on(url, **deadlines) as engine:
         start = time.perf_counter()
         with pytest.raises(error, match=words):
@@ -303,7 +352,7 @@ def check_deadline(url, seconds, error, words, **deadlines):
 def test_rollout_deadline():
     with mute_server() as url:
         words = r"longer than `vllm_rollout_timeout_s` \(1 s\): 2 candidates are still open"
-        check_deadline(url, 1.0, GenerationTimeoutError, words, rollout_s=1.0)
+        check_deadline(url, 1.0 + END_S, GenerationTimeoutError, words, rollout_s=1.0)
 
 
 def test_server_that_never_answers_is_an_error_in_time(monkeypatch, caplog):

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
     CandidateState,
@@ -183,6 +184,7 @@ def test_interrupt_ends_the_requests(engine, vllm_server):
     with pytest.raises(KeyboardInterrupt):
         run(engine, body(vllm_server, ignore_eos=True, max_tokens=2000), [8] * 4, on_progress=interrupt)
     wait_for(lambda: vllm_server.num_running() == 0, seconds=3.0)
+    assert engine.states() == {vllm_server.base_url: State.UP}
 
 
 def test_an_engine_that_is_closed_ends_its_requests(vllm_server):
@@ -199,6 +201,7 @@ def test_an_engine_that_is_closed_ends_its_requests(vllm_server):
 def test_killed_trainer_leaves_nothing_running(vllm_server):
     script = f"""
         from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.engines.pool import State
         from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
         body = dict(model={vllm_server.model!r}, max_tokens=2000, ignore_eos=True, logprobs=0, return_token_ids=True)
         scheduler = Scheduler(make_policies("darts", 8, 16, 1), 8)

@@ -48,8 +48,8 @@ STREAM_INTERVAL = 16
 ABORT_RESEND_S = 0.1
 # A server that does not answer an abort is told by closing the connection. What the candidate had is lost then.
 ABORT_GRACE_S = 5.0
-# The same at the end of a rollout that failed: it has waited long enough.
-END_S = 0.7
+# The same at the end of a rollout that failed, for one answer: one that is busy takes half a second.
+END_S = 2.0
 # A candidate whose tokens are late for the third time in a row is late because of itself.
 MAX_STALLS = 2
 CLOCK_S = 0.1
@@ -226,6 +226,8 @@ class RolloutRun:
 
     def _report_error(self, command: Submit, key: Key, offset: int, error: Exception) -> None:
         """Whose failure it is: of the server, which is lost, or of the request."""
+        if self.finished.done():  # the requests are being aborted: a stream that is aborted in its queue just ends
+            return
         now = time.perf_counter()
         if isinstance(error, GenerationTimeoutError):
             if self.scheduler.ledger.candidates[command.candidate_id].num_empty_attempts >= MAX_STALLS:
@@ -333,7 +335,7 @@ class RolloutRun:
         """
         self.finished.cancel()  # nothing is reported any more
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*map(self._end_on, self.pool.urls(State.UP))), END_S)
+            await asyncio.wait_for(asyncio.gather(*map(self._end_on, self.pool.urls(State.UP))), ABORT_GRACE_S)
 
     async def _end_on(self, url: str) -> None:
         while tasks := {
