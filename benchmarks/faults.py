@@ -2,11 +2,14 @@
 A training whose servers are killed and frozen: what is lost, and how long it takes.
 
     python benchmarks/faults.py --kills 20 --freezes 5
+    python benchmarks/faults.py --kills 20 --freezes 0 --tail-servers 1 | --speculative suffix
 
-`trl-darts serve --restart` runs two real servers of the tiny reasoner. At random moments, also during weight syncs, a
-random server is ended with SIGKILL, or stopped with SIGSTOP for 15 seconds. The training goes on until all faults are
-through. Checked for each rollout: N×M rows; submitted = ended + resumed + dropped with their server after they were
-called off; no token received twice; and the log-probs of resumed candidates against a forward pass.
+`trl-darts serve --restart` runs two real servers of the tiny reasoner, and tail servers if asked for, which take over
+when 16 candidates are left. At random moments, also during weight syncs, a random server is ended with SIGKILL, or
+stopped with SIGSTOP for 15 seconds. The training goes on until all faults are through. Checked for each rollout: N×M
+rows; submitted = ended + resumed + dropped with their server after they were called off; no token received twice; and
+the log-probs of candidates that were resumed or moved against a forward pass. With drafts: what each server has
+accepted since it was started for the last time.
 """
 
 import argparse
@@ -41,10 +44,12 @@ from benchmarks.servers import training_args
 from benchmarks.vllm_server import free_port, is_healthy
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.engines.pool import State
+from trl_darts.engines.vllm_api import draft_counts
 from trl_darts.scheduling import CandidateEnded, CandidateState, EngineLost, Scheduler, TokensArrived
 
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner" / "checkpoint"
+NUM_SERVERS = 2
 FROZEN_S = 15.0
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.02
@@ -143,6 +148,7 @@ class Audit:
         self.rollouts.append((start, time.perf_counter()))
         counts["submitted"] += ledger.num_submitted
         counts["resumed"] += ledger.num_resumed
+        counts["moved"] += 0 if result.tail_switch is None else result.tail_switch.num_moved
         counts["tokens in candidates"] += sum(c.length for c in ledger.candidates)
         assert all(len(group.rows) == self.trainer.args.num_generations for group in result.groups)
         for candidate in [c for c in ledger.candidates if c.segment > 0 and c.length]:
@@ -167,13 +173,14 @@ class Audit:
 
 
 @contextmanager
-def serve(log_dir: str) -> Iterator[list[str]]:
-    """Addresses of two servers that are started again when they die."""
+def serve(log_dir: str, num_servers: int, speculative: str | None) -> Iterator[list[str]]:
+    """Addresses of servers that are started again when they die."""
     port = free_port()
-    command = [sys.executable, "-m", "trl_darts.cli", "serve", str(CHECKPOINT), "--num-servers", "2", "--restart"]
-    command += ["--port", str(port), "--log-dir", log_dir]
+    command = [sys.executable, "-m", "trl_darts.cli", "serve", str(CHECKPOINT), "--restart"]
+    command += ["--num-servers", str(num_servers), "--port", str(port), "--log-dir", log_dir]
+    command += ["--speculative", speculative] if speculative else []
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    urls = [f"http://127.0.0.1:{port + index}" for index in range(2)]
+    urls = [f"http://127.0.0.1:{port + index}" for index in range(num_servers)]
     deadline = time.monotonic() + 240
     try:
         while not all(map(is_healthy, urls)):
@@ -187,10 +194,13 @@ def serve(log_dir: str) -> Iterator[list[str]]:
 
 
 def train(urls: list[str], kinds: list[str], seed: int, output_dir: str) -> tuple[list[Fault], Audit]:
-    """The training among faults."""
+    """The training among faults. Servers beyond the main ones are the tail's."""
+    main, tail = urls[:NUM_SERVERS], urls[NUM_SERVERS:]
     args = training_args(
-        ",".join(urls),
+        ",".join(main),
         output_dir,
+        vllm_tail_server_url=",".join(tail) or None,
+        tail_switch_at=16 if tail else None,
         vllm_health_timeout_s=HEALTH_TIMEOUT_S,
         num_generations=8,
         per_device_train_batch_size=64,
@@ -207,6 +217,9 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str) -> tupl
     chaos = Chaos(trainer.vllm_generation.engine, kinds, seed)
     trainer.add_callback(chaos)
     trainer.train()
+    for url, counts in zip(urls, trainer.vllm_generation.engine.query(draft_counts), strict=True):
+        if counts is not None and counts.num_drafts:
+            print(f"{url}: {counts.num_draft_tokens:.0f} tokens drafted, {counts.num_accepted_tokens:.0f} accepted")
     return chaos.faults, audit
 
 
@@ -238,11 +251,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--freezes", type=int, default=5)
+    parser.add_argument("--tail-servers", type=int, default=0)
+    parser.add_argument("--speculative", choices=["suffix", "ngram"])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kinds = ["kill"] * options.kills + ["freeze"] * options.freezes
     random.Random(options.seed).shuffle(kinds)
-    with tempfile.TemporaryDirectory() as directory, serve(directory) as urls:
+    servers = NUM_SERVERS + options.tail_servers, options.speculative
+    with tempfile.TemporaryDirectory() as directory, serve(directory, *servers) as urls:
         faults, audit = train(urls, kinds, options.seed, directory)
     report(faults, audit)
     sys.exit(0 if audit.nothing_lost else 1)

@@ -1,7 +1,7 @@
 """
 What tail servers save: rollouts on main servers alone, on tail servers alone, and with a switch between them.
 
-    python benchmarks/tail.py [--quick] [--only paced|threads]
+    python benchmarks/tail.py [--quick] [--only paced|threads] [--lengths heavy|equal]
 
 - paced: two vLLM servers at the pace of PAT's LLaMA-3.1-8B on eight A40 (see `pacing.py`): one stands for four engines
   of two GPUs, one is an engine of eight. To read tokens anew takes what the CPU needs for it: next to nothing.
@@ -146,14 +146,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
     parser.add_argument("--only", choices=("paced", "threads"))
+    parser.add_argument("--lengths", choices=("heavy", "equal"))
     args = parser.parse_args()
     for part, start, prompts in (("paced", paced_servers, 64), ("threads", threaded_servers, 16)):
         if args.only not in (None, part):
             continue
         heavy = Size(prompts, 8, 100.0, 1000, batches=1 if args.quick else 2, endless_share=0.0)
+        sizes = {"heavy": heavy, "equal": replace(heavy, median=300.0, equal=True)}
         with start() as servers:
-            compare(f"{part}, heavy tail", servers, heavy)
-            compare(f"{part}, equal lengths", servers, replace(heavy, median=300.0, equal=True))
+            for lengths, size in sizes.items():
+                if args.lengths in (None, lengths):
+                    compare(f"{part}, {lengths} lengths", servers, size)
             for cluster in servers[0].values():
                 cluster.engine.close()
 
