@@ -16,7 +16,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_darts import DARTSGRPOConfig
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
-from trl_darts.settings import SERVER_DEFAULTS, TRL_CHOICES, TRL_VLLM_CHOICES
+from trl_darts.server_fields import SERVER_DEFAULTS
+from trl_darts.settings import TRL_CHOICES, TRL_VLLM_CHOICES
 
 
 CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES

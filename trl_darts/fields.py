@@ -25,6 +25,7 @@ from .settings import RolloutSettings
 CLASSES = {
     "trl_darts/analysis/recipe.py": ("ScriptArguments",),
     "trl_darts/settings.py": ("RolloutSettings",),
+    "trl_darts/server_fields.py": ("ServerFields",),
     "trl_darts/scheduling/settings.py": ("ScheduleSettings",),
     "trl/scripts/grpo.py": ("GRPOScriptArguments",),
     "trl/scripts/utils.py": ("ScriptArguments", "DatasetMixtureConfig"),

@@ -8,19 +8,17 @@ before they are. TRL's own fields are read where a check needs them.
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from .engines.addresses import API_KEY_VARIABLE, check_address, split_addresses
-from .engines.deadlines import Deadlines
 from .errors import ConfigurationError
-from .policy import EngineTimes, LatencyCurve, LatencyProfile, TailTimes
-from .scheduling import ScheduleSettings, TailServers
+from .policy import LatencyCurve
+from .scheduling import ScheduleSettings
 from .scheduling.policies import check_choice
-from .weights import WEIGHT_SYNCS
+from .scheduling.settings import setting
+from .server_fields import ServerFields
 
 
-GENERATION_ERRORS = ("raise", "drop_group")
 # TRL compares these strings where it computes, without a list of them; other values end a training in its first step.
 TRL_CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
@@ -41,125 +39,64 @@ SAMPLING_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "min_p": (lambda value: 0 <= value <= 1, "between 0 and 1"),
     "repetition_penalty": (lambda value: 0 < value < math.inf, "positive and finite, and 1 is none"),
 }
-# TRL's defaults: another value was set by someone.
-SERVER_DEFAULTS = {"vllm_server_base_url": None, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000}
-TURN_SECONDS = 5.5  # that engines which share GPUs take to sleep and to wake (PAT, Section 5.4)
 VESPO_SAMPLING_MODES = ("token_truncate", "token_mask")
 # What a server keeps count of within one request begins anew where a candidate goes on in another.
 NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class RolloutSettings(ScheduleSettings):
-    """Those of the schedule are inherited. Combinations that depend on the trainer are checked when it is built."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """TRL's fields."""
+class RolloutSettings(ServerFields, ScheduleSettings):
+    """
+    Those of the schedule and of servers are inherited. Combinations that depend on the trainer are checked when it is
+    built.
+    """
 
     # The budget
-    latency_curve: str | None = _field(
+    latency_curve: str | None = setting(
         None,
         "Path of a JSON file with the engine's latency per token, as `trl-darts profile` writes it. Gives the cost of "
         "a candidate where `redundancy_cost_weight` is set. Read when the trainer is built.",
     )
 
     # History
-    length_history: str | None = _field(
+    length_history: str | None = setting(
         None,
         "What an earlier run has learned of response lengths, for the budget from the first step on: a checkpoint or "
         "its `darts_lengths.npz`, or the `output_dir` of a run with `save_rollout_trace`. Of the same model and "
         "tokenizer. A resumed training takes its checkpoint's lengths instead.",
     )
 
-    # vLLM servers
-    vllm_tail_server_url: str | None = _field(
-        None,
-        "Addresses of vLLM servers of another layout, such as one with more GPUs beside several with fewer, separated "
-        "by commas. They take over what is left of a rollout, see `tail_switch_at`.",
-    )
-    vllm_tail_shares_gpus: bool = _field(
-        False,
-        "Whether `vllm_tail_server_url` is on the GPUs of the main servers: each kind sleeps while the other decodes. "
-        "All servers need `--enable-sleep-mode`.",
-    )
-    vllm_request_timeout_s: float = _field(
-        Deadlines.request_s, "Deadline of one candidate in seconds, its wait for a free slot on the server included."
-    )
-    vllm_connect_timeout_s: float = _field(Deadlines.connect_s, "Seconds until a connection to a server is made.")
-    vllm_first_token_timeout_s: float = _field(
-        Deadlines.first_token_s,
-        "Seconds until a candidate's first tokens. A server that is later is taken out, and its candidates go on "
-        "elsewhere.",
-    )
-    vllm_token_timeout_s: float = _field(
-        Deadlines.token_s,
-        "Seconds between two reports of a candidate that decodes. A server that is later is taken out, and its "
-        "candidates go on elsewhere.",
-    )
-    vllm_health_timeout_s: float = _field(
-        Deadlines.health_s,
-        "Seconds for which a server may leave its health check unanswered. A frozen one is found so.",
-    )
-    vllm_rollout_timeout_s: float = _field(
-        Deadlines.rollout_s,
-        "Deadline of a whole rollout in seconds. How long it waits for a server once none is left is TRL's "
-        "`vllm_server_timeout`.",
-    )
-    on_generation_error: str = _field(
-        "raise",
-        "What follows when a prompt can't be completed: a server refuses it, or a deadline passes. 'raise' ends the "
-        "training with an error that names the prompt, the server and the server's message. 'drop_group' goes on "
-        "without the prompt: the rows of another one are repeated in its place with zero weight in the loss, and "
-        "`darts/rollout/dropped_groups` counts it. Only with vLLM servers.",
-    )
-    weight_sync: str = _field(
-        "auto",
-        "How weights reach the servers: 'nccl' (TRL's way, CUDA), 'filesystem' (through files; the "
-        "servers need `trl_darts` installed), or 'auto': NCCL on CUDA, files elsewhere.",
-    )
-    weight_sync_dir: str | None = _field(
-        None,
-        "Directory that the trainer and the servers share, where weights go through files. Defaults to a new one of "
-        "this machine, in shared memory where it has room.",
-    )
-
     # Streaming: what the trainer computes while vLLM servers still write the last long answers
-    stream_logprobs: bool = _field(
+    stream_logprobs: bool = setting(
         False,
         "Whether log-probs of the policy, and of the reference model where `beta` is not zero, are computed as tokens "
         "arrive, instead of all of them after the rollout. Only with `vllm_mode='server'`, and with text.",
     )
-    stream_chunk_tokens: int = _field(
+    stream_chunk_tokens: int = setting(
         256,
         "Fewest new tokens of a candidate that is scored while it goes on decoding. What is left is scored when it "
         "has come to its end.",
     )
-    stream_batch_tokens: int = _field(8192, "Most tokens of one such forward pass, padding included.")
-    stream_cache_gib: float = _field(
+    stream_batch_tokens: int = setting(8192, "Most tokens of one such forward pass, padding included.")
+    stream_cache_gib: float = setting(
         4.0,
         "GiB for keys and values on each process: a third for what is kept, the rest for the pass in work. Where "
         "there is no more room, candidates wait until others have ended. A row that does not fit by itself is scored "
         "as without streaming.",
     )
-    stream_rewards: bool = _field(
+    stream_rewards: bool = setting(
         False,
         "Whether reward functions are called for each group once its rows are chosen, while others decode, instead of "
         "once for the whole batch. The same for functions that look at each sample by itself; one that compares "
         "samples across groups means something else then. Only with `vllm_mode='server'`.",
     )
-    stream_reward_timeout_s: float = _field(
+    stream_reward_timeout_s: float = setting(
         60.0,
         "Deadline of one call of a reward function in seconds. The rows of one that is later get no reward from it.",
     )
 
     # Logging
-    save_rollout_trace: bool = _field(
+    save_rollout_trace: bool = setting(
         False,
         "Whether to write every rollout's candidates (lengths, ends, what was kept) as Parquet files to "
         "`output_dir/rollouts`.",
@@ -276,88 +213,6 @@ class RolloutSettings(ScheduleSettings):
                 "it out."
             )
 
-    def _check_servers(self) -> None:
-        for name in self.__dataclass_fields__:
-            if name.startswith("vllm_") and name.endswith("_timeout_s") and not getattr(self, name) > 0:
-                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be positive, in seconds.")
-        check_choice("on_generation_error", self.on_generation_error, GENERATION_ERRORS)
-        if self.on_generation_error != "raise" and not self.uses_servers:
-            raise ConfigurationError(
-                f"`on_generation_error` ({self.on_generation_error!r}) only has an effect with vLLM servers: an "
-                "engine in the trainer's own process takes the training along. Leave it out, or set `use_vllm=True` "
-                "and `vllm_mode='server'`."
-            )
-        check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
-        if self.weight_sync_dir is not None and self.weight_sync == "nccl":
-            raise ConfigurationError(
-                f"`weight_sync_dir` ({self.weight_sync_dir!r}) has no effect with `weight_sync` ('nccl'). Set "
-                "`weight_sync='filesystem'`, or leave it unset."
-            )
-        self._check_addresses()
-        self._check_tail()
-
-    def _check_addresses(self) -> None:
-        if not self.uses_servers:
-            self._check_unused_addresses()
-            return
-        urls = self.server_urls
-        if not urls:
-            raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
-        for url in urls:
-            check_address("vllm_server_host" if self.vllm_server_base_url is None else "vllm_server_base_url", url)
-        for url in self.tail_urls:
-            check_address("vllm_tail_server_url", url)
-        for name, own in (("vllm_server_base_url", urls), ("vllm_tail_server_url", self.tail_urls)):
-            if len(set(own)) < len(own):
-                given = f"`{name}` ({getattr(self, name)!r})"
-                raise ConfigurationError(f"{given} names a server twice. Each address once.")
-
-    def _check_tail(self) -> None:
-        if self.vllm_tail_server_url is None:
-            for name, default in (("tail_switch_at", None), ("tail_share", 0), ("vllm_tail_shares_gpus", False)):
-                if (value := getattr(self, name)) != default:
-                    raise ConfigurationError(
-                        f"`{name}` ({value}) has no effect without `vllm_tail_server_url`, which names the servers "
-                        "that take over. Set it, or leave both out."
-                    )
-            return
-        given = f"`vllm_tail_server_url` ({self.vllm_tail_server_url!r})"
-        if not self.tail_urls:
-            raise ConfigurationError(f"{given} names no server. Leave it out, or name one.")
-        if both := [url for url in self.tail_urls if url in self.server_urls]:
-            raise ConfigurationError(
-                f"{given} must name other servers than `vllm_server_base_url`, and {both[0]!r} is in both. Leave it "
-                "out of one of them."
-            )
-        if self.tail_switch_at == 0 and not self.tail_share:
-            raise ConfigurationError(
-                f"{given} would not be used with `tail_switch_at` (0), which is never, and `tail_share` (0). Set one "
-                "of them, or leave all out."
-            )
-        if self.tail_share and self.vllm_tail_shares_gpus:
-            raise ConfigurationError(
-                f"`tail_share` ({self.tail_share}) needs tail servers that decode from the start, and with "
-                "`vllm_tail_shares_gpus` (True) they sleep then. Leave one of them out."
-            )
-        if self.tail_switch_at is None and self.latency_curve is None:
-            raise ConfigurationError(
-                f"{given} takes over when that is predicted to pay, which needs `latency_curve`, a profile of both "
-                "kinds of servers. Measure it with `trl-darts profile`, or set `tail_switch_at` to a number of "
-                "unfinished candidates."
-            )
-
-    def _check_unused_addresses(self) -> None:
-        """A flag that was forgotten would train with another engine, on another machine's time, without a word."""
-        missing = [] if self.use_vllm else ["`use_vllm=True`"]
-        missing += [] if self.vllm_mode == "server" else ["`vllm_mode='server'`"]
-        for name, default in {**SERVER_DEFAULTS, "vllm_tail_server_url": None}.items():
-            value = getattr(self, name)
-            if value and value != default:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) would not be used: with `use_vllm` ({self.use_vllm}) and `vllm_mode` "
-                    f"({self.vllm_mode!r}) no server generates. Set {' and '.join(missing)}, or leave `{name}` out."
-                )
-
     def _check_generation_kwargs(self) -> None:
         kwargs: Any = self.generation_kwargs or {}
         if kwargs.get("n", 1) != 1:
@@ -426,26 +281,9 @@ class RolloutSettings(ScheduleSettings):
             )
 
     @property
-    def uses_servers(self) -> bool:
-        """Whether vLLM servers generate, and not an engine in the trainer's own process."""
-        return self.use_vllm and self.vllm_mode == "server"
-
-    @property
     def colocates(self) -> bool:
         """Whether vLLM generates in the trainer's own processes, on their GPUs."""
         return self.use_vllm and self.vllm_mode == "colocate"
-
-    @property
-    def server_urls(self) -> list[str]:
-        """Base URLs of the vLLM servers."""
-        if self.vllm_server_base_url is None:
-            return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
-        return split_addresses(self.vllm_server_base_url)
-
-    @property
-    def tail_urls(self) -> list[str]:
-        """Base URLs of the servers that take over what is left."""
-        return split_addresses(self.vllm_tail_server_url or "")
 
     @property
     def num_engines(self) -> int:
@@ -461,24 +299,6 @@ class RolloutSettings(ScheduleSettings):
         """Candidates per row, at most."""
         return self.max_num_generations / self.num_generations if self.over_provisions else 1.0
 
-    @property
-    def api_key(self) -> str | None:
-        """Key of the servers, from the environment. Not a field: a config is saved with the run."""
-        return os.environ.get(API_KEY_VARIABLE) or None
-
-    @property
-    def deadlines(self) -> Deadlines:
-        """Of requests to servers."""
-        return Deadlines(
-            connect_s=self.vllm_connect_timeout_s,
-            first_token_s=self.vllm_first_token_timeout_s,
-            token_s=self.vllm_token_timeout_s,
-            request_s=self.vllm_request_timeout_s,
-            rollout_s=self.vllm_rollout_timeout_s,
-            health_s=self.vllm_health_timeout_s,
-            return_s=self.vllm_server_timeout,
-        )
-
     def load_latency_curve(self) -> LatencyCurve | None:
         """
         The curve that `latency_curve` names. Not read before it is asked for: a published config can be built where
@@ -488,26 +308,3 @@ class RolloutSettings(ScheduleSettings):
             [`ConfigurationError`]: If the file is missing or malformed.
         """
         return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve, "latency_curve")
-
-    def tail_servers(self) -> TailServers | None:
-        """
-        What is known of the servers that take over what is left; `None` without any.
-
-        Raises:
-            [`ConfigurationError`]: If `latency_curve` has not both kinds of servers, and a switch is to be predicted.
-        """
-        if not self.tail_urls:
-            return None
-        times = None
-        if self.tail_switch_at is None:
-            profile = LatencyProfile.load(self.latency_curve or "", "latency_curve")
-            if profile.tail is None:
-                raise ConfigurationError(
-                    f"`latency_curve` ({self.latency_curve!r}) must be a profile of both kinds of servers, and has "
-                    f"none of `vllm_tail_server_url` ({self.vllm_tail_server_url!r}). Add it with `trl-darts profile "
-                    f"{self.tail_urls[0]} --tail-of {self.latency_curve}`, or set `tail_switch_at` to a number of "
-                    "unfinished candidates."
-                )
-            seconds = TURN_SECONDS if self.vllm_tail_shares_gpus else 0.0
-            times = TailTimes(EngineTimes.of(profile), EngineTimes.of(profile.tail), seconds)
-        return TailServers(times, self.max_completion_length, self.vllm_tail_shares_gpus)

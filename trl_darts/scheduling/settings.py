@@ -46,7 +46,7 @@ SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _setting(default: Any, help: str) -> Any:
+def setting(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
@@ -61,7 +61,7 @@ class ScheduleSettings:
     """
 
     # Before `num_generations`, for those who give them by position.
-    schedule: str = _setting(
+    schedule: str = setting(
         "darts",
         "Which system decides about rollouts, see docs/schedules.md. 'darts' samples up to `max_num_generations` "
         "candidates per prompt and keeps the shortest and the longest complete ones; 'grpo' samples and keeps "
@@ -69,58 +69,58 @@ class ScheduleSettings:
         "'partial_rollout' goes on with unfinished candidates in the next step; 'sorted' takes several batches at "
         "once and trains on those first that finish first.",
     )
-    num_generations: int = _setting(8, "Number of generations per prompt that are trained on [M].")
+    num_generations: int = setting(8, "Number of generations per prompt that are trained on [M].")
 
     # What is sampled
-    max_num_generations: int = _setting(
+    max_num_generations: int = setting(
         None, "Most candidates of one prompt [M_up]. Defaults to twice `num_generations`."
     )
-    min_num_generations: int = _setting(
+    min_num_generations: int = setting(
         None,
         "Fewest candidates of one prompt [M_low]. With `long_end_patience='auto'` defaults to `num_generations + 2`, "
         "or to what `target_redundancy` and `max_num_generations` allow where that is less: a prompt without a spare "
         "candidate waits for each of its own. Otherwise defaults to `num_generations`, as in the paper. Where lengths "
         "hardly spread, or engines are full, spare candidates can't pay, and there are none unless it is set.",
     )
-    target_redundancy: float = _setting(
+    target_redundancy: float = setting(
         None,
         "Candidates per row trained on, on average over a batch, while response lengths spread as they did in the "
         "first steps [M_total / (N·M)]. The budget follows their spread from there. Between 1 and "
         "`max_num_generations / num_generations`. Defaults to 1.5, or to the upper end where that is less.",
     )
-    redundancy_cost_weight: float | None = _setting(
+    redundancy_cost_weight: float | None = setting(
         None,
         "Weight of rollout time, in seconds, against variety in the budget [λ]. A larger one makes the budget "
         "smaller. Needs `latency_curve`, and replaces `target_redundancy`. Unset, the budget is that of "
         "`target_redundancy`.",
     )
-    length_ema: float = _setting(0.5, "Weight of the newest observation in the moving averages of response lengths.")
+    length_ema: float = setting(0.5, "Weight of the newest observation in the moving averages of response lengths.")
 
     # What is waited for and kept
-    num_longest: int = _setting(
+    num_longest: int = setting(
         1,
         "How many of a prompt's `num_generations` rows are its longest complete candidates [L]. The others are its "
         "shortest ones.",
     )
-    tail_pruning: bool = _setting(
+    tail_pruning: bool = setting(
         True,
         "Whether a prompt that was given `max_num_generations` candidates stops at its `num_generations`-th complete "
         "one, keeps those and aborts the rest.",
     )
     # In this order, `str` is what a command line's value is: `HfArgumentParser` takes the type in the middle.
-    long_end_patience: float | str | None = _setting(
+    long_end_patience: float | str | None = setting(
         AUTO,
         "Bound on the wait for the long end. With 'auto', a prompt that has `num_generations` complete candidates "
         "goes on as long as another prompt is still short of them, and no longer. A number, at least 1, aborts those "
         "that reach this many times the `num_generations`-th shortest complete length. None ('none' on a command "
         "line), the paper's rule, waits for the whole pool of every prompt that `tail_pruning` does not stop.",
     )
-    long_end_every: int | None = _setting(
+    long_end_every: int | None = setting(
         None,
         "One rollout in so many waits for the long end as in the paper, as if `long_end_patience` were None: long "
         "wrong answers are then trained on, and lengths are known to their end. At least 2. Unset, none does.",
     )
-    selection: str = _setting(
+    selection: str = setting(
         None,
         "What is kept of a prompt's candidates: 'dual_end', the shortest and the longest complete ones; 'uniform', "
         "those that came to an end, whatever their length; 'all', where no more are sampled than are kept. Defaults "
@@ -129,63 +129,63 @@ class ScheduleSettings:
     )
 
     # Which prompts go into a batch
-    prompt_oversampling: float | None = _setting(
+    prompt_oversampling: float | None = setting(
         None,
         "Prompts that are started for each that is trained on, with 'tail_batching' (defaults to 1.25) and "
         "'partial_rollout' (defaults to 2).",
     )
-    max_partial_age: int | None = _setting(
+    max_partial_age: int | None = setting(
         None,
         "Rollouts that may end without a prompt of 'partial_rollout' once it is in flight; the next one waits for "
         "it. Defaults to 4.",
     )
-    mask_stale_after: int | None = _setting(
+    mask_stale_after: int | None = setting(
         None,
         "Tokens that were sampled by a policy more than this many optimizer steps old have no weight in the loss. "
         "Only with schedules that keep tokens. Unset, all are trained on, with TRL's importance sampling correction.",
     )
-    sorted_group_batches: int | None = _setting(
+    sorted_group_batches: int | None = setting(
         None, "Batches of prompts that enter together with 'sorted'. Defaults to 4."
     )
-    sorted_mode: str | None = _setting(
+    sorted_mode: str | None = setting(
         None,
         "What becomes of unfinished prompts with 'sorted': 'on_policy' begins them anew, 'partial' goes on with their "
         "tokens. Defaults to 'on_policy'.",
     )
 
-    rollout_ahead: int = _setting(
+    rollout_ahead: int = setting(
         0,
         "1 samples the next batch while the optimizer steps on this one, so that servers and trainer work at the same "
         "time. What is trained on then comes from the weights of one batch before, with TRL's importance sampling "
         "correction. 0 waits for each rollout. Only with `vllm_mode='server'`.",
     )
 
-    drop_uniform_groups: bool = _setting(
+    drop_uniform_groups: bool = setting(
         False,
         "Whether groups whose rewards are all equal, which teach nothing, leave the batch for further prompts, until "
         "all of its groups have a spread of rewards (DAPO's dynamic sampling). Only with `schedule` 'darts' or 'grpo' "
         "and `vllm_mode='server'`.",
     )
-    max_prompt_oversampling: float | None = _setting(
+    max_prompt_oversampling: float | None = setting(
         None,
         "Prompts sampled for each that is trained on, at most, with `drop_uniform_groups`. Groups that are missing "
         "then are filler rows without weight. Defaults to 4.",
     )
 
     # Where candidates run
-    submit_order: str = _setting(
+    submit_order: str = setting(
         None,
         "In which order candidates start, by the lengths that are expected of them: 'longest' first, 'shortest' "
         "first, or in that of their 'arrival'. Matters where engines have no room for all at once. Defaults to "
         "'shortest' with `schedule='sorted'`, whose batches are those that finish first, to 'arrival' with 'grpo', as "
         "in TRL, and to 'longest' otherwise.",
     )
-    tail_switch_at: int | None = _setting(
+    tail_switch_at: int | None = setting(
         None,
         "Unfinished candidates at which what is left of a rollout moves to `vllm_tail_server_url`. Unset, it moves "
         "when that is predicted to pay, from the profile of both kinds of servers in `latency_curve`. 0 for never.",
     )
-    tail_share: float = _setting(
+    tail_share: float = setting(
         0.0,
         "Share of prompts, those that are expected to be longest, whose candidates `vllm_tail_server_url` decodes "
         "from the start.",
