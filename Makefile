@@ -1,5 +1,5 @@
 # A virtual environment is made on first use. `make test` and `make quickstart` need nothing but Python on the machine.
-.PHONY: quality style test test_fast test_servers test_slow quickstart docs docs-serve bench bench-evidence clean env env-test
+.PHONY: quality style test test_fast test_slow quickstart docs docs-serve bench bench-evidence clean env env-test
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -50,14 +50,10 @@ style: $(VENV)/.test
 test: export TRL_DARTS_REQUIRE_VLLM := 1
 test: export TRL_DARTS_REQUIRE_BROWSER := 1
 test: $(VENV)/.test
-	$(MAKE) --keep-going test_fast test_servers
+	$(PYTEST) $(PARALLEL) -m "not gpu and not slow"
 
-# Two at a time, and after each other: those with servers and several processes slow down what watches the clock.
 test_fast: $(VENV)/.test
 	$(PYTEST) $(PARALLEL) -m "not gpu and not slow and not vllm and not distributed"
-
-test_servers: $(VENV)/.test
-	$(PYTEST) $(PARALLEL) -m "not gpu and not slow and (vllm or distributed)"
 
 test_slow: $(VENV)/.test
 	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "slow and not gpu"

@@ -56,8 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             mark = pytest.mark.xdist_group(servers[0] if servers else item.nodeid.split("::")[0])
             item.add_marker(mark)
         groups[item] = mark.args[0]
+    heavy = {groups[item] for item in items if any(map(item.get_closest_marker, ("vllm", "distributed")))}
     order = {group: place for place, group in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: (order.get(groups[item], len(order)), item.nodeid.startswith(LAST)))
+    items.sort(
+        key=lambda item: (
+            groups[item] not in heavy,  # servers and launches slow down what watches the clock, which comes after them
+            order.get(groups[item], len(order)),
+            item.nodeid.startswith(LAST),
+        )
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
