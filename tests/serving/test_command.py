@@ -62,6 +62,7 @@ def test_cpu():
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
 
 
@@ -98,6 +99,7 @@ def test_cpu_with_several_processes():
     assert value(command, "--distributed-executor-backend") == "mp"
     assert value(command, "--tensor-parallel-size") == "2"
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command.env
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def _cpu_flags(options: ServeOptions) -> dict[str, str | None]:
         "--dtype": "float32",
         "--enforce-eager": None,  # healthy in a third of the time
         "--block-size": "32",  # the CPU's 128 would keep short prompts out of the prefix cache
-        "--distributed-executor-backend": "uni" if _has_one_worker(options) else "mp",
+        "--distributed-executor-backend": "uni" if _in_one_process(options) else "mp",
     }
     if "--no-enforce-eager" in options.flags:
         del flags["--enforce-eager"]
@@ -166,11 +166,13 @@ def _env(
         env[HISTORY_VARIABLE] = str(options.draft_history.absolute())
     if build.cpu:
         defaults = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        if not _has_one_worker(options):
+        if _in_one_process(options):
+            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # two processes that wait for each other spin
+        else:
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env |= {name: value for name, value in defaults.items() if name not in environ}
     return env
 
 
-def _has_one_worker(options: ServeOptions) -> bool:
+def _in_one_process(options: ServeOptions) -> bool:
     return options.tensor_parallel_size == 1 and not _PARALLEL_FLAGS & options.flags.keys()
