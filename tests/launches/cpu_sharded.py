@@ -1,6 +1,7 @@
 """
-FSDP on the CPU. Accelerate 1.15 turns FSDP on only for accelerators' distributed types, and trains as DDP on the CPU
-without a word; torch's `fully_shard` itself runs on gloo.
+Sharded models on the CPU. Accelerate 1.15 turns FSDP on only for accelerators' distributed types, and trains as DDP on
+the CPU without a word; torch's `fully_shard` itself runs on gloo. DeepSpeed, in an environment of its own for the first
+time, compiles a collective in shared memory for a minute, which gloo has too.
 """
 
 import os
@@ -22,3 +23,13 @@ def allow_fsdp_on_cpu() -> None:
         original(self, *args, **kwargs)
 
     AcceleratorState.__init__ = init
+
+
+def compile_no_collective() -> None:
+    """Call before the first trainer is made."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        return
+    import deepspeed.ops
+
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

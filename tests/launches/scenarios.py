@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 from benchmarks.models import CLASS_SIZE
 from tests.builders import compare_with_trl, letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
-from tests.launches.cpu_sharded import allow_fsdp_on_cpu
+from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
 from tests.zoo import make_chat_tokenizer, tool_call
@@ -234,6 +234,7 @@ def main() -> None:
     backend, model_dir, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     url = sys.argv[4] if len(sys.argv) > 4 else None
     allow_fsdp_on_cpu()
+    compile_no_collective()
     if backend in ("colocated", "tensor_parallel"):
         prepare_colocated()
     rank = int(os.environ["RANK"])

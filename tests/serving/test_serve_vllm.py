@@ -55,6 +55,7 @@ def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_
 
     members = family(process.pid)
     assert len(members) >= 5  # the command, and a guard and a server for each
+    assert not [member for member in members if "Worker" in " ".join(member.cmdline())]  # each engine is its own
     assert not [member for member in members if KEY in " ".join(member.cmdline())]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY in path.read_text(errors="replace")]
 
