@@ -1,7 +1,7 @@
 """
 Sharded models on the CPU. Accelerate 1.15 turns FSDP on only for accelerators' distributed types, and trains as DDP on
-the CPU without a word; torch's `fully_shard` itself runs on gloo. DeepSpeed, in an environment of its own for the first
-time, compiles a collective in shared memory for a minute, which gloo has too.
+the CPU without a word; torch's `fully_shard` itself runs on gloo. DeepSpeed compiles a collective in shared memory, a
+minute's work in each new environment, and gloo has it too.
 """
 
 import os
