@@ -201,7 +201,6 @@ def test_an_engine_that_is_closed_ends_its_requests(vllm_server):
 def test_killed_trainer_leaves_nothing_running(vllm_server):
     script = f"""
         from trl_darts.engines import ServerPrompt, VLLMServerEngine
-from trl_darts.engines.pool import State
         from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
         body = dict(model={vllm_server.model!r}, max_tokens=2000, ignore_eos=True, logprobs=0, return_token_ids=True)
         scheduler = Scheduler(make_policies("darts", 8, 16, 1), 8)
