@@ -46,6 +46,7 @@ from trl_darts import DARTSGRPOTrainer
 from trl_darts.engines.pool import State
 from trl_darts.engines.vllm_api import draft_counts
 from trl_darts.scheduling import CandidateEnded, CandidateState, EngineLost, Scheduler, TokensArrived
+from trl_darts.serving.options import SPECULATIVE
 
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner" / "checkpoint"
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--freezes", type=int, default=5)
     parser.add_argument("--tail-servers", type=int, default=0)
-    parser.add_argument("--speculative", choices=["suffix", "ngram"])
+    parser.add_argument("--speculative", choices=SPECULATIVE)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kinds = ["kill"] * options.kills + ["freeze"] * options.freezes

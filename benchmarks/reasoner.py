@@ -6,8 +6,7 @@ What the tiny reasoner learns, by steps: nothing here depends on how busy the ma
 - ahead: the default, with `rollout_ahead`, and so without the correction for old weights.
 - drafts: GRPO, on a server without drafts and on one with ours, which must not change what is sampled.
 
-Means over seeds with 95 % intervals; the arms take their turns. Each training takes one
-to two minutes on two cores.
+Means over seeds with 95 % intervals; the arms take their turns. Each training takes one to two minutes on two cores.
 """
 
 import argparse

@@ -317,12 +317,10 @@ def test_requests_of_an_interrupted_rollout_are_aborted_and_none_is_closed():
             raise KeyboardInterrupt
 
     routes = {"POST /v1/completions": server.completions, "POST /abort_requests": server.abort}
+    scheduler = Scheduler(make_policies("grpo", 8, 8, 0), 8)
     with fake_server(routes) as url:
-        engine = VLLMServerEngine([url])
-        scheduler = Scheduler(make_policies("grpo", 8, 8, 0), 8)
-        with pytest.raises(KeyboardInterrupt):
+        with engine_on(url) as engine, pytest.raises(KeyboardInterrupt):
             engine.run(scheduler, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY, on_progress=interrupt)
-        engine.close()
         assert engine.states() == {url: State.UP}
     assert server.ended == server.running
     assert server.closed == set()
@@ -341,7 +339,6 @@ def mute_server(backlog=100):
 
 
 def check_deadline(url, seconds, error, words, **deadlines):
-    """The error comes after these seconds, and those in which the server does not answer aborts either."""
     with engine_on(url, **deadlines) as engine:
         start = time.perf_counter()
         with pytest.raises(error, match=words):
@@ -352,6 +349,7 @@ def check_deadline(url, seconds, error, words, **deadlines):
 def test_rollout_deadline():
     with mute_server() as url:
         words = r"longer than `vllm_rollout_timeout_s` \(1 s\): 2 candidates are still open"
+        # Its aborts are not answered either.
         check_deadline(url, 1.0 + END_S, GenerationTimeoutError, words, rollout_s=1.0)
 
 
