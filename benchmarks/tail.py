@@ -10,7 +10,8 @@ What tail servers save: rollouts on main servers alone, on tail servers alone, a
 With heavy-tailed lengths and, as a control, with equal ones. All rows have the same lengths and take one step in turn,
 as in `schedules.py`; the first epoch, in which lengths are learned, does not count. Columns: seconds of all rollouts;
 the better static layout's over them, median and range over steps; switches, and candidates left at each; predicted
-over real time from the switch to the end, median; the second column as the simulator has it.
+over real time from the switch to the end, median, for which lengths are guessed; the second column as the simulator
+has it, and its seconds over the real ones: from the same curves, with lengths known.
 """
 
 import argparse
@@ -109,7 +110,7 @@ def compare(title: str, servers: Servers, size: Size) -> None:
     assert spec.tail is not None
     specs = {"main": replace(spec, tail=None), "tail": spec.tail, "switch": spec}
     table = Table(title=f"{title}: {size}")
-    columns = ("seconds", "better / this", "switches", "left", "predicted / real", "simulated")
+    columns = ("seconds", "better / this", "switches", "left", "predicted / real", "simulated", "simulated / real")
     for name in ("schedule", "servers", *columns):
         table.add_column(name, justify="right" if name in columns else "left")
     for schedule, settings in SCHEDULES.items():
@@ -123,7 +124,7 @@ def compare(title: str, servers: Servers, size: Size) -> None:
                 *(schedule, name, f"{seconds[name].sum():.1f}"),
                 f"{np.median(ratios):.2f} ({ratios.min():.2f}-{ratios.max():.2f})",
                 *(f"{len(row.switches)}", f"{np.median(left):.0f}", f"{np.median(error):.2f}"),
-                f"{static / predicted[name].sum():.2f}",
+                *(f"{static / predicted[name].sum():.2f}", f"{predicted[name].sum() / seconds[name].sum():.2f}"),
             )
     console.print(table)
 

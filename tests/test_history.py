@@ -109,6 +109,11 @@ def test_another_tokenizer_is_another_source(model_dir, source):
 def test_a_history_that_nobody_would_read_is_refused(model_dir, tmp_path):
     with pytest.raises(ConfigurationError, match=r"`length_history` \('x'\) has no effect with `schedule` \('grpo'\)"):
         make_args(tmp_path, schedule="grpo", length_history="x")
+    tail = {"vllm_server_base_url": "http://127.0.0.1:1", "vllm_tail_server_url": "http://127.0.0.1:2"}
+    servers = {"use_vllm": True, "vllm_mode": "server", **tail}
+    make_args(tmp_path, schedule="grpo", length_history="x", latency_curve="y", **servers)  # predicts a switch
+    with pytest.raises(ConfigurationError, match="nothing depends on lengths"):
+        make_args(tmp_path, schedule="grpo", length_history="x", tail_switch_at=2, **servers)
     args, callbacks = make_args(tmp_path, length_history=str(tmp_path)), [VarianceTrackerCallback(LengthTracker())]
     with pytest.raises(ConfigurationError, match=r"`length_history` \(.*\) has no effect with a `VarianceTracker"):
         make_trainer(model_dir, args, callbacks=callbacks)

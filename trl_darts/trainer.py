@@ -162,8 +162,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         callbacks = self.callback_handler.callbacks
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         slots = self.vllm_generation.facts.max_num_seqs if args.uses_servers else None
-        self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots)
         self._tail = args.tail_servers()
+        self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn, self._process_rows)
         if (policy := round_policy(args, args.generation_batch_size // args.num_generations)) is not None:
             repeats = args.steps_per_generation * args.num_iterations

@@ -472,14 +472,17 @@ class ScheduleSettings:
         latency_curve: LatencyCurve | None = None,
         num_engines: int = 1,
         num_slots: int | None = None,
+        tail: TailServers | None = None,
     ) -> AdmissionPolicy:
         """
         The policy that gives each prompt its candidates, for `num_engines` that decode a batch together, `num_slots`
         sequences of it at once (no limit by default). The curve is that of one engine, and [`ConfigurationError`] is
-        raised if it is missing where `redundancy_cost_weight` needs it.
+        raised if it is missing where `redundancy_cost_weight` needs it. A switch to `tail` servers is predicted from
+        lengths, which are learned for it under any schedule.
         """
         if not self.over_provisions:
-            return UniformAdmission(self.num_generations, tracker if self.ranks else None)
+            learns = self.ranks or (tail is not None and tail.times is not None)
+            return UniformAdmission(self.num_generations, tracker if learns else None)
         budget = BudgetController(
             self.num_generations,
             self.max_num_generations,

@@ -1,16 +1,11 @@
-"""A rollout of a real server, replayed: the same decisions, and about the same time."""
-
-import time
+"""A rollout of a real server, replayed: the same decisions. Its time is in `benchmarks/simulator.py parity`."""
 
 import pytest
 
 from tests.builders import letters_dataset, make_trainer
 from tests.test_trainer_server import server_args
-from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import ClusterSpec, recorded_rollouts
-from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
-from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 
 
 pytestmark = pytest.mark.vllm
@@ -42,22 +37,3 @@ def test_the_simulator_keeps_the_same_rows(run_dir):
             if group.plan.num_candidates < settings.max_num_generations:
                 assert group.selected == kept
     assert same / total >= 0.7
-
-
-def test_time_is_predicted_within_the_noise_of_a_shared_machine(server, run_dir):
-    """The figure that counts is that of `benchmarks/simulator.py parity`; here, an error of a factor would show."""
-    directory, settings = run_dir
-    options = ProfileOptions((server.base_url,), batch_sizes=(1, 8, 32, 64), context_lengths=(64,), repeats=2)
-    curve = profile_servers(options).profile.curve
-    engine = VLLMServerEngine([server.base_url])
-    body = {"model": server.model, "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
-    begin = time.perf_counter()
-    engine.run(Scheduler(make_policies("grpo", 8, 8, 0), 8), [GroupPlan(0, 8)], [[ServerPrompt([60, 40])]], body)
-    request = (time.perf_counter() - begin) / 8
-    engine.close()
-    rollouts = list(recorded_rollouts(directory))[1:]
-    spec = ClusterSpec(curve, seconds_per_request=request)
-    predicted = sum(rollout.replay(settings, spec, LIMIT).timeline.times[-1] for rollout in rollouts)
-    real = sum(rollout.seconds for rollout in rollouts)
-    print(f"predicted {predicted:.2f} s, real {real:.2f} s")
-    assert 1 / 2 < predicted / real < 2

@@ -90,6 +90,17 @@ def test_seconds_beside_the_rollout():
         assert step == pytest.approx(rollout + 2.0 + 1e-3 * (kept + 64 * 10))
 
 
+def test_lengths_are_learned_where_a_switch_to_tail_servers_is_predicted():
+    workload, expected = Workload(LogNormalLengths(8, 100.0), 4, 1000), {}
+    curve = LatencyCurve([1, 32], [0.01, 0.02])
+    for name, tail in (("none", None), ("tail", ClusterSpec(curve))):
+        training = SimulatedTraining(workload, ScheduleSettings("grpo", 8), ClusterSpec(curve, tail=tail))
+        *_, last = islice(training.outcomes(), 3)
+        expected[name] = [summary.expected_length for summary in last.observed]
+    assert expected["none"] == [None] * 4
+    assert np.std(expected["tail"]) > 10  # the second epoch knows each prompt
+
+
 def test_a_rollout_ahead_hides_behind_the_training_before_it():
     workload = Workload(LENGTHS, 16, 4096, fixed_seconds=1.0, train_seconds_per_token=1e-4)
     (_, apart), (_, ahead) = (train("grpo", workload=workload, rollout_ahead=number) for number in (0, 1))

@@ -142,7 +142,7 @@ class SimulatedTraining:
         self.num_rollouts = 0
         tracker = settings.tracker(workload.max_completion_length)
         slots = cluster.max_num_seqs and cluster.max_num_seqs * cluster.num_engines
-        self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines, slots)
+        self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines, slots, self.tail)
         self.stop_rate = 0.0  # what training has added to the probability to stop at a token, see `Workload.shaping`
 
     def run(self, num_steps: int) -> SimulatedRun:
