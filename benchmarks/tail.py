@@ -10,8 +10,9 @@ What tail servers save: rollouts on main servers alone, on tail servers alone, a
 With heavy-tailed lengths and, as a control, with equal ones. All rows have the same lengths and take one step in turn,
 as in `schedules.py`; the first epoch, in which lengths are learned, does not count. Columns: seconds of all rollouts;
 the better static layout's over them, median and range over steps; switches, and candidates left at each; predicted
-over real time from the switch to the end, median, for which lengths are guessed; the second column as the simulator
-has it, and its seconds over the real ones: from the same curves, with lengths known.
+over real time from the switch to the end, median, for which lengths are guessed; the predictor's error by itself, of
+rollouts without a switch, by the lengths that they turned out to have (PAT, Figure 14) and with what requests cost,
+median and range; the second column as the simulator has it.
 """
 
 import argparse
@@ -36,28 +37,51 @@ from benchmarks.schedules import Replay, Row, ServerCluster, Size, console
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import PAT_CLUSTER, ClusterSpec
+from trl_darts.policy import EngineTimes
+from trl_darts.policy.tail import Work
 from trl_darts.scheduling import RolloutResult
 
 
 SCHEDULES = {"grpo": {"schedule": "grpo"}, "default": {"schedule": "darts"}}
 MAX_MODEL_LEN = 1024
-Servers = tuple[dict[str, ServerCluster], ClusterSpec]
+CONTEXT = 100  # tokens of a candidate in the middle of a rollout, of which the simulator's curve is
+Servers = tuple[dict[str, ServerCluster], ClusterSpec, dict[str, EngineTimes]]
 
 
 class Watched(Replay):
-    """Notes the switches of its rollouts."""
+    """
+    Notes the switches of its rollouts, and how far `times` errs for those without one. A request takes `request`
+    seconds.
+    """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, times: EngineTimes | None = None, request: float = 0.0) -> None:
         super().__init__(*args)
+        self.times, self.request = times, request
         self.switches: list[tuple[float, float]] = []  # candidates left, predicted over real seconds
+        self.errors: list[float] = []  # predicted over real seconds, minus 1
 
     def rollout(self, *args: Any, **kwargs: Any) -> RolloutResult:
         result = super().rollout(*args, **kwargs)
+        begin, *_, end = result.timeline.times
         if (switch := result.tail_switch) is not None:
             predicted = np.nan if switch.forecast is None else switch.forecast.there
-            real = result.timeline.times[-1] - switch.begun
-            self.switches.append((switch.num_unfinished, predicted / max(real, 1e-9)))
+            self.switches.append((switch.num_unfinished, predicted / max(end - switch.begun, 1e-9)))
+        elif self.times is not None:
+            work = work_of(result)
+            seconds = max(map(self.times.decode, work)) + self.request * sum(len(lengths) for _, lengths in work)
+            self.errors.append(seconds / (end - begin) - 1)
         return result
+
+
+def work_of(result: RolloutResult) -> list[Work]:
+    """What each engine has decoded: tokens of prompts and of completions."""
+    work: dict[str, list[tuple[int, int]]] = {}
+    for group in result.groups:
+        for candidate in group.candidates:
+            if candidate.engine_id is not None:  # else it was called off before it was submitted
+                pair = group.plan.num_prompt_tokens, candidate.length
+                work.setdefault(candidate.engine_id, []).append(pair)
+    return [(own[0], own[1]) for own in (np.array(pairs, float).T for pairs in work.values())]
 
 
 @contextmanager
@@ -72,7 +96,7 @@ def paced_servers() -> Iterator[Servers]:
         servers = [stack.enter_context(paced_server(model_dir, own, **options)) for own in (curve, tail.latency)]
         (url, tail_url), paces = ([server.base_url for server, _ in servers], [pace for _, pace in servers])
         spec = ClusterSpec(curve, tail=ClusterSpec(tail.latency))
-        yield clusters([url], tail_url), spec
+        yield clusters([url], tail_url), spec, {"main": EngineTimes(curve), "tail": EngineTimes(tail.latency)}
         console.print("; ".join(f"{name}: {pace()}" for name, pace in zip(("main", "tail"), paces, strict=True)))
 
 
@@ -87,12 +111,14 @@ def threaded_servers() -> Iterator[Servers]:
             for cores in ("0", "1", "0-1")
         ]
         *urls, tail_url = [server.base_url for server in started]
-        profiles = [
-            profile_servers(ProfileOptions(tuple(own), (1, 2, 4, 8, 16, 32, 64), context_lengths=(64, 512))).profile
-            for own in (urls, [tail_url])
-        ]
-        main, tail = (ClusterSpec.of(own.curve, own.prefill) for own in profiles)
-        yield clusters(urls, tail_url), replace(main, num_engines=2, tail=tail)
+        sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+        profiles = {
+            name: profile_servers(ProfileOptions(tuple(own), sizes, context_lengths=(16, 128, 512))).profile
+            for name, own in (("main", urls), ("tail", [tail_url]))
+        }
+        main, tail = (ClusterSpec.of(own.surface.at_context(CONTEXT), own.prefill) for own in profiles.values())
+        times = {name: EngineTimes.of(own) for name, own in profiles.items()}
+        yield clusters(urls, tail_url), replace(main, num_engines=2, tail=tail), times
 
 
 def clusters(urls: Sequence[str], tail_url: str) -> dict[str, ServerCluster]:
@@ -104,27 +130,40 @@ def clusters(urls: Sequence[str], tail_url: str) -> dict[str, ServerCluster]:
     }
 
 
+def request_seconds(cluster: ServerCluster, times: EngineTimes, rows: int) -> float:
+    """What a request costs beside its token."""
+    num = rows / len(cluster.engine.base_urls)
+    return max(0.0, cluster.seconds_per_request(rows) - times.step(num, num) / rows)
+
+
 def compare(title: str, servers: Servers, size: Size) -> None:
     """A table."""
-    own, spec = servers
+    own, spec, times = servers
     assert spec.tail is not None
     specs = {"main": replace(spec, tail=None), "tail": spec.tail, "switch": spec}
+    requests = {name: request_seconds(own[name], times[name], size.rows) for name in times}
     table = Table(title=f"{title}: {size}")
-    columns = ("seconds", "better / this", "switches", "left", "predicted / real", "simulated", "simulated / real")
+    columns = ("seconds", "better / this", "switches", "left", "predicted / real", "error", "simulated")
     for name in ("schedule", "servers", *columns):
         table.add_column(name, justify="right" if name in columns else "left")
     for schedule, settings in SCHEDULES.items():
-        rows = {name: Watched(Row(schedule, settings), size, specs[name], own[name]) for name in own}
-        simulated = {name: Watched(Row(schedule, settings), size, specs[name]) for name in own}
+        row = Row(schedule, settings)
+        rows = {
+            name: Watched(row, size, specs[name], own[name], times=times.get(name), request=requests.get(name, 0.0))
+            for name in own
+        }
+        simulated = {name: Watched(row, size, specs[name]) for name in own}
         seconds, predicted = (steps(replays, size) for replays in (rows, simulated))
-        for name, row in rows.items():
+        for name, replay in rows.items():
             ratios, static = better(seconds) / seconds[name], better(predicted).sum()
-            left, error = np.array(row.switches or [(np.nan, np.nan)]).T
+            left, factor = np.array(replay.switches or [(np.nan, np.nan)]).T
+            errors = np.array(replay.errors or [np.nan])
             table.add_row(
                 *(schedule, name, f"{seconds[name].sum():.1f}"),
                 f"{np.median(ratios):.2f} ({ratios.min():.2f}-{ratios.max():.2f})",
-                *(f"{len(row.switches)}", f"{np.median(left):.0f}", f"{np.median(error):.2f}"),
-                *(f"{static / predicted[name].sum():.2f}", f"{predicted[name].sum() / seconds[name].sum():.2f}"),
+                *(f"{len(replay.switches)}", f"{np.median(left):.0f}", f"{np.median(factor):.2f}"),
+                f"{np.median(errors):+.0%} ({errors.min():+.0%} to {errors.max():+.0%})",
+                f"{static / predicted[name].sum():.2f}",
             )
     console.print(table)
 

@@ -10,7 +10,7 @@ from .errors import ConfigurationError
 from .policy import EngineTimes, LatencyProfile, TailTimes
 from .scheduling import TailServers
 from .scheduling.policies import check_choice
-from .scheduling.settings import setting
+from .scheduling.setting import setting
 from .weights import WEIGHT_SYNCS
 
 
@@ -104,17 +104,14 @@ class ServerFields:
         if not self.uses_servers:
             self._check_unused_addresses()
             return
-        urls = self.server_urls
-        if not urls:
-            raise ConfigurationError(f"`vllm_server_base_url` ({self.vllm_server_base_url!r}) names no server.")
-        for url in urls:
-            check_address("vllm_server_host" if self.vllm_server_base_url is None else "vllm_server_base_url", url)
-        for url in self.tail_urls:
-            check_address("vllm_tail_server_url", url)
-        for name, own in (("vllm_server_base_url", urls), ("vllm_tail_server_url", self.tail_urls)):
-            if len(set(own)) < len(own):
-                given = f"`{name}` ({getattr(self, name)!r})"
-                raise ConfigurationError(f"{given} names a server twice. Each address once.")
+        for name, urls in (("vllm_server_base_url", self.server_urls), ("vllm_tail_server_url", self.tail_urls)):
+            value = getattr(self, name)
+            if value is not None and not urls:
+                raise ConfigurationError(f"`{name}` ({value!r}) names no server. Name one, or leave it unset.")
+            for url in urls:
+                check_address("vllm_server_host" if value is None else name, url)
+            if len(set(urls)) < len(urls):
+                raise ConfigurationError(f"`{name}` ({value!r}) names a server twice. Each address once.")
 
     def _check_tail(self) -> None:
         if self.vllm_tail_server_url is None:
@@ -126,8 +123,6 @@ class ServerFields:
                     )
             return
         given = f"`vllm_tail_server_url` ({self.vllm_tail_server_url!r})"
-        if not self.tail_urls:
-            raise ConfigurationError(f"{given} names no server. Leave it out, or name one.")
         if both := [url for url in self.tail_urls if url in self.server_urls]:
             raise ConfigurationError(
                 f"{given} must name other servers than `vllm_server_base_url`, and {both[0]!r} is in both. Leave it "

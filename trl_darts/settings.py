@@ -15,7 +15,7 @@ from .errors import ConfigurationError
 from .policy import LatencyCurve
 from .scheduling import ScheduleSettings
 from .scheduling.policies import check_choice
-from .scheduling.settings import setting
+from .scheduling.setting import setting
 from .server_fields import ServerFields
 
 

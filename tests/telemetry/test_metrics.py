@@ -82,7 +82,7 @@ def test_what_tail_servers_brought_beside_what_was_predicted():
         "darts/tail/seconds": 20,
         "darts/tail/predicted_gain_seconds": 35,
         "darts/tail/gain_seconds": 40,
-        "darts/tail/prediction_error": pytest.approx(0.25),
+        "darts/tail/prediction_error": pytest.approx(0.2),
     }
     switch.forecast = None
     assert set(TailRecord.of(result).then(both).metrics()) == {

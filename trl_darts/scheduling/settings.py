@@ -5,12 +5,12 @@ trainer's config inherits them, the simulator uses them by themselves.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
+from .batch_settings import BatchSettings
 from .placement import LengthOrder, known_lengths
 from .policies import (
     AUTO,
@@ -22,6 +22,7 @@ from .policies import (
     check_choice,
     make_policies,
 )
+from .setting import setting
 from .tail import TailPolicy, TailServers
 
 
@@ -33,25 +34,11 @@ SPARE_CANDIDATES = 2
 # A response that was aborted or cut off is taken to be at most this many times as long as the limit. At the limit
 # itself, a prompt whose responses are all cut off would look calm.
 HORIZON = 2
-MAX_OVERSAMPLING = 4.0  # with `drop_uniform_groups`: where 3 groups of 4 are uniform, most batches are full
-SORTED_MODES = ("on_policy", "partial")
 SUBMIT_ORDERS = ("longest", "shortest", "arrival")
-# Settings that mean something with some schedules only, and their defaults there.
-SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "prompt_oversampling": {"tail_batching": 1.25, "partial_rollout": 2.0},
-    "max_partial_age": {"partial_rollout": 4},
-    "mask_stale_after": {"partial_rollout": None, "sorted": None},
-    "sorted_group_batches": {"sorted": 4},
-    "sorted_mode": {"sorted": "on_policy"},
-}
-
-
-def setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass
-class ScheduleSettings:
+class ScheduleSettings(BatchSettings):
     """
     What shapes rollouts: what is sampled, what is waited for and what is kept. The symbols in brackets are those of
     [DARTS](https://huggingface.co/papers/2605.30859). Each field's help says what it means.
@@ -128,50 +115,6 @@ class ScheduleSettings:
         "batches can be combined with any.",
     )
 
-    # Which prompts go into a batch
-    prompt_oversampling: float | None = setting(
-        None,
-        "Prompts that are started for each that is trained on, with 'tail_batching' (defaults to 1.25) and "
-        "'partial_rollout' (defaults to 2).",
-    )
-    max_partial_age: int | None = setting(
-        None,
-        "Rollouts that may end without a prompt of 'partial_rollout' once it is in flight; the next one waits for "
-        "it. Defaults to 4.",
-    )
-    mask_stale_after: int | None = setting(
-        None,
-        "Tokens that were sampled by a policy more than this many optimizer steps old have no weight in the loss. "
-        "Only with schedules that keep tokens. Unset, all are trained on, with TRL's importance sampling correction.",
-    )
-    sorted_group_batches: int | None = setting(
-        None, "Batches of prompts that enter together with 'sorted'. Defaults to 4."
-    )
-    sorted_mode: str | None = setting(
-        None,
-        "What becomes of unfinished prompts with 'sorted': 'on_policy' begins them anew, 'partial' goes on with their "
-        "tokens. Defaults to 'on_policy'.",
-    )
-
-    rollout_ahead: int = setting(
-        0,
-        "1 samples the next batch while the optimizer steps on this one, so that servers and trainer work at the same "
-        "time. What is trained on then comes from the weights of one batch before, with TRL's importance sampling "
-        "correction. 0 waits for each rollout. Only with `vllm_mode='server'`.",
-    )
-
-    drop_uniform_groups: bool = setting(
-        False,
-        "Whether groups whose rewards are all equal, which teach nothing, leave the batch for further prompts, until "
-        "all of its groups have a spread of rewards (DAPO's dynamic sampling). Only with `schedule` 'darts' or 'grpo' "
-        "and `vllm_mode='server'`.",
-    )
-    max_prompt_oversampling: float | None = setting(
-        None,
-        "Prompts sampled for each that is trained on, at most, with `drop_uniform_groups`. Groups that are missing "
-        "then are filler rows without weight. Defaults to 4.",
-    )
-
     # Where candidates run
     submit_order: str = setting(
         None,
@@ -198,26 +141,19 @@ class ScheduleSettings:
         elif patience == "none":
             self.long_end_patience = None
         self._check_schedule()
+        self._fill_in_batches()
         self._fill_in()
         self._check_selection()
         self._check_patience()
         self._check_long_end_every()
         self._check_budget()
-        self._check_rounds()
-        self._check_uniform()
+        self._check_batches()
         self._check_placement()
 
     def _check_schedule(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
         if self.num_generations < 1:
             raise ConfigurationError(f"`num_generations` ({self.num_generations}) must be at least 1.")
-        for name, defaults in SCHEDULE_DEFAULTS.items():
-            value = getattr(self, name)
-            if value is not None and self.schedule not in defaults:
-                raise ConfigurationError(
-                    f"`{name}` ({value!r}) has no effect with `schedule` ({self.schedule!r}). Leave it unset, or set "
-                    f"`schedule` to {' or '.join(map(repr, defaults))}."
-                )
 
     def _fill_in(self) -> None:
         if self.max_num_generations is None:
@@ -228,9 +164,6 @@ class ScheduleSettings:
             self.submit_order = {"grpo": "arrival", "sorted": "shortest"}.get(self.schedule, "longest")
         if self.selection is None:
             self.selection = SCHEDULES[self.schedule]
-        for name, defaults in SCHEDULE_DEFAULTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, defaults.get(self.schedule))
 
     def _check_selection(self) -> None:
         schedule, selection = self.schedule, self.selection
@@ -322,49 +255,6 @@ class ScheduleSettings:
                 "or raise `target_redundancy`."
             )
 
-    def _check_rounds(self) -> None:
-        oversampling = self.prompt_oversampling
-        if oversampling is not None and not 1 < oversampling < math.inf:
-            raise ConfigurationError(
-                f"`prompt_oversampling` ({oversampling}) must be greater than 1: the prompts started for each that is "
-                "trained on."
-            )
-        for name, low in (("max_partial_age", 1), ("mask_stale_after", 0), ("sorted_group_batches", 2)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigurationError(f"`{name}` ({value}) must be at least {low}.")
-        if self.rollout_ahead not in (0, 1):
-            raise ConfigurationError(
-                f"`rollout_ahead` ({self.rollout_ahead}) must be 0 or 1: no more than one batch is sampled ahead."
-            )
-        if self.schedule == "sorted":
-            check_choice("sorted_mode", self.sorted_mode, SORTED_MODES)
-        if self.mask_stale_after is not None and not self.keeps_tokens:
-            raise ConfigurationError(
-                f"`mask_stale_after` ({self.mask_stale_after}) has no effect with `sorted_mode` "
-                f"({self.sorted_mode!r}): all tokens are of the newest policy. Leave it unset."
-            )
-
-    def _check_uniform(self) -> None:
-        if self.drop_uniform_groups and self.schedule not in ("darts", "grpo"):
-            raise ConfigurationError(
-                f"`drop_uniform_groups` (True) does not run with `schedule` ({self.schedule!r}), which chooses its "
-                "prompts itself. Set it to `False`, or use `schedule='darts'` or 'grpo'."
-            )
-        oversampling = self.max_prompt_oversampling
-        if oversampling is not None and not self.drop_uniform_groups:
-            raise ConfigurationError(
-                f"`max_prompt_oversampling` ({oversampling}) has no effect without `drop_uniform_groups`. Leave it "
-                "unset, or set that to `True`."
-            )
-        if oversampling is not None and not 1 < oversampling < math.inf:
-            raise ConfigurationError(
-                f"`max_prompt_oversampling` ({oversampling}) must be greater than 1 and finite: what replaces a group "
-                "are further prompts."
-            )
-        if self.drop_uniform_groups and oversampling is None:
-            self.max_prompt_oversampling = MAX_OVERSAMPLING
-
     def _check_placement(self) -> None:
         check_choice("submit_order", self.submit_order, SUBMIT_ORDERS)
         if self.tail_switch_at is not None and self.tail_switch_at < 0:
@@ -397,32 +287,6 @@ class ScheduleSettings:
     def ranks(self) -> bool:
         """Whether the order of submission asks for expected lengths."""
         return self.submit_order != "arrival"
-
-    @property
-    def buffers_prompts(self) -> bool:
-        """Whether prompts are taken before their turn, or outlive a rollout: batches are then the rollout buffer's."""
-        own = self.schedule in ("tail_batching", "partial_rollout", "sorted")
-        return own or self.rollout_ahead > 0 or self.drop_uniform_groups
-
-    @property
-    def own_prompts(self) -> str:
-        """Of a schedule that `buffers_prompts`, the beginning of an error."""
-        if self.rollout_ahead:
-            return f"`rollout_ahead` ({self.rollout_ahead}) samples each batch before its turn, and does not run"
-        given = "`drop_uniform_groups` (True)" if self.drop_uniform_groups else f"`schedule` ({self.schedule!r})"
-        return f"{given} trains on other prompts than the data loader's next ones, and does not run"
-
-    @property
-    def without_own_prompts(self) -> str:
-        """What to set instead."""
-        if self.rollout_ahead:
-            return "`rollout_ahead=0`"
-        return "`drop_uniform_groups=False`" if self.drop_uniform_groups else "`schedule='darts'`"
-
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether what is unfinished when a batch is ready goes on in the next rollout."""
-        return self.schedule == "partial_rollout" or self.sorted_mode == "partial"
 
     def policies(
         self,

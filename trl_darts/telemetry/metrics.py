@@ -51,7 +51,8 @@ class TailRecord:
         if self.predicted_seconds > 0:
             found["predicted_gain_seconds"] = self.predicted_without - self.predicted_seconds
             found["gain_seconds"] = self.predicted_without - self.seconds
-            found["prediction_error"] = self.predicted_seconds / max(self.seconds, 1e-9) - 1
+            # Of the prediction, which is never nothing: the real time is, where the batch was ready at the switch.
+            found["prediction_error"] = 1 - self.seconds / self.predicted_seconds
         return {f"darts/tail/{name}": value for name, value in found.items()}
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from ...errors import ConfigurationError, did_you_mean
 from ...scheduling import SCHEDULES, ScheduleSettings
-from ...scheduling.settings import SCHEDULE_DEFAULTS
+from ...scheduling.batch_settings import SCHEDULE_DEFAULTS
 
 
 # Settings that mean something only where more is sampled of a prompt than is kept.
