@@ -27,6 +27,7 @@ CLASSES = {
     "trl_darts/settings.py": ("RolloutSettings",),
     "trl_darts/server_fields.py": ("ServerFields",),
     "trl_darts/scheduling/settings.py": ("ScheduleSettings",),
+    "trl_darts/scheduling/batch_settings.py": ("BatchSettings",),
     "trl/scripts/grpo.py": ("GRPOScriptArguments",),
     "trl/scripts/utils.py": ("ScriptArguments", "DatasetMixtureConfig"),
     "trl/trainer/grpo_config.py": ("GRPOConfig",),
