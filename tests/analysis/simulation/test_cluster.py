@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.simulation.builders import SECOND_PER_TOKEN, end_of, outcome
@@ -164,6 +164,7 @@ class TalkativePool(Talkative, UniformPool):
     st.sampled_from([(DualEnd, Talkative), (UniformPool, TalkativePool)]),
     st.sampled_from([{}, {"max_num_seqs": 3}, {"kv_tokens": 400}, {"prefill_seconds_per_token": 0.3}]),
 )
+@example(128657533, 2.0, (DualEnd, Talkative), {"kv_tokens": 400})  # full but for a rounding error
 def test_reports_that_are_left_out_decide_nothing(seed, patience, stops, limits):
     lengths = np.maximum(1, np.random.default_rng(seed).lognormal(4.0, 1.0, (8, M_UP)).astype(int)).tolist()
     plans = [GroupPlan(index, M + seed % (index + 2) % 3, num_prompt_tokens=3) for index in range(8)]

@@ -108,7 +108,7 @@ class ClusterSpec:
         return TailServers(times, max_completion_length, takes_turns=self.switch_seconds > 0)
 
 
-_NOW = 1e-6  # steps that are as good as none
+_NOW = 1e-6  # steps, or tokens of the cache, that are as good as none
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +185,7 @@ class SimulatedEngine:
             self._preempt()
             return None
         del self.events[0]  # moves the others, and is faster than a heap nevertheless
-        if step > self.steps:
+        if step > self.steps - _NOW:  # rounded steps would put events that coincide in any order
             self.steps = step
         if step < sequence.end:
             self._plan_report(sequence)
@@ -207,7 +207,7 @@ class SimulatedEngine:
                 context = sequence.prompt_tokens + sequence.length
                 full = spec.max_num_seqs is not None and self.num_running >= spec.max_num_seqs
                 if spec.kv_tokens is not None:
-                    full |= self.used + context + self.num_running >= spec.kv_tokens
+                    full |= self.used + context + self.num_running >= spec.kv_tokens - _NOW
                 if full and self.num_running:
                     break
                 self._start(sequence, context)
