@@ -176,12 +176,13 @@ class ServerCluster:
         tend = partial(bring_back, self.engine, lambda url: True, set())
         return self.engine.run(scheduler, plans, prompts, body, fixed, on_progress=lambda ledger: tend())
 
-    def seconds_per_request(self, num_candidates: int) -> float:
-        """What a request costs beside its tokens: rollouts of one token each have nothing else."""
+    def seconds_per_request(self, num_candidates: int, step_seconds: float) -> float:
+        """What a request costs beside its token, for which all take one step: rollouts of one token each."""
         plans = [GroupPlan(index, 1, prompt_key=index) for index in range(num_candidates)]
         grpo = make_policies("grpo", 1, 1, 0)
         rollouts = (self.run(Scheduler(grpo, 1), plans, [[1]] * num_candidates, 1) for _ in range(4))
-        return min(Occupancy.of(result).seconds for result in rollouts) / num_candidates
+        seconds = min(Occupancy.of(result).seconds for result in rollouts)
+        return max(0.0, seconds - step_seconds) / num_candidates
 
 
 @dataclass(frozen=True)
@@ -283,9 +284,9 @@ def server_of(curve: LatencyCurve, slots: int | None, size: Size) -> Iterator[tu
         model_dir = make_markov_model(Path(directory) / "markov", make_tokenizer())
         with paced_server(model_dir, curve, max_model_len=MAX_MODEL_LEN, max_num_seqs=slots or ROOM) as (server, pace):
             cluster = ServerCluster(server.base_url)
-            cost = cluster.seconds_per_request(size.rows) - curve(min(slots or ROOM, size.rows)) / size.rows
+            cost = cluster.seconds_per_request(size.rows, curve(min(slots or ROOM, size.rows)))
             before: Pace = pace()
-            yield cluster, ClusterSpec(curve, max_num_seqs=slots, seconds_per_request=max(0.0, cost))
+            yield cluster, ClusterSpec(curve, max_num_seqs=slots, seconds_per_request=cost)
             console.print(f"{pace().since(before)}; {cost * 1e3:.1f} ms per request")
             cluster.engine.close()
 

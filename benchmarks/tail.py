@@ -130,18 +130,15 @@ def clusters(urls: Sequence[str], tail_url: str) -> dict[str, ServerCluster]:
     }
 
 
-def request_seconds(cluster: ServerCluster, times: EngineTimes, rows: int) -> float:
-    """What a request costs beside its token."""
-    num = rows / len(cluster.engine.base_urls)
-    return max(0.0, cluster.seconds_per_request(rows) - times.step(num, num) / rows)
-
-
 def compare(title: str, servers: Servers, size: Size) -> None:
     """A table."""
     own, spec, times = servers
     assert spec.tail is not None
     specs = {"main": replace(spec, tail=None), "tail": spec.tail, "switch": spec}
-    requests = {name: request_seconds(own[name], times[name], size.rows) for name in times}
+    requests = {}
+    for name, layout in times.items():
+        num = size.rows / len(own[name].engine.base_urls)  # on each engine, with a token of context
+        requests[name] = own[name].seconds_per_request(size.rows, layout.step(num, num))
     table = Table(title=f"{title}: {size}")
     columns = ("seconds", "better / this", "switches", "left", "predicted / real", "error", "simulated")
     for name in ("schedule", "servers", *columns):

@@ -138,7 +138,7 @@ class ServerFields:
                 f"`tail_share` ({self.tail_share}) needs tail servers that decode from the start, and with "
                 "`vllm_tail_shares_gpus` (True) they sleep then. Leave one of them out."
             )
-        if self.tail_switch_at is None and self.latency_curve is None:
+        if self.predicts_switch and self.latency_curve is None:
             raise ConfigurationError(
                 f"{given} takes over when that is predicted to pay, which needs `latency_curve`, a profile of both "
                 "kinds of servers. Measure it with `trl-darts profile`, or set `tail_switch_at` to a number of "
@@ -175,6 +175,11 @@ class ServerFields:
         return split_addresses(self.vllm_tail_server_url or "")
 
     @property
+    def predicts_switch(self) -> bool:
+        """Whether tail servers take over when that is predicted to pay, which is what lengths are needed for."""
+        return self.vllm_tail_server_url is not None and self.tail_switch_at is None
+
+    @property
     def api_key(self) -> str | None:
         """Key of the servers, from the environment. Not a field: a config is saved with the run."""
         return os.environ.get(API_KEY_VARIABLE) or None
@@ -202,7 +207,7 @@ class ServerFields:
         if not self.tail_urls:
             return None
         times = None
-        if self.tail_switch_at is None:
+        if self.predicts_switch:
             profile = LatencyProfile.load(self.latency_curve or "", "latency_curve")
             if profile.tail is None:
                 raise ConfigurationError(

@@ -112,8 +112,7 @@ class RolloutSettings(ServerFields, ScheduleSettings):
                 "candidate costs. Measure one with `trl-darts profile`, or leave it unset for a budget by "
                 "`target_redundancy`."
             )
-        predicts_switch = self.vllm_tail_server_url is not None and self.tail_switch_at is None
-        if self.length_history is not None and not (self.over_provisions or self.ranks or predicts_switch):
+        if self.length_history is not None and not (self.over_provisions or self.ranks or self.predicts_switch):
             raise ConfigurationError(
                 f"`length_history` ({self.length_history!r}) has no effect with `schedule` ({self.schedule!r}) and "
                 f"`submit_order` ({self.submit_order!r}): nothing depends on lengths. Leave it unset."
