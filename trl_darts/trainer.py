@@ -38,7 +38,7 @@ from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
 from .policy import LatencyCurve, LengthTracker
 from .resume import checkpoint_to_resume, where_it_stopped
-from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
+from .rows import KeptRows, forget_filler_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, TailServers, UniformAdmission
 from .streaming import Streams, decode_completions, make_streams
 from .telemetry.console import RolloutTotals, shorten_console
@@ -108,7 +108,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _sampler: Any = None
     _streams = Streams()
     _record: RolloutRecord | None = None  # of the last rollout, on every process
-    _fillers: dict[int, int] = {}  # noqa: RUF012  (of the last rollout, on every process; see `KeptRows`)
+    _fillers: frozenset[int] = frozenset()  # of the last rollout, on every process; see `KeptRows`
     _ready: KeptRows | None = None  # completions of a batch that is not the loader's, until TRL asks for them
     _ahead: Any = None  # the next batch and its plan, while its rollout is under way; see `_launch_ahead`
     _generated_at: float | None = None
@@ -198,9 +198,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
     @property
     def _num_rollouts(self) -> int:
         """How many came before this one. By the optimizer's steps: a resumed training goes on counting."""
-        args, passes = self.args, self.args.gradient_accumulation_steps
-        done = self.state.global_step * passes + self._step % passes
-        return int(done // (args.steps_per_generation * args.num_iterations))
+        return int(self._num_passes // (self.args.steps_per_generation * self.args.num_iterations))
+
+    @property
+    def _num_passes(self) -> int:
+        """Micro-steps of the training before now, those before a resume included."""
+        passes = self.args.gradient_accumulation_steps
+        return int(self.state.global_step * passes + self._step % passes)
 
     @property
     def is_sharded(self) -> bool:
@@ -340,8 +344,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _launch_ahead(self) -> None:
         """
         Starts the next batch's rollout with the weights of now, once this batch's is over with all of its turns; it
-        goes on while this batch is trained on. At the end of an epoch there is no next batch yet.
+        goes on while this batch is trained on. At the end of an epoch there is no next batch yet, and none follows the
+        training's last.
         """
+        args = self.args
+        left = self.state.max_steps * args.gradient_accumulation_steps - self._num_passes
+        if left <= args.steps_per_generation * args.num_iterations:
+            return
         batch = self._batches.next_round(self.state.global_step, ahead=True)
         if batch is None:
             return
@@ -367,10 +376,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
     # What TRL does with the rows
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._generated_at, self._fillers = None, {}
+        self._generated_at, self._fillers = None, frozenset()
         batches = self._batches if self.model.training else None
         input_of = inputs.__getitem__ if batches is None else batches.input_of
-        with self._streams.serving(input_of if self.model.training else None) as streamed:
+        # Also an error ends what waits in `_ready`: an evaluation could follow.
+        serving = self._streams.serving(input_of if self.model.training else None)
+        with serving as streamed, replaced(self, "_ready", None):
             if batches is not None:
                 inputs = self._collect_inputs(len(inputs))
             output = super()._generate_and_score_completions(inputs)
@@ -427,7 +438,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self, prompts: list[Any], prompt_ids: Any, completion_ids: Any, completions: list[Any], *args: Any
     ) -> Any:
         first = self.accelerator.process_index * len(prompts)
-        for row in self._fillers.keys() & range(first, first + len(prompts)):
+        for row in self._fillers.intersection(range(first, first + len(prompts))):
             completions[row - first][0].pop("tool_calls", None)  # they weigh nothing, and their prompts were refused
         with replaced(self, "_in_tool_loop", True):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args)
@@ -441,7 +452,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             rewards = self._serve_rewards(None, *args)
         else:
             rewards = super()._calculate_rewards(*args)
-        rewards = copy_rewards(rewards, self._fillers)
+        rewards = forget_filler_rewards(rewards, self._fillers)
         if training and self._record is not None:
             first_rows = None if self._batches is None else self._batches.last.first_rows
             self._log_all(bias_metrics(self._record, rewards, self.reward_weights, first_rows))
@@ -470,8 +481,6 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
-            if self._batches is not None:
-                self._batches.clear()
             return
         self._main.run(lambda: self._tracker_callback.load(Path(checkpoint)))
         self._main.run(lambda: self._state_callback.load(Path(checkpoint)))
@@ -481,8 +490,20 @@ class DARTSGRPOTrainer(GRPOTrainer):
             load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
             skip_passes(self._sampler, self._batches.feed.passes_behind(Path(checkpoint)))
 
+    def _forget_training(self) -> None:
+        """
+        What an earlier `train()` has left. Also of TRL's, which would go on within its last batch, and takes the
+        servers' weights for those of this training's first step.
+        """
+        self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
+        self._long_ends = []
+        for left in (self._batches, self._scores):
+            if left is not None:
+                left.clear()
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        self._forget_training()
         self._state_callback.checkpoint = checkpoint
         try:
             with logging_redirect_tqdm():  # a warning on a line of its own, not behind the bar
