@@ -68,7 +68,7 @@ def forget_filler_rewards(rewards: torch.Tensor, fillers: Collection[int]) -> to
     """
     Takes the rewards from filler rows: TRL leaves rows without any out of the mean and the standard deviation that
     scale the advantages of the others, and out of its metrics. `rewards` has the shape `(N·M, F)`, over all processes.
-    A batch of filler rows alone keeps them, since a mean of nothing is not a number.
+    A batch of filler rows alone keeps them, since the mean of no rewards is NaN.
     """
     if 0 < len(fillers) < len(rewards):
         rewards = rewards.clone()

@@ -10,11 +10,11 @@ import torch
 from accelerate.logging import get_logger
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from trl.extras.profiling import profiling_context
 
 from .buffer.batches import BufferedBatches
-from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import EndlessFeed, PromptFeed, skip_passes
 from .buffer.rounds import round_policy
 from .buffer.scores import GroupScores
@@ -63,7 +63,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     Overrides `_generate_single_turn`, `_generate`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
     `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`,
-    `_load_optimizer_and_scheduler`, `train` and `create_model_card`, each around TRL's own.
+    `_load_optimizer_and_scheduler`, `_save_checkpoint`, `train` and `create_model_card`, each around TRL's own.
 
     Args:
         args ([`DARTSGRPOConfig`], *optional*):
@@ -179,7 +179,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if self._batches is not None and (args.drop_uniform_groups or args.stream_rewards):
             decode = partial(decode_completions, self)
             self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, self._streams.owners)
-        self._state_callback = RolloutStateCallback(self._admission, self._batches)
+        lengths = self._tracker_callback
+        self._state_callback = RolloutStateCallback(lengths, self._admission, self._batches, self._main)
         self.add_callback(self._state_callback)
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
@@ -482,13 +483,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        self._main.run(lambda: self._tracker_callback.load(Path(checkpoint)))
-        self._main.run(lambda: self._state_callback.load(Path(checkpoint)))
-        if self._batches is None:
-            warn_of_lost_prompts(Path(checkpoint))
-        else:
-            load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
+        self._state_callback.load(Path(checkpoint), skips=not self.args.ignore_data_skip)
+        if self._batches is not None:
             skip_passes(self._sampler, self._batches.feed.passes_behind(Path(checkpoint)))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        directory = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._state_callback.save(directory, mid_epoch=not float(self.state.epoch).is_integer())
+        super()._save_checkpoint(model, trial)
+        self._state_callback.checkpoint = str(directory)
 
     def _forget_training(self) -> None:
         """
@@ -502,7 +505,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 left.clear()
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        checkpoint = self._main.broadcast(lambda: checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir))
         self._forget_training()
         self._state_callback.checkpoint = checkpoint
         try:
