@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
     process.start()
     other.close()
     seconds: list[float] = []
-    try:
+    with suppress(EOFError):  # it has come to its end
         for number in range(1, sys.maxsize):
             saving.recv()
             start = time.perf_counter()
@@ -89,8 +90,6 @@ def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
                 break
             saving.recv()
             seconds.append(time.perf_counter() - start)
-    except EOFError:  # it has come to its end
-        pass
     process.join()
     if not kill_at and process.exitcode:
         raise SystemExit("A trainer failed; see above.")
@@ -118,9 +117,9 @@ def wrong_prompts(directory: Path, max_steps: int) -> list[tuple[int, str]]:
     steps = {entry["step"]: entry["prompts"] for entry in entries}
     prompts = [f"{i} + {i} =" for i in range(NUM_PROMPTS)]
     wrong = []
-    for epoch, first in enumerate(range(0, max_steps, STEPS)):
+    for first in range(0, max_steps, STEPS):
         counts = Counter(prompt for step in range(first, first + STEPS) for prompt in steps[step])
-        wrong += [(epoch, prompt) for prompt in prompts if counts[prompt] != 1]
+        wrong += [(first // STEPS, prompt) for prompt in prompts if counts[prompt] != 1]
     return wrong
 
 

@@ -199,13 +199,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
     @property
     def _num_rollouts(self) -> int:
         """How many came before this one. By the optimizer's steps: a resumed training goes on counting."""
-        return int(self._num_passes // (self.args.steps_per_generation * self.args.num_iterations))
-
-    @property
-    def _num_passes(self) -> int:
-        """Micro-steps of the training before now, those before a resume included."""
-        passes = self.args.gradient_accumulation_steps
-        return int(self.state.global_step * passes + self._step % passes)
+        args, passes = self.args, self.args.gradient_accumulation_steps
+        done = self.state.global_step * passes + self._step % passes
+        return int(done // (args.steps_per_generation * args.num_iterations))
 
     @property
     def is_sharded(self) -> bool:
@@ -349,8 +345,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         training's last.
         """
         args = self.args
-        left = self.state.max_steps * args.gradient_accumulation_steps - self._num_passes
-        if left <= args.steps_per_generation * args.num_iterations:
+        num_passes = self.state.max_steps * args.gradient_accumulation_steps
+        if self._num_rollouts + 1 >= num_passes / (args.steps_per_generation * args.num_iterations):
             return
         batch = self._batches.next_round(self.state.global_step, ahead=True)
         if batch is None:
