@@ -3,17 +3,17 @@ Trainers that are killed within a checkpoint: does the newest whole one resume, 
 
     python benchmarks/checkpoints.py --kills 50
 
-Partial rollouts on a real vLLM server, whose buffer holds tokens of unfinished prompts. Each trainer is a process that
-resumes from the last whole checkpoint and saves after every step. It is ended with SIGKILL at a random moment of its
-first, second or third checkpoint, within the time that one takes. The last trainer is left alone. Checked: one
-checkpoint is whole after each kill, and in each epoch each prompt is trained on once, by the steps that count. Printed
-too: which file a killed trainer had written last.
+Partial rollouts on a real vLLM server, whose buffer holds tokens of unfinished prompts. Each trainer resumes from the
+last whole checkpoint, saves after every step, and is ended with SIGKILL at a random moment of its first, second or
+third checkpoint; the last one is left alone. Checked: a checkpoint is whole after each kill, and in each epoch each
+prompt is trained on once, by the steps that count. Printed too: the file that a killed trainer had written last.
 """
 
 import argparse
 import json
 import multiprocessing
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -26,8 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-NUM_PROMPTS, BATCH, ROWS = 32, 4, 2  # of an epoch, of a step, and rows of a prompt
-STEPS = NUM_PROMPTS // BATCH
+PROMPTS = [f"{i} + {i} =" for i in range(32)]
+BATCH, ROWS = 4, 2  # prompts of a step, and rows of a prompt
+STEPS = len(PROMPTS) // BATCH  # of an epoch
 LOG = "trained.jsonl"
 
 
@@ -44,7 +45,7 @@ def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any)
     class Trainer(DARTSGRPOTrainer):
         def _collect_inputs(self, num_rows: int) -> list[dict[str, Any]]:
             inputs = super()._collect_inputs(num_rows)
-            entry = {"step": self.state.global_step, "prompts": [row["prompt"] for row in inputs[::ROWS]]}
+            entry = self.state.global_step, [row["prompt"] for row in inputs[::ROWS]]
             with Path(directory, LOG).open("a") as file:
                 file.write(json.dumps(entry) + "\n")
             return inputs
@@ -62,7 +63,7 @@ def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any)
         model_dir,
         reward_funcs=lambda completion_ids, **kwargs: [float(len(ids)) for ids in completion_ids],
         args=training_args(url, directory, **fields),
-        train_dataset=Dataset.from_list([{"prompt": f"{i} + {i} ="} for i in range(NUM_PROMPTS)]),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
         processing_class=AutoTokenizer.from_pretrained(model_dir),
     )
     trainer.remove_callback(PrinterCallback)
@@ -70,10 +71,7 @@ def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any)
 
 
 def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
-    """
-    Trains in another process, and kills it so long after its `kill_at`-th checkpoint has begun, or not at all. Returns
-    the median seconds of a checkpoint.
-    """
+    """Trains in a process, and kills it so long after its `kill_at`-th checkpoint begins; seconds of a checkpoint."""
     context = multiprocessing.get_context("forkserver")
     saving, other = context.Pipe(duplex=False)
     process = context.Process(target=train, args=(*arguments, other))
@@ -91,7 +89,7 @@ def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
             saving.recv()
             seconds.append(time.perf_counter() - start)
     process.join()
-    if not kill_at and process.exitcode:
+    if process.exitcode != (-signal.SIGKILL if kill_at else 0):
         raise SystemExit("A trainer failed; see above.")
     return statistics.median(seconds or [0.0])
 
@@ -113,13 +111,11 @@ def what_is_left(directory: Path) -> tuple[int, str, int]:
 
 def wrong_prompts(directory: Path, max_steps: int) -> list[tuple[int, str]]:
     """Epochs and prompts that were not trained on exactly once. Of two entries of a step, the later counts."""
-    entries = [json.loads(line) for line in (directory / LOG).read_text().splitlines()]
-    steps = {entry["step"]: entry["prompts"] for entry in entries}
-    prompts = [f"{i} + {i} =" for i in range(NUM_PROMPTS)]
+    steps = dict(map(json.loads, (directory / LOG).read_text().splitlines()))
     wrong = []
     for first in range(0, max_steps, STEPS):
         counts = Counter(prompt for step in range(first, first + STEPS) for prompt in steps[step])
-        wrong += [(first // STEPS, prompt) for prompt in prompts if counts[prompt] != 1]
+        wrong += [(first // STEPS, prompt) for prompt in PROMPTS if counts[prompt] != 1]
     return wrong
 
 
@@ -148,7 +144,7 @@ def main() -> None:
         wrong = wrong_prompts(directory, max_steps)
     print(f"{options.kills} kills, {max_steps} steps, {max_steps // STEPS} epochs; a checkpoint takes {seconds:.2f} s")
     print(f"tokens in the buffers that were resumed: median {statistics.median(tokens):.0f}, most {max(tokens)}")
-    print("last file: " + ", ".join(f"{name} {count}" for name, count in newest.most_common()))
+    print(f"last file: {dict(newest.most_common())}")
     print(f"prompts lost or trained on twice: {len(wrong)} {wrong or ''}")
     sys.exit(1 if wrong else 0)
 
