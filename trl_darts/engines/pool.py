@@ -1,5 +1,5 @@
 """
-Which servers are healthy. Lives in the engine's event loop, and longer than a rollout.
+What is known of each server: the one record, in the engine's event loop. It lives longer than a rollout.
 
 ```
         fails, or does not answer in time                answers again
@@ -8,13 +8,15 @@ Which servers are healthy. Lives in the engine's event loop, and longer than a r
     └──────────────────── has the current weights ────────────────────────────┘
 ```
 
-A server that is not UP is asked for its health alone: one that comes back has old weights, or none of ours.
+A server that is not UP is asked for its health alone: one that comes back has old weights, or none of ours. It is
+UP again once it is shown to have those of the last weight sync (`version`), which are the rollout's.
 """
 
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,9 +24,10 @@ from typing import Protocol
 
 import aiohttp
 
+from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
 from .deadlines import Deadlines
 from .server_log import explain, find_log
-from .vllm_api import ServerRefusedError, VLLMServer
+from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, server_load
 
 
 PROBE_INTERVAL_S = 2.0
@@ -46,6 +49,10 @@ class State(Enum):
 class Listener(Protocol):
     """Who must hear of changes while a rollout runs."""
 
+    def num_held(self, url: str) -> int:
+        """How many candidates a server has now."""
+        ...
+
     def on_lost(self, url: str, reason: str) -> None:
         """A server is lost."""
         ...
@@ -61,50 +68,72 @@ class Listener(Protocol):
 
 @dataclass
 class Member:
-    """A server of the pool."""
+    """A server of the pool, with all that is known of it."""
 
     server: VLLMServer
     tail: bool  # whether it is one of those that take over what is left
-    limit: int  # most candidates at once: connections that this process can hold. vLLM itself queues what is too much
+    limit: ConcurrencyLimit | None = None  # once it has been asked how many slots it has; until then it gets nothing
     state: State = State.UP
     reason: str = ""  # why it was lost last
+    version: int = 0  # of the weights that it has: the number of the sync that brought them; 0 for those it loaded
     draining: bool = False
     asleep: bool | None = False  # unknown where two kinds take turns, until it has been told
     num_losses: int = 0
     log: Path | None = None  # looked for while it is there
+    load: ServerLoad | None = None  # when it was asked last; `None` if it does not say
+    heard: float = 0.0  # when it last gave a sign that it decodes, by `time.perf_counter`
 
     @property
     def capacity(self) -> int:
         """The most candidates at once."""
-        return 0 if self.draining or self.asleep is not False else self.limit
+        return 0 if self.draining or self.asleep is not False or self.limit is None else int(self.limit)
 
     @property
     def decodes(self) -> bool:
         """Whether it is healthy and awake."""
         return self.state is State.UP and self.asleep is False
 
+    @property
+    def may_queue(self) -> bool:
+        """Whether requests may wait in its queue, or were put back there; a server without metrics may have some."""
+        return self.load is None or self.load.num_waiting > 0
+
+
+Refresh = Callable[[Member, int], Awaitable[bool]]
+
+
+async def has_loaded_weights(member: Member, version: int) -> bool:
+    """Without a weight sync, a server that comes back has the weights that it loads."""
+    return version == 0
+
 
 class ServerPool:
-    """The servers of an engine. Must be used in the event loop alone, but for reading states."""
+    """
+    The servers of an engine. Must be used in the event loop alone, but for reading.
+
+    `refresh` brings a server that has come back to the weights of the last sync, and returns whether it has them.
+    """
 
     def __init__(
         self,
         servers: Mapping[str, VLLMServer],
         deadlines: Deadlines,
-        limit: int,
+        most: int,
         tail_urls: Collection[str] = (),
         takes_turns: bool = False,
+        refresh: Refresh = has_loaded_weights,
     ) -> None:
-        share = max(1, limit // len(servers))
         self._asleep_at_first = None if takes_turns else False  # also of one that comes back, as another process
         self.members = {
-            url: Member(server, url in tail_urls, share, asleep=self._asleep_at_first)
-            for url, server in servers.items()
+            url: Member(server, url in tail_urls, asleep=self._asleep_at_first) for url, server in servers.items()
         }
         self.takes_turns = takes_turns  # whether those of the tail are on the others' GPUs
         self.deadlines = deadlines
+        self.version = 0  # of the last weight sync
+        self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a server that is back
         self.listener: Listener | None = None
-        self._limit = limit
+        self._most = most
+        self._refresh = refresh
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
     def urls(self, state: State) -> list[str]:
@@ -118,21 +147,39 @@ class ServerPool:
 
     def add(self, url: str, server: VLLMServer) -> None:
         """Adds a server that has answered, but has none of our weights yet."""
-        self.members[url] = Member(server, False, 1, State.RETURNED, "it is new", asleep=self._asleep_at_first)
-        self._share_limit()
+        self.members[url] = Member(server, False, None, State.RETURNED, "it is new", asleep=self._asleep_at_first)
+        self._share_connections()
 
     def remove(self, url: str) -> None:
         """Forgets a server. What it still decodes goes on elsewhere."""
         if self.listener is not None:
             self.lose(url, "it has left the training")
         del self.members[url]
-        self._share_limit()
+        self._share_connections()
         if (watcher := self._watchers.pop(url, None)) is not None:
             watcher.cancel()
 
-    def _share_limit(self) -> None:
-        for member in self.members.values():
-            member.limit = max(1, self._limit // len(self.members))
+    @property
+    def _connections(self) -> int:
+        """How many each server can have."""
+        return max(1, self._most // len(self.members))
+
+    def _share_connections(self) -> None:
+        for limit in filter(None, (member.limit for member in self.members.values())):
+            limit.most = self._connections
+
+    async def _ask_for_slots(self, url: str) -> None:
+        """A server that was started again may have others."""
+        member = self.members[url]
+        try:
+            info = await member.server.get("/server_info?config_format=json", self.deadlines.info_s)
+        except FAILURES:  # what is wrong with it shows when it is used
+            info = None
+        slots = max_num_seqs((info or {}).get("vllm_config") or {})
+        if member.limit is None or member.limit.slots != slots:
+            member.limit = ConcurrencyLimit(slots, self._connections)
+        if member.state is State.UP:
+            self._tell(lambda listener: listener.on_resized(url, member.capacity))
 
     def lose(self, url: str, reason: str) -> None:
         """Takes a server out until it answers again."""
@@ -150,6 +197,7 @@ class ServerPool:
     def join(self, url: str) -> None:
         """Uses a server again that has the current weights."""
         member = self.members[url]
+        member.version = self.version
         if member.state is State.RETURNED:
             member.state = State.UP
             self._tell(lambda listener: listener.on_joined(url, member.capacity))
@@ -195,7 +243,14 @@ class ServerPool:
             say(self.listener)
 
     async def _watch(self, url: str) -> None:
-        await self._find_log(url)
+        await asyncio.gather(self._begin(url), self._keep_probing(url))
+
+    async def _begin(self, url: str) -> None:
+        await asyncio.gather(self._find_log(url), self._ask_for_slots(url))
+        if self.members[url].state is State.RETURNED:  # a new one
+            await self._bring_back(url)
+
+    async def _keep_probing(self, url: str) -> None:
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
@@ -211,8 +266,41 @@ class ServerPool:
             self.lose(url, describe(error, f"`/health` after {self.deadlines.health_s:g} s"))
             return
         if member.state is State.DOWN:
-            member.state = State.RETURNED
             await self._find_log(url)
+            await self._ask_for_slots(url)
+            member.state = State.RETURNED
+            await self._bring_back(url)
+        elif member.state is State.UP and self.listener is not None:
+            await self._observe(url)
+
+    async def _bring_back(self, url: str) -> None:
+        """Uses a server again that has come back, if it has the current weights, or can be given them now."""
+        async with self.updating:
+            member = self.members[url]
+            if member.state is not State.RETURNED:  # a weight sync was first
+                return
+            try:
+                fresh = await self._refresh(member, self.version)
+            except Exception as error:
+                self.lose(url, describe(error, "the weights"))
+                return
+            waits = "" if fresh else ", and waits for a weight sync"
+            logger.warning("The vLLM server at %s is back%s.", url, waits)
+            if fresh:
+                self.join(url)
+
+    async def _observe(self, url: str) -> None:
+        """A server that decodes anything is alive. One that is short of memory gets fewer candidates."""
+        member, before = self.members[url], self.members[url].load
+        member.load = load = await server_load(member.server, self.deadlines.health_s)
+        if load is None or self.listener is None or member.limit is None:
+            return
+        if before is None or load.num_tokens != before.num_tokens:
+            member.heard = time.perf_counter()
+        capacity = member.capacity
+        member.limit.observe(load, self.listener.num_held(url))
+        if member.capacity != capacity and member.state is State.UP:
+            self.listener.on_resized(url, member.capacity)
 
     async def _find_log(self, url: str) -> None:
         self.members[url].log = await asyncio.to_thread(find_log, url)

@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 
 from ..errors import GenerationError
+from ..scheduling.concurrency import ServerLoad
 
 
 # The server closes an idle connection after 5 s. A client that keeps it longer sends requests into a closing socket.
@@ -229,16 +230,37 @@ class DraftCounts:
 
 async def draft_counts(server: VLLMServer, timeout_s: float = 2.0) -> DraftCounts | None:
     """What a server has drafted so far; `None` if it does not say."""
+    found = await _metrics(server, timeout_s)
+    names = [field.name for field in fields(DraftCounts)]
+    values = [found.get(name) or found.get(f"spec_decode_{name}") for name in names] if found else []
+    return DraftCounts(*(sum(own or ()) for own in values)) if found else None
+
+
+async def server_load(server: VLLMServer, timeout_s: float = 2.0) -> ServerLoad | None:
+    """How busy a server is; `None` if it does not say."""
+    found = await _metrics(server, timeout_s)
+    names = ("num_requests_running", "num_requests_waiting", "num_preemptions", "generation_tokens")
+    if not all(name in found for name in (*names, "kv_cache_usage_perc")):
+        return None
+    running, waiting, preemptions, tokens = (sum(found[name]) for name in names)
+    return ServerLoad(running, waiting, preemptions, max(found["kv_cache_usage_perc"]), tokens)
+
+
+async def _metrics(server: VLLMServer, timeout_s: float) -> dict[str, list[float]]:
+    """
+    A server's metrics, by their names without `vllm:` and `_total`, with one value for each of its engines (and for
+    each label); empty if it does not say.
+    """
     try:
         text = await server.get_text("/metrics", timeout_s)
     except (aiohttp.ClientError, ServerRefusedError, TimeoutError):
-        return None
-    totals = {field.name: 0.0 for field in fields(DraftCounts)}
+        return {}
+    found: dict[str, list[float]] = {}
     for line in text.splitlines():
-        name = line.partition("{")[0].removeprefix("vllm:").removeprefix("spec_decode_").removesuffix("_total")
-        if name in totals and line.startswith("vllm:"):  # one line for each engine of the server
-            totals[name] += float(line.rpartition(" ")[2])
-    return DraftCounts(**totals)
+        if line.startswith("vllm:"):
+            name = re.split(r"[{ ]", line, maxsplit=1)[0].removeprefix("vllm:").removesuffix("_total")
+            found.setdefault(name, []).append(float(line.rpartition(" ")[2]))
+    return found
 
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:

@@ -21,7 +21,7 @@ from .main_process import MainProcess
 from .pool import TURN_TIMEOUT_S, State
 from .preflight import ServerFacts, check_server
 from .vllm_api import DraftCounts, draft_counts
-from .vllm_server import VLLMServerEngine, bring_back
+from .vllm_server import VLLMServerEngine
 
 
 class SyncedGeneration(VLLMGeneration):
@@ -52,7 +52,6 @@ class SyncedGeneration(VLLMGeneration):
         self._sync_seconds: float | None = None
         self._num_syncs = 0
         self._draft_counts: dict[str, DraftCounts] = {}  # by server, at the last look
-        self._waiting: set[str] = set()  # servers that have come back, and wait for the next sync
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -153,7 +152,14 @@ class SyncedGeneration(VLLMGeneration):
 
     def bring_back(self) -> None:
         """Uses servers again that have come back, once they have the current weights."""
-        bring_back(self.engine, self.refresh, self._waiting)
+        for url, state in self.engine.states().items():
+            if state is not State.RETURNED:
+                continue
+            try:
+                if self.refresh(url):
+                    self.engine.join(url)
+            except Exception as error:
+                self.engine.lose(url, f"{type(error).__name__}: {error}")
 
     def refresh(self, url: str) -> bool:
         """
