@@ -31,6 +31,7 @@ from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, server_load
 
 
 PROBE_INTERVAL_S = 2.0
+READY_POLL_S = 0.005
 TURN_TIMEOUT_S = 120.0  # a large model's weights go to the host's memory, or come from there
 FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
@@ -144,6 +145,11 @@ class ServerPool:
         """Begins to look after those servers that it does not yet look after."""
         for url in self.members.keys() - self._watchers.keys():
             self._watchers[url] = asyncio.create_task(self._watch(url))
+
+    async def ready(self) -> None:
+        """Waits until each server that is up has said how many slots it has: the first to answer must not get all."""
+        while any(member.state is State.UP and member.limit is None for member in self.members.values()):
+            await asyncio.sleep(READY_POLL_S)
 
     def add(self, url: str, server: VLLMServer) -> None:
         """Adds a server that has answered, but has none of our weights yet."""

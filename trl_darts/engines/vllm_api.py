@@ -114,7 +114,8 @@ class VLLMServer:
         return (await self._get(path, timeout_s) or b"").decode(errors="replace")
 
     async def _get(self, path: str, timeout_s: float) -> bytes | None:
-        async with self._session.get(self.base_url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
+        async with self._session.get(self.base_url + path, timeout=timeout) as response:
             if response.status == 404:
                 return None
             await self._check(response)

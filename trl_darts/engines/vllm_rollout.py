@@ -112,14 +112,11 @@ class RolloutRun:
 
     async def execute(self, plans: Sequence[GroupPlan]) -> RolloutResult:
         """Runs it to its end."""
-        if self.pool.takes_turns:
-            await self.pool.take_turns(tail=False)
-        members = self.pool.members
-        engines = [EngineLoad(url, members[url].capacity, tail=members[url].tail) for url in self.pool.urls(State.UP)]
-        self.pool.listener = self
         clock = asyncio.create_task(self._keep_time())
         try:
-            self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
+            if self.pool.takes_turns:
+                await self.pool.take_turns(tail=False)
+            await self._begin(plans)
             if not self.scheduler.done:
                 await self.finished
         except BaseException:
@@ -132,6 +129,17 @@ class RolloutRun:
         if self.pool.takes_turns:  # a weight sync finds them as it left them
             await self.pool.take_turns(tail=False)
         return self.scheduler.result()
+
+    async def _begin(self, plans: Sequence[GroupPlan]) -> None:
+        ready = asyncio.create_task(self.pool.ready())
+        await asyncio.wait([ready, self.finished], return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self.finished.done():
+            self.finished.result()
+        members = self.pool.members
+        engines = [EngineLoad(url, members[url].capacity, tail=members[url].tail) for url in self.pool.urls(State.UP)]
+        self.pool.listener = self
+        self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
 
     # Of the pool
 
@@ -249,7 +257,9 @@ class RolloutRun:
             self._report(CandidateStalled(*request.key, reason, now))
 
     def _fail(self, error: Exception) -> None:
-        if self.scheduler.drop_failed_groups:  # what is complete by now will do, if anything is
+        if (
+            self.scheduler.drop_failed_groups and self.pool.listener is self
+        ):  # what is complete will do, if anything is
             self._report(RolloutExpired(str(error), time.perf_counter()))
         elif not self.finished.done():
             self.finished.set_exception(error)

@@ -117,7 +117,8 @@ class VLLMServerEngine:
     @property
     def members(self) -> dict[str, Member]:
         """What is known of each server, to be read."""
-        return dict(self.call(self.pool()).members)
+        pool = self._pool or self.call(self.pool())
+        return dict(pool.members)
 
     def states(self) -> dict[str, State]:
         return {url: member.state for url, member in self.members.items()}
