@@ -26,6 +26,10 @@ class GenerationTimeoutError(GenerationError, TimeoutError):
     """An engine did not answer within its deadline."""
 
 
+class WeightsLostError(GenerationError):
+    """No server has the weights any more that a rollout was launched with, and the trainer has others by now."""
+
+
 class WeightSyncError(TRLDARTSError, RuntimeError):
     """The engine could not be brought to the trainer's weights. `failures` has those of servers, by address."""
 

@@ -36,6 +36,7 @@ from .engines.factory import make_engine
 from .engines.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
+from .errors import WeightsLostError
 from .policy import LatencyCurve, LengthTracker
 from .resume import checkpoint_to_resume, where_it_stopped
 from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
@@ -244,11 +245,19 @@ class DARTSGRPOTrainer(GRPOTrainer):
         main, streams = self._main, self._streams if training else Streams()
         meanwhile = streams.follow if streams else None
         plan = main.run(lambda: self._plan(batch, training)) if ahead is None else ahead[1]
-        with RolloutProgress(self.callback_handler.callbacks) as progress:
-            ids = self._batches if training else None
-            on_progress = main.run(lambda: streams.watch(batch.longest, progress, ids and ids.round_ids), meanwhile)
-            with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
-                result = self._engine.run(plan, batch, on_progress, meanwhile)
+        try:
+            with RolloutProgress(self.callback_handler.callbacks) as progress:
+                ids = self._batches if training else None
+                on_progress = main.run(
+                    lambda: streams.watch(batch.longest, progress, ids and ids.round_ids), meanwhile
+                )
+                with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
+                    result = self._engine.run(plan, batch, on_progress, meanwhile)
+        except WeightsLostError as error:  # of one that was launched ahead
+            logger.warning(f"{error} The rollout begins anew with those.")
+            self._last_loaded_step = -1
+            self._sync_weights()
+            return self._rollout(batch, training)
         rows, record = main.broadcast(lambda: self._conclude(plan, result, batch, training), meanwhile)
         if meanwhile is not None and not main.is_here:
             meanwhile()  # what the main process sent last
@@ -272,7 +281,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             groups = admission.plans(batch.infos)
             placement = self._engine.placement(admission, batch)
             policies = args.policies(admission.expected_lengths, placement=placement, rollout=number, tail=self._tail)
-        scheduler = Scheduler(policies, batch.num_generations, args.on_generation_error == "drop_group")
+        drops = args.on_generation_error == "drop_group"
+        scheduler = Scheduler(policies, batch.num_generations, drops, carries_tokens=not args.not_carried)
         return RolloutPlan(admission, groups, scheduler)
 
     def _conclude(

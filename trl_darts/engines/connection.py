@@ -10,6 +10,7 @@ from ..checks import has_images
 from ..errors import ConfigurationError
 from ..weights.fleet import resolve_weight_sync
 from .deadlines import Deadlines
+from .pool import Refresh, has_loaded_weights
 from .preflight import Requirements, ServerFacts, check_server
 from .vllm_server import VLLMServerEngine
 
@@ -74,9 +75,9 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
         raise
 
 
-def open_engine(settings: ServerSettings) -> VLLMServerEngine:
+def open_engine(settings: ServerSettings, refresh: Refresh = has_loaded_weights) -> VLLMServerEngine:
     tail = settings.tail_urls, settings.takes_turns
-    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail)
+    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail, refresh)
 
 
 def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> ServerFacts:

@@ -77,12 +77,14 @@ class Member:
     state: State = State.UP
     reason: str = ""  # why it was lost last
     version: int = 0  # of the weights that it has: the number of the sync that brought them; 0 for those it loaded
+    waits: bool = False  # for the next weight sync: it is back, and can't be given the weights of the last one
     draining: bool = False
     asleep: bool | None = False  # unknown where two kinds take turns, until it has been told
     num_losses: int = 0
     log: Path | None = None  # looked for while it is there
     load: ServerLoad | None = None  # when it was asked last; `None` if it does not say
     heard: float = 0.0  # when it last gave a sign that it decodes, by `time.perf_counter`
+    queued: float = 0.0  # when requests last waited in its queue, or were put back there by a preemption
 
     @property
     def capacity(self) -> int:
@@ -94,11 +96,6 @@ class Member:
         """Whether it is healthy and awake."""
         return self.state is State.UP and self.asleep is False
 
-    @property
-    def may_queue(self) -> bool:
-        """Whether requests may wait in its queue, or were put back there; a server without metrics may have some."""
-        return self.load is None or self.load.num_waiting > 0
-
 
 Refresh = Callable[[Member, int], Awaitable[bool]]
 
@@ -106,6 +103,13 @@ Refresh = Callable[[Member, int], Awaitable[bool]]
 async def has_loaded_weights(member: Member, version: int) -> bool:
     """Without a weight sync, a server that comes back has the weights that it loads."""
     return version == 0
+
+
+async def shows_weights(member: Member, version: int) -> bool:
+    """For a process that follows the main one: whether a server was given them, and was not started again since."""
+    if version == 0:
+        return True
+    return member.version == version and await member.server.weight_version() == f"v{version}"
 
 
 class ServerPool:
@@ -195,6 +199,7 @@ class ServerPool:
             logger.warning("The vLLM server at %s is lost: %s", url, reason)
         was_up = member.state is State.UP
         member.state, member.reason = State.DOWN, reason  # before anyone asks who is left
+        member.waits = False
         member.asleep = self._asleep_at_first
         if was_up:
             member.num_losses += 1
@@ -203,10 +208,19 @@ class ServerPool:
     def join(self, url: str) -> None:
         """Uses a server again that has the current weights."""
         member = self.members[url]
-        member.version = self.version
+        member.version, member.waits = self.version, False
         if member.state is State.RETURNED:
             member.state = State.UP
             self._tell(lambda listener: listener.on_joined(url, member.capacity))
+
+    def follow(self, version: int, up: Collection[str]) -> None:
+        """Takes over from the main process which servers have the weights of the last sync."""
+        self.version = version
+        for url, member in self.members.items():
+            if url in up:
+                self.join(url)
+            elif member.state is State.UP:
+                self.lose(url, "the main process does not use it")
 
     def drain(self, url: str, draining: bool = True) -> None:
         """Sends a server nothing new, or something again; what it decodes goes on."""
@@ -290,8 +304,8 @@ class ServerPool:
             except Exception as error:
                 self.lose(url, describe(error, "the weights"))
                 return
-            waits = "" if fresh else ", and waits for a weight sync"
-            logger.warning("The vLLM server at %s is back%s.", url, waits)
+            logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else ", and waits for a weight sync")
+            member.waits = not fresh
             if fresh:
                 self.join(url)
 
@@ -301,8 +315,10 @@ class ServerPool:
         member.load = load = await server_load(member.server, self.deadlines.health_s)
         if load is None or self.listener is None or member.limit is None:
             return
-        if before is None or load.num_tokens != before.num_tokens:
+        if before is not None and load.num_tokens != before.num_tokens:
             member.heard = time.perf_counter()
+        if load.num_waiting:
+            member.queued = time.perf_counter()
         capacity = member.capacity
         member.limit.observe(load, self.listener.num_held(url))
         if member.capacity != capacity and member.state is State.UP:

@@ -158,6 +158,11 @@ class VLLMServer:
             await self._check(response)
             return True
 
+    async def weight_version(self) -> str | None:
+        """`"v<number>"` after an update, `"default"` after a start, `None` from a server without versions."""
+        version: str | None = (await self.get("/weight_info") or {}).get("weight_version")
+        return version
+
     async def sleep(self, timeout_s: float) -> None:
         """Frees the GPU: weights go to the host's memory, the KV cache is dropped. Nothing may be decoded."""
         await self._tell("/sleep?level=1", timeout_s)

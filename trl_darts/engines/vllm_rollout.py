@@ -223,7 +223,7 @@ class RolloutRun:
     def _check_server(self, url: str, requests: Sequence[OpenRequest], now: float) -> None:
         """Loses a server that is silent. Where one decodes, candidates that get no tokens go on elsewhere."""
         member = self.pool.members[url]
-        heard = max(member.heard, max(request.heard for request in requests))
+        heard = max(member.heard, min(request.heard for request in requests))
         decodes = any(request.decodes for request in requests)
         if now - heard > self._limit(decodes)[1]:
             reason = self._late(decodes)
@@ -232,10 +232,10 @@ class RolloutRun:
             if len(stuck) < len(requests):
                 self.pool.lose(url, reason)
             return
-        for request in requests:
-            # Without metrics, one that has not begun is taken for queued.
-            queued = member.may_queue and not (member.load is None and request.decodes)
-            if not queued and now - request.heard > self._limit(request.decodes)[1]:
+        for request in [request for request in requests if request.heard < member.heard]:
+            # Where the server does not say whether requests wait, one that has not begun may.
+            may_be_late = request.decodes or member.load is not None
+            if may_be_late and now - max(request.heard, member.queued) > self._limit(request.decodes)[1]:
                 self._stall([request], f"{url}: {self._late(request.decodes)}, though it decodes others", now)
 
     def _limit(self, decodes: bool) -> tuple[str, float]:

@@ -135,6 +135,16 @@ class VLLMServerEngine:
         """Uses a server again that has come back, and has been given the current weights."""
         self._in_loop(lambda pool: pool.join(url))
 
+    def follow(self, version: int, up: Collection[str]) -> None:
+        """Takes over from the main process which servers have the weights of the last sync, and their version."""
+        self._in_loop(lambda pool: pool.follow(version, up))
+
+    @property
+    def up(self) -> tuple[int, list[str]]:
+        """What another process follows."""
+        pool = self.call(self.pool())
+        return pool.version, pool.urls(State.UP)
+
     def drain(self, url: str, draining: bool = True) -> None:
         """Sends a server no new candidates, or some again; those that it decodes go on."""
         self._in_loop(lambda pool: pool.drain(url, draining))
