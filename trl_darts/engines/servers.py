@@ -18,7 +18,6 @@ from .sampling import not_carried
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
-from .vllm_server import VLLMServerEngine
 
 
 class ServerEngine:
@@ -44,8 +43,8 @@ class ServerEngine:
     ) -> Any:
         """See [`Engine`]."""
         images = gather_object(batch.images or [None] * batch.sizes[self._main.index]) if batch.multimodal else None
-        result = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
         self._in_flight = False
+        result = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
         if self._main.num_processes > 1:
             up = self._main.broadcast(lambda: self._generation.engine.up)
             if not self._main.is_here:
@@ -53,12 +52,11 @@ class ServerEngine:
         return result
 
     @property
-    def _own_engine(self) -> VLLMServerEngine:
-        """That of this process: other processes than the main one ask the servers in later turns alone."""
+    def _own_engine(self) -> Any:
+        """The `VLLMServerEngine` of this process: others than the main one ask the servers in later turns alone."""
         if self._generation.engine is None:
             self._generation.engine = open_engine(self._generation.settings, shows_weights)
-        engine: VLLMServerEngine = self._generation.engine
-        return engine
+        return self._generation.engine
 
     def launch(self, plan: Any, batch: PromptBatch) -> None:
         """
@@ -143,7 +141,8 @@ class ServerEngine:
                 on_progress(ledger)
             self._bring_back()
 
-        return self._own_engine.run(*self._request(plan, batch, images, room), tend)
+        result: RolloutResult = self._own_engine.run(*self._request(plan, batch, images, room), on_progress=tend)
+        return result
 
     def _bring_back(self) -> None:
         if self._main.is_here:
@@ -164,7 +163,8 @@ class ServerEngine:
                     "has others by now. With `weight_sync='filesystem'` they get them from files."
                 )
 
-        return self._own_engine.wait(rollout, tend)
+        result: RolloutResult = self._own_engine.wait(rollout, tend)
+        return result
 
     def _request(
         self, plan: RolloutPlan, batch: PromptBatch, images: Sequence[Any] | None = None, room: int | None = None
