@@ -50,6 +50,7 @@ def test_cpu():
         "--max-model-len": "512",
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1",
+        "--api-server-count": "1",
         "--dtype": "float32",
         "--block-size": "32",
         "--distributed-executor-backend": "uni",
@@ -123,9 +124,18 @@ def test_key_is_in_the_environment_and_nowhere_else():
     (command,) = make_commands(settings, CPU)
     notes = trainer_notes(settings, CPU)
     assert command.env["VLLM_API_KEY"] == "s3cret"
+    assert command.env["VLLM_USE_RUST_FRONTEND"] == "0"  # it runs no middleware
     shown = [repr(settings), repr(command), str(command), as_python(trainer_arguments(settings, CPU, [command]))]
     assert not [text for text in [*shown, *notes, *command.argv] if "s3cret" in text]
     assert any("VLLM_API_KEY" in note for note in notes)
+
+
+def test_who_asks_for_the_key_comes_last_and_so_is_asked_first():
+    flags = ["--middleware", "mine.Own"]
+    *_, first, mine, last, ours = one(CPU, api_key="k", vllm_flags=flags).argv
+    assert (first, mine, last) == ("--middleware", "mine.Own", "--middleware")
+    assert importlib.import_module(ours.rpartition(".")[0]).RequireKey.__name__ == ours.rpartition(".")[2]
+    assert one(CPU, vllm_flags=flags).argv.count("--middleware") == 1
 
 
 @pytest.mark.parametrize(
