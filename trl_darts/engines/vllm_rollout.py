@@ -225,7 +225,7 @@ class RolloutRun:
         member = self.pool.members[url]
         heard = max(member.heard, min(request.heard for request in requests))
         decodes = any(request.decodes for request in requests)
-        if now - heard > self._limit(decodes)[1]:
+        if now - heard > self._deadline(decodes)[1]:
             reason = self._late(decodes)
             stuck = [r for r in requests if self._candidate(r).num_empty_attempts >= MAX_STALLS]
             self._stall(stuck, reason, now)
@@ -235,16 +235,16 @@ class RolloutRun:
         for request in [request for request in requests if request.heard < member.heard]:
             # Where the server does not say whether requests wait, one that has not begun may.
             may_be_late = request.decodes or member.load is not None
-            if may_be_late and now - max(request.heard, member.queued) > self._limit(request.decodes)[1]:
+            if may_be_late and now - max(request.heard, member.queued) > self._deadline(request.decodes)[1]:
                 self._stall([request], f"{url}: {self._late(request.decodes)}, though it decodes others", now)
 
-    def _limit(self, decodes: bool) -> tuple[str, float]:
+    def _deadline(self, decodes: bool) -> tuple[str, float]:
         if decodes:
             return "vllm_token_timeout_s", self.deadlines.token_s
         return "vllm_first_token_timeout_s", self.deadlines.first_token_s
 
     def _late(self, decodes: bool) -> str:
-        name, seconds = self._limit(decodes)
+        name, seconds = self._deadline(decodes)
         return f"no tokens within `{name}` ({seconds:g} s)"
 
     def _candidate(self, request: OpenRequest) -> Candidate:
@@ -257,9 +257,8 @@ class RolloutRun:
             self._report(CandidateStalled(*request.key, reason, now))
 
     def _fail(self, error: Exception) -> None:
-        if (
-            self.scheduler.drop_failed_groups and self.pool.listener is self
-        ):  # what is complete will do, if anything is
+        has_begun = self.pool.listener is self
+        if self.scheduler.drop_failed_groups and has_begun:  # what is complete by now will do, if anything is
             self._report(RolloutExpired(str(error), time.perf_counter()))
         elif not self.finished.done():
             self.finished.set_exception(error)
