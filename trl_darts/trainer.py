@@ -273,7 +273,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             admission = UniformAdmission(batch.num_generations).plan(batch.infos)
             groups, policies = admission.plans(batch.infos), SchedulePolicies()
         elif self._batches is not None:
-            admission, groups = self._batches.plan()
+            admission, groups = self._batches.plan(self.state.global_step)
             stop = self._batches.batch_stop
             policies = args.policies(admission.expected_lengths, batch_stop=stop, rollout=number, tail=self._tail)
         else:
@@ -352,7 +352,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         Starts the next batch's rollout with the weights of now, once this batch's is over with all of its turns; it
         goes on while this batch is trained on. At the end of an epoch there is no next batch yet.
         """
-        batch = self._batches.next_round(self.state.global_step, ahead=True)
+        batch = self._batches.next_round(ahead=True)
         if batch is None:
             return
         self._sync_weights()
@@ -417,7 +417,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return inputs
 
     def _next_round(self) -> PromptBatch | None:
-        batch: PromptBatch | None = self._batches.next_round(self.state.global_step)
+        batch: PromptBatch | None = self._batches.next_round()
         if batch is not None:
             self._sync_weights()
         return batch

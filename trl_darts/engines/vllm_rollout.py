@@ -4,9 +4,6 @@ chunk an event, and each Abort makes the pending answer end with the tokens so f
 
 Whatever is wrong with a server takes it out of the pool. Its candidates go on elsewhere from the tokens that have
 arrived, or wait until it is back with the current weights. What is wrong with a request is the rollout's failure.
-
-A server is lost for its silence, and a queue is no silence: one that sends tokens of any candidate, or counts new ones
-in its metrics, is alive. A candidate that gets none there, though no request waits, is tried elsewhere.
 """
 
 import asyncio
@@ -15,14 +12,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from ..errors import GenerationError, GenerationTimeoutError
 from ..scheduling import (
-    Candidate,
     CandidateEnded,
     CandidateFailed,
     CandidateStalled,
@@ -44,6 +39,7 @@ from ..scheduling import (
 from ..scheduling.scheduler import MAX_STALLS
 from ..waiting import Waiting
 from .deadlines import Deadlines
+from .lateness import Key, OpenRequest, late_ones, silence
 from .pool import ServerPool, State, describe
 from .vllm_api import Chunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
 
@@ -64,23 +60,6 @@ LOOKS = 8
 logger = logging.getLogger(__name__)
 
 Overrides = Callable[[Submit], Mapping[str, Any]]
-Key = tuple[int, int]  # (candidate_id, segment): a candidate that moves to another server is another request
-
-
-@dataclass(slots=True, eq=False)
-class OpenRequest:
-    """A candidate's request, until its answer is complete. Times are those of `time.perf_counter`."""
-
-    command: Submit
-    heard: float  # when it was submitted, or its last tokens came
-    decodes: bool = False  # whether tokens have come
-    internal_id: str | None = None
-    task: asyncio.Task[None] | None = None
-    called_off: float | None = None  # when its abort was commanded
-
-    @property
-    def key(self) -> Key:
-        return self.command.candidate_id, self.command.segment
 
 
 class RolloutRun:
@@ -221,45 +200,28 @@ class RolloutRun:
                 self._check_server(url, wanted, now)
 
     def _check_server(self, url: str, requests: Sequence[OpenRequest], now: float) -> None:
-        """Loses a server that is silent. Where one decodes, candidates that get no tokens go on elsewhere."""
         member = self.pool.members[url]
-        heard = max(member.heard, min(request.heard for request in requests))
-        decodes = any(request.decodes for request in requests)
-        if now - heard > self._limit(decodes)[1]:
-            reason = self._late(decodes)
-            stuck = [r for r in requests if self._candidate(r).num_empty_attempts >= MAX_STALLS]
-            self._stall(stuck, reason, now)
-            if len(stuck) < len(requests):
-                self.pool.lose(url, reason)
+        reason = silence(member, requests, now, self.deadlines)
+        if reason is None:
+            for request, own in late_ones(member, requests, now, self.deadlines):
+                self._stall(request, own, now)
             return
-        for request in [request for request in requests if request.heard < member.heard]:
-            # Where the server does not say whether requests wait, one that has not begun may.
-            may_be_late = request.decodes or member.load is not None
-            if may_be_late and now - max(request.heard, member.queued) > self._limit(request.decodes)[1]:
-                self._stall([request], f"{url}: {self._late(request.decodes)}, though it decodes others", now)
+        candidates = self.scheduler.ledger.candidates
+        stuck = [r for r in requests if candidates[r.command.candidate_id].num_empty_attempts >= MAX_STALLS]
+        for request in stuck:
+            self._stall(request, reason, now)
+        if len(stuck) < len(requests):
+            self.pool.lose(url, reason)
 
-    def _limit(self, decodes: bool) -> tuple[str, float]:
-        if decodes:
-            return "vllm_token_timeout_s", self.deadlines.token_s
-        return "vllm_first_token_timeout_s", self.deadlines.first_token_s
-
-    def _late(self, decodes: bool) -> str:
-        name, seconds = self._limit(decodes)
-        return f"no tokens within `{name}` ({seconds:g} s)"
-
-    def _candidate(self, request: OpenRequest) -> Candidate:
-        return self.scheduler.ledger.candidates[request.command.candidate_id]
-
-    def _stall(self, requests: Sequence[OpenRequest], reason: str, now: float) -> None:
-        for request in requests:
-            logger.warning("Candidate %d of prompt %d: %s", request.command.index, request.command.group_id, reason)
-            self._close(request)
-            self._report(CandidateStalled(*request.key, reason, now))
+    def _stall(self, request: OpenRequest, reason: str, now: float) -> None:
+        """It is tried elsewhere."""
+        logger.warning("Candidate %d of prompt %d: %s", request.command.index, request.command.group_id, reason)
+        self._close(request)
+        self._report(CandidateStalled(*request.key, reason, now))
 
     def _fail(self, error: Exception) -> None:
-        if (
-            self.scheduler.drop_failed_groups and self.pool.listener is self
-        ):  # what is complete will do, if anything is
+        has_begun = self.pool.listener is self
+        if self.scheduler.drop_failed_groups and has_begun:  # what is complete by now will do, if anything is
             self._report(RolloutExpired(str(error), time.perf_counter()))
         elif not self.finished.done():
             self.finished.set_exception(error)

@@ -230,7 +230,7 @@ class LeastLoaded:
         return chosen.engine_id
 
     def _is_fair(self, engine: EngineLoad, num_engines: int) -> bool:
-        return engine.num_running * num_engines < self._num_candidates
+        return (engine.num_running + 1) * num_engines <= self._num_candidates
 
 
 @dataclass(frozen=True)
