@@ -162,6 +162,15 @@ def test_trainer_arguments_are_what_the_trainer_reads(tmp_path, build, weight_sy
         assert args.vllm_server_base_url == "http://127.0.0.1:8000,http://127.0.0.1:8001"
 
 
+def test_interfaces_matter_to_nccl_from_another_machine():
+    def told(**settings) -> bool:
+        return any("VLLM_HOST_IP" in note for note in trainer_notes(ServeOptions("M", **settings), CUDA))
+
+    assert told(host="0.0.0.0", api_key="k")
+    assert not told()
+    assert not told(host="0.0.0.0", api_key="k", weight_sync="filesystem")
+
+
 def test_gpus_that_are_left():
     assert "CUDA_VISIBLE_DEVICES=1,3" in trainer_notes(ServeOptions("M", devices="0,2", num_servers=2), CUDA)[0]
     assert "another machine" in trainer_notes(ServeOptions("M", tensor_parallel_size=4), CUDA)[0]

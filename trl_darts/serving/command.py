@@ -12,7 +12,7 @@ from ..engines.addresses import API_KEY_VARIABLE
 from ..speculation.drafter import HISTORY_VARIABLE
 from .build import VISIBLE_DEVICES, VLLMBuild
 from .memory import FLAG, shared_utilization
-from .options import SPECULATIVE, ServeOptions
+from .options import SPECULATIVE, ServeOptions, is_loopback
 
 
 # The `vllm` command of this very environment, whatever PATH holds.
@@ -119,6 +119,11 @@ def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
             if left
             else "The servers use every GPU here, and with 'nccl' the trainer needs others: run it on another machine."
         )
+        if not is_loopback(options.host):
+            notes.append(
+                "The servers connect to the trainer for its weights. Where it has several network interfaces, set "
+                "VLLM_HOST_IP to its address that they reach, and NCCL_SOCKET_IFNAME to the interface (for them too)."
+            )
     return notes
 
 

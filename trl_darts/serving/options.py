@@ -216,14 +216,14 @@ def _check_key(options: ServeOptions) -> None:
             f"`api_key` must be one or more ASCII characters: it travels in an HTTP header. Set {API_KEY_VARIABLE}, "
             "or leave it out."
         )
-    if options.api_key is None and not _is_loopback(options.host):
+    if options.api_key is None and not is_loopback(options.host):
         raise ConfigurationError(
             f"`host` ({options.host!r}) must be a loopback address without `api_key`: others could reach servers "
             f"whose development endpoints replace weights. Use `--host 127.0.0.1`, or set {API_KEY_VARIABLE}."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address. A name counts if all its addresses are."""
     try:
         addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
