@@ -315,7 +315,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if self._fillers:
                 self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(record.num_dropped))
             return
-        metrics = rollout_metrics(record, None if servers is None else servers.pop_sync_seconds(), drafted)
+        metrics = rollout_metrics(record, None if servers is None else servers.pop_sync(), drafted)
         self._log_all(metrics)
         self._totals.add(metrics)
         if (ratio := metrics.get("darts/selection/long_end_ratio")) is not None:

@@ -52,6 +52,7 @@ class ServerFacts:
     max_model_len: int
     drafts: bool = False  # whether it decodes speculatively
     max_num_seqs: int | None = None  # sequences that are decoded at once
+    dtype: str | None = None  # of its weights, as torch writes it; unknown, or not the same everywhere
 
 
 async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
@@ -66,7 +67,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
     served = (await server.get("/v1/models"))["data"][0]
     drafts = info["vllm_config"].get("speculative_config") is not None
     slots = max_num_seqs(info["vllm_config"])
-    facts = ServerFacts(served["id"], served["max_model_len"], drafts, slots)
+    dtype = info["vllm_config"]["model_config"].get("dtype")
+    facts = ServerFacts(served["id"], served["max_model_len"], drafts, slots, dtype)
     _check_settings(server.base_url, info["vllm_config"], facts, needs)
     await _check_vocabulary(server, facts, needs.model_config)
     if needs.images:

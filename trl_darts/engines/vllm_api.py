@@ -91,6 +91,10 @@ class CompletionRequest:
 class ServerRefusedError(GenerationError):
     """The server answered, and its answer was an error. The message is the server's own."""
 
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status  # of the HTTP response, where that is what is wrong
+
 
 class ServerBrokenError(ServerRefusedError):
     """The server answered that it is broken, or in a way in which only a broken one answers."""
@@ -112,6 +116,18 @@ class VLLMServer:
     async def get_text(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
         """The text at a path; empty where the server does not have it."""
         return (await self._get(path, timeout_s) or b"").decode(errors="replace")
+
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Any:
+        """
+        The JSON that is answered; `{}` where the answer is empty. The server closes a connection after some errors,
+        and a request that reused it meanwhile would fail, so that no connection is used twice here.
+        """
+        async with self._post(path, body or {}, timeout_s, {"Connection": "close"}) as response:
+            await self._check(response)
+            data = await response.read()
+            return orjson.loads(data) if data else {}
 
     async def _get(self, path: str, timeout_s: float) -> bytes | None:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
@@ -165,22 +181,20 @@ class VLLMServer:
 
     async def sleep(self, timeout_s: float) -> None:
         """Frees the GPU: weights go to the host's memory, the KV cache is dropped. Nothing may be decoded."""
-        await self._tell("/sleep?level=1", timeout_s)
+        await self.post("/sleep?level=1", timeout_s=timeout_s)
 
-    async def wake_up(self, timeout_s: float) -> None:
-        """Takes the GPU again."""
-        await self._tell("/wake_up", timeout_s)
+    async def wake_up(self, timeout_s: float, only_weights: bool = False) -> None:
+        """Takes the GPU again, with or without the KV cache."""
+        await self.post("/wake_up?tags=weights" if only_weights else "/wake_up", timeout_s=timeout_s)
 
-    async def _tell(self, path: str, timeout_s: float) -> None:
-        async with self._post(path, {}, timeout_s) as response:
-            await self._check(response)
-
-    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+    def _post(
+        self, path: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
         return self._session.post(
             self.base_url + path,
             data=orjson.dumps(body),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **(headers or {})},
             timeout=timeout,
         )
 
@@ -193,7 +207,9 @@ class VLLMServer:
         except orjson.JSONDecodeError:
             message = data.decode(errors="replace")
         kind = ServerBrokenError if response.status >= 500 else ServerRefusedError
-        raise kind(f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}")
+        raise kind(
+            f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}", response.status
+        )
 
 
 def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:

@@ -66,8 +66,8 @@ class VLLMServerEngine:
         self._thread.start()
         self._sessions: list[aiohttp.ClientSession] = []  # one, once the loop has made it
         # Also at the interpreter's exit; holds no reference to the engine, so that a trainer can be dropped.
-        self._rollouts: set[asyncio.Task[Any]] = set()  # that run, or end their requests
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions, self._rollouts)
+        self._tasks: set[asyncio.Task[Any]] = set()  # that run, or end what they have begun
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions, self._tasks)
 
     def run(
         self,
@@ -101,18 +101,12 @@ class VLLMServerEngine:
         """Starts a rollout, and returns at once. To cancel what it returns ends all of its requests."""
 
         async def rollout() -> RolloutResult:
-            task = asyncio.current_task()
-            assert task is not None
-            self._rollouts.add(task)
-            try:
-                pool = await self.pool()
-                pool.watch()
-                async with self._turn:
-                    return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
-            finally:
-                self._rollouts.discard(task)
+            pool = await self.pool()
+            pool.watch()
+            async with self._turn:
+                return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
 
-        return asyncio.run_coroutine_threadsafe(rollout(), self._loop)
+        return self.submit(rollout())
 
     @property
     def members(self) -> dict[str, Member]:
@@ -211,7 +205,21 @@ class VLLMServerEngine:
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the engine's loop, and waits for it."""
-        return self.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        return self.wait(self.submit(coroutine))
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the engine's loop; once it is cancelled, it may still end what it has begun."""
+
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.add(task)
+            try:
+                return await coroutine
+            finally:
+                self._tasks.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def wait(self, future: Future[T], on_poll: Callable[[], None] | None = None) -> T:
         """
@@ -235,17 +243,17 @@ def _shut_down(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     sessions: list[aiohttp.ClientSession],
-    rollouts: set[asyncio.Task[Any]],
+    tasks: set[asyncio.Task[Any]],
 ) -> None:
     async def close() -> None:
-        for task in rollouts:
+        for task in tasks:
             if not task.cancelling():  # it may be aborting its requests: a second time would interrupt that
                 task.cancel()
-        await asyncio.gather(*rollouts, return_exceptions=True)
-        tasks = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}  # what looks after the servers
-        for task in tasks:
-            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}  # what looks after the servers
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         for session in sessions:
             await session.close()
         loop.stop()
