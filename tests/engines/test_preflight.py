@@ -96,6 +96,10 @@ def test_slots_of_all_servers_count_together(second, slots):
             "--logprobs-mode processed_logprobs",
         ),
         ({"vllm_config": changed(weight_transfer_config=None)}, "no weight-transfer engine, and .* needs 'nccl'"),
+        (
+            {"vllm_config": changed(parallel_config={"_api_process_count": 2})},
+            r"has `--api-server-count` \(2\), which must be 1",
+        ),
         ({"vllm_config": changed(weight_transfer_config={"backend": "ipc"})}, "backend 'ipc', and .* needs 'nccl'"),
     ],
 )

@@ -109,6 +109,13 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
             f"`max_completion_length` ({needs.max_completion_length}): prompt and completion together must fit. "
             "Restart it with a larger `--max-model-len`, or lower `max_completion_length`."
         )
+    num_apis = (config.get("parallel_config") or {}).get("_api_process_count", 1)
+    if num_apis > 1:
+        raise ConfigurationError(
+            f"The vLLM server at {url} has `--api-server-count` ({num_apis}), which must be 1: one API process can't "
+            "abort the requests of another one, and says that it did. Restart it with `--api-server-count 1`: the "
+            "default is one per data-parallel rank."
+        )
     mode = config["model_config"]["logprobs_mode"]
     if needs.processed_logprobs and mode != "processed_logprobs":
         raise ConfigurationError(
