@@ -15,7 +15,6 @@ server has accepted since it was started for the last time.
 """
 
 import argparse
-import copy
 import os
 import random
 import signal
@@ -42,7 +41,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from task import accuracy_reward, make_dataset
-from transformers import PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
 from benchmarks.servers import training_args
 from benchmarks.vllm_server import free_port, is_healthy
@@ -147,7 +146,7 @@ class Audit:
         self.rollouts: list[tuple[float, float]] = []  # start and end
         self.worst = 0.0  # difference of a resumed candidate's log-prob
         self.open: list[Audited] = []
-        self.model = copy.deepcopy(trainer.model)
+        self.model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)  # a copy of the trainer's would call that one
         engine = trainer.vllm_generation.engine
         self._start, engine.start = engine.start, self._audited
 
