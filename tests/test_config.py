@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import fields, replace
 
 import pytest
+import yaml
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -224,6 +225,24 @@ def test_copies_have_the_servers_key_and_files_do_not(monkeypatch):
         assert twin.api_key == "sesame-street"
     assert b"sesame" not in saved
     assert "sesame" not in f"{args} {args!r} {args.to_dict()}"
+
+
+def test_a_copy_with_other_fields_computes_its_defaults_again():
+    args = config()
+    again = replace(args, num_generations=4, generation_batch_size=None)  # TRL's own are handed on
+    assert (again.max_num_generations, again.min_num_generations) == (8, 6)
+    assert "max_num_generations" not in again.given_fields
+    grpo = replace(args, schedule="grpo", generation_batch_size=None)
+    assert (grpo.selection, grpo.submit_order, grpo.over_provisions) == ("all", "arrival", False)
+    assert replace(args, max_num_generations=16, generation_batch_size=None).given_fields["max_num_generations"] == 16
+    chosen = replace(args, num_generations=4, max_num_generations=16, generation_batch_size=None)
+    assert chosen.max_num_generations == 16
+
+
+def test_files_have_plain_values():
+    values = config(schedule="sorted").to_dict()
+    assert yaml.safe_load(yaml.safe_dump(values)) == json.loads(json.dumps(values)) == values
+    assert (values["max_num_generations"], values["sorted_mode"]) == (16, "on_policy")
 
 
 def test_defaults_of_the_servers_are_trls():

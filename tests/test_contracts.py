@@ -144,7 +144,7 @@ def test_checkpoint_hook_gets_the_directory(model_dir, tmp_path):
     args = make_args(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     make_trainer(model_dir, args).train()
     assert (tmp_path / "checkpoint-1" / "darts_lengths.npz").exists(), (
-        "TrainerCallback.on_save must come after the checkpoint's directory is there"
+        "Trainer._save_checkpoint must be called for each checkpoint, and write to `_get_output_dir(trial)`"
     )
     trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=1))
     seen = []
@@ -152,6 +152,25 @@ def test_checkpoint_hook_gets_the_directory(model_dir, tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert seen == [tmp_path / "checkpoint-1"], (
         "Trainer._load_optimizer_and_scheduler must be called with the checkpoint's path on resume"
+    )
+
+
+def test_the_trainers_state_is_written_last():
+    assert parameters(GRPOTrainer._save_checkpoint) == parameters(Trainer._save_checkpoint) == ["model", "trial"], (
+        "Trainer._save_checkpoint: our files are written before it"
+    )
+    source = inspect.getsource(Trainer._save_checkpoint)
+    calls = ["self.save_model(", "_save_optimizer_and_scheduler(", "_save_rng_state(", "save_to_json(", "rotate_check"]
+    places = [source.find(call) for call in calls]
+    assert places == sorted(set(places) - {-1}), (
+        f"Trainer._save_checkpoint must call {calls} in this order: the state's file says that a checkpoint is whole"
+    )
+
+
+def test_a_training_begins_with_nothing_of_trls():
+    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "if self._step % generate_every == 0 or self._buffered_inputs is None:" in source, (
+        "GRPOTrainer._prepare_inputs must generate where `_buffered_inputs` is None: a second training begins so"
     )
 
 

@@ -49,9 +49,8 @@ def test_dropped_group_repeats_another_without_weight(server, model_dir, tmp_pat
     for entry in logs:
         assert entry["sampling/importance_sampling_ratio/max"] < 1.01  # not of a completion under another's prompt
         assert torch.isfinite(torch.tensor(entry["grad_norm"]))
-    lengths = batches[0]["completion_mask"].sum(1).float()
-    lengths[8:12] = lengths[:4]
-    assert logs[0]["reward"] == pytest.approx(100 + lengths.mean().item())  # with the reward of what is repeated
+    lengths = batches[0]["completion_mask"].sum(1).float()[kept]
+    assert logs[0]["reward"] == pytest.approx(100 + lengths.mean().item())  # fillers have none
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     words = [record.getMessage() for record in caplog.records if "is dropped" in record.getMessage()]
     assert len(words) == 2
@@ -59,7 +58,10 @@ def test_dropped_group_repeats_another_without_weight(server, model_dir, tmp_pat
     assert "top_p must be in" in words[0]  # the server's own words
 
 
-def test_training_is_as_if_the_dropped_group_had_never_been(server, model_dir, tmp_path):
+@pytest.mark.parametrize(
+    "fields", [{}, {"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}]
+)
+def test_training_is_as_if_the_dropped_group_had_never_been(server, model_dir, tmp_path, fields):
     """Token-level loss: the same gradient as that of the other groups alone, in a batch of their size."""
     gradients = []
     for name, num_prompts, dropped in (("with", 4, (3,)), ("without", 3, ())):
@@ -73,6 +75,7 @@ def test_training_is_as_if_the_dropped_group_had_never_been(server, model_dir, t
             max_num_generations=4,
             shuffle_dataset=False,
             on_generation_error="drop_group",
+            **fields,
         )
         trainer = make_trainer(model_dir, args, reward_funcs=reward, train_dataset=letters_dataset(4))
         refuse(trainer, *dropped)
@@ -150,7 +153,7 @@ def test_filler_rows_call_no_tools(server, model_dir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", tool_call_loop)
     trainer = make_trainer(model_dir, server_args(tmp_path, server))
-    trainer._fillers = {1: 0}
+    trainer._fillers = frozenset([1])
     call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
     trainer._tool_call_loop(["p"] * 3, [[5]] * 3, [[6]] * 3, [[dict(call)] for _ in range(3)], None, None, {})
     assert ["tool_calls" in message for message in seen] == [True, False, True]

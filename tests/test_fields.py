@@ -72,7 +72,7 @@ def test_what_the_parser_takes(words):
         (["--config", RECIPE, "--reward_funcs", "no_such"], r"`reward_funcs` \(\['no_such'\]\) must be among"),
         (
             ["--config", RECIPE, "--resume_from_checkpoint", "true", "--output_dir", "nowhere"],
-            r"`resume_from_checkpoint` \(true\) needs a checkpoint in `output_dir` \('nowhere'\)",
+            r"`resume_from_checkpoint` \(true\) needs a whole checkpoint in `output_dir` \('nowhere'\)",
         ),
     ],
 )

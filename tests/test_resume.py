@@ -41,7 +41,7 @@ def test_checkpoints_of_an_earlier_training_are_not_gone_on_from(tmp_path):
     args, state = make_args(tmp_path, save_strategy="steps", save_steps=20), TrainerState(global_step=2, max_steps=4)
     mine, earlier = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
     earlier.mkdir()
-    (earlier / "trainer_state.json").touch()
+    (earlier / "trainer_state.json").write_text("{}")
     none = (
         f"Stopped after step 2 of 4. No checkpoint saved yet (`save_steps` is 20). {earlier} is an earlier training's."
     )
@@ -58,16 +58,18 @@ def test_the_last_whole_checkpoint(tmp_path):
     for step in (9, 10, 11):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if step < 11:  # that one was interrupted
-            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     assert last_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-10"
     assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
     assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), "elsewhere") == str(tmp_path / "checkpoint-9")
     assert checkpoint_to_resume(None, str(tmp_path)) is checkpoint_to_resume("false", str(tmp_path)) is None
     with pytest.raises(
-        ConfigurationError, match=r"`resume_from_checkpoint` \(true\) needs a checkpoint in `output_dir`"
+        ConfigurationError, match=r"`resume_from_checkpoint` \(true\) needs a whole checkpoint in `output_dir`"
     ):
         checkpoint_to_resume("true", str(tmp_path / "none"))
     with pytest.raises(
-        ConfigurationError, match=r"checkpoint-11'\) must be the directory of a checkpoint, and has no"
+        ConfigurationError, match=r"checkpoint-11'\) must be the directory of a whole .* trainer_state.json is missing"
     ):
         checkpoint_to_resume(str(tmp_path / "checkpoint-11"), str(tmp_path))
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 1')  # written by half
+    assert last_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-9"

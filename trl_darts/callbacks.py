@@ -7,13 +7,14 @@ from typing import Any
 from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .buffer.batches import BufferedBatches
-from .buffer.checkpoint import save_buffer
+from .buffer.checkpoint import load_buffer, save_buffer, warn_of_lost_prompts
+from .engines.main_process import MainProcess
 from .errors import ConfigurationError
 from .history import LENGTHS_FILE, length_source, load_history
 from .policy import LengthTracker
+from .resume import TRAINER_STATE
 from .scheduling import AdmissionPolicy
 from .telemetry.log import SETTINGS, append_entry
 
@@ -25,7 +26,7 @@ ADMISSION_FILE = "darts_admission.json"
 
 class VarianceTrackerCallback(TrainerCallback):
     """
-    Owns what is known of response lengths, saves it with each checkpoint and restores it on resume.
+    Owns what is known of response lengths. The trainer saves it with each checkpoint and restores it on resume.
 
     The trainer adds one by itself. Pass your own in `callbacks` to read it. `length_history` goes on from an
     earlier training's lengths.
@@ -43,14 +44,8 @@ class VarianceTrackerCallback(TrainerCallback):
             source = length_source(kwargs["model"].config, kwargs["processing_class"])
             self.tracker = args.tracker(args.max_completion_length, source)
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Writes the lengths next to the trainer's own state, on the main process."""
-        if state.is_world_process_zero:
-            self.save(_checkpoint(args, state))
-
     def save(self, directory: Path) -> None:
         """Writes `darts_lengths.npz` to a checkpoint."""
-        directory.mkdir(parents=True, exist_ok=True)
         self.tracker.save(directory / LENGTHS_FILE)
 
     def load(self, directory: Path) -> None:
@@ -84,35 +79,60 @@ def with_tracker(callbacks: list[Any], args: Any, model: Any, processing_class: 
 
 
 class RolloutStateCallback(TrainerCallback):
-    """Saves what admission has learned and the rollout buffer, where there is one, with each checkpoint."""
+    """
+    What rollouts have learned and have under way, in checkpoints: response lengths, what admission knows, and the
+    rollout buffer, where there is one.
 
-    def __init__(self, admission: AdmissionPolicy, batches: BufferedBatches | None) -> None:
+    Invariant (`tests/buffer/test_checkpoint.py`): a checkpoint that is whole (see `unreadable_file`) has all of it, of
+    one moment, wherever the process that wrote it was killed.
+    """
+
+    def __init__(
+        self,
+        lengths: VarianceTrackerCallback,
+        admission: AdmissionPolicy,
+        batches: BufferedBatches | None,
+        main: MainProcess,
+    ) -> None:
         self.checkpoint: str | None = None  # the last one that this training has saved, or was resumed from
+        self._lengths = lengths
         self._admission = admission
         self._batches = batches
+        self._main = main
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Says what a resumed training goes on from."""
         if self.checkpoint is not None and state.is_world_process_zero:
             tqdm.write(f"Going on from {self.checkpoint}: step {state.global_step} of {state.max_steps}")
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        directory = _checkpoint(args, state)
-        if state.is_world_process_zero:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / ADMISSION_FILE).write_text(json.dumps(self._admission.state_dict(), indent=2))
+    def save(self, directory: Path, mid_epoch: bool) -> None:
+        """
+        Called on every process at once, before TRL and transformers write the checkpoint. Where there is one of the
+        same step already, it is not whole from here on until theirs are all written too.
+        """
         if self._batches is not None:
-            save_buffer(self._batches, directory, mid_epoch=state.epoch != int(state.epoch))
-        self.checkpoint = str(directory)
+            self._batches.add_arrived()
+        self._main.run(lambda: self._write(directory, mid_epoch))
 
-    def load(self, directory: Path) -> None:
-        """Restores what admission has learned, on the main process; see [`load_buffer`] for the buffer."""
+    def _write(self, directory: Path, mid_epoch: bool) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / TRAINER_STATE).unlink(missing_ok=True)
+        self._lengths.save(directory)
+        (directory / ADMISSION_FILE).write_text(json.dumps(self._admission.state_dict(), indent=2))
+        save_buffer(self._batches, directory, mid_epoch)
+
+    def load(self, directory: Path, skips: bool) -> None:
+        """Restores it, see [`load_buffer`]. Called on every process at once."""
+        self._main.run(lambda: self._read(directory))
+        if self._batches is None:
+            warn_of_lost_prompts(directory)
+        else:
+            load_buffer(self._batches, directory, skips)
+
+    def _read(self, directory: Path) -> None:
+        self._lengths.load(directory)
         if _is_there(directory / ADMISSION_FILE):
             self._admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))
-
-
-def _checkpoint(args: Any, state: TrainerState) -> Path:
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def _is_there(path: Path) -> bool:

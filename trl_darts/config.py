@@ -3,11 +3,13 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .hub import PublishedConfig
 from .scheduling import ScheduleSettings
+from .scheduling.setting import unmarked
 from .settings import RolloutSettings
 
 
@@ -22,11 +24,15 @@ class DARTSGRPOConfig(RolloutSettings, PublishedConfig, GRPOConfig):  # type: ig
     `vllm_server_base_url` may name several servers, separated by commas; the key of servers that ask for one is read
     from the environment's `VLLM_API_KEY`.
 
+    A default that depends on other fields, such as `max_num_generations`, is filled in when the config is made.
+    `dataclasses.replace` computes it again for the new fields. TRL's own are handed on as if they had been set.
+
     Raises:
         [`ConfigurationError`]: If a field can't work. Names it, its value, the rule and a remedy.
     """
 
     def __post_init__(self) -> None:
+        self.forget_filled_in()  # before the Hub's part looks at what is set
         self.check_group()
         try:
             super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below
@@ -34,3 +40,7 @@ class DARTSGRPOConfig(RolloutSettings, PublishedConfig, GRPOConfig):  # type: ig
             self.check_batch(self.world_size)
             raise
         self.check()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields with their values, also those that were filled in: to a config made of it, they were all set."""
+        return {name: unmarked(value) for name, value in super().to_dict().items()}

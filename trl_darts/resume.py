@@ -1,8 +1,17 @@
-"""Where a training stopped, and where it goes on."""
+"""
+Where a training stopped, and where it goes on: which checkpoints are whole.
 
+transformers writes `trainer_state.json` last, and our files are there before it writes its first (see
+`RolloutStateCallback`). So a checkpoint whose trainer state can be read has all of them.
+"""
+
+import json
+import logging
 import shlex
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile
 
 from .errors import ConfigurationError
 
@@ -10,13 +19,42 @@ from .errors import ConfigurationError
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-TRAINER_STATE = "trainer_state.json"  # without it, a checkpoint was interrupted itself
+logger = logging.getLogger(__name__)  # not accelerate's, whose state does not exist yet where a script begins
+
+TRAINER_STATE = "trainer_state.json"
+BUFFER_FILE = "darts_buffer.npz"  # also of a schedule without a buffer
 
 
 def last_checkpoint(output_dir: str) -> Path | None:
-    """The whole checkpoint of the latest step in a directory, which need not exist."""
-    states = Path(output_dir).glob(f"checkpoint-[0-9]*/{TRAINER_STATE}")
-    return max((s.parent for s in states), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    """The whole checkpoint of the latest step in a directory, which need not exist. Others are named in a warning."""
+    checkpoints = [path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdecimal()]
+    for path in sorted(checkpoints, key=lambda path: int(path.name[11:]), reverse=True):
+        if (file := unreadable_file(path)) is None:
+            return path
+        logger.warning(f"{path} is not a whole checkpoint: {file} is missing or incomplete. An earlier one counts.")
+    return None
+
+
+def unreadable_file(checkpoint: Path) -> str | None:
+    """
+    The name of a file without which a checkpoint is not whole: missing, or not written to its end. One of TRL's
+    `GRPOTrainer` has none of our files, and needs none.
+    """
+    try:
+        json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return TRAINER_STATE
+    ours = {path for path in checkpoint.glob("darts_*") if path.suffix == ".npz"}
+    if any(checkpoint.glob("darts_*")):
+        ours.add(checkpoint / BUFFER_FILE)
+    for path in sorted(ours):
+        try:
+            with ZipFile(path) as file:
+                if file.testzip() is not None:
+                    return path.name
+        except (OSError, BadZipFile, zlib.error):
+            return path.name
+    return None
 
 
 def where_it_stopped(args: Any, state: "TrainerState", checkpoint: str | None) -> str:
@@ -38,8 +76,8 @@ def where_it_stopped(args: Any, state: "TrainerState", checkpoint: str | None) -
 
 def checkpoint_to_resume(given: Any, output_dir: str) -> str | None:
     """
-    The directory that `resume_from_checkpoint` means, also on a command line, where `true` is text: the last
-    one of `output_dir`. Raises [`ConfigurationError`] if there is no checkpoint.
+    The directory that `resume_from_checkpoint` means, also on a command line, where `true` is text: the last whole
+    one of `output_dir`. Raises [`ConfigurationError`] if there is none, or the one that is named is not whole.
     """
     word = str(given).lower()
     if word in ("none", "false"):
@@ -47,12 +85,12 @@ def checkpoint_to_resume(given: Any, output_dir: str) -> str | None:
     checkpoint = last_checkpoint(output_dir) if word == "true" else Path(given)
     if checkpoint is None:
         raise ConfigurationError(
-            f"`resume_from_checkpoint` ({word}) needs a checkpoint in `output_dir` ({output_dir!r}), and there is "
-            "none. Correct `output_dir`, or leave it out to begin anew."
+            f"`resume_from_checkpoint` ({word}) needs a whole checkpoint in `output_dir` ({output_dir!r}), and there "
+            "is none. Correct `output_dir`, or leave it out to begin anew."
         )
-    if not (checkpoint / TRAINER_STATE).is_file():
+    if (file := unreadable_file(checkpoint)) is not None:
         raise ConfigurationError(
-            f"`resume_from_checkpoint` ({given!r}) must be the directory of a checkpoint, and has no {TRAINER_STATE}. "
-            "Correct it; `true` takes the last one of `output_dir`."
+            f"`resume_from_checkpoint` ({given!r}) must be the directory of a whole checkpoint, and its {file} is "
+            "missing or incomplete. Name another; `true` takes the last whole one of `output_dir`."
         )
     return str(checkpoint)

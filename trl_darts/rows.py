@@ -3,8 +3,8 @@ The rows that a rollout hands to TRL, and the filler rows among them: those that
 completed, and have no weight.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -24,13 +24,13 @@ class KeptRows:
     """
     Completions group by group; `logprobs` is `None` where the engine gives none.
 
-    `fillers` maps each filler row to the row of a complete group that it repeats. Both are indices into the batch of
-    all processes, also in a part of the rows.
+    `fillers` are the rows that repeat those of a complete group: indices into the batch of all processes, also in a
+    part of the rows.
     """
 
     completion_ids: list[Tokens]  # (N·M, ≤ max_completion_length)
     logprobs: list[list[float]] | None
-    fillers: dict[int, int] = field(default_factory=dict)
+    fillers: frozenset[int] = frozenset()
 
     @classmethod
     def of_result(cls, result: RolloutResult, num_generations: int) -> "KeptRows":
@@ -54,11 +54,7 @@ class KeptRows:
             rows[place] = [(tokens, [UNKNOWN] * len(tokens)) for tokens, _ in groups[other]]
         flat = [row for place in sorted(rows) for row in rows[place]]
         given = all(logprobs is not None for _, logprobs in flat)
-        fillers = {
-            place * num_generations + index: other * num_generations + index
-            for place, other in repeated.items()
-            for index in range(num_generations)
-        }
+        fillers = frozenset(place * num_generations + i for place in repeated for i in range(num_generations))
         return cls(
             [tokens for tokens, _ in flat], [logprobs or [] for _, logprobs in flat] if given else None, fillers
         )
@@ -68,18 +64,19 @@ class KeptRows:
         return KeptRows(self.completion_ids[rows], logprobs, self.fillers)
 
 
-def copy_rewards(rewards: torch.Tensor, fillers: Mapping[int, int]) -> torch.Tensor:
+def forget_filler_rewards(rewards: torch.Tensor, fillers: Collection[int]) -> torch.Tensor:
     """
-    Gives filler rows the rewards of the rows that they repeat: reward functions saw them with the prompt of the group
-    that was dropped. `rewards` has the shape `(N·M, F)`, over all processes.
+    Takes the rewards from filler rows: TRL leaves rows without any out of the mean and the standard deviation that
+    scale the advantages of the others, and out of its metrics. `rewards` has the shape `(N·M, F)`, over all processes.
+    A batch of filler rows alone keeps them, since the mean of no rewards is NaN.
     """
-    if fillers:
+    if 0 < len(fillers) < len(rewards):
         rewards = rewards.clone()
-        rewards[list(fillers)] = rewards[list(fillers.values())]
+        rewards[sorted(fillers)] = torch.nan
     return rewards
 
 
-def mask_fillers(output: dict[str, Any], fillers: Mapping[int, int], accelerator: Accelerator) -> None:
+def mask_fillers(output: dict[str, Any], fillers: Collection[int], accelerator: Accelerator) -> None:
     """
     Takes the weight from filler rows: no advantage, and no token in the loss or in its normalization. Called on every
     process at once with what TRL's `_generate_and_score_completions` returned there, which is changed in place.

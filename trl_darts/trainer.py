@@ -10,11 +10,11 @@ import torch
 from accelerate.logging import get_logger
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from trl.extras.profiling import profiling_context
 
 from .buffer.batches import BufferedBatches
-from .buffer.checkpoint import load_buffer, warn_of_lost_prompts
 from .buffer.feed import EndlessFeed, PromptFeed, skip_passes
 from .buffer.rounds import round_policy
 from .buffer.scores import GroupScores
@@ -39,7 +39,7 @@ from .engines.vllm_generation import synced_generation
 from .errors import WeightsLostError
 from .policy import LatencyCurve, LengthTracker
 from .resume import checkpoint_to_resume, where_it_stopped
-from .rows import KeptRows, copy_rewards, forget_stale_logprobs, mask_fillers, mask_stale
+from .rows import KeptRows, forget_filler_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, TailServers, UniformAdmission
 from .streaming import Streams, decode_completions, make_streams
 from .telemetry.console import RolloutTotals, shorten_console
@@ -64,7 +64,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     Overrides `_generate_single_turn`, `_generate`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
     `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`,
-    `_load_optimizer_and_scheduler`, `train` and `create_model_card`, each around TRL's own.
+    `_load_optimizer_and_scheduler`, `_save_checkpoint`, `train` and `create_model_card`, each around TRL's own.
 
     Args:
         args ([`DARTSGRPOConfig`], *optional*):
@@ -109,7 +109,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _sampler: Any = None
     _streams = Streams()
     _record: RolloutRecord | None = None  # of the last rollout, on every process
-    _fillers: dict[int, int] = {}  # noqa: RUF012  (of the last rollout, on every process; see `KeptRows`)
+    _fillers: frozenset[int] = frozenset()  # of the last rollout, on every process; see `KeptRows`
     _ready: KeptRows | None = None  # completions of a batch that is not the loader's, until TRL asks for them
     _ahead: Any = None  # the next batch and its plan, while its rollout is under way; see `_launch_ahead`
     _generated_at: float | None = None
@@ -180,7 +180,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if self._batches is not None and (args.drop_uniform_groups or args.stream_rewards):
             decode = partial(decode_completions, self)
             self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, self._streams.owners)
-        self._state_callback = RolloutStateCallback(self._admission, self._batches)
+        lengths = self._tracker_callback
+        self._state_callback = RolloutStateCallback(lengths, self._admission, self._batches, self._main)
         self.add_callback(self._state_callback)
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
@@ -350,8 +351,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _launch_ahead(self) -> None:
         """
         Starts the next batch's rollout with the weights of now, once this batch's is over with all of its turns; it
-        goes on while this batch is trained on. At the end of an epoch there is no next batch yet.
+        goes on while this batch is trained on. At the end of an epoch there is no next batch yet, and none follows the
+        training's last.
         """
+        args = self.args
+        num_passes = self.state.max_steps * args.gradient_accumulation_steps
+        if self._num_rollouts + 1 >= num_passes / (args.steps_per_generation * args.num_iterations):
+            return
         batch = self._batches.next_round(ahead=True)
         if batch is None:
             return
@@ -377,10 +383,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
     # What TRL does with the rows
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._generated_at, self._fillers = None, {}
+        self._generated_at, self._fillers = None, frozenset()
         batches = self._batches if self.model.training else None
         input_of = inputs.__getitem__ if batches is None else batches.input_of
-        with self._streams.serving(input_of if self.model.training else None) as streamed:
+        # Also an error ends what waits in `_ready`: an evaluation could follow.
+        serving = self._streams.serving(input_of if self.model.training else None)
+        with serving as streamed, replaced(self, "_ready", None):
             if batches is not None:
                 inputs = self._collect_inputs(len(inputs))
             output = super()._generate_and_score_completions(inputs)
@@ -437,7 +445,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self, prompts: list[Any], prompt_ids: Any, completion_ids: Any, completions: list[Any], *args: Any
     ) -> Any:
         first = self.accelerator.process_index * len(prompts)
-        for row in self._fillers.keys() & range(first, first + len(prompts)):
+        for row in self._fillers.intersection(range(first, first + len(prompts))):
             completions[row - first][0].pop("tool_calls", None)  # they weigh nothing, and their prompts were refused
         with replaced(self, "_in_tool_loop", True):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args)
@@ -451,7 +459,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             rewards = self._serve_rewards(None, *args)
         else:
             rewards = super()._calculate_rewards(*args)
-        rewards = copy_rewards(rewards, self._fillers)
+        rewards = forget_filler_rewards(rewards, self._fillers)
         if training and self._record is not None:
             first_rows = None if self._batches is None else self._batches.last.first_rows
             self._log_all(bias_metrics(self._record, rewards, self.reward_weights, first_rows))
@@ -480,19 +488,31 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
-            if self._batches is not None:
-                self._batches.clear()
             return
-        self._main.run(lambda: self._tracker_callback.load(Path(checkpoint)))
-        self._main.run(lambda: self._state_callback.load(Path(checkpoint)))
-        if self._batches is None:
-            warn_of_lost_prompts(Path(checkpoint))
-        else:
-            load_buffer(self._batches, Path(checkpoint), skips=not self.args.ignore_data_skip)
+        self._state_callback.load(Path(checkpoint), skips=not self.args.ignore_data_skip)
+        if self._batches is not None:
             skip_passes(self._sampler, self._batches.feed.passes_behind(Path(checkpoint)))
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        directory = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._state_callback.save(directory, mid_epoch=not float(self.state.epoch).is_integer())
+        super()._save_checkpoint(model, trial)
+        self._state_callback.checkpoint = str(directory)
+
+    def _forget_training(self) -> None:
+        """
+        What an earlier `train()` has left. Also of TRL's, which would go on within its last batch, and takes the
+        servers' weights for those of this training's first step.
+        """
+        self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
+        self._long_ends = []
+        for left in (self._batches, self._scores):
+            if left is not None:
+                left.clear()
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        checkpoint = self._main.broadcast(lambda: checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir))
+        self._forget_training()
         self._state_callback.checkpoint = checkpoint
         try:
             with logging_redirect_tqdm():  # a warning on a line of its own, not behind the bar

@@ -103,6 +103,7 @@ def test_a_group_whose_rows_differ_in_their_images_is_mixed():
     red, blue = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (2, 2), "blue")
     own = PromptBatch.alone([[1]] * 4, 2, [[red], [red], [red], [blue]])
     assert own.mixed == [False, True]
+    assert own.mixed is own.mixed  # asked for each group, computed once
     assert [info.extendable for info in own.infos] == [True, False]
 
 

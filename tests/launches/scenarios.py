@@ -43,6 +43,7 @@ def train(
     refused: tuple[int, ...] = (),
     breaks_on: int | None = None,
     uniform: str = "",
+    resume: str | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
     """
@@ -67,7 +68,7 @@ def train(
         trainer.model.generate = lambda **kwargs: 1 / 0
     with recorded_rollouts(trainer) as (records, decoded):
         try:
-            trainer.train()
+            trainer.train(resume_from_checkpoint=resume)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
     rows = [
@@ -111,6 +112,17 @@ def recorded_rollouts(trainer: Any) -> Any:
         yield records, decoded
     finally:
         in_process.Share = share_class
+
+
+def interrupted(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
+    """Two steps of an epoch, and the third by other trainers, from a checkpoint whose buffer has prompts."""
+    fields = {"schedule": "partial_rollout", "save_strategy": "steps", "save_steps": 2, **OWN_BATCHES}
+    fields["save_only_model"] = True  # torch 2.13 can't load an optimizer to "cpu:0", the device of such a process
+    parts = [
+        train(model_dir, out, url, resume=resume, max_steps=max_steps, **fields)
+        for resume, max_steps in ((None, 2), ("true", 3))
+    ]
+    return {"rows": [row for part in parts for row in part["rows"]]}
 
 
 # Answers by call. In the tokenizer that has these as words, the server's answers of the first two classes are calls.
@@ -193,6 +205,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
             max_steps=6,
             **OWN_BATCHES,
         ),
+        "interrupted": interrupted,
         "ahead": AHEAD,
         "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
         "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
@@ -215,7 +228,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
 }
 NEED_A_SERVER = {"server", "partial_rollout", "dropped group", "refused group", "streamed", "tools", "ahead"}
-NEED_A_SERVER |= {"uniform groups"}
+NEED_A_SERVER |= {"uniform groups", "interrupted"}
 
 
 def leave(accelerator: Accelerator) -> None:

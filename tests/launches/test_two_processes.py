@@ -106,7 +106,13 @@ def test_server_engine(launches):
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("backend", "scenario"),
-    [("ddp", "partial_rollout"), ("ddp", "ahead"), ("fsdp2", "ahead"), ("deepspeed_zero3", "ahead")],
+    [
+        ("ddp", "partial_rollout"),
+        ("ddp", "interrupted"),
+        ("ddp", "ahead"),
+        ("fsdp2", "ahead"),
+        ("deepspeed_zero3", "ahead"),
+    ],
 )
 def test_batches_that_are_not_the_loaders(launches, backend, scenario):
     """Three groups on two processes, one on both: whichever are done, rows and rewards belong together."""

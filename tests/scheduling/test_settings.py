@@ -1,6 +1,8 @@
 """What settings of a schedule mean, and which are refused."""
 
-from dataclasses import fields
+import copy
+import pickle
+from dataclasses import asdict, fields, replace
 
 import pytest
 from hypothesis import given
@@ -111,6 +113,41 @@ def test_fewest_candidates_by_default_and_by_choice():
     admission = priced.admission(tracker, LatencyCurve([1, 2], [0.01, 0.02]))
     admission.observe([])
     assert admission.plan(prompts).num_candidates == [14] * 6
+
+
+SCHEDULES = ["darts", "grpo", "tail_batching", "partial_rollout", "sorted"]
+
+
+@given(st.sampled_from(SCHEDULES), st.sampled_from(SCHEDULES), st.integers(2, 16), st.booleans())
+def test_what_nobody_set_follows_the_other_fields(first, second, rows, drops):
+    drops = drops and second in ("darts", "grpo")
+    other = {"schedule": second, "num_generations": rows, "drop_uniform_groups": drops}
+    settings = ScheduleSettings(first)
+    for twin in (settings, copy.deepcopy(settings), pickle.loads(pickle.dumps(settings))):
+        again = replace(twin, **other)
+        assert again == ScheduleSettings(**other)
+        assert replace(again, **asdict(settings)) == settings
+
+
+def test_what_was_set_stays():
+    chosen = {"max_num_generations": 16, "min_num_generations": 10, "target_redundancy": 1.5, "selection": "dual_end"}
+    assert replace(ScheduleSettings(**chosen), num_generations=8) == ScheduleSettings(**chosen)
+    settings = ScheduleSettings(max_num_generations=16, min_num_generations=10)
+    assert replace(settings, num_generations=4, target_redundancy=3.0).max_num_generations == 16
+    # The same number as the one that was filled in, but a choice.
+    assert replace(ScheduleSettings(), num_generations=4, max_num_generations=16).max_num_generations == 16
+
+
+def test_a_copy_has_the_same_budget():
+    """Candidates to spare, where lengths hardly spread, are for those who ask for them."""
+    prompts, tracker = [PromptInfo(key, 4) for key in range(128)], LengthTracker()
+    for key in range(128):
+        tracker.update(key, [100, 100])
+    tracker.end_step()
+    settings = ScheduleSettings()
+    asked = replace(settings, min_num_generations=10)
+    totals = [sum(own.admission(tracker).plan(prompts).num_candidates) for own in (settings, replace(settings), asked)]
+    assert totals == [1024, 1024, 1536]
 
 
 @given(st.integers(2, 10), st.sampled_from(["auto", 2.0]), st.sampled_from(["darts", "tail_batching"]))

@@ -49,7 +49,7 @@ class BufferedRows:
     first_rows: dict[int, int]  # first row of each group that came to its end in this round, by its `group_id` there
 
     @property
-    def fillers(self) -> dict[int, int]:
+    def fillers(self) -> frozenset[int]:
         return self.kept.fillers
 
     @property
@@ -198,7 +198,7 @@ class BufferedBatches:
             raise GenerationError("There is nothing to train on: no prompt came to its end.")
         kept = last.kept
         logprobs = None if kept.logprobs is None else [[UNKNOWN] * len(tokens) for tokens in kept.completion_ids]
-        fillers = {row: row for row in range(len(kept.completion_ids))}
+        fillers = frozenset(range(len(kept.completion_ids)))
         return BufferedRows(
             KeptRows(kept.completion_ids, logprobs, fillers), last.entry_ids, dropped, [], last.states, {}
         )
@@ -256,9 +256,10 @@ class BufferedBatches:
 
     def clear(self) -> None:
         """Begins a training with an empty buffer."""
-        self.buffer.entries.clear()
+        self.buffer = self.policy.buffer()
         self.feed.restore()
         self.rows, self.prompt_ids, self.trained, self.last = {}, {}, {}, None
+        self._round, self._dropped = None, []
 
 
 def _row(row: SampledCandidate) -> tuple[list[int], list[float] | None]:

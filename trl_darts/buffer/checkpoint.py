@@ -1,4 +1,4 @@
-"""The rollout buffer and its prompts in checkpoints."""
+"""The rollout buffer and its prompts in checkpoints: one file, see `RolloutStateCallback`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from numpy.typing import NDArray
 
 from ..errors import StateMismatchError
+from ..resume import BUFFER_FILE
 from ..scheduling import FinishReason, PartialCandidate, PromptInfo, prompt_key
 from .batches import BufferedBatches
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate
@@ -19,33 +20,35 @@ from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate
 
 logger = get_logger(__name__)
 
-BUFFER_FILE = "darts_buffer.json"
-TOKENS_FILE = "darts_buffer_tokens.npz"
 
-
-def save_buffer(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
+def save_buffer(batches: BufferedBatches | None, directory: Path, mid_epoch: bool) -> None:
     """
-    Writes the buffer and its prompts. Called on every process at once; the main process writes. `mid_epoch` tells
-    whether a resumed training skips what the loop has got.
+    Writes the buffer and its prompts, on the main process, once all processes have added what has arrived. `mid_epoch`
+    tells whether a resumed training skips what the loop has got. Schedules without a buffer write a file without one.
 
     The prompts of a batch that has not been used up count as waiting: a resumed training does not go on within a
     batch, but generates anew. So do those of a rollout that is under way, from what they had before it.
     """
-    batches.add_arrived()
-    batches.main.run(lambda: _write(batches, directory, mid_epoch))
+    state: dict[str, Any] | None = None
+    arrays: dict[str, NDArray[Any]] = {}
+    if batches is not None:
+        buffer, prompts = _rest(batches)
+        own, arrays = dump(buffer)
+        state = {**own, "feed": batches.feed.state(mid_epoch), "prompts": prompts}
+    text = json.dumps(state, default=_refuse).encode()
+    np.savez_compressed(directory / BUFFER_FILE, allow_pickle=False, state=np.frombuffer(text, np.uint8), **arrays)
 
 
 def load_buffer(batches: BufferedBatches, directory: Path, skips: bool) -> None:
     """
-    Restores what [`save_buffer`] wrote. Called on every process at once; the main process reads. A checkpoint without
-    it, of a schedule that trains on the loader's batches, is fine: the buffer begins empty. `skips` tells whether the
-    training skips what it had got of the epoch.
+    Restores what [`save_buffer`] wrote into an empty buffer. Called on every process at once; the main process reads.
+    A checkpoint without it, of a schedule that trains on the loader's batches or of TRL's `GRPOTrainer`, is fine: the
+    buffer begins empty. `skips` tells whether the training skips what it had got of the epoch.
     """
-    batches.clear()
-    if not batches.main.broadcast((directory / BUFFER_FILE).exists):
-        logger.warning(f"{directory} has no {BUFFER_FILE}: the rollout buffer begins empty.")
-        return
     state, arrays = batches.main.broadcast(lambda: _read(directory))
+    if state is None:
+        logger.warning(f"{directory} has no rollout buffer: it begins empty.")
+        return
     load(batches.buffer, state, arrays)
     batches.feed.restore(**(state["feed"] if skips else {}))
     for entry_id, (row, tokens) in zip(batches.buffer.entries, state["prompts"], strict=True):
@@ -54,21 +57,12 @@ def load_buffer(batches: BufferedBatches, directory: Path, skips: bool) -> None:
 
 def warn_of_lost_prompts(directory: Path) -> None:
     """Says that a checkpoint has prompts in its buffer which a schedule without one does not train on."""
-    if (directory / BUFFER_FILE).exists():
-        num_prompts = len(_read(directory)[0]["entries"])
+    state, _ = _read(directory)
+    if state is not None and (num_prompts := len(state["entries"])):
         logger.warning(
             f"{directory} has {num_prompts} prompts in its rollout buffer, of another `schedule`. This one has no "
             "buffer: they are left out until they come up in the next epoch."
         )
-
-
-def _write(batches: BufferedBatches, directory: Path, mid_epoch: bool) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    buffer, prompts = _rest(batches)
-    state, arrays = dump(buffer)
-    text = json.dumps({**state, "feed": batches.feed.state(mid_epoch), "prompts": prompts}, default=_refuse)
-    (directory / BUFFER_FILE).write_text(text, encoding="utf-8")
-    np.savez_compressed(directory / TOKENS_FILE, allow_pickle=False, **arrays)
 
 
 def _refuse(value: Any) -> None:
@@ -100,9 +94,13 @@ def at_rest(entry: BufferEntry) -> BufferEntry:
     return replace(entry, state=Lifecycle.PARTIAL if entry.candidates else Lifecycle.WAITING)
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    with np.load(directory / TOKENS_FILE) as arrays:  # numbers alone: nothing is unpickled
-        return json.loads((directory / BUFFER_FILE).read_text(encoding="utf-8")), dict(arrays)
+def _read(directory: Path) -> tuple[dict[str, Any] | None, dict[str, NDArray[Any]]]:
+    """The state, `None` where there is none, and the arrays."""
+    if not (directory / BUFFER_FILE).exists():
+        return None, {}
+    with np.load(directory / BUFFER_FILE) as file:  # numbers alone: nothing is unpickled
+        arrays = dict(file)
+    return json.loads(arrays.pop("state").tobytes()), arrays
 
 
 def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

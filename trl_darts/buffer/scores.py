@@ -51,6 +51,11 @@ class GroupScores:
         self._scores: dict[int, GroupScore] = {}  # by entry ID
         self._metrics: Counter[str] = Counter()
 
+    def clear(self) -> None:
+        """Begins a training, whose prompts may have the same IDs again."""
+        self._scores.clear()
+        self._metrics.clear()
+
     def drop_uniform(self) -> None:
         """Scores what the last round completed. Groups without a spread leave the buffer."""
         if not (new := self._score_new()):

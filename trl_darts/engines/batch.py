@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class PromptBatch:
             for start, mixed in zip(self._starts, self.mixed, strict=True)
         ]
 
-    @property
+    @cached_property
     def mixed(self) -> list[bool]:
         """For each group, whether its rows have different prompts, as from environments that each reset anew."""
         return [len(set(self.keys[start : start + self.num_generations])) > 1 for start in self._starts]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
 from .policies import check_choice
-from .setting import setting
+from .setting import FilledIn, filled_in, setting
 
 
 MAX_OVERSAMPLING = 4.0  # with `drop_uniform_groups`: where 3 groups of 4 are uniform, most batches are full
@@ -74,12 +74,18 @@ class BatchSettings:
         "then are filler rows without weight. Defaults to 4.",
     )
 
+    def forget_filled_in(self) -> None:
+        """Unsets what another config had filled in: this one may have other fields."""
+        for name, value in vars(self).items():
+            if isinstance(value, FilledIn):
+                setattr(self, name, None)
+
     def _fill_in_batches(self) -> None:
         """A schedule's own defaults; what it does not know must be unset."""
         for name, defaults in SCHEDULE_DEFAULTS.items():
             value = getattr(self, name)
             if value is None:
-                setattr(self, name, defaults.get(self.schedule))
+                setattr(self, name, filled_in(defaults.get(self.schedule)))
             elif self.schedule not in defaults:
                 raise ConfigurationError(
                     f"`{name}` ({value!r}) has no effect with `schedule` ({self.schedule!r}). Leave it unset, or set "
@@ -131,7 +137,7 @@ class BatchSettings:
                 "are further prompts."
             )
         if self.drop_uniform_groups and oversampling is None:
-            self.max_prompt_oversampling = MAX_OVERSAMPLING
+            self.max_prompt_oversampling = filled_in(MAX_OVERSAMPLING)
 
     @property
     def buffers_prompts(self) -> bool:

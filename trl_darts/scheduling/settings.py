@@ -22,7 +22,7 @@ from .policies import (
     check_choice,
     make_policies,
 )
-from .setting import setting
+from .setting import FilledIn, filled_in, setting
 from .tail import TailPolicy, TailServers
 
 
@@ -141,6 +141,7 @@ class ScheduleSettings(BatchSettings):
         elif patience == "none":
             self.long_end_patience = None
         self._check_schedule()
+        self.forget_filled_in()
         self._fill_in_batches()
         self._fill_in()
         self._check_selection()
@@ -157,13 +158,15 @@ class ScheduleSettings(BatchSettings):
 
     def _fill_in(self) -> None:
         if self.max_num_generations is None:
-            self.max_num_generations = 2 * self.num_generations
+            self.max_num_generations = filled_in(2 * self.num_generations)
         if self.target_redundancy is None:
-            self.target_redundancy = min(DEFAULT_REDUNDANCY, self.max_num_generations / self.num_generations)
+            most = self.max_num_generations / self.num_generations
+            self.target_redundancy = filled_in(min(DEFAULT_REDUNDANCY, most))
         if self.submit_order is None:
-            self.submit_order = {"grpo": "arrival", "sorted": "shortest"}.get(self.schedule, "longest")
+            order = {"grpo": "arrival", "sorted": "shortest"}.get(self.schedule, "longest")
+            self.submit_order = filled_in(order)
         if self.selection is None:
-            self.selection = SCHEDULES[self.schedule]
+            self.selection = filled_in(SCHEDULES[self.schedule])
 
     def _check_selection(self) -> None:
         schedule, selection = self.schedule, self.selection
@@ -239,10 +242,9 @@ class ScheduleSettings(BatchSettings):
     def _set_minimum(self) -> None:
         low, high = self.num_generations, self.max_num_generations
         affordable = math.floor(self.target_redundancy * low + 1e-9)  # 1.1 × 10 is 11
-        self._keeps_spares = self.min_num_generations is not None  # what a user asks for
         if self.min_num_generations is None:
             spare = SPARE_CANDIDATES if self.over_provisions and self.long_end_patience == AUTO else 0
-            self.min_num_generations = min(low + spare, high, affordable)
+            self.min_num_generations = filled_in(min(low + spare, high, affordable))
         if not low <= self.min_num_generations <= high:
             raise ConfigurationError(
                 f"`min_num_generations` ({self.min_num_generations}) must be between `num_generations` ({low}) and "
@@ -356,6 +358,6 @@ class ScheduleSettings(BatchSettings):
             num_engines,
             self.min_num_generations,
             num_slots,
-            self._keeps_spares,
+            not isinstance(self.min_num_generations, FilledIn),  # a user asks for the spare candidates
         )
         return VarianceAdmission(tracker, budget)

@@ -25,13 +25,18 @@ SHOWN = (
 
 @dataclass
 class RolloutTotals:
-    """What the rollouts of a training cost, since its trainer was made."""
+    """What the rollouts of a training cost."""
 
     first_step: int = 0  # at which a resumed training went on
     num_rollouts: int = 0
     seconds: float = 0.0
     generated_tokens: float = 0.0
     kept_tokens: float = 0.0
+
+    def begin(self, step: int) -> None:
+        """Begins a training at a step."""
+        self.first_step, self.num_rollouts = step, 0
+        self.seconds = self.generated_tokens = self.kept_tokens = 0.0
 
     def add(self, metrics: Mapping[str, float]) -> None:
         self.num_rollouts += 1
@@ -61,7 +66,7 @@ class _ShortLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self.totals.first_step = state.global_step
+        self.totals.begin(state.global_step)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         super().on_train_end(args, state, control, **kwargs)

@@ -1,0 +1,157 @@
+"""
+Trainers that are killed within a checkpoint: does the newest whole one resume, with each prompt trained on once?
+
+    python benchmarks/checkpoints.py --kills 50
+
+Partial rollouts on a real vLLM server, whose buffer holds tokens of unfinished prompts. Each trainer is a process that
+resumes from the last whole checkpoint and saves after every step. It is ended with SIGKILL at a random moment of its
+first, second or third checkpoint, within the time that one takes. The last trainer is left alone. Checked: one
+checkpoint is whole after each kill, and in each epoch each prompt is trained on once, by the steps that count. Printed
+too: which file a killed trainer had written last.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+NUM_PROMPTS, BATCH, ROWS = 32, 4, 2  # of an epoch, of a step, and rows of a prompt
+STEPS = NUM_PROMPTS // BATCH
+LOG = "trained.jsonl"
+
+
+def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any) -> None:
+    """A trainer's process. Tells `saving` when a checkpoint begins and ends, and logs the prompts of each step."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, PrinterCallback
+
+    from benchmarks.servers import training_args
+    from trl_darts import DARTSGRPOTrainer
+    from trl_darts.resume import last_checkpoint
+
+    class Trainer(DARTSGRPOTrainer):
+        def _collect_inputs(self, num_rows: int) -> list[dict[str, Any]]:
+            inputs = super()._collect_inputs(num_rows)
+            entry = {"step": self.state.global_step, "prompts": [row["prompt"] for row in inputs[::ROWS]]}
+            with Path(directory, LOG).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            return inputs
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            saving.send(True)
+            super()._save_checkpoint(model, trial)
+            saving.send(False)
+
+    torch.set_num_threads(1)
+    fields = {"schedule": "partial_rollout", "num_generations": ROWS, "per_device_train_batch_size": BATCH * ROWS}
+    fields |= {"max_completion_length": 256, "max_steps": max_steps, "learning_rate": 1e-6, "seed": 0}
+    fields |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "logging_strategy": "no"}
+    trainer = Trainer(
+        model_dir,
+        reward_funcs=lambda completion_ids, **kwargs: [float(len(ids)) for ids in completion_ids],
+        args=training_args(url, directory, **fields),
+        train_dataset=Dataset.from_list([{"prompt": f"{i} + {i} ="} for i in range(NUM_PROMPTS)]),
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint="true" if last_checkpoint(directory) else None)
+
+
+def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
+    """
+    Trains in another process, and kills it so long after its `kill_at`-th checkpoint has begun, or not at all. Returns
+    the median seconds of a checkpoint.
+    """
+    context = multiprocessing.get_context("forkserver")
+    saving, other = context.Pipe(duplex=False)
+    process = context.Process(target=train, args=(*arguments, other))
+    process.start()
+    other.close()
+    seconds: list[float] = []
+    with suppress(EOFError):  # it has come to its end
+        for number in range(1, sys.maxsize):
+            saving.recv()
+            start = time.perf_counter()
+            if number == kill_at:
+                time.sleep(delay_s)
+                process.kill()
+                break
+            saving.recv()
+            seconds.append(time.perf_counter() - start)
+    process.join()
+    if not kill_at and process.exitcode:
+        raise SystemExit("A trainer failed; see above.")
+    return statistics.median(seconds or [0.0])
+
+
+def what_is_left(directory: Path) -> tuple[int, str, int]:
+    """The last whole step, the newest file of the checkpoint after it, and tokens in the whole one's buffer."""
+    import numpy as np
+
+    from trl_darts.resume import BUFFER_FILE, last_checkpoint
+
+    whole = last_checkpoint(str(directory))
+    assert whole is not None, "no checkpoint is whole"
+    step = int(whole.name.rpartition("-")[2])
+    files = list((directory / f"checkpoint-{step + 1}").glob("*"))
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns).name if files else "none, or all"
+    with np.load(whole / BUFFER_FILE) as arrays:
+        return step, newest, len(arrays["tokens"])
+
+
+def wrong_prompts(directory: Path, max_steps: int) -> list[tuple[int, str]]:
+    """Epochs and prompts that were not trained on exactly once. Of two entries of a step, the later counts."""
+    entries = [json.loads(line) for line in (directory / LOG).read_text().splitlines()]
+    steps = {entry["step"]: entry["prompts"] for entry in entries}
+    prompts = [f"{i} + {i} =" for i in range(NUM_PROMPTS)]
+    wrong = []
+    for first in range(0, max_steps, STEPS):
+        counts = Counter(prompt for step in range(first, first + STEPS) for prompt in steps[step])
+        wrong += [(first // STEPS, prompt) for prompt in prompts if counts[prompt] != 1]
+    return wrong
+
+
+def main() -> None:
+    """Exits with 1 where a prompt was lost or trained on twice."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    from benchmarks.servers import benchmark_server
+
+    rng, newest, tokens = random.Random(options.seed), Counter[str](), []
+    multiprocessing.set_forkserver_preload(["trl_darts.trainer", "datasets"])
+    with benchmark_server() as (url, model_dir), tempfile.TemporaryDirectory() as output:
+        directory, step = Path(output), 0
+        seconds = run(url, str(model_dir), output, 3)
+        for _ in range(options.kills):
+            delay_s = rng.uniform(0, 1.1 * seconds)
+            run(url, str(model_dir), output, 1_000_000, kill_at=rng.randint(1, 3), delay_s=delay_s)
+            step, name, num_tokens = what_is_left(directory)
+            newest[name] += 1
+            tokens.append(num_tokens)
+            print(f"step {step} is whole, {num_tokens} tokens in its buffer; last file: {name}", flush=True)
+        max_steps = (step // STEPS + 1) * STEPS
+        run(url, str(model_dir), output, max_steps)
+        wrong = wrong_prompts(directory, max_steps)
+    print(f"{options.kills} kills, {max_steps} steps, {max_steps // STEPS} epochs; a checkpoint takes {seconds:.2f} s")
+    print(f"tokens in the buffers that were resumed: median {statistics.median(tokens):.0f}, most {max(tokens)}")
+    print("last file: " + ", ".join(f"{name} {count}" for name, count in newest.most_common()))
+    print(f"prompts lost or trained on twice: {len(wrong)} {wrong or ''}")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A trainer that trains again, or evaluates after an error: an earlier training has left nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches, rollout_logs
+from tests.model_server import model_server
+
+
+pytestmark = pytest.mark.vllm  # TRL imports it, and nothing here runs it
+
+PROMPTS = letters_dataset(12)  # three batches
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.step
+
+
+def spread(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that no group is without a spread of."""
+    return [float(i) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"schedule": "partial_rollout", "max_completion_length": 24},
+        {"rollout_ahead": 1},
+        {"drop_uniform_groups": True},
+        {"schedule": "partial_rollout", "rollout_ahead": 1},
+    ],
+)
+def test_a_second_training_begins_with_an_empty_buffer(model_dir, tmp_path, monkeypatch, fields):
+    """The first one is stopped within its epoch, and leaves prompts behind."""
+    fields = {"max_completion_length": 8, **fields}
+    with model_server(model_dir, monkeypatch) as (server, settings):
+        trainer = make_trainer(
+            model_dir, make_args(tmp_path, **settings, **fields), reward_funcs=spread, train_dataset=PROMPTS
+        )
+        launched: list[int] = []
+        launch = trainer._engine.launch
+        trainer._engine.launch = lambda *args: launched.append(trainer.state.global_step) or launch(*args)
+        stop = StopAt(2)
+        trainer.add_callback(stop)
+        trainer.train()
+        trainer.remove_callback(stop)
+        while server.open:  # of the rollout that was cancelled
+            time.sleep(0.01)
+        batches = record_batches(trainer)
+        launched.clear()
+        trainer.train()
+    trained = [row["prompt"] for batch in batches for row in batch["inputs"]]
+    assert Counter(trained) == dict.fromkeys(PROMPTS["prompt"], 4)
+    assert launched == ([0, 1] if "rollout_ahead" in fields else [])  # nothing would train on another
+    assert len(rollout_logs(trainer)) == 3
+    assert trainer._totals.num_rollouts == 3
+
+
+def test_a_training_that_stopped_within_a_batch_is_not_gone_on_with(model_dir, tmp_path, monkeypatch):
+    """Two optimizer steps share a batch. TRL would train on the other half of it."""
+    with model_server(model_dir, monkeypatch) as (_, settings):
+        args = make_args(tmp_path, num_iterations=2, max_steps=6, max_completion_length=8, **settings)
+        trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
+        stop = StopAt(3)
+        trainer.add_callback(stop)
+        trainer.train()
+        trainer.remove_callback(stop)
+        steps, score = [], trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs: (
+            steps.append(trainer.state.global_step) or score(inputs)
+        )
+        trainer.train()
+    assert steps == [0, 2, 4]
+
+
+def test_the_first_weights_of_a_second_training_reach_the_servers(model_dir, tmp_path, monkeypatch):
+    """Its step 0 is not that of the first training."""
+    with model_server(model_dir, monkeypatch) as (server, settings):
+        args = make_args(tmp_path, max_steps=1, learning_rate=1e-2, max_completion_length=8, **settings)
+        trainer = make_trainer(model_dir, args)
+        for _ in range(2):
+            trainer.train()
+            (entry,) = rollout_logs(trainer)
+            assert entry["sampling/sampling_logp_difference/max"] < 1e-4
+    assert server.events == ["sync", "rollout"] * 2
+
+
+def test_an_evaluation_after_an_error_gets_its_own_completions(model_dir, tmp_path, monkeypatch):
+    with model_server(model_dir, monkeypatch) as (_, settings):
+        fields = {"per_device_eval_batch_size": 8, "max_completion_length": 8}
+        args = make_args(tmp_path, schedule="sorted", **fields, **settings)
+        answers: list[tuple[str, str | None]] = []
+
+        def reward(prompts: list[str], completion_ids: Any, **kwargs: Any) -> list[float]:
+            answers.extend(
+                (prompt[-1], letter_of(ids[0])) for prompt, ids in zip(prompts, completion_ids, strict=True)
+            )
+            return [0.0] * len(prompts)
+
+        trainer = make_trainer(model_dir, args, reward_funcs=reward, eval_dataset=letters_dataset(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "_tokenize_prompts", lambda prompts: 1 / 0)  # once the batch's rows are there
+            with pytest.raises(ZeroDivisionError):
+                trainer.train()
+        trainer.evaluate()
+    assert len(answers) == 8
+    assert all(letter == own for letter, own in answers)
