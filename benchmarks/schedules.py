@@ -40,7 +40,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,7 +59,6 @@ from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, sc
 from benchmarks.simulator import CURVE
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
-from trl_darts.engines.vllm_server import bring_back
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import (
     GroupPlan,
@@ -172,9 +170,7 @@ class ServerCluster:
         places = [divmod(plan.prompt_key, NUM_TEXT_TOKENS) for plan in plans]
         prompts = [[ServerPrompt([FIRST_TEXT_TOKEN + place for place in pair])] for pair in places]
         body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}
-        # A server that is lost and comes back has the weights that it had: none were sent.
-        tend = partial(bring_back, self.engine, lambda url: True, set())
-        return self.engine.run(scheduler, plans, prompts, body, fixed, on_progress=lambda ledger: tend())
+        return self.engine.run(scheduler, plans, prompts, body, fixed)
 
     def seconds_per_request(self, num_candidates: int, step_seconds: float) -> float:
         """What a request costs beside its token, for which all take one step: rollouts of one token each."""

@@ -37,6 +37,7 @@ from trl_darts.engines.servers import ServerEngine
 from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.rows import KeptRows
 from trl_darts.scheduling import SchedulePolicies, Scheduler, UniformAdmission
+from trl_darts.weights.files import WeightDirectory
 
 
 WORKLOADS = {
@@ -52,7 +53,7 @@ def build(base_url: str, model_dir: Path) -> SyncedGeneration:
     """Our generation object. `VLLMGeneration.generate` called on it is TRL's path, with TRL's client."""
     accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(model_dir)
     needs = Requirements(512, model.config, processed_logprobs=True, weight_transfer=None, timeout_s=60.0)
-    settings = ServerSettings([base_url], "filesystem", None, Deadlines(), None, needs)
+    settings = ServerSettings([base_url], WeightDirectory(), Deadlines(), None, needs)
     engine, facts = connect(settings)
     generation = SyncedGeneration(
         model=model,

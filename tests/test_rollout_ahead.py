@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from tests.builders import letters_dataset, make_args, make_trainer, record_ages, record_batches
 from tests.model_server import model_server
 from trl_darts import DARTSGRPOConfig
+from trl_darts.errors import WeightsLostError
 
 
 pytestmark = pytest.mark.vllm  # TRL imports it, and nothing here runs it
@@ -120,3 +121,31 @@ def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, m
     order = [event for event in server.events if event != "rollout"]
     ahead = ["sync", "launch", "step"]
     assert order == [*ahead, *ahead, *ahead, *ahead, *ahead, "step", *ahead, "step"]
+
+
+def test_a_rollout_whose_weights_are_lost_begins_anew(model_dir, tmp_path, monkeypatch):
+    """All servers were started again while the trainer stepped: they get the weights of now, and no prompt is lost."""
+    fields = {"max_steps": 4, "max_completion_length": 4}
+    with model_server(model_dir, monkeypatch) as (server, settings):
+        args = make_args(tmp_path, rollout_ahead=1, **settings, **fields)
+        trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(16))
+        trainer.add_callback(Notes(trainer.model, server.events))
+        ages, batches = record_ages(trainer), record_batches(trainer)
+        wait, waits = trainer._engine._wait_launched, []
+
+        def lost_once(plan: Any, rollout: Any, *rest: Any) -> Any:
+            waits.append(rollout)
+            if len(waits) == 2:
+                rollout.cancel()
+                while server.open:  # they are gone with their servers
+                    time.sleep(0.005)
+                raise WeightsLostError("They were started again.")
+            return wait(plan, rollout, *rest)
+
+        monkeypatch.setattr(trainer._engine, "_wait_launched", lost_once)
+        trainer.train()
+    prompts = [row["prompt"] for batch in batches for row in batch["inputs"]]
+    assert Counter(prompts) == dict.fromkeys(letters_dataset(16)["prompt"], 4)
+    assert [{age for runs in rows for age, _ in runs} for rows in ages] == [{0}, {1}, {0}, {1}]
+    order = [event for event in server.events if event != "rollout"]
+    assert order == ["sync", "step", "sync", "step", "sync", "step", "step"]  # the third for the one that begins anew

@@ -1,7 +1,8 @@
 """The trainer against real vLLM servers: rollouts, weights, faults."""
 
 import time
-import urllib.request
+import urllib.error
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -217,9 +218,25 @@ def test_tail_servers_take_over_with_the_weights_of_now(server, keyed_server, mo
         assert entry["darts/rollout/resumed_candidates"] == 0
 
 
+@pytest.mark.parametrize("key", [None, "wrong"])
+@pytest.mark.parametrize(
+    ("path", "payload"),
+    [
+        *[(path, None) for path in ("/server_info", "/get_world_size", "/weight_info", "/metrics", "/v1/models")],
+        *[(path, {}) for path in ("/pause", "/abort_requests", "/collective_rpc", "/start_weight_update", "/sleep")],
+    ],
+)
+def test_every_endpoint_asks_for_the_key(second_server, path, payload, key):
+    stranger = replace(second_server, api_key=key)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        stranger.request(path, payload)
+    assert stranger.healthy()  # probes have no key
+    assert second_server.request("/get_world_size") == {"world_size": 1}
+
+
 def test_a_wrong_key_is_refused(keyed_server, model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    with pytest.raises(GenerationError, match="401"):
+    with pytest.raises(GenerationError, match=r"401: The server's key .* VLLM_API_KEY"):
         make_trainer(model_dir, server_args(tmp_path, keyed_server))
 
 
@@ -278,7 +295,4 @@ def test_a_server_that_does_not_fit_is_refused(server, model_dir, tiny_model_dir
 
 
 def served_requests(server) -> float:
-    text = urllib.request.urlopen(f"{server.base_url}/metrics").read().decode()
-    return sum(
-        float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("vllm:request_success_total")
-    )
+    return server.metric("vllm:request_success_total")

@@ -1,5 +1,6 @@
 """What is waited for is said every ten seconds, and no more often."""
 
+import asyncio
 import logging
 import time
 
@@ -17,13 +18,17 @@ def test_said_every_ten_seconds_with_the_time_that_is_left(clock, monkeypatch, c
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
-def test_a_call_that_blocks(monkeypatch, caplog):
+def test_what_is_awaited(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "INTERVAL_S", 0.05)
     monkeypatch.setattr(waiting, "POLL_S", 0.01)
-    with said_meanwhile("Waiting for http://a"):
-        time.sleep(0.2)
-    said = len(caplog.messages)
-    assert 2 <= said <= 4
-    assert caplog.messages[0] == "Waiting for http://a (0 s)"
-    time.sleep(0.1)
-    assert len(caplog.messages) == said
+
+    async def wait():
+        async with said_meanwhile("Waiting for http://a"):
+            await asyncio.sleep(0.2)
+        said = len(caplog.messages)
+        assert 2 <= said <= 4
+        assert caplog.messages[0] == "Waiting for http://a (0 s)"
+        await asyncio.sleep(0.1)
+        assert len(caplog.messages) == said
+
+    asyncio.run(wait())

@@ -1,6 +1,6 @@
 """The package's exceptions: one base class, and each error is also the standard type that a caller would catch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 
@@ -26,12 +26,12 @@ class GenerationTimeoutError(GenerationError, TimeoutError):
     """An engine did not answer within its deadline."""
 
 
-class WeightSyncError(TRLDARTSError, RuntimeError):
-    """The engine could not be brought to the trainer's weights. `failures` has those of servers, by address."""
+class WeightsLostError(GenerationError):
+    """No server has the weights any more that a rollout was launched with, and the trainer has others by now."""
 
-    def __init__(self, message: str, failures: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.failures = dict(failures or {})
+
+class WeightSyncError(TRLDARTSError, RuntimeError):
+    """The engine could not be brought to the trainer's weights."""
 
 
 def did_you_mean(value: object, choices: Iterable[str]) -> str:

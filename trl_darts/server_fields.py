@@ -40,18 +40,18 @@ class ServerFields:
         "All servers need `--enable-sleep-mode`.",
     )
     vllm_request_timeout_s: float = setting(
-        Deadlines.request_s, "Deadline of one candidate in seconds, its wait for a free slot on the server included."
+        Deadlines.request_s, "Deadline of one candidate in seconds, from its submission to a server on."
     )
     vllm_connect_timeout_s: float = setting(Deadlines.connect_s, "Seconds until a connection to a server is made.")
     vllm_first_token_timeout_s: float = setting(
         Deadlines.first_token_s,
-        "Seconds until a candidate's first tokens. A server that is later is taken out, and its candidates go on "
-        "elsewhere.",
+        "Seconds without a first token. A server that sends none at all is taken out, and its candidates go on "
+        "elsewhere. A candidate that gets none from a server that decodes others, though none is queued there, is "
+        "tried elsewhere.",
     )
     vllm_token_timeout_s: float = setting(
         Deadlines.token_s,
-        "Seconds between two reports of a candidate that decodes. A server that is later is taken out, and its "
-        "candidates go on elsewhere.",
+        "The same once tokens have come. A preempted candidate counts as queued.",
     )
     vllm_health_timeout_s: float = setting(
         Deadlines.health_s,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .engines.sampling import not_carried
 from .errors import ConfigurationError
 from .policy import LatencyCurve
 from .scheduling import ScheduleSettings
@@ -40,8 +41,6 @@ SAMPLING_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda value: 0 < value < math.inf, "positive and finite, and 1 is none"),
 }
 VESPO_SAMPLING_MODES = ("token_truncate", "token_mask")
-# What a server keeps count of within one request begins anew where a candidate goes on in another.
-NOT_RESUMABLE = ("stop", "frequency_penalty", "presence_penalty", "structured_outputs")
 
 
 @dataclass
@@ -220,14 +219,18 @@ class RolloutSettings(ServerFields, ScheduleSettings):
                 f"`generation_kwargs['n']` ({kwargs['n']}) must be left out. The number of completions per prompt is "
                 "`num_generations`, and of candidates `max_num_generations`."
             )
-        counted = {name: kwargs.get(name) for name in NOT_RESUMABLE}
-        counted["vllm_structured_outputs_regex"] = self.vllm_structured_outputs_regex
-        for name, value in counted.items():
-            if value and self.keeps_tokens:
+        for name, value in self.not_carried.items():
+            if self.keeps_tokens:
                 raise ConfigurationError(
                     f"`{name}` ({value!r}) does not run with `schedule` ({self.schedule!r}), whose unfinished "
                     "completions go on in another request: the server would begin it anew there. Leave it out, or "
                     "use a schedule that keeps no tokens."
+                )
+            if self.tail_urls and self.tail_switch_at != 0:
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) does not run with a switch to `vllm_tail_server_url` "
+                    f"({self.vllm_tail_server_url!r}): completions would begin anew there. Leave it out, or set "
+                    "`tail_switch_at=0` with a `tail_share`."
                 )
         remedies = {
             "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
@@ -240,6 +243,12 @@ class RolloutSettings(ServerFields, ScheduleSettings):
                     f"({self.schedule!r}) on the transformers engines: a completion is complete at an end-of-sequence "
                     f"token of the model. {remedy}"
                 )
+
+    @property
+    def not_carried(self) -> dict[str, Any]:
+        """Sampling options with which a completion that moves to another server begins anew."""
+        regex = {"vllm_structured_outputs_regex": self.vllm_structured_outputs_regex}
+        return {**not_carried(self.generation_kwargs or {}), **(regex if any(regex.values()) else {})}
 
     def _check_streams(self) -> None:
         for name in ("stream_chunk_tokens", "stream_batch_tokens"):

@@ -36,6 +36,7 @@ from .engines.factory import make_engine
 from .engines.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
+from .errors import WeightsLostError
 from .policy import LatencyCurve, LengthTracker
 from .resume import checkpoint_to_resume, where_it_stopped
 from .rows import KeptRows, forget_filler_rewards, forget_stale_logprobs, mask_fillers, mask_stale
@@ -245,11 +246,19 @@ class DARTSGRPOTrainer(GRPOTrainer):
         main, streams = self._main, self._streams if training else Streams()
         meanwhile = streams.follow if streams else None
         plan = main.run(lambda: self._plan(batch, training)) if ahead is None else ahead[1]
-        with RolloutProgress(self.callback_handler.callbacks) as progress:
-            ids = self._batches if training else None
-            on_progress = main.run(lambda: streams.watch(batch.longest, progress, ids and ids.round_ids), meanwhile)
-            with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
-                result = self._engine.run(plan, batch, on_progress, meanwhile)
+        try:
+            with RolloutProgress(self.callback_handler.callbacks) as progress:
+                ids = self._batches if training else None
+                on_progress = main.run(
+                    lambda: streams.watch(batch.longest, progress, ids and ids.round_ids), meanwhile
+                )
+                with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
+                    result = self._engine.run(plan, batch, on_progress, meanwhile)
+        except WeightsLostError as error:  # of one that was launched ahead
+            logger.warning(f"{error} The rollout begins anew with those.")
+            self._last_loaded_step = -1
+            self._sync_weights()
+            return self._rollout(batch, training)
         rows, record = main.broadcast(lambda: self._conclude(plan, result, batch, training), meanwhile)
         if meanwhile is not None and not main.is_here:
             meanwhile()  # what the main process sent last
@@ -265,7 +274,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             admission = UniformAdmission(batch.num_generations).plan(batch.infos)
             groups, policies = admission.plans(batch.infos), SchedulePolicies()
         elif self._batches is not None:
-            admission, groups = self._batches.plan()
+            admission, groups = self._batches.plan(self.state.global_step)
             stop = self._batches.batch_stop
             policies = args.policies(admission.expected_lengths, batch_stop=stop, rollout=number, tail=self._tail)
         else:
@@ -273,7 +282,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             groups = admission.plans(batch.infos)
             placement = self._engine.placement(admission, batch)
             policies = args.policies(admission.expected_lengths, placement=placement, rollout=number, tail=self._tail)
-        scheduler = Scheduler(policies, batch.num_generations, args.on_generation_error == "drop_group")
+        drops = args.on_generation_error == "drop_group"
+        scheduler = Scheduler(policies, batch.num_generations, drops, carries_tokens=not args.not_carried)
         return RolloutPlan(admission, groups, scheduler)
 
     def _conclude(
@@ -306,7 +316,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if self._fillers:
                 self._metrics["eval"]["darts/rollout/dropped_groups"].append(float(record.num_dropped))
             return
-        metrics = rollout_metrics(record, None if servers is None else servers.pop_sync_seconds(), drafted)
+        metrics = rollout_metrics(record, None if servers is None else servers.pop_sync(), drafted)
         self._log_all(metrics)
         self._totals.add(metrics)
         if (ratio := metrics.get("darts/selection/long_end_ratio")) is not None:
@@ -348,7 +358,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         num_passes = self.state.max_steps * args.gradient_accumulation_steps
         if self._num_rollouts + 1 >= num_passes / (args.steps_per_generation * args.num_iterations):
             return
-        batch = self._batches.next_round(self.state.global_step, ahead=True)
+        batch = self._batches.next_round(ahead=True)
         if batch is None:
             return
         self._sync_weights()
@@ -415,7 +425,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return inputs
 
     def _next_round(self) -> PromptBatch | None:
-        batch: PromptBatch | None = self._batches.next_round(self.state.global_step)
+        batch: PromptBatch | None = self._batches.next_round()
         if batch is not None:
             self._sync_weights()
         return batch

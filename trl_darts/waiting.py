@@ -1,11 +1,11 @@
 """What is waited for is said every ten seconds, with the time that is left. No wait is silent, and none is chatty."""
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 INTERVAL_S = 10.0
@@ -53,6 +53,18 @@ def repeated(action: Callable[[], None], interval_s: float) -> Iterator[None]:
         thread.join()
 
 
-def said_meanwhile(what: str, limit_s: float | None = None) -> AbstractContextManager[None]:
-    """Inside, a call may block: what it waits for is said from another thread."""
-    return repeated(partial(Waiting(limit_s).say, what), POLL_S)
+@asynccontextmanager
+async def said_meanwhile(what: str, limit_s: float | None = None) -> AsyncIterator[None]:
+    """Inside, what is awaited is said."""
+    waiting = Waiting(limit_s)
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            waiting.say(what)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()

@@ -33,7 +33,6 @@ from tests.engines.hostile_server import (
 )
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
 from trl_darts.engines.deadlines import Deadlines
-from trl_darts.engines.vllm_server import bring_back
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, GroupPlan, Scheduler, make_policies
 
@@ -89,9 +88,7 @@ class Rollouts:
         prompts = [[ServerPrompt([first + i, index]) for index in range(size)] for i in range(num_groups)]
         start = time.perf_counter()
         try:
-            engine.run(
-                scheduler, plans, prompts, BODY, on_progress=lambda _: bring_back(engine, lambda url: True, set())
-            )
+            engine.run(scheduler, plans, prompts, BODY)
         except GenerationError as problem:
             error = str(problem)
             assert "http://127.0.0.1:" in error

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.engines.threads import TIMEOUT_S, at_once, in_threads, open_mailboxes, store
 from trl_darts.engines import mailbox, main_process
@@ -115,7 +117,62 @@ def test_waiting_ends_when_the_store_is_gone():
             raise torch.distributed.DistStoreError("Connection reset by peer")
 
     with pytest.raises(torch.distributed.DistStoreError, match="reset by peer"):
-        Mailbox(Gone(), 1, 2).await_announcement()
+        Mailbox(Gone(), 1, 2, b"key").await_announcement()
+
+
+# Strangers
+
+
+class Opened(Exception):
+    """Whoever unpickles a trap runs its code."""
+
+
+def spring() -> None:
+    raise Opened
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return spring, ()
+
+
+def forge(box: Mailbox, name: str, message: bytes) -> None:
+    """What a stranger can do who reaches the store but has no key."""
+    Mailbox(box._store, 0, 2, key=b"a stranger's")._set(name, message)
+
+
+@pytest.mark.parametrize("message", [pickle.dumps(Trap()), b"", b"DONE"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_a_stranger_writes_is_never_unpickled(message, signed):
+    main, other = open_mailboxes(2)
+    write = forge if signed else lambda box, name, message: box._store.set(name, message)
+    write(main, f"inbox/1/{main._store.add('inbox/1', 1)}", message)
+    with pytest.raises(GenerationError, match=r"'inbox/1/1' .* is from none of them"):
+        other.receive()
+    write(main, "announcement/1", message)
+    with pytest.raises(GenerationError, match=r"'announcement/1' .* is from none of them"):
+        other.await_announcement()
+
+
+def test_a_copied_message_is_a_strangers():
+    main, other = open_mailboxes(2)
+    main.post(1, "a")
+    main._store.set(f"inbox/1/{main._store.add('inbox/1', 1)}", main._store.get("inbox/1/1"))
+    with pytest.raises(GenerationError, match=r"'inbox/1/2'"):
+        other.receive()
+
+
+@given(message=st.binary(max_size=80), position=st.integers(0), flip=st.integers(1, 255))
+def test_a_changed_message_is_a_strangers(message, position, flip):
+    stored: dict[str, bytes] = {}
+    box = Mailbox(SimpleNamespace(set=stored.__setitem__, get=stored.__getitem__), 0, 2, b"key")
+    box._set("name", message)
+    assert box._get("name") == message
+    changed = bytearray(stored["name"])
+    changed[position % len(changed)] ^= flip
+    stored["name"] = bytes(changed)
+    with pytest.raises(GenerationError, match="from none of them"):
+        box._get("name")
 
 
 # The store

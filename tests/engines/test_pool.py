@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 import time
 from contextlib import contextmanager
 
@@ -15,10 +14,9 @@ from tests.engines.fake_server import answer, completion, fake_server
 from trl_darts import waiting
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server
 from trl_darts.engines.deadlines import Deadlines
-from trl_darts.engines.pool import ServerPool, State
+from trl_darts.engines.pool import ServerPool, State, has_loaded_weights
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.engines.vllm_rollout import END_S
-from trl_darts.engines.vllm_server import bring_back
 from trl_darts.errors import GenerationError, GenerationTimeoutError
 from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
 
@@ -39,6 +37,9 @@ class Log:
 
     def __init__(self):
         self.heard = []
+
+    def num_held(self, url):
+        return 0
 
     def on_lost(self, url, reason):
         self.heard.append(("lost", reason))
@@ -77,15 +78,21 @@ class Switch:
             yield url
 
 
-def with_pool(switch, play, **deadlines):
+async def waits(member, version):
+    """A server that comes back waits for a weight sync."""
+    return False
+
+
+def with_pool(switch, play, refresh=waits, **deadlines):
     """Runs `play(pool, member, log)` on a pool of one server."""
 
     async def main(url):
         session = new_session()
-        servers = ServerPool({url: VLLMServer(url, session)}, Deadlines(**deadlines), LIMIT)
-        servers.listener = log = Log()
+        servers = ServerPool({url: VLLMServer(url, session)}, Deadlines(**deadlines), LIMIT, refresh=refresh)
         servers.watch()
         try:
+            await servers.ready()
+            servers.listener = log = Log()
             await play(servers, servers.members[url], log)
         finally:
             for task in servers._watchers.values():
@@ -192,21 +199,14 @@ def test_draining():
 # The engine and its pool
 
 
-def rollout(engine, num_candidates=2, refresh=lambda url: True):
+def rollout(engine, num_candidates=2):
     scheduler = Scheduler(make_policies("grpo", num_candidates, num_candidates, 0), num_candidates)
-    waiting = set()
-
-    def tend(_=None):
-        bring_back(engine, refresh, waiting)
-
-    tend()
-    plans = [GroupPlan(0, num_candidates)]
-    return engine.run(scheduler, plans, [[ServerPrompt([5])]], BODY, on_progress=tend)
+    return engine.run(scheduler, [GroupPlan(0, num_candidates)], [[ServerPrompt([5])]], BODY)
 
 
 @contextmanager
-def engine_on(*urls, **deadlines):
-    engine = VLLMServerEngine(urls, Deadlines(**deadlines))
+def engine_on(*urls, refresh=has_loaded_weights, **deadlines):
+    engine = VLLMServerEngine(urls, Deadlines(**deadlines), refresh=refresh)
     try:
         yield engine
     finally:
@@ -214,42 +214,52 @@ def engine_on(*urls, **deadlines):
 
 
 def test_refreshed_server_serves_again():
+    """While the main thread is busy: nothing is asked of a server before it has the weights of the last sync."""
     switch, asked = Switch(), []
     switch.breaks = 2  # both candidates' first requests
 
-    def refresh(url):
-        asked.append((url, threading.current_thread(), switch.num_completions))
+    async def refresh(member, version):
+        asked.append((member.server.base_url, version, switch.num_completions))
         return True
 
-    with switch.serve() as url, engine_on(url) as engine:
-        (group,) = rollout(engine, refresh=refresh).groups
+    with switch.serve() as url, engine_on(url, refresh=refresh) as engine:
+        (group,) = rollout(engine).groups
         assert engine.states() == {url: State.UP}
         assert engine.num_losses == 1
     assert [c.tokens for c in group.candidates] == [[4, 5, 6]] * 2
-    ((asked_of, thread, num_before),) = asked
-    assert (asked_of, thread) == (url, threading.current_thread())
-    assert num_before <= 2 < switch.num_completions  # nothing was asked of it before it had the weights
+    ((asked_of, version, num_before),) = asked
+    assert (asked_of, version) == (url, 0)
+    assert num_before <= 2 < switch.num_completions
 
 
 def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "INTERVAL_S", 0.2)
     words = "ZeroDivisionError: division by zero"
-    switch = Switch()
+    switch, broken = Switch(), [True]
     switch.breaks = 2
-    with switch.serve() as url, engine_on(url, return_s=0.5) as engine:
+
+    async def refresh(member, version):
+        return bool(1 / (not broken))
+
+    with switch.serve() as url, engine_on(url, return_s=0.5, refresh=refresh) as engine:
         with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
-            rollout(engine, refresh=lambda url: 1 / 0)
+            rollout(engine)
         assert f"No vLLM server left; waiting for {url} (0 of 0 s)" in caplog.messages
         assert switch.num_completions <= 2
+        broken.clear()
         assert len(rollout(engine).groups) == 1  # it is healthy; the next rollout may have it
 
 
 def test_server_that_waits_for_a_weight_sync_is_asked_about_once_and_used_when_it_has_had_one():
     switch, asked = Switch(), []
     switch.breaks = 2
-    with switch.serve() as url, engine_on(url, return_s=0.5) as engine:
+
+    async def refresh(member, version):
+        return bool(asked.append(member.server.base_url))
+
+    with switch.serve() as url, engine_on(url, return_s=0.5, refresh=refresh) as engine:
         with pytest.raises(GenerationError, match="`vllm_server_timeout`"):
-            rollout(engine, refresh=lambda url: bool(asked.append(url)))
+            rollout(engine)
         assert asked == [url]
         assert engine.states() == {url: State.RETURNED}
         assert switch.num_completions <= 2
@@ -262,12 +272,15 @@ def test_open_files_are_shared_among_the_servers_that_there_are():
         url = next(iter(servers.members))
         assert member.capacity == LIMIT
         servers.add("http://other", member.server)
+        assert [m.capacity for m in servers.members.values()] == [LIMIT // 2, 0]  # nothing before it has been asked
+        servers.watch()
+        await until(lambda: servers.members["http://other"].state is State.UP)
         assert [m.capacity for m in servers.members.values()] == [LIMIT // 2] * 2
         servers.remove("http://other")
         assert member.capacity == LIMIT
         assert list(servers.members) == [url]
 
-    with_pool(Switch(), play)
+    with_pool(Switch(), play, has_loaded_weights)
 
 
 def test_drained_server_gets_nothing_new():
@@ -350,7 +363,7 @@ def test_rollout_deadline():
     with mute_server() as url:
         words = r"longer than `vllm_rollout_timeout_s` \(1 s\): 2 candidates are still open"
         # Its aborts are not answered either.
-        check_deadline(url, 1.0 + END_S, GenerationTimeoutError, words, rollout_s=1.0)
+        check_deadline(url, 1.0 + END_S, GenerationTimeoutError, words, rollout_s=1.0, info_s=0.3)
 
 
 def test_server_that_never_answers_is_an_error_in_time(monkeypatch, caplog):

@@ -77,7 +77,7 @@ def test_good_server_passes():
 @pytest.mark.parametrize(("second", "slots"), [(HEALTHY, 512), ({**HEALTHY, "scheduler_config": None}, None)])
 def test_slots_of_all_servers_count_together(second, slots):
     with fake_server(routes(HEALTHY, 900)) as one, fake_server(routes(second)) as other:
-        engine, facts = connect(ServerSettings([one, other], "nccl", None, Deadlines(), None, needs(CONFIG)))
+        engine, facts = connect(ServerSettings([one, other], None, Deadlines(), None, needs(CONFIG)))
         engine.close()
     assert (facts.max_model_len, facts.max_num_seqs) == (900, slots)
 
@@ -96,6 +96,10 @@ def test_slots_of_all_servers_count_together(second, slots):
             "--logprobs-mode processed_logprobs",
         ),
         ({"vllm_config": changed(weight_transfer_config=None)}, "no weight-transfer engine, and .* needs 'nccl'"),
+        (
+            {"vllm_config": changed(parallel_config={"_api_process_count": 2})},
+            r"has `--api-server-count` \(2\), which must be 1",
+        ),
         ({"vllm_config": changed(weight_transfer_config={"backend": "ipc"})}, "backend 'ipc', and .* needs 'nccl'"),
     ],
 )
@@ -169,7 +173,7 @@ def test_real_server(vllm_server, markov_model_dir):
 
 
 def connected(main, tail, **settings):
-    own = ServerSettings([main, tail], "nccl", None, Deadlines(), None, needs(CONFIG), (tail,), **settings)
+    own = ServerSettings([main, tail], None, Deadlines(), None, needs(CONFIG), (tail,), **settings)
     engine, facts = connect(own)
     engine.close()
     return facts

@@ -6,18 +6,23 @@ ahead, its evaluations and its end: `tests/test_rollout_ahead.py`.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from types import SimpleNamespace
 
+import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts.engines import VLLMServerEngine
+from trl_darts.engines import VLLMServerEngine, pool
 from trl_darts.engines.batch import PromptBatch
+from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.engine import RolloutPlan
 from trl_darts.engines.main_process import MainProcess
+from trl_darts.engines.pool import Member
 from trl_darts.engines.preflight import ServerFacts
 from trl_darts.engines.servers import ServerEngine
+from trl_darts.errors import WeightsLostError
 from trl_darts.scheduling import Scheduler, UniformAdmission, make_policies
 
 
@@ -46,7 +51,27 @@ def routes(completions) -> dict:
     return {"GET /health": answers, "POST /v1/completions": completions}
 
 
-def launched(servers: VLLMServerEngine) -> tuple[ServerEngine, tuple[RolloutPlan, PromptBatch]]:
+class Breaks:
+    """Cuts its first completions, as a server does that dies; it is back at once."""
+
+    def __init__(self, num_cut: int) -> None:
+        self.num_left = num_cut
+        self.prompts: list[list[int]] = []
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        self.prompts.append((await request.json())["prompt"])
+        if not self.num_left:
+            return await answer(completion([7] * 3))
+        self.num_left -= 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(completion([7], None)).encode() + b"\n\n")
+        await asyncio.sleep(0.05)
+        request.transport.close()
+        return response
+
+
+def launched(servers: VLLMServerEngine, **fields) -> tuple[ServerEngine, tuple[RolloutPlan, PromptBatch]]:
     """The engine of a single process, and a rollout that it has launched."""
     main = MainProcess(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
     own = dict.fromkeys(SAMPLING) | {"max_completion_length": 8, "generation_kwargs": {}}
@@ -54,7 +79,7 @@ def launched(servers: VLLMServerEngine) -> tuple[ServerEngine, tuple[RolloutPlan
     engine = ServerEngine(SimpleNamespace(main=main, engine=servers, facts=facts, bring_back=lambda: None, **own))
     batch = PromptBatch.alone([[5]] * M, M)
     admission = UniformAdmission(M).plan(batch.infos)
-    plan = RolloutPlan(admission, admission.plans(batch.infos), Scheduler(make_policies("grpo", M, M, 0), M))
+    plan = RolloutPlan(admission, admission.plans(batch.infos), Scheduler(make_policies("grpo", M, M, 0), M, **fields))
     engine.launch(plan, batch)
     return engine, (plan, batch)
 
@@ -72,3 +97,51 @@ def test_a_server_can_leave_while_a_rollout_is_under_way():
         (group,) = engine.run(*ahead).groups
         assert [row.tokens for row in group.rows] == [[7] * 3] * M
         servers.close()
+
+
+def test_a_server_comes_back_while_nobody_waits_for_the_rollout(monkeypatch):
+    """The main thread may be in a long optimizer step: the engine's thread gives a server its weights."""
+    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+    server = Breaks(num_cut=M)
+    with fake_server(routes(server.completions)) as url:
+        servers = VLLMServerEngine([url], Deadlines(return_s=0.5))
+        engine, ahead = launched(servers)
+        time.sleep(1.5)  # longer than a rollout waits for a server
+        (group,) = engine.run(*ahead).groups
+        assert [row.tokens for row in group.rows] == [[7] * 4] * M
+        servers.close()
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_launched_rollout_ends_whose_weights_no_server_has_any_more(monkeypatch, drains):
+    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+
+    async def can_not_be_sent(member: Member, version: int) -> bool:
+        return False
+
+    server = Breaks(num_cut=M)
+    with fake_server(routes(server.completions)) as url:
+        servers = VLLMServerEngine([url], refresh=can_not_be_sent)
+        engine, ahead = launched(servers)
+        if drains:  # before a weight sync
+            engine.drain()
+        with pytest.raises(WeightsLostError, match="came back without the weights"):
+            engine.run(*ahead)
+        assert len(server.prompts) == M
+        servers.join(url)  # the sync
+        engine, ahead = launched(servers)
+        assert engine.run(*ahead).groups
+        servers.close()
+
+
+@pytest.mark.parametrize("carries_tokens", [True, False])
+def test_tokens_go_along_only_where_the_sampling_options_let_them(monkeypatch, carries_tokens):
+    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+    server = Breaks(num_cut=M)
+    with fake_server(routes(server.completions)) as url:
+        servers = VLLMServerEngine([url])
+        engine, ahead = launched(servers, carries_tokens=carries_tokens)
+        (group,) = engine.run(*ahead).groups
+        servers.close()
+    assert server.prompts[M:] == [[5, 7] if carries_tokens else [5]] * M
+    assert [row.tokens for row in group.rows] == [[7] * (3 + carries_tokens)] * M

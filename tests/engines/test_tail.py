@@ -10,7 +10,6 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import pytest
 from aiohttp import web
@@ -19,7 +18,6 @@ from tests.engines.fake_server import fake_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import State
-from trl_darts.engines.vllm_server import bring_back
 from trl_darts.scheduling import GroupPlan, Scheduler, TailPolicy, TailServers, make_policies
 
 
@@ -140,14 +138,8 @@ def run(engine, switch_at=2, takes_turns=False, on_progress=lambda: None):
     policies = make_policies("grpo", 2, 2, 0, tail=TailPolicy(TailServers(takes_turns=takes_turns), switch_at))
     scheduler = Scheduler(policies, 2)
     prompts = [[ServerPrompt([group, index]) for index in range(2)] for group in range(len(LENGTHS))]
-    tend = partial(bring_back, engine, lambda url: True, set())
-
-    def progress(_):
-        on_progress()
-        tend()
-
     plans = [GroupPlan(group, 2, num_prompt_tokens=2) for group in range(len(LENGTHS))]
-    result = engine.run(scheduler, plans, prompts, BODY, on_progress=progress)
+    result = engine.run(scheduler, plans, prompts, BODY, on_progress=lambda _: on_progress())
     for group, lengths in zip(result.groups, LENGTHS, strict=True):
         assert [row.tokens for row in group.rows] == [list(range(length)) for length in lengths]
         assert [row.logprobs for row in group.rows] == [[-float(t) for t in range(length)] for length in lengths]

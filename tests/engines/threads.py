@@ -34,7 +34,8 @@ def connection(number: int) -> torch.distributed.TCPStore:
 def open_mailboxes(count: int) -> list[Mailbox]:
     """New mailboxes that see each other and nobody else, each over a connection of its own."""
     space = f"space{next(_spaces)}"
-    return [Mailbox(torch.distributed.PrefixStore(space, connection(index)), index, count) for index in range(count)]
+    stores = [torch.distributed.PrefixStore(space, connection(index)) for index in range(count)]
+    return [Mailbox(own, index, count, key=b"of this training") for index, own in enumerate(stores)]
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:

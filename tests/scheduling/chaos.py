@@ -10,6 +10,7 @@ from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
     CandidateFailed,
+    CandidateStalled,
     CandidateState,
     Command,
     EngineJoined,
@@ -25,6 +26,7 @@ from trl_darts.scheduling import (
     TakeTurns,
     TokensArrived,
 )
+from trl_darts.scheduling.scheduler import MAX_STALLS
 
 
 class ChaosEngine:
@@ -89,7 +91,9 @@ class ChaosEngine:
             self.alive.add(name)
             capacity = 0 if name in self.asleep else 4
             self._send(EngineJoined(name, self.now, capacity, tail=name.startswith("tail")))
-        elif choice < 0.17 and self.alive - self.asleep:
+        elif choice < 0.16 and self.running:
+            self._stall(self.random.choice(sorted(self.running)))
+        elif choice < 0.19 and self.alive - self.asleep:
             name = self.random.choice(sorted(self.alive - self.asleep))
             self._send(EngineResized(name, self._capacity(None, 0, 1, 5), self.now))
         elif self.running:
@@ -144,6 +148,16 @@ class ChaosEngine:
         self.ends[key[0]] = self.ends.get(key[0], 0) + 1
         self._send(CandidateFailed(*key, "broken", self.now))
 
+    def _stall(self, key: tuple[int, int]) -> None:
+        """Its request is closed: no answer comes any more."""
+        candidate = self.scheduler.ledger.candidates[key[0]]
+        if candidate.state is CandidateState.RUNNING and candidate.num_empty_attempts >= MAX_STALLS:
+            return  # it would be an error
+        del self.running[key]
+        if candidate.state is CandidateState.ABORTING:
+            self.ends[key[0]] = self.ends.get(key[0], 0) + 1
+        self._send(CandidateStalled(*key, "late", self.now))
+
     def _lose(self, name: str) -> None:
         self.alive.remove(name)
         for key in [k for k, command in self.running.items() if command.engine_id == name]:
@@ -174,5 +188,7 @@ class ChaosEngine:
                 assert key not in self.running, "submitted twice"
                 assert command.engine_id in self.alive, "submitted to an engine that is gone"
                 assert command.engine_id not in self.asleep, "submitted to an engine that sleeps"
+                if not self.scheduler.carries_tokens:
+                    assert not command.prior_tokens
                 self.running[key] = command
                 self.sent[key] = len(command.prior_tokens)

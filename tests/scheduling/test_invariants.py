@@ -68,7 +68,7 @@ def tail_policy(rollout: dict) -> TailPolicy:
     return TailPolicy(servers, rollout["switch_at"], long_groups)
 
 
-def new_scheduler(rollout: dict, drop_failed_groups: bool = False) -> Scheduler:
+def new_scheduler(rollout: dict, drop_failed_groups: bool = False, carries_tokens: bool = True) -> Scheduler:
     policies = make_policies(
         rollout["schedule"],
         num_generations=NUM_GENERATIONS,
@@ -80,7 +80,7 @@ def new_scheduler(rollout: dict, drop_failed_groups: bool = False) -> Scheduler:
         batch_stop=rollout["first_groups"] and FirstGroups(rollout["first_groups"]),
         tail=tail_policy(rollout) if rollout["num_tail_engines"] else None,
     )
-    return Scheduler(policies, NUM_GENERATIONS, drop_failed_groups)
+    return Scheduler(policies, NUM_GENERATIONS, drop_failed_groups, carries_tokens)
 
 
 def num_accounted(scheduler: Scheduler, engine: ChaosEngine) -> int:
@@ -193,6 +193,18 @@ def test_moves_once(rollout):
     moves = {event for event, c in commands if isinstance(c, Abort) and (c.candidate_id, c.segment) in begun}
     assert len(moves) <= 1
     assert sum(isinstance(c, TakeTurns) for _, c in commands) <= rollout["takes_turns"]
+
+
+@settings(max_examples=200)
+@given(rollouts())
+def test_restarts_whole(rollout):
+    """The engine checks that no request has prior tokens."""
+    rollout["plans"] = [GroupPlan(plan.group_id, plan.num_candidates) for plan in rollout["plans"]]
+    scheduler, engine = new_scheduler(rollout, carries_tokens=False), new_engine(rollout)
+    engine.run(scheduler, rollout["plans"])
+    for candidate in scheduler.ledger.candidates:
+        assert candidate.tokens == list(range(candidate.length))
+        assert not candidate.tokens or candidate.logprobs == [-float(t) for t in candidate.tokens]
 
 
 @settings(max_examples=300)

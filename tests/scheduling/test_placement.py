@@ -168,3 +168,32 @@ def test_prompts_never_seen_get_candidates_by_the_deviation_that_their_length_pr
     assert min(counts[1::2]) > max(counts[::2])
     counts = admission.plan([PromptInfo(1000 + i, 16) for i in range(16)]).num_candidates
     assert counts == [12] * 16  # nothing tells them apart
+
+
+def placed(plans, engines, lengths=None):
+    """Engines of all candidates by group, as far as there is room."""
+    lengths = lengths or [1.0] * len(plans)
+    scheduler = Scheduler(SchedulePolicies(placement=LengthOrder(lengths)), 1)
+    homes: dict[int, list[str]] = {}
+    for command in scheduler.start(plans, engines, now=0.0):
+        homes.setdefault(command.group_id, []).append(command.engine_id)
+    return homes
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=12), st.integers(1, 4))
+def test_candidates_of_a_prompt_share_an_engine_that_has_room(counts, num_engines):
+    """A prompt is on a second engine only where the first has its fair part of all candidates."""
+    engines = [EngineLoad(str(i)) for i in range(num_engines)]
+    homes = placed([GroupPlan(i, count) for i, count in enumerate(counts)], engines)
+    loads = Counter(engine for group in homes.values() for engine in group)
+    fair = sum(counts) // num_engines
+    if max(counts) * num_engines <= fair:  # else what is left over is spread one by one
+        assert sum(len(set(group)) - 1 for group in homes.values()) <= num_engines
+    assert max(loads.values()) <= max(fair, 1) + max(counts)
+    assert len(loads) == min(num_engines, sum(counts))
+
+
+def test_a_prompt_goes_on_elsewhere_when_its_engine_is_full():
+    homes = placed([GroupPlan(0, 4), GroupPlan(1, 4)], [EngineLoad("a", 3), EngineLoad("b", 4)])
+    assert homes == {0: ["a", "a", "a", "b"], 1: ["b", "b", "b"]}

@@ -8,6 +8,7 @@ from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
     CandidateFailed,
+    CandidateStalled,
     CandidateState,
     EngineJoined,
     EngineLoad,
@@ -210,10 +211,49 @@ def test_longest_expected_first_on_the_engine_with_the_least_work():
     plans = [GroupPlan(i, 2, expected_length=length) for i, length in enumerate([10.0, 100.0, 55.0])]
     commands = scheduler.start(plans, [EngineLoad("a"), EngineLoad("b")], now=0.0)
     assert [(c.group_id, c.engine_id) for c in commands] == [
-        (1, "a"), (1, "b"), (2, "a"), (2, "b"), (0, "a"), (0, "b")
+        (1, "a"), (1, "a"), (2, "b"), (2, "b"), (0, "b"), (0, "b")
     ]  # fmt: skip
     scheduler.handle(ended(2, 100, now=1.0))
-    assert scheduler.ledger.engines["a"].expected_tokens == 65.0
+    assert scheduler.ledger.engines["a"].expected_tokens == 100.0
+
+
+def test_stalled_candidate_goes_on_elsewhere_and_its_engine_stays():
+    scheduler = grpo(num_generations=2)
+    scheduler.start([GroupPlan(0, 2)], [EngineLoad("a", 2), EngineLoad("b", 0)], now=0.0)
+    scheduler.handle(TokensArrived(1, 0, 0, [7, 8], [-1.0, -1.0], 1.0))
+    assert scheduler.handle(CandidateStalled(1, 0, "late", 2.0)) == []  # the other engine has no room yet
+    (command,) = scheduler.handle(EngineResized("b", 1, 3.0))
+    assert (command.candidate_id, command.engine_id, command.segment) == (1, "b", 1)
+    assert command.prior_tokens == (7, 8)
+    assert scheduler.ledger.engines["a"].num_running == 1
+    assert scheduler.handle(ended(1, 5, now=4.0)) == []  # the old request's answer
+    scheduler.handle(ended(0, 1, now=5.0))
+    scheduler.handle(CandidateEnded(1, 1, 2, [9], [-1.0], FinishReason.STOP, 6.0))
+    (group,) = scheduler.result().groups
+    assert [row.tokens for row in group.rows][1] == [7, 8, 9]
+    assert scheduler.result().num_resumed == 1
+
+
+def test_candidate_that_stalls_three_times_without_a_token_has_failed():
+    scheduler = grpo(num_generations=1)
+    scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
+    for segment in range(2):  # where there is no other engine, it is tried there again
+        (command,) = scheduler.handle(CandidateStalled(0, segment, "late", 1.0))
+        assert (command.engine_id, command.segment) == ("a", segment + 1)
+    scheduler.handle(CandidateStalled(0, 2, "late", 2.0))
+    with pytest.raises(GenerationError, match="candidate 0 of prompt 0 on a: late"):
+        scheduler.result()
+
+
+def test_tokens_that_can_not_be_carried_are_thrown_away():
+    scheduler = Scheduler(SchedulePolicies(), 1, carries_tokens=False)
+    scheduler.start([GroupPlan(0, 1)], [EngineLoad("a"), EngineLoad("b")], now=0.0)
+    scheduler.handle(TokensArrived(0, 0, 0, [7, 8], [-1.0, -1.0], 1.0))
+    (command,) = scheduler.handle(EngineLost("a", "gone", 2.0))
+    assert (command.engine_id, command.prior_tokens) == ("b", ())
+    scheduler.handle(CandidateEnded(0, 1, 0, [3], [-2.0], FinishReason.STOP, 3.0))
+    (row,) = scheduler.result().groups[0].rows
+    assert (row.tokens, row.logprobs, row.num_restarts) == ([3], [-2.0], 1)
 
 
 def test_engine_lost_while_only_called_off_candidates_run_loses_nothing():

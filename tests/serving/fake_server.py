@@ -3,6 +3,7 @@ Stands in for a vLLM server: answers `/health`, and misbehaves as it is told. A 
 
 Options: `--exit-at-start CODE`, `--never-healthy`, `--ignore-sigterm`, and `--engine own|same`, which starts a child
 that ignores SIGTERM, in a session of its own or in the server's.
+A POST must have the key of the environment, if there is one.
 `GET /exit?CODE` ends it with that code, and leaves the child behind.
 """
 
@@ -46,8 +47,10 @@ def main() -> None:
             self.end_headers()
 
         def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
             print(f"POST {self.path}", flush=True)
-            self.send_response(200)
+            key = os.environ.get("VLLM_API_KEY")
+            self.send_response(200 if not key or self.headers["Authorization"] == f"Bearer {key}" else 401)
             self.end_headers()
 
         def log_message(self, *args: object) -> None:

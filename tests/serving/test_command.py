@@ -50,6 +50,7 @@ def test_cpu():
         "--max-model-len": "512",
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1",
+        "--api-server-count": "1",
         "--dtype": "float32",
         "--block-size": "32",
         "--distributed-executor-backend": "uni",
@@ -123,9 +124,18 @@ def test_key_is_in_the_environment_and_nowhere_else():
     (command,) = make_commands(settings, CPU)
     notes = trainer_notes(settings, CPU)
     assert command.env["VLLM_API_KEY"] == "s3cret"
+    assert command.env["VLLM_USE_RUST_FRONTEND"] == "0"  # it runs no middleware
     shown = [repr(settings), repr(command), str(command), as_python(trainer_arguments(settings, CPU, [command]))]
     assert not [text for text in [*shown, *notes, *command.argv] if "s3cret" in text]
     assert any("VLLM_API_KEY" in note for note in notes)
+
+
+def test_who_asks_for_the_key_comes_last_and_so_is_asked_first():
+    flags = ["--middleware", "mine.Own"]
+    *_, first, mine, last, ours = one(CPU, api_key="k", vllm_flags=flags).argv
+    assert (first, mine, last) == ("--middleware", "mine.Own", "--middleware")
+    assert importlib.import_module(ours.rpartition(".")[0]).RequireKey.__name__ == ours.rpartition(".")[2]
+    assert one(CPU, vllm_flags=flags).argv.count("--middleware") == 1
 
 
 @pytest.mark.parametrize(
@@ -150,6 +160,15 @@ def test_trainer_arguments_are_what_the_trainer_reads(tmp_path, build, weight_sy
     for args in read_by_the_trainer(trainer_arguments(settings, build, make_commands(settings, build)), tmp_path):
         assert (args.use_vllm, args.vllm_mode, args.weight_sync) == (True, "server", expected)
         assert args.vllm_server_base_url == "http://127.0.0.1:8000,http://127.0.0.1:8001"
+
+
+def test_interfaces_matter_to_nccl_from_another_machine():
+    def told(**settings) -> bool:
+        return any("VLLM_HOST_IP" in note for note in trainer_notes(ServeOptions("M", **settings), CUDA))
+
+    assert told(host="0.0.0.0", api_key="k")
+    assert not told()
+    assert not told(host="0.0.0.0", api_key="k", weight_sync="filesystem")
 
 
 def test_gpus_that_are_left():

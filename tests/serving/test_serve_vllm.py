@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+from urllib.error import HTTPError
 
 import pytest
 
@@ -44,14 +46,18 @@ def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_
     assert f'vllm_server_base_url="{",".join(urls)}"' in printed
     assert "VLLM_API_KEY" in printed
     for url in urls:
-        server = VLLMServer(url, str(markov_model_dir), markov_model_dir, process=None, log_path=None)
-        assert server.healthy()
+        stranger = VLLMServer(url, str(markov_model_dir), markov_model_dir, process=None, log_path=None)
+        assert stranger.healthy()
+        with pytest.raises(HTTPError, match="401"):
+            stranger.request("/server_info")
+        server = replace(stranger, api_key=KEY)
         settings = server.request("/server_info?config_format=json")["vllm_config"]
         assert settings["model_config"]["logprobs_mode"] == "processed_logprobs"
         assert settings["model_config"]["max_model_len"] == 2048
         assert settings["model_config"]["max_logprobs"] == -1
         assert settings["cache_config"]["enable_prefix_caching"] is True
         assert settings["scheduler_config"]["max_num_seqs"] == 16
+        assert settings["parallel_config"]["_api_process_count"] == 1  # the preflight reads it
 
     members = family(process.pid)
     assert len(members) >= 5  # the command, and a guard and a server for each

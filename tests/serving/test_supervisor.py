@@ -117,10 +117,21 @@ def test_signal_stops_all(tmp_path, number):
 def test_servers_on_the_same_gpus_start_in_turns(tmp_path):
     main, tail = fake_server(tmp_path), fake_server(tmp_path)
     tail.command = replace(tail.command, tail=True)
+    for server in (main, tail):
+        server.command = replace(server.command, env={"VLLM_API_KEY": "secret"})
     supervise([main, tail], interrupt, takes_turns=True)
     sleep, wake = "POST /sleep?level=1", "POST /wake_up"
     told = {own: [line for line in own.log_path.read_text().splitlines() if "POST" in line] for own in (main, tail)}
     assert told == {main: [sleep, wake], tail: [sleep]}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_server_that_does_not_sleep_ends_all(tmp_path):
+    main, tail = fake_server(tmp_path), fake_server(tmp_path)
+    main.command = replace(main.command, argv=("env", "VLLM_API_KEY=another", *main.command.argv))
+    tail.command = replace(tail.command, tail=True)
+    with pytest.raises(ServerFailedError, match=r"did not go to sleep \(log: .*\): .* answered 401"):
+        supervise([main, tail], takes_turns=True)
 
 
 @pytest.mark.usefixtures("quick")

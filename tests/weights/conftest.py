@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import pytest
 
 from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from tests.weights.stubs import WeightServer
 
 
 def put_back(server: VLLMServer) -> None:
@@ -37,18 +41,37 @@ def pair(tied_model_dir, log_of) -> Iterator[tuple[VLLMServer, VLLMServer]]:
 
 
 @pytest.fixture
-def client_of() -> Iterator[Callable[..., object]]:
-    """`client_of(server, …)`: a connected client whose weights are files, closed after the test."""
-    from trl_darts.weights.fleet import make_client
+def servers() -> Iterator[list[WeightServer]]:
+    """Three that are only their answers."""
+    with ExitStack() as stack:
+        servers = [WeightServer() for _ in range(3)]
+        for server in servers:
+            stack.enter_context(server.serve())
+        yield servers
 
-    clients = []
 
-    def connect(*servers: VLLMServer, **kwargs: object) -> object:
-        client = make_client([server.base_url for server in servers], "filesystem", "cpu", **kwargs)
-        client.init_communicator("cpu")
-        clients.append(client)
-        return client
+@pytest.fixture
+def fleet_of() -> Iterator[Callable[..., Any]]:
+    """
+    `fleet_of(urls, directory, …)`: a [`FleetVLLMClient`] and its engine, closed after the test. The engine brings
+    servers back from the directory.
+    """
+    from trl_darts.engines import VLLMServerEngine
+    from trl_darts.weights.fleet import FleetVLLMClient
+    from trl_darts.weights.update import refresh
 
-    yield connect
-    for client in clients:
-        client.close_communicator()
+    def bring_back(directory: Any, member: Any, version: int) -> Any:
+        return refresh(member, version, None if directory is None else directory.path(version))
+
+    made = []
+
+    def make(urls: list[str], directory: Any = None, takes_turns: bool = False, **kwargs: Any) -> Any:
+        tail = [urls[-1]] if takes_turns else []
+        engine = VLLMServerEngine(urls, None, None, tail, takes_turns, partial(bring_back, directory))
+        made.append((FleetVLLMClient(engine, directory, **kwargs), engine))
+        return made[-1]
+
+    yield make
+    for fleet, engine in made:
+        fleet.close_communicator()
+        engine.close()

@@ -1,61 +1,145 @@
-"""A vLLM server that is only its answers, for clients whose transport is not under test."""
+"""vLLM servers that are only their answers, and NCCL without NCCL: a broadcast that needs its peer."""
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
+import asyncio
+import itertools
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from trl_darts.weights.client import SyncedVLLMClient
+import torch
+from aiohttp import web
+
+from tests.engines.fake_server import fake_server
 
 
-class StubSession:
-    """Records POSTs as `(path, body)`, and answers 200 or what `answers[path]` says."""
+INFO = {"vllm_config": {"device_config": {"device": "cpu"}}}
 
-    def __init__(self, base_url: str) -> None:
-        self.base_url = base_url
-        self.posts: list[tuple[str, dict | None]] = []
-        self.answers: dict[str, tuple[int, object]] = {}
+
+class WeightServer:
+    """Records POSTs as `(path, body)`, and answers 200 or what `answers[path]` says: `(status, JSON)`."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.posts: list[tuple[str, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {"/server_info": (200, INFO), "/get_world_size": (200, world(1))}
+        self.acts: dict[str, Callable[[], Awaitable[None]]] = {}  # what happens before an answer
+        self.barrier: threading.Barrier | None = None  # see `answer_together`
+        self.num_answers = 0
         self.weight_version = "default"
+        self.communicator: BlockingCommunicator | None = None  # whose broadcast `/update_weights` takes part in
+        self.received: list[torch.Tensor] = []
 
     @property
     def paths(self) -> list[str]:
         """The POSTs' paths, in order."""
         return [path for path, _ in self.posts]
 
-    def request(self, method: str, url: str, json: dict | None = None, **kwargs: object) -> SimpleNamespace:
-        """As `requests.Session.request`."""
-        path = url.removeprefix(self.base_url)
-        default: dict[str, object] = {"weight_version": self.weight_version}
-        if method == "POST":
-            self.posts.append((path, json))
-            default = {"success": True, "results": [{"trl_darts": "1"}]}
-        if path == "/update_weight_version":
-            self.weight_version = json["new_version"]
-        return _response(*self.answers.get(path, (200, default)))
+    async def handle(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.num_answers += 1
+        if self.barrier is not None:
+            await asyncio.to_thread(self.barrier.wait)
+        answer: Any = {"weight_version": self.weight_version}
+        if request.method == "POST":
+            body = await request.json()
+            self.posts.append((path if path != "/wake_up" else request.path_qs, body))
+            answer = {"success": True, "results": [{"trl_darts": "1"}]}
+        status, answer = self.answers.get(path, (200, answer))
+        if path in self.acts:
+            await self.acts[path]()
+        if path == "/update_weights" and status == 200 and self.communicator is not None:
+            self.received.append(await asyncio.to_thread(self.communicator.take_part))
+        if path == "/update_weight_version" and status == 200:
+            self.weight_version = body["new_version"]
+        if isinstance(answer, str):
+            return web.Response(status=status, text=answer)
+        return web.json_response(answer, status=status)
 
-    def post(self, url: str, **kwargs: object) -> SimpleNamespace:
-        """As `requests.Session.post`."""
-        return self.request("POST", url, **kwargs)
-
-    def get(self, url: str, **kwargs: object) -> SimpleNamespace:
-        """As `requests.Session.get`."""
-        return self.request("GET", url, **kwargs)
-
-
-def _response(status: int, answer: object) -> SimpleNamespace:
-    text = answer if isinstance(answer, str) else json.dumps(answer)
-    return SimpleNamespace(status_code=status, content=text.encode(), text=text, json=lambda: json.loads(text))
+    @contextmanager
+    def serve(self) -> Iterator[str]:
+        """Yields the address."""
+        with fake_server({"GET /{path:.*}": self.handle, "POST /{path:.*}": self.handle}) as url:
+            self.url = url
+            yield url
 
 
-def stub_client(index: int = 0, host: str = "127.0.0.1") -> SyncedVLLMClient:
-    """A client that did not look for its server, `http://stub<index>`."""
-    client = object.__new__(SyncedVLLMClient)
-    client.base_url = f"http://stub{index}"
-    client.session = StubSession(client.base_url)
-    client.host = host
-    client.group_port = 51216 + index
-    client.api_key = None
-    client.communicator = None
-    client._updating_weights = False
-    client.session.answers["/server_info"] = (200, {"vllm_config": {"device_config": {"device": "cpu"}}})
-    return client
+def world(size: int) -> dict[str, int]:
+    """The answer of `/get_world_size`."""
+    return {"world_size": size}
+
+
+def answer_together(servers: list[WeightServer]) -> None:
+    """From now on each server answers once all of them have been asked: who asks one after the other gets nothing."""
+    barrier = threading.Barrier(len(servers), timeout=10)
+    for server in servers:
+        server.barrier = barrier
+
+
+class RecordingCuda:
+    """Streams and events that only write down what they are told: `(stream, what)`. The main thread's is `"main"`."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        names = itertools.count()
+        cuda = self
+
+        class Event:
+            def __init__(self) -> None:
+                self.number = next(names)
+
+            def record(self) -> None:
+                cuda.log.append(("main", "record", self.number))
+
+        class Stream:
+            def __init__(self, device: Any = None) -> None:
+                self.name = f"stream{next(names)}"
+
+            def wait_event(self, event: Event) -> None:
+                cuda.log.append((self.name, "wait", event.number))
+
+            def synchronize(self) -> None:
+                cuda.log.append((self.name, "synchronize"))
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+
+
+class BlockingCommunicator:
+    """`PyNcclCommunicator` as one knows it: a broadcast blocks until its peer takes part, or it is destroyed."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, cuda: RecordingCuda | None = None) -> None:
+        self.cuda = cuda
+        self.comm = "comm"
+        self.disabled = False
+        self.group: Any = object()
+        self.threads: list[threading.Thread] = []  # that sent
+        self._offered: list[torch.Tensor] = []
+        self._changed = threading.Condition()
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
+        self.threads.append(threading.current_thread())
+        if self.cuda is not None:
+            self.cuda.log.append((stream.name, "broadcast"))
+        with self._changed:
+            self._offered.append(tensor)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._offered or self.disabled)
+            if self.disabled:
+                raise RuntimeError("NCCL error: unhandled system error")
+
+    def take_part(self) -> torch.Tensor:
+        with self._changed:
+            self._changed.wait_for(lambda: self._offered or self.disabled, timeout=10)
+            tensor = self._offered.pop().clone()
+            self._changed.notify_all()
+            return tensor
+
+    def destroy(self) -> None:
+        with self._changed:
+            self.disabled = True
+            self._changed.notify_all()

@@ -28,22 +28,47 @@ def test_trl_client():
 
     name = hook("VLLMClient.__init__", "trl_darts/weights/client.py")
     text = source(VLLMClient.__init__)
-    for attribute in ("session", "host", "base_url", "group_port", "communicator", "_updating_weights"):
+    for attribute in ("session", "host", "base_url"):
         assert f"self.{attribute} =" in text, name
     assert text.index("self.session =") < text.index("self.check_server(") < text.index("self._get("), name
     path = "/v1/chat/completions/render"
     assert path in source(VLLMClient.image_features), hook("VLLMClient.image_features", "trl_darts/weights/client.py")
 
 
-def test_trl_update_within_an_open_one_only_sends():
-    """`_updating_weights` keeps TRL from starting and finishing: we do that, for all servers together."""
+def test_what_trl_asks_of_its_client_for_weights():
     from trl.generation.vllm_client import VLLMClient
 
+    parameters = list(inspect.signature(VLLMClient.update_named_params).parameters)
+    name = hook("VLLMClient.update_named_params", "FleetVLLMClient")
+    assert parameters[1:] == ["metadata", "named_params"], name
     text = source(VLLMClient.update_named_params)
-    name = hook("VLLMClient.update_named_params", "SyncedVLLMClient and FleetVLLMClient")
-    assert "if not self._updating_weights: self._start_weight_update()" in text, name
-    assert "if not self._updating_weights: self._finish_weight_update()" in text, name
-    assert list(inspect.signature(VLLMClient.update_named_params).parameters)[1:] == ["metadata", "named_params"], name
+    assert '{"names": names, "dtype_names": dtype_names, "shapes": shapes}' in text, name
+    assert 'if not _HAS_STATEFUL_TRAINER_ENGINE: update_info["packed"] = True' in text, name
+    text = source(VLLMClient.init_communicator)
+    name = hook("VLLMClient.init_communicator", "trl_darts/weights/nccl.py")
+    for field in ('"master_address": get_ip()', '"rank_offset": 1', 'init_info["packed"] = True'):
+        assert field in text, name
+
+
+def test_vllm_group():
+    """We make a group of it ourselves, so that it can be aborted, and listen for it ourselves."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+
+    name = hook("StatelessProcessGroup.create", "trl_darts/weights/nccl.py")
+    parameters = inspect.signature(StatelessProcessGroup.create).parameters
+    assert {"host", "port", "rank", "world_size", "store_timeout", "listen_socket"} <= set(parameters), name
+    text = source(nccl_common.stateless_init_process_group)
+    assert "PyNcclCommunicator(pg, device=device)" in text, hook("stateless_init_process_group", "weights/nccl.py")
+    name = hook("PyNcclCommunicator", "trl_darts/weights/nccl.py")
+    assert "self.nccl.ncclCommAbort(self.comm)" in source(PyNcclCommunicator.destroy), name
+    assert "self.comm: ncclComm_t = " in source(PyNcclCommunicator._init_comm), name
+    assert list(inspect.signature(PyNcclCommunicator.broadcast).parameters)[1:] == ["tensor", "src", "stream"], name
+    text = source(packed_tensor.packed_nccl_broadcast_consumer)  # a buffer ends with the tensor that is too much
+    assert "if packing_tensor_sizes[buffer_idx] > target_packed_tensor_size: break" in text, hook(
+        "packed_nccl_broadcast_consumer", "trl_darts/weights/nccl.py"
+    )
 
 
 def test_trl_generate_answers_with_lists_per_row():

@@ -116,14 +116,15 @@ def test_a_killed_run_leaves_its_files_to_the_next(memory):
     code = (
         "import sys, time, pathlib; from trl_darts.weights import files; "
         f"files.SHARED_MEMORY = pathlib.Path({str(memory)!r}); directory = files.WeightDirectory(); "
-        "print(directory.roots[0], flush=True); time.sleep(60)"
+        "directory.write(1, [], 0); print(directory.roots[0], flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         root = process.stdout.readline().strip()
         alive = WeightDirectory()
+        alive.write(1, [], 0)
         assert os.path.exists(root)
         process.send_signal(signal.SIGKILL)
-    WeightDirectory()
+    WeightDirectory().write(1, [], 0)
     assert not os.path.exists(root)
     assert alive.roots[0].exists()
 

@@ -1,27 +1,41 @@
 """
-Weights over NCCL without NCCL: TRL's packed producer is replaced by its own packing, which needs no GPU.
+Weights over NCCL without NCCL: a communicator whose broadcast blocks until its peer takes part, or it is destroyed.
 
-The point is *when* tensors are read: TRL's iterator unmerges LoRA adapters in place after its last item.
+Nothing here needs a GPU: streams and events write down what they are told.
 """
 
 from __future__ import annotations
 
+import asyncio
+import re
+import threading
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.weights.probes import load_model
-from tests.weights.stubs import stub_client
+from tests.weights.stubs import BlockingCommunicator, RecordingCuda, answer_together
+from trl_darts.engines.pool import State
 from trl_darts.errors import ConfigurationError, WeightSyncError
-from trl_darts.weights.fleet import GROUP_PORT, FleetVLLMClient, free_port
+from trl_darts.weights import nccl
+from trl_darts.weights.nccl import GROUP_PORT, WeightGroup, chunks, listen
+from trl_darts.weights.parameters import as_served, num_bytes
 
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 pytestmark = pytest.mark.vllm
+
+UPDATE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+COMMIT = ["/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return RecordingCuda(monkeypatch)
 
 
 @pytest.fixture
@@ -39,18 +53,31 @@ def generation(tiny_model_dir):
 
 
 @pytest.fixture
-def sent(monkeypatch):
-    """What the producer broadcasts: `{group: bytes}`."""
-    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
+def formed(monkeypatch, servers, cuda):
+    """Groups without a rendezvous, in the order in which they were formed: `(address, communicator)`."""
+    formed = []
 
-    sent: dict[object, list[torch.Tensor]] = {}
+    async def form(server, device, first_port, timeout_s):
+        (peer,) = [peer for peer in servers if peer.url == server.base_url]
+        peer.communicator = BlockingCommunicator(cuda)
+        formed.append((server.base_url, peer.communicator))
+        return WeightGroup(peer.communicator, timeout_s)
 
-    def produce(iterator, group, src, post_iter_func):
-        while (chunk := pack_tensors(iterator, post_iter_func, buffer_size_bytes=1 << 30)) is not None:
-            sent.setdefault(group, []).append(chunk.packed_tensor)
+    monkeypatch.setattr(WeightGroup, "form", form)
+    monkeypatch.setattr(nccl, "CHUNK_BYTES", 30_000)
+    return formed
 
-    monkeypatch.setattr("trl.generation.vllm_client.packed_nccl_broadcast_producer", produce)
-    return sent
+
+@pytest.fixture
+def fleet(servers, fleet_of, formed):
+    fleet, _ = fleet_of([server.url for server in servers], timeout_s=5.0)
+    fleet.init_communicator()
+    return fleet
+
+
+@pytest.fixture
+def engine(fleet):
+    return fleet._engine
 
 
 def metadata_of(generation):
@@ -60,120 +87,359 @@ def metadata_of(generation):
     ]
 
 
-def sync_weights(generation, client):
-    client.update_named_params(metadata_of(generation), generation._iter_named_params())
+def sync_weights(generation, fleet):
+    fleet.update_named_params(metadata_of(generation), generation._iter_named_params())
 
 
-def merged_bytes(generation):
-    return torch.cat([param.clone().reshape(-1).view(torch.uint8) for _, param in generation._iter_named_params()])
-
-
-def fleet_of(*clients):
-    for index, client in enumerate(clients):
-        client.communicator = f"group{index}"
-    return FleetVLLMClient(clients, chunk_bytes=30_000)
+def merged_bytes(generation, dtype=torch.float32):
+    """What a server must get: matrices in a dtype."""
+    params = [
+        param.to(dtype if param.dim() > 1 else param.dtype, copy=True) for _, param in generation._iter_named_params()
+    ]
+    return torch.cat([param.reshape(-1).view(torch.uint8) for param in params])
 
 
 def is_merged(generation):
     return any(getattr(module, "merged", False) for module in generation.model.modules())
 
 
-def test_each_server_gets_all_of_the_merged_weights(generation, sent):
-    clients = [stub_client(0), stub_client(1)]
-    sync_weights(generation, fleet_of(*clients))
-    for index, client in enumerate(clients):
-        assert len(sent[f"group{index}"]) > 3
-        assert torch.equal(torch.cat(sent[f"group{index}"]), merged_bytes(generation))
-        assert (client.version, client.session.weight_version) == (1, "v1")
-        assert not client._updating_weights
-        assert list(dict.fromkeys(client.session.paths)) == [
-            "/pause",
-            "/start_weight_update",
-            "/update_weights",
-            "/finish_weight_update",
-            "/reset_prefix_cache",
-            "/update_weight_version",
-            "/resume",
-        ]
-    assert not is_merged(generation)
-
-
-def test_trl_sends_the_last_buffer_unmerged(generation, sent):
-    """Why `whole` holds the iterator back. If this fails, TRL or vLLM was repaired."""
-    client = stub_client()
-    client.communicator = "group"
-    sync_weights(generation, client)
-    assert not torch.equal(torch.cat(sent["group"]), merged_bytes(generation)), (
-        "`VLLMClient.update_named_params` of TRL sends merged LoRA weights now: the remark on NCCL in `whole` of "
-        "trl_darts/weights/update.py can go. `whole` itself is still needed for sharded models."
-    )
-
-
-def test_failure_leaves_the_adapter_unmerged_and_the_server_running(generation, sent):
-    """The model would train on merged weights otherwise. The other server has the new ones."""
-    clients = [stub_client(0), stub_client(1)]
-    clients[0].session.answers["/update_weights"] = (500, {"error": {"message": "no memory left"}})
-    fleet = fleet_of(*clients)
-    with pytest.raises(WeightSyncError, match=r"stub0: .*no memory left"):
-        sync_weights(generation, fleet)
-    assert not is_merged(generation)
-    assert torch.equal(torch.cat(sent["group1"]), merged_bytes(generation))
-    assert fleet.behind == ["http://stub0"]
-    assert clients[0].session.paths[-1] == "/resume"
-    assert clients[0].session.weight_version == "v1-incomplete"
-    assert not clients[0]._updating_weights
-
-
-def test_a_server_that_is_back_gets_the_weights_in_a_group_of_its_own(generation, sent, monkeypatch):
-    joined = []
-    monkeypatch.setattr(VLLMClient, "close_communicator", lambda client: None)
-    monkeypatch.setattr(VLLMClient, "init_communicator", lambda client, device: joined.append(client.base_url))
-    fleet = fleet_of(stub_client(0), stub_client(1))
-    fleet.excluded = {"http://stub1"}
+def test_each_server_gets_all_of_the_merged_weights(generation, fleet, engine, servers):
     sync_weights(generation, fleet)
-    assert not fleet.refresh("http://stub1", [], None)  # a sharded model, whose processes wait for a rollout
-    metadata = metadata_of(generation)
-    assert fleet.refresh("http://stub1", metadata, generation._iter_named_params())
-    assert joined == ["http://stub1"]
-    assert torch.equal(torch.cat(sent["group1"]), merged_bytes(generation))
-    assert (fleet.behind, fleet.version) == ([], 1)
+    for server in servers:
+        assert len(server.received) > 3
+        assert torch.equal(torch.cat(server.received), merged_bytes(generation))
+        assert list(dict.fromkeys(server.paths)) == UPDATE + COMMIT
+        assert server.weight_version == "v1"
+    assert [member.version for member in engine.members.values()] == [1] * 3
+    assert fleet.num_bytes == 3 * merged_bytes(generation).numel()
     assert not is_merged(generation)
 
 
-def test_two_trainings_on_one_machine_have_their_own_ports(monkeypatch):
-    """Each with a group per server, all from TRL's default on. The listening half of a group is vLLM's own."""
+def test_matrices_are_sent_as_the_servers_have_them(generation, servers, fleet_of, formed):
+    fleet, _ = fleet_of([server.url for server in servers], timeout_s=5.0, dtype=torch.bfloat16)
+    fleet.init_communicator()
+    sync_weights(generation, fleet)
+    for server in servers:
+        assert torch.equal(torch.cat(server.received), merged_bytes(generation, torch.bfloat16))
+    infos = [body["update_info"] for path, body in servers[0].posts if path == "/update_weights"]
+    dtypes = {
+        (dtype, len(shape)) for info in infos for dtype, shape in zip(info["dtype_names"], info["shapes"], strict=True)
+    }
+    assert dtypes == {("bfloat16", 2), ("float32", 1)}
+
+
+def test_one_sync_is_a_round_trip_per_chunk_and_seven_more(generation, fleet, servers):
+    """Whatever the number of servers: each answers once all have been asked."""
+    servers[0].num_answers = 0
+    answer_together(servers)
+    sync_weights(generation, fleet)
+    fleet.reset_prefix_cache()
+    assert servers[0].num_answers == 7 + len(servers[0].received)
+
+
+def test_a_stream_of_its_own_that_waits_until_the_chunk_is_there(generation, fleet, servers, cuda, formed):
+    """And the memory stays until it is sent."""
+    sync_weights(generation, fleet)
+    events = [event for stream, what, event in (e for e in cuda.log if len(e) == 3) if what == "record"]
+    assert len(events) == len(set(events)) == len(servers[0].received)
+    streams = {entry[0] for entry in cuda.log} - {"main"}
+    assert len(streams) == len(servers)
+    for stream in streams:
+        told = [entry[1:] for entry in cuda.log if entry[0] == stream]
+        assert told == [what for event in events for what in (("wait", event), ("broadcast",), ("synchronize",))]
+    for event in events:
+        assert cuda.log.index(("main", "record", event)) < min(
+            cuda.log.index((stream, "wait", event)) for stream in streams
+        )
+    main = threading.main_thread()
+    assert all(thread is not main for _, communicator in formed for thread in communicator.threads)
+
+
+def test_the_next_chunk_is_gathered_while_one_is_sent(fleet, servers):
+    """And no further one: two are in memory."""
+    gathered = []
+    sent = threading.Event()
+
+    async def wait():
+        await asyncio.to_thread(sent.wait, 10)
+
+    def params():
+        for index in range(4):
+            gathered.append(index)
+            if index == 2:  # the first chunk is being sent until the third is asked for
+                assert sent.is_set()
+            elif index == 1:
+                assert not servers[0].received
+                sent.set()
+            yield f"p{index}", torch.zeros(20_000, dtype=torch.uint8)
+
+    servers[0].acts["/update_weights"] = wait
+    fleet.update_named_params([(f"p{index}", "uint8", [20_000]) for index in range(4)], params())
+    assert gathered == [0, 1, 2, 3]
+    assert len(servers[0].received) == 4
+
+
+def test_chunks_are_what_vllm_reads(cuda, monkeypatch):
+    """In the order of the metadata, no longer than its buffer, and each tensor where its dtype can be read."""
+    from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES, unpack_tensor
+
+    assert nccl.CHUNK_BYTES == DEFAULT_PACKED_BUFFER_SIZE_BYTES
+    monkeypatch.setattr(nccl, "CHUNK_BYTES", 64)
+    params = [
+        ("odd", torch.arange(3, dtype=torch.bfloat16)),
+        ("float", torch.rand(4)),
+        ("columns", torch.rand(6, 2)[:, 0]),
+        ("large", torch.rand(5, 7).T),
+    ]
+    metadata = [(name, str(param.dtype).removeprefix("torch."), list(param.shape)) for name, param in params]
+    found = {}
+    parts = list(chunks(metadata, iter(params), torch.device("cpu")))
+    assert [[name for name, *_ in chunk.metadata] for chunk in parts] == [
+        ["odd"],  # a float behind its 6 bytes could not be read
+        ["float", "columns"],
+        ["large"],
+    ]
+    for chunk in parts:
+        names, dtypes, shapes = zip(*chunk.metadata, strict=True)
+        sizes = [num_bytes([entry]) for entry in chunk.metadata]
+        own = [getattr(torch, dtype) for dtype in dtypes]
+        found |= dict(unpack_tensor(chunk.buffer, list(names), list(shapes), own, sizes))
+    assert all(torch.equal(found[name], param) for name, param in params)
+
+
+def test_only_matrices_are_cast_and_only_to_fewer_bytes():
+    metadata = [("m", "float32", [2, 2]), ("v", "float32", [2]), ("h", "float16", [2, 2]), ("i", "int64", [2, 2])]
+    as_bfloat16 = [entry[1] for entry in as_served(metadata, torch.bfloat16)]
+    assert as_bfloat16 == ["bfloat16", "float32", "float16", "int64"]
+    assert as_served(metadata, torch.float32) == as_served(metadata, None) == metadata
+
+
+async def killed(server):
+    """Its connection breaks without an answer."""
+    server.answers.clear()
+    raise ConnectionResetError
+
+
+async def silent(server):
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize("fault", ["refuses", "never answers", "killed", "never takes part"])
+def test_a_broadcast_that_fails_is_ended(generation, fleet, engine, servers, formed, fault, monkeypatch):
+    """The others end with the new weights, none stays paused, and the trainer goes on."""
+    bad = servers[0]
+    communicator = bad.communicator
+    if fault == "refuses":
+        bad.answers["/update_weights"] = (500, {"error": {"message": "no memory left"}})
+    elif fault == "never takes part":
+        bad.communicator = None  # it answers, but the broadcast has no peer
+        monkeypatch.setattr(nccl, "GRACE_S", 0.2)
+    else:
+        bad.acts["/update_weights"] = partial({"killed": killed, "never answers": silent}[fault], bad)
+    for url, group in fleet._groups.items():
+        group._timeout_s = 0.3 if url == bad.url else 10.0
+    sync_weights(generation, fleet)
+    reason = {
+        "refuses": "answered 500: no memory left",
+        "never answers": "did not answer `/update_weights` within 0.3 s",
+        "killed": "did not answer `/update_weights`|answered 500",
+        "never takes part": r"NCCL came to no end within `vllm_server_timeout` \(0.3 s\)",
+    }[fault]
+    assert re.search(reason, engine.members[bad.url].reason)
+    assert communicator.disabled
+    for thread in communicator.threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert [member.version for member in engine.members.values()] == [0, 1, 1]
+    for server in servers:
+        assert server.paths[-1] == "/resume"
+    for server in servers[1:]:
+        assert torch.equal(torch.cat(server.received), merged_bytes(generation))
+    assert bad.weight_version == "v1-incomplete"
+    assert "/finish_weight_update" in bad.paths
+    assert not is_merged(generation)
+
+
+def test_all_servers_fail(generation, fleet, engine, servers):
+    """The iterator is run to its end all the same: other processes gather with this one."""
+    for server in servers:
+        server.answers["/start_weight_update"] = (500, "stuck")
+    sync_weights(generation, fleet)
+    assert set(engine.states().values()) == {State.DOWN}
+    assert not is_merged(generation)
+    assert [server.paths[-1] for server in servers] == ["/resume"] * 3
+    assert not servers[0].received
+
+
+def test_a_gather_that_fails_leaves_no_server_paused(generation, fleet, servers):
+    def broken():
+        yield "a", torch.zeros(20_000, dtype=torch.uint8)
+        yield "b", torch.zeros(20_000, dtype=torch.uint8)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fleet.update_named_params([(name, "uint8", [20_000]) for name in "abc"], broken())
+    assert [server.paths[-1] for server in servers] == ["/resume"] * 3
+
+
+def test_a_server_that_is_back_gets_a_group_of_its_own(generation, fleet, engine, servers, formed):
+    """The old one's communicator is destroyed, as when a server leaves."""
+    old = servers[1].communicator
+    engine.lose(servers[1].url, "killed")
+    sync_weights(generation, fleet)
+    assert len(formed) == 3
+    engine.members[servers[1].url].state = State.RETURNED
+    sync_weights(generation, fleet)
+    assert [url for url, _ in formed[3:]] == [servers[1].url]
+    assert old.disabled
+    assert torch.equal(torch.cat(servers[1].received), merged_bytes(generation))
+    assert engine.states()[servers[1].url] is State.UP
+    fleet.leave(servers[1].url)
+    assert servers[1].communicator.disabled
+    fleet.close_communicator()
+    assert all(communicator.disabled for _, communicator in formed)
+
+
+def test_a_server_that_waits_is_given_the_weights_of_the_last_sync(generation, fleet, engine, servers):
+    """Without another version: the rollout goes on with them."""
+    engine.lose(servers[1].url, "killed")
+    sync_weights(generation, fleet)
+    servers[0].posts.clear()
+    member = engine.members[servers[1].url]
+    member.state, member.waits = State.RETURNED, True
+    fleet.catch_up(metadata_of(generation), generation._iter_named_params())
+    assert (member.version, member.state, member.waits) == (1, State.UP, False)
+    assert torch.equal(torch.cat(servers[1].received), merged_bytes(generation))
+    assert not servers[0].posts
+    assert not is_merged(generation)
+
+
+def test_update_that_a_lost_trainer_left_open(generation, fleet, engine, servers):
+    """It started an update, then it was killed: `/start_weight_update` says so once."""
+
+    async def finish():
+        servers[0].answers.pop("/start_weight_update", None)
+
+    servers[0].acts["/finish_weight_update"] = finish
+    servers[0].answers["/start_weight_update"] = (500, {"error": "A weight update is already active"})
+    sync_weights(generation, fleet)
+    assert engine.members[servers[0].url].version == 1
+
+
+# The rendezvous: the store is vLLM's own, NCCL is not there
+
+
+class Joined(BlockingCommunicator):
+    """Stands for `PyNcclCommunicator`, made of a group of vLLM's."""
+
+    def __init__(self, group, device):
+        super().__init__()
+        self.group, self.device = group, device
+
+
+@pytest.fixture
+def rendezvous(monkeypatch, cuda, servers, fleet_of):
+    """A fleet whose servers dial back, each as its only worker."""
+    from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.utils import StatelessProcessGroup
 
-    def open_group(client, device):
-        group = StatelessProcessGroup.create("127.0.0.1", client.group_port, rank=0, world_size=1)
-        client.communicator = SimpleNamespace(group=group)
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", Joined)
 
-    monkeypatch.setattr(VLLMClient, "init_communicator", open_group)
-    clients = [stub_client(index) for index in (0, 1, 0, 1)]
-    fleets = [FleetVLLMClient(clients[:2]), FleetVLLMClient(clients[2:])]
-    for fleet in fleets:
-        fleet.init_communicator()
-    ports = [client.group_port for client in clients]
-    assert len(set(ports)) == 4
+    def join(server):
+        (info,) = [body["init_info"] for path, body in server.posts if path == "/init_weight_transfer_engine"]
+        StatelessProcessGroup.create(info["master_address"], info["master_port"], 1, info["world_size"])
+
+    for server in servers:
+        server.acts["/init_weight_transfer_engine"] = partial(asyncio.to_thread, join, server)
+    return fleet_of([server.url for server in servers], timeout_s=5.0)[0]
+
+
+def init_infos(servers):
+    posts = [post for server in servers for post in server.posts]
+    return [body["init_info"] for path, body in posts if path == "/init_weight_transfer_engine"]
+
+
+def test_groups_are_formed_on_ports_of_their_own(rendezvous, servers):
+    """All from the given one on, as those of another training on this machine are."""
+    rendezvous.init_communicator()
+    infos = init_infos(servers)
+    ports = [info["master_port"] for info in infos]
+    assert len(set(ports)) == 3
     assert min(ports) >= GROUP_PORT
-    assert fleets[1].rejoin("http://stub0")
-    for fleet in fleets:
-        fleet.close_communicator()
+    assert {(info["master_address"], info["rank_offset"], info["world_size"], info["packed"]) for info in infos} == {
+        ("127.0.0.1", 1, 2, True)
+    }
+
+
+def test_a_server_that_can_not_reach_the_trainer_is_told_in_seconds(rendezvous, servers, monkeypatch):
+    """It would try for five minutes, and the trainer would wait with it."""
+    monkeypatch.setattr(nccl, "DIAL_BACK_S", 0.3)
+    servers[1].acts["/init_weight_transfer_engine"] = partial(silent, servers[1])
+    with pytest.raises(WeightSyncError, match=r"VLLM_HOST_IP.*NCCL_SOCKET_IFNAME.*firewall") as error:
+        rendezvous.init_communicator()
+    (info,) = init_infos(servers[1:2])
+    assert f"{servers[1].url} did not reach the trainer at 127.0.0.1:{info['master_port']}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_refuses_to_join(rendezvous, servers):
+    del servers[2].acts["/init_weight_transfer_engine"]
+    servers[2].answers["/init_weight_transfer_engine"] = (500, {"error": "Weight transfer not configured"})
+    with pytest.raises(WeightSyncError, match=rf"{servers[2].url} answered 500: Weight transfer not configured"):
+        rendezvous.init_communicator()
+
+
+def test_a_worker_that_never_joins(rendezvous, monkeypatch):
+    """NCCL waits for it. The group is given up after `vllm_server_timeout`, and its communicator aborted."""
+    from vllm.distributed.device_communicators import pynccl
+
+    missing = threading.Event()
+    made = []
+
+    class Stuck(Joined):
+        def __init__(self, group, device):
+            made.append(self)
+            self.comm, self.left = "comm", threading.Event()
+            missing.wait(30)
+
+        def destroy(self):
+            self.left.set()
+
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", Stuck)
+    monkeypatch.setattr(nccl, "GRACE_S", 0.1)
+    rendezvous._timeout_s = 1.0
+    with pytest.raises(WeightSyncError, match=r"NCCL came to no end .*\(1 s\)\. Waiting for http.* to join"):
+        rendezvous.init_communicator()
+    assert all(communicator.left.wait(5) for communicator in made)
+    missing.set()
+
+
+def test_a_trainer_without_nccl(rendezvous, monkeypatch):
+    class Without(Joined):
+        def __init__(self, group, device):
+            super().__init__(group, device)
+            self.disabled = True
+
+    from vllm.distributed.device_communicators import pynccl
+
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", Without)
+    with pytest.raises(ConfigurationError, match="no NCCL library"):
+        rendezvous.init_communicator()
+
+
+def test_an_address_that_is_not_this_machines(rendezvous, monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "192.0.2.1")
+    with pytest.raises(ConfigurationError, match=r"can't listen at 192.0.2.1:51216 .*`VLLM_HOST_IP`"):
+        rendezvous.init_communicator()
+
+
+def test_no_port_is_free(monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     with pytest.raises(ConfigurationError, match=r"`vllm_group_port` \(65536\)"):
-        free_port(65536)
-
-
-def test_update_that_a_lost_trainer_left_open(generation, sent):
-    """It started an update, then it was killed: `/start_weight_update` says so once."""
-    client = stub_client()
-    request = client.session.request
-
-    def left_open(method, url, **kwargs):
-        if url.endswith("/finish_weight_update"):
-            client.session.answers.pop("/start_weight_update", None)
-        return request(method, url, **kwargs)
-
-    client.session.request = left_open
-    client.session.answers["/start_weight_update"] = (500, {"error": "A weight update is already active"})
-    sync_weights(generation, fleet_of(client))
-    assert client.version == 1
+        listen(65536)
+    first = listen(50_000)
+    second = listen(50_000)
+    assert first.getsockname()[1] < second.getsockname()[1]
+    first.close()
+    second.close()

@@ -1,25 +1,26 @@
-"""`WeightUpdate` by its invariants, the messages of its errors, and which server has which weights."""
+"""A weight update by its invariants, the messages of its errors, and which server has which weights."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import requests
 import torch
 from PIL import Image
 
 from tests.engines.fake_server import answer, fake_server
-from tests.weights.stubs import stub_client
+from tests.weights.stubs import answer_together
 from trl_darts import waiting
 from trl_darts.engines.pool import State
 from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.errors import ConfigurationError, GenerationError, WeightSyncError
+from trl_darts.weights import calls
 from trl_darts.weights.files import WeightDirectory
-from trl_darts.weights.fleet import FleetVLLMClient, make_client
-from trl_darts.weights.update import WeightUpdate
+from trl_darts.weights.fleet import resolve_weight_sync
+from trl_darts.weights.update import refresh
 
 
 pytestmark = pytest.mark.vllm  # TRL's client wants vLLM importable
@@ -31,146 +32,191 @@ def params():
     yield "b", torch.zeros(3, dtype=torch.bfloat16)
 
 
-@pytest.fixture
-def clients():
-    return [stub_client(index) for index in range(3)]
+def urls_of(servers):
+    return [server.url for server in servers]
 
 
 @pytest.fixture
-def fleet(clients, tmp_path):
-    fleet = FleetVLLMClient(clients, WeightDirectory(tmp_path))
+def fleet(servers, fleet_of, tmp_path):
+    fleet, _ = fleet_of(urls_of(servers), WeightDirectory(tmp_path))
     fleet.init_communicator()
     return fleet
 
 
-@pytest.mark.parametrize("way", ["each", "in_turn"])
-def test_a_server_that_fails_leaves_the_update_and_the_others_go_on(clients, way):
-    seen = []
+@pytest.fixture
+def engine(fleet):
+    return fleet._engine
 
-    def act(client):
-        seen.append(client)
-        if client is clients[1]:
-            raise WeightSyncError("its own message")
 
-    with pytest.raises(WeightSyncError, match=r"(?s)- http://stub1: its own message") as caught:  # noqa: PT012, SIM117
-        with WeightUpdate(clients, version=3) as update:
-            getattr(update, way)(act)
-            getattr(update, way)(act)
-    assert "stub0" not in str(caught.value)
-    assert [seen.count(client) for client in clients] == [2, 1, 2]
-    assert [client.session.weight_version for client in clients] == ["v3", "v3-incomplete", "v3"]
-    assert [client.version for client in clients] == [3, 0, 3]
+def versions(engine):
+    return [member.version for member in engine.members.values()]
+
+
+def states(engine):
+    return list(engine.states().values())
+
+
+def test_a_server_that_fails_leaves_the_update_and_the_others_go_on(fleet, engine, servers, caplog):
+    servers[1].answers["/collective_rpc"] = (500, {"error": {"message": "its own message"}})
+    fleet.update_named_params(METADATA, params())
+    assert versions(engine) == [1, 0, 1]
+    assert states(engine) == [State.UP, State.DOWN, State.UP]
+    assert [server.weight_version for server in servers] == ["v1", "v1-incomplete", "v1"]
+    (message,) = caplog.messages
+    assert message.startswith(f"The vLLM server at {servers[1].url} is lost: ")
+    assert "answered 500: its own message" in message
+    for server in servers:
+        assert (server.paths[0], server.paths[-1]) == ("/pause", "/resume")
 
 
 @pytest.mark.parametrize("error", [KeyError("caller"), KeyboardInterrupt()])
-def test_every_server_is_resumed_whatever_happens(clients, error):
-    with pytest.raises(type(error)), WeightUpdate(clients, version=1):
+def test_every_server_is_resumed_whatever_happens(fleet, engine, servers, error, tmp_path):
+    async def update():
+        async with fleet._update(lambda member: True):
+            pass
+
+    with pytest.raises(type(error)), fleet._entered(fleet._update(lambda member: True)):
         raise error
-    assert [client.session.paths[0] for client in clients] == ["/pause"] * 3
-    assert [client.session.paths[-1] for client in clients] == ["/resume"] * 3
-    assert [client.version for client in clients] == [0] * 3
+    for server in servers:
+        assert (server.paths[0], server.paths[-1]) == ("/pause", "/resume")
+    assert versions(engine) == [0] * 3
+    assert states(engine) == [State.DOWN] * 3  # they may have some of the weights
+    assert "interrupted" in engine.members[servers[0].url].reason
+    engine.call(update())  # the loop goes on
 
 
 @pytest.mark.parametrize(
     ("path", "answer", "message"),
     [
-        ("/reset_prefix_cache", (200, {"success": False}), r"stub2.*prefix cache"),
-        ("/weight_info", (200, {"weight_version": "v7"}), r"stub2 .*'v7' after an update to 'v1'"),
-        ("/resume", (500, "stuck"), r"`/resume` of .*stub2 failed \(500\): stuck"),
-        ("/pause", (404, {"detail": "Not Found"}), r"no `/pause`.*VLLM_SERVER_DEV_MODE=1"),
+        ("/reset_prefix_cache", (200, {"success": False}), "could not empty its prefix cache"),
+        ("/weight_info", (200, {"weight_version": "v7"}), "shows the weight version 'v7' after an update to 'v1'"),
+        ("/resume", (500, "stuck"), "`/resume` of a vLLM server failed: {url} answered 500: stuck"),
+        ("/pause", (404, {"detail": "Not Found"}), "has no `/pause`. Restart it with `VLLM_SERVER_DEV_MODE=1`"),
     ],
 )
-def test_a_server_has_the_weights_only_if_it_did_everything(clients, path, answer, message):
-    clients[2].session.answers[path] = answer
-    with pytest.raises(WeightSyncError, match=message), WeightUpdate(clients, version=1):
-        pass
-    assert [client.version for client in clients] == [1, 1, 0]
-    assert clients[2].session.paths[-1] == "/resume"
-    assert clients[2].session.weight_version == "v1-incomplete"
+def test_a_server_has_the_weights_only_if_it_did_everything(fleet, engine, servers, path, answer, message):
+    servers[2].answers[path] = answer
+    fleet.update_named_params(METADATA, params())
+    assert versions(engine) == [1, 1, 0]
+    assert message.format(url=servers[2].url) in engine.members[servers[2].url].reason
+    assert servers[2].paths[-1] == "/resume"
+    assert servers[2].weight_version == "v1-incomplete"
 
 
-@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/resume"])
-def test_no_server_stays_paused_after_ctrl_c(clients, monkeypatch, path):
-    """Also where it comes before the weights or after them."""
-    each = WeightUpdate.each
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/reset_prefix_cache"])
+def test_no_server_stays_paused_after_ctrl_c(fleet, engine, servers, path):
+    """Also where it comes before the weights or after them, and the trainer ends."""
 
-    def interrupted(update, action):
-        each(update, action)
-        if path in clients[0].session.paths[-2:]:
-            raise KeyboardInterrupt
+    async def update():
+        async with fleet._update(lambda member: True) as update:
+            await update.each(lambda member: calls.load(member.server, "x"))
 
-    monkeypatch.setattr(WeightUpdate, "each", interrupted)
-    with pytest.raises(KeyboardInterrupt), WeightUpdate(clients, version=1):
-        pass
-    assert path in clients[0].session.paths
-    assert [client.session.paths[-1] for client in clients] == ["/resume"] * 3
-    assert [client.version for client in clients] == [0] * 3
+    future = None
+
+    async def interrupt():
+        while future is None:
+            await asyncio.sleep(0.001)
+        future.cancel()
+        await asyncio.sleep(0.05)
+
+    servers[0].acts[path] = interrupt
+    future = engine.submit(update())
+    while not future.done():
+        time.sleep(0.01)
+    assert future.cancelled()
+    engine.close()
+    assert path in servers[0].paths
+    for server in servers:
+        assert server.paths[-1] == "/resume"
 
 
-def test_servers_without_versions(clients):
-    clients[0].session.answers["/update_weight_version"] = (404, "")
-    with WeightUpdate(clients, version=1):
-        pass
-    assert clients[0].version == 1
+def test_servers_without_versions(fleet, engine, servers):
+    servers[0].answers["/update_weight_version"] = (404, "")
+    fleet.update_named_params(METADATA, params())
+    assert versions(engine) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     "answer", ["plain text", {"error": {"message": "plain text"}}, {"error": "plain text"}, {"detail": "plain text"}]
 )
-def test_errors_have_the_servers_own_message(clients, answer):
-    clients[0].session.answers["/pause"] = (500, answer)
-    with pytest.raises(WeightSyncError, match=r"`/pause` of .*http://stub0 failed \(500\): plain text$"):
-        clients[0].pause()
+def test_errors_have_the_servers_own_message(engine, servers, answer):
+    servers[0].answers["/pause"] = (500, answer)
+    server = engine.members[servers[0].url].server
+    with pytest.raises(WeightSyncError, match=rf"`/pause` of .*{server.base_url} answered 500: plain text$"):
+        engine.call(calls.pause(server))
 
 
-def test_a_cpu_server_without_our_plugin_is_refused(fleet, clients):
+def test_a_server_that_is_gone_and_one_that_is_late(engine, servers, monkeypatch):
+    async def late():
+        await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(calls, "PAUSE_TIMEOUT_S", 0.1)
+    servers[0].acts["/pause"] = late
+    server = engine.members[servers[0].url].server
+    with pytest.raises(WeightSyncError, match=rf"{server.base_url} did not answer `/pause` within 0.1 s\.$"):
+        engine.call(calls.pause(server))
+    server.base_url = "http://127.0.0.1:9"
+    with pytest.raises(WeightSyncError, match="did not answer `/pause`: the connection failed"):
+        engine.call(calls.pause(server))
+
+
+def test_a_cpu_server_without_our_plugin_is_lost(fleet, engine, servers):
     """It would keep a stale LM head without a word: its answer is not that of our `reload_weights`."""
-    clients[1].session.answers["/collective_rpc"] = (200, {"results": [None]})
-    with pytest.raises(WeightSyncError, match=r"stub1.*pip install trl-darts"):
-        fleet.update_named_params(METADATA, params())
-    assert fleet.behind == ["http://stub1"]
-    assert [path.name for path in fleet.directory.roots[0].iterdir()] == ["v1"]
+    servers[1].answers["/collective_rpc"] = (200, {"results": [None]})
+    fleet.update_named_params(METADATA, params())
+    assert "pip install trl-darts" in engine.members[servers[1].url].reason
+    assert [path.name for path in fleet._directory.roots[0].iterdir()] == ["v1"]
 
 
-def test_servers_on_another_machine_need_a_directory_that_they_see(tmp_path):
-    clients = [stub_client(host="192.0.2.1")]
+def test_servers_on_another_machine_need_a_directory_that_they_see(fleet_of, tmp_path):
     with pytest.raises(ConfigurationError, match="`weight_sync_dir`, a directory that both see"):
-        FleetVLLMClient(clients, WeightDirectory()).init_communicator()
-    FleetVLLMClient(clients, WeightDirectory(tmp_path)).init_communicator()
+        fleet_of(["http://192.0.2.1:8000"], WeightDirectory())[0].init_communicator()
+    fleet_of(["http://192.0.2.1:8000"], WeightDirectory(tmp_path))[0].init_communicator()
 
 
-def test_a_server_that_still_has_the_weights_is_not_given_them_again(fleet, clients):
-    assert fleet.refresh("http://stub0", METADATA, None)  # before the first sync
-    assert not clients[0].session.posts
+def refreshed(fleet, engine, server):
+    version = engine.call(engine.pool()).version
+    path = fleet._directory.path(version)
+    return engine.call(refresh(engine.members[server.url], version, path))
+
+
+def test_a_server_that_still_has_the_weights_is_not_given_them_again(fleet, engine, servers):
+    assert refreshed(fleet, engine, servers[0])  # before the first sync
+    assert not servers[0].posts
     fleet.update_named_params(METADATA, params())
-    session = clients[0].session
-    session.posts.clear()
-    assert fleet.refresh("http://stub0", METADATA, None)
-    assert session.paths == ["/resume"]
-    session.weight_version = "default"  # it was restarted
-    assert fleet.refresh("http://stub0", METADATA, None)
-    assert "/collective_rpc" in session.paths
-    assert session.weight_version == "v1"
+    servers[0].posts.clear()
+    assert refreshed(fleet, engine, servers[0])
+    assert servers[0].paths == ["/resume"]
+    servers[0].weight_version = "default"  # it was restarted
+    assert refreshed(fleet, engine, servers[0])
+    assert "/collective_rpc" in servers[0].paths
+    assert servers[0].weight_version == "v1"
+    servers[0].weight_version = "default"
+    servers[0].answers["/collective_rpc"] = (500, "no memory left")
+    with pytest.raises(WeightSyncError, match="no memory left"):
+        refreshed(fleet, engine, servers[0])
 
 
-def test_a_server_that_is_not_there_does_not_rejoin(fleet, clients):
-    assert fleet.rejoin("http://stub0")
-    clients[0].session.answers["/server_info"] = (404, {"detail": "Not Found"})
-    assert not fleet.rejoin("http://stub0")
-    with pytest.raises(WeightSyncError, match="VLLM_SERVER_DEV_MODE=1"):
-        fleet.init_communicator()
-
-
-def test_the_version_of_an_earlier_run_proves_nothing(fleet, clients):
-    fleet.excluded = {"http://stub0"}
-    clients[0].session.weight_version = "v1"
+def test_a_server_that_is_back_takes_part_in_the_next_sync(fleet, engine, servers):
+    engine.lose(servers[0].url, "killed")
     fleet.update_named_params(METADATA, params())
-    assert fleet.refresh("http://stub0", METADATA, None)
-    assert "/collective_rpc" in clients[0].session.paths
+    assert not servers[0].posts
+    assert (versions(engine), states(engine)[0]) == ([0, 1, 1], State.DOWN)
+    engine.members[servers[0].url].state = State.RETURNED
+    fleet.update_named_params(METADATA, params())
+    assert (versions(engine), states(engine)[0]) == ([2, 2, 2], State.UP)
 
 
-def test_weights_that_could_not_be_written(fleet, clients):
-    """The servers keep the last ones; one that comes back waits, because there is nothing to give."""
+def test_the_version_of_an_earlier_run_proves_nothing(fleet, engine, servers):
+    engine.lose(servers[0].url, "killed")
+    servers[0].weight_version = "v1"
+    fleet.update_named_params(METADATA, params())
+    assert refreshed(fleet, engine, servers[0])
+    assert "/collective_rpc" in servers[0].paths
+
+
+def test_weights_that_could_not_be_written(fleet, engine, servers):
+    """The training ends: nothing would bring the servers these weights."""
 
     def broken():
         yield "a", torch.zeros(2)
@@ -178,41 +224,20 @@ def test_weights_that_could_not_be_written(fleet, clients):
 
     with pytest.raises(WeightSyncError, match="No space left"):
         fleet.update_named_params(METADATA, broken())
-    assert fleet.behind == ["http://stub0", "http://stub1", "http://stub2"]
-    assert not clients[0].session.posts
-    assert not fleet.refresh("http://stub0", METADATA, None)
+    assert not servers[0].posts
+    assert not refreshed(fleet, engine, servers[0])
 
 
-def test_each_server_is_lost_with_its_own_words(fleet, clients):
-    clients[0].session.answers["/collective_rpc"] = (500, "no memory left")
-    clients[2].session.answers["/pause"] = (500, "stuck")
-    lost = {}
-    generation = object.__new__(SyncedGeneration)
-    generation.mode, generation.main, generation.vllm_client = "server", SimpleNamespace(is_here=True), fleet
-    generation.settings = SimpleNamespace(takes_turns=False)
-    generation.engine = SimpleNamespace(
-        states=lambda: dict.fromkeys(fleet.base_urls, State.UP), lose=lambda url, reason: lost.update({url: reason})
-    )
-    with generation._servers_left_out():
-        fleet.update_named_params(METADATA, params())
-    assert lost.keys() == {"http://stub0", "http://stub2"}
-    assert "no memory left" in lost["http://stub0"]
-    assert "stuck" not in lost["http://stub0"]
-    assert lost["http://stub2"] == "`/pause` of the vLLM server at http://stub2 failed (500): stuck"
-
-
-def test_a_server_that_takes_long_is_said(clients, monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "INTERVAL_S", 0.05)
+def test_a_server_that_takes_long_is_said(engine, servers, monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "INTERVAL_S", 0.1)
     monkeypatch.setattr(waiting, "POLL_S", 0.01)
-    request = clients[0].session.request
 
-    def slow(*args, **kwargs):
-        time.sleep(0.08)
-        return request(*args, **kwargs)
+    async def slow():
+        await asyncio.sleep(0.15)
 
-    clients[0].session.request = slow
-    clients[0].pause()
-    assert caplog.messages == ["Waiting for http://stub0 to answer `/pause` (0 of 15 s)"]
+    servers[0].acts["/pause"] = slow
+    engine.call(calls.pause(engine.members[servers[0].url].server))
+    assert caplog.messages == [f"Waiting for {servers[0].url} to answer `/pause` (0 of 15 s)"]
 
 
 def test_every_tensor_is_asked_for(fleet):
@@ -227,24 +252,38 @@ def test_every_tensor_is_asked_for(fleet):
     assert next(rest, None) is None
 
 
-def test_images_are_processed_by_the_first_server_that_answers(clients, monkeypatch):
-    def features(client, images):
-        if client is clients[0]:
-            raise requests.ConnectionError("refused")
-        return [client.base_url for _ in images]
-
-    monkeypatch.setattr("trl_darts.weights.client.VLLMClient.image_features", features)
-    fleet = FleetVLLMClient(clients)
-    assert fleet.image_features([None]) == ["http://stub1"]
-    fleet.excluded = {"http://stub1"}
-    assert fleet.image_features([None]) == ["http://stub2"]
-    fleet.excluded = {"http://stub1", "http://stub2"}
-    with pytest.raises(GenerationError, match="stub0: ConnectionError: refused"):
-        fleet.image_features([None])
+def test_one_sync_of_files_is_six_round_trips_and_one_copy(servers, fleet_of, tmp_path):
+    """Matrices as wide as the servers have them, whatever the number of servers."""
+    fleet, _ = fleet_of(urls_of(servers), WeightDirectory(tmp_path), dtype=torch.bfloat16)
+    metadata = [("matrix", "float32", [4, 8]), ("vector", "float32", [8])]
+    answer_together(servers)
+    fleet.update_named_params(metadata, iter([("matrix", torch.rand(4, 8)), ("vector", torch.rand(8))]))
+    assert fleet.num_bytes == 2 * 32 + 4 * 8
+    fleet.reset_prefix_cache()
+    assert [server.num_answers for server in servers] == [6, 6, 6]
+    fleet.admit(servers[0].url, torch.float32)
+    fleet.update_named_params(metadata, iter([("matrix", torch.rand(4, 8)), ("vector", torch.rand(8))]))
+    assert fleet.num_bytes == 4 * 40
 
 
-def test_another_process_asks_a_server_that_is_up_for_images():
-    """It has clients of its own, and was pinned to the first server, also when that one was lost."""
+def test_tail_servers_sleep_before_and_after(servers, fleet_of, tmp_path):
+    fleet, engine = fleet_of(urls_of(servers), WeightDirectory(tmp_path), takes_turns=True)
+    fleet.update_named_params(METADATA, params())
+    assert (servers[2].paths[0], servers[2].paths[1], servers[2].paths[-1]) == (
+        "/wake_up?tags=weights",
+        "/pause",
+        "/sleep",
+    )
+    assert "/sleep" not in servers[0].paths
+    assert engine.members[servers[2].url].asleep is True
+    servers[2].answers["/wake_up"] = (500, "no memory left")
+    fleet.update_named_params(METADATA, params())
+    assert versions(engine) == [2, 2, 1]
+    assert "no memory left" in engine.members[servers[2].url].reason
+
+
+def test_images_are_processed_by_the_first_server_that_is_up():
+    """Each process has clients of its own, and was pinned to the first server, also when that one was lost."""
 
     async def reply(body, request):
         return await answer(body)
@@ -255,37 +294,41 @@ def test_another_process_asks_a_server_that_is_up_for_images():
         return fake_server({route: partial(reply, body) for route, body in answers.items()})
 
     generation = object.__new__(SyncedGeneration)
-    generation.main, generation.settings = SimpleNamespace(is_here=False), SimpleNamespace(api_key=None)
+    generation.settings = SimpleNamespace(api_key=None)
     images = [[Image.new("RGB", (2, 2))], None]
     with processor("second") as second:
         with processor("first") as first:
             generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
             assert generation.image_features(images) == [{"by": "first"}, None]
-        # It is lost, and this process, which has asked nothing of it yet, does not know.
+            generation.engine = SimpleNamespace(states=lambda: {first: State.DOWN, second: State.UP})
+            assert generation.image_features(images) == [{"by": "second"}, None]
+            generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
+        # It is gone, and this process, which has asked nothing of it yet, does not know.
         assert generation.image_features(images) == [{"by": "second"}, None]
+    with pytest.raises(GenerationError, match=f"{first}: ConnectionError"):
+        generation.image_features(images)
 
 
-def test_generation_keeps_the_order(clients, monkeypatch):
+def test_generation_keeps_the_order(fleet, servers, monkeypatch):
     def generate(client, prompts, features, n):
         return {
             "completion_ids": [[*prompt, client.base_url] for prompt in prompts for _ in range(n)],
             "logprobs": None,
         }
 
+    for server in servers:
+        server.answers["/v1/models"] = (200, {"data": [{"id": "m"}]})
     monkeypatch.setattr("trl_darts.weights.client.VLLMClient.generate", generate)
-    output = FleetVLLMClient(clients).generate([[index] for index in range(5)], n=2)
-    expected = [[index, f"http://stub{index // 2}"] for index in range(5) for _ in range(2)]
+    output = fleet.generate([[index] for index in range(5)], n=2)
+    expected = [[index, servers[index // 2].url] for index in range(5) for _ in range(2)]
     assert output == {"completion_ids": expected, "logprobs": None}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ((["http://a"], "nccl", "cpu"), "needs a CUDA device.*'filesystem'"),
-        ((["http://a"], "nccl", "cuda", 1, 0.0, "/tmp"), "`weight_sync_dir`"),
-        ((["http://a", "http://a"],), "different addresses"),
-    ],
+    [(("nccl", "cpu"), "needs a CUDA device.*'filesystem'"), (("nccl", "cuda", "/tmp"), "`weight_sync_dir`")],
 )
 def test_settings_that_can_not_work(arguments, message):
+    weight_sync, device, *rest = arguments
     with pytest.raises(ConfigurationError, match=message):
-        make_client(*arguments)
+        resolve_weight_sync(weight_sync, torch.device(device), *rest)

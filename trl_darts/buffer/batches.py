@@ -102,15 +102,14 @@ class BufferedBatches:
 
     # Prompts come in
 
-    def next_round(self, step: int, ahead: bool = False) -> PromptBatch | None:
+    def next_round(self, ahead: bool = False) -> PromptBatch | None:
         """
-        Adds the prompts that the next round needs, and decides it, after `step` optimizer steps. Called on every
-        process at once. Returns what has to be sampled, each prompt in as many rows as it yields; `None` for nothing.
+        Adds the prompts that the next round needs, and decides it. Called on every process at once. Returns what has
+        to be sampled, each prompt in as many rows as it yields; `None` for nothing.
 
         A round that is decided `ahead` of its turn has all prompts of its batch, or is left for later: what the buffer
         lacks at the end of an epoch comes with the next one.
         """
-        self._version = step
         self.add_arrived()
         while self.main.broadcast(lambda: self.policy.lacking(self.buffer)):
             batch = self.feed.pull()
@@ -144,8 +143,9 @@ class BufferedBatches:
 
     # A round, on the main process
 
-    def plan(self) -> tuple[Admission, list[GroupPlan]]:
-        """How many candidates each prompt gets, and which go on."""
+    def plan(self, step: int) -> tuple[Admission, list[GroupPlan]]:
+        """How many candidates each prompt gets, and which go on, after `step` optimizer steps."""
+        self._version = step
         return self.buffer.begin(self._round, self.num_generations, self.admission)
 
     @property

@@ -1,9 +1,11 @@
 """`trl-darts serve`: parses, hands over to `trl_darts.serving`, and prints."""
 
+from __future__ import annotations
+
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,8 +15,10 @@ from ..engines.addresses import API_KEY_VARIABLE
 from ..serving.build import find_build
 from ..serving.command import as_flags, as_python, make_commands, trainer_arguments, trainer_notes
 from ..serving.options import ServeOptions, check_options
-from ..serving.supervisor import Server, Supervisor, counted_signals
 
+
+if TYPE_CHECKING:
+    from ..serving.supervisor import Supervisor
 
 LINE_INTERVAL_S = 10.0
 
@@ -59,7 +63,7 @@ def serve(
     ] = False,
     api_key: Annotated[
         str | None,
-        typer.Option(help="Key that requests to /v1 must carry.", envvar=API_KEY_VARIABLE, show_default=False),
+        typer.Option(help="Key that requests must carry.", envvar=API_KEY_VARIABLE, show_default=False),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds in which a server must be healthy.")] = 600.0,
     log_dir: Annotated[
@@ -80,6 +84,8 @@ def serve(
 
 def start(options: ServeOptions) -> None:
     """Check the options, and run the servers until a signal or a failure ends them."""
+    from ..serving.supervisor import Server, Supervisor, counted_signals  # loads an HTTP client
+
     build = find_build()
     check_options(options, build)
     commands = make_commands(options, build)

@@ -8,8 +8,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ..checks import has_images
 from ..errors import ConfigurationError
+from ..weights.files import WeightDirectory
 from ..weights.fleet import resolve_weight_sync
+from ..weights.update import refresh
 from .deadlines import Deadlines
+from .pool import Member, Refresh
 from .preflight import Requirements, ServerFacts, check_server
 from .vllm_server import VLLMServerEngine
 
@@ -19,8 +22,7 @@ class ServerSettings:
     """What is needed of servers beyond TRL's own arguments. Most are fields of the config."""
 
     base_urls: list[str]
-    weight_sync: str
-    weight_sync_dir: str | None
+    directory: WeightDirectory | None  # for weights as files; without one they go over NCCL
     deadlines: Deadlines
     api_key: str | None
     requirements: Requirements
@@ -35,8 +37,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
         base_urls=[*args.server_urls, *args.tail_urls],
         tail_urls=tuple(args.tail_urls),
         takes_turns=args.vllm_tail_shares_gpus,
-        weight_sync=weight_sync,
-        weight_sync_dir=args.weight_sync_dir,
+        directory=WeightDirectory(args.weight_sync_dir) if weight_sync == "filesystem" else None,
         deadlines=args.deadlines,
         api_key=args.api_key,
         requirements=Requirements(
@@ -65,7 +66,12 @@ def model_config(args: Any, model: Any) -> PretrainedConfig:
 
 
 def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
-    engine = open_engine(settings)
+    directory = settings.directory
+
+    async def bring_back(member: Member, version: int) -> bool:
+        return await refresh(member, version, None if directory is None else directory.path(version))
+
+    engine = open_engine(settings, bring_back)
     try:
         facts = engine.query(lambda server: check_server(server, settings.requirements))
         return engine, _merge(dict(zip(settings.base_urls, facts, strict=True)), settings.tail_urls)
@@ -74,9 +80,9 @@ def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
         raise
 
 
-def open_engine(settings: ServerSettings) -> VLLMServerEngine:
+def open_engine(settings: ServerSettings, refresh: Refresh) -> VLLMServerEngine:
     tail = settings.tail_urls, settings.takes_turns
-    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail)
+    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail, refresh)
 
 
 def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> ServerFacts:
@@ -97,6 +103,7 @@ def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> Serv
                 f"({facts[url].max_model_len}), which must be at least that of the main servers ({limit}): it takes "
                 "over their longest sequences. Restart it with a larger `--max-model-len`."
             )
+    dtypes = {fact.dtype for fact in facts.values()}
     slots = [fact.max_num_seqs for fact in main]
     all_slots = None if None in slots else sum(filter(None, slots))
-    return ServerFacts(names[0], limit, drafts, all_slots)
+    return ServerFacts(names[0], limit, drafts, all_slots, dtypes.pop() if len(dtypes) == 1 else None)

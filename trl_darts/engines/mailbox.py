@@ -1,10 +1,15 @@
 """
 Messages between processes without a collective: no process stands still because another one is busy decoding, or waits
 for a server.
+
+The store asks nobody who they are, and messages are pickles, which can run code. So each one is signed with a key that
+only the training's own processes have, and one without a valid signature is an error before it is unpickled.
 """
 
+import hmac
 import os
 import pickle
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,17 +19,21 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ..errors import GenerationError
+
 
 # A wait is renewed this often. The connection of a store whose process is gone breaks at once, whatever this is.
 WAIT_S = 60.0
 POLL_S = 0.005
+KEY_BYTES = SIGNATURE_BYTES = 32  # of SHA-256
 
 
 class Mailbox:
-    """Messages in a key-value store that the main process holds."""
+    """Signed messages in a key-value store that the main process holds."""
 
-    def __init__(self, store: Any, process_index: int, num_processes: int) -> None:
+    def __init__(self, store: Any, process_index: int, num_processes: int, key: bytes) -> None:
         self._store = store
+        self._key = key
         self._num_processes = num_processes
         self.process_index = process_index
         self._num_read = 0
@@ -34,27 +43,28 @@ class Mailbox:
     def open(cls, process_index: int, num_processes: int) -> "Mailbox":
         """Opens this process's mailbox. Called on every process at once."""
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        box: list[Any] = [None]
+        box: list[Any] = [None, None]
         store = None
         if process_index == 0:
             store = TCPStore(host, 0, num_processes, is_master=True, wait_for_workers=False)
-            box[0] = store.port
+            box = [store.port, secrets.token_bytes(KEY_BYTES)]
         broadcast_object_list(box, from_process=0)
+        port, key = box
         if store is None:
-            store = TCPStore(host, box[0], num_processes, is_master=False, wait_for_workers=False)
-        return cls(store, process_index, num_processes)
+            store = TCPStore(host, port, num_processes, is_master=False, wait_for_workers=False)
+        return cls(store, process_index, num_processes, key)
 
     def post(self, receiver: int, message: Any) -> None:
         """Sends a message; returns at once."""
         number = self._store.add(f"inbox/{receiver}", 1)
-        self._store.set(f"inbox/{receiver}/{number}", pickle.dumps(message))
+        self._set(f"inbox/{receiver}/{number}", pickle.dumps(message))
 
     def receive(self) -> list[Any]:
         """The messages that came since the last call, in the order in which they were sent."""
         inbox = f"inbox/{self.process_index}"
         messages = []
         for number in range(self._num_read + 1, self._store.add(inbox, 0) + 1):
-            messages.append(pickle.loads(self._store.get(f"{inbox}/{number}")))
+            messages.append(pickle.loads(self._get(f"{inbox}/{number}")))
             self._store.delete_key(f"{inbox}/{number}")
         self._num_read += len(messages)
         return messages
@@ -62,28 +72,45 @@ class Mailbox:
     def announce(self, message: bytes) -> None:
         """Sends a message to all other processes, which wait for it, or will; returns at once."""
         self._num_announced += 1
-        self._store.set(f"announcement/{self._num_announced}", message)
+        self._set(f"announcement/{self._num_announced}", message)
 
     def await_announcement(self, meanwhile: Callable[[], None] | None = None) -> bytes:
         """Waits for the next announcement, however long it takes. `meanwhile` is called every 5 ms until then."""
         self._num_announced += 1
-        key = f"announcement/{self._num_announced}"
-        while meanwhile is not None and not self._store.check([key]):
+        name = f"announcement/{self._num_announced}"
+        while meanwhile is not None and not self._store.check([name]):
             meanwhile()
             time.sleep(POLL_S)
-        self._wait(key)
-        message = self._store.get(key)
+        self._wait(name)
+        message = self._get(name)
         # The last reader deletes it. The main process can't tell: it does not wait for the others, not even in a
         # broadcast over NCCL.
-        if self._store.add(f"{key}/read", 1) == self._num_processes - 1:
-            self._store.delete_key(key)
-            self._store.delete_key(f"{key}/read")
+        if self._store.add(f"{name}/read", 1) == self._num_processes - 1:
+            self._store.delete_key(name)
+            self._store.delete_key(f"{name}/read")
         return message
 
-    def _wait(self, key: str) -> None:
+    def _set(self, name: str, message: bytes) -> None:
+        self._store.set(name, self._sign(name, message) + message)
+
+    def _get(self, name: str) -> bytes:
+        signed = self._store.get(name)
+        signature, message = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._sign(name, message)):
+            raise GenerationError(
+                f"The message {name!r} between the processes of this training is from none of them: someone else "
+                "writes into its key-value store. Keep the ports of the main process in a private network."
+            )
+        return message
+
+    def _sign(self, name: str, message: bytes) -> bytes:
+        """With its name: a message that is copied to another place is not one of ours."""
+        return hmac.digest(self._key, name.encode() + b"\0" + message, "sha256")
+
+    def _wait(self, name: str) -> None:
         while True:
             try:
-                return self._store.wait([key], timedelta(seconds=WAIT_S))
+                return self._store.wait([name], timedelta(seconds=WAIT_S))
             except torch.distributed.DistStoreError as error:
                 if "timeout" not in str(error).lower():
                     raise

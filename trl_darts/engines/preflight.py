@@ -52,6 +52,7 @@ class ServerFacts:
     max_model_len: int
     drafts: bool = False  # whether it decodes speculatively
     max_num_seqs: int | None = None  # sequences that are decoded at once
+    dtype: str | None = None  # of its weights, as torch writes it; unknown, or not the same everywhere
 
 
 async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
@@ -66,7 +67,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
     served = (await server.get("/v1/models"))["data"][0]
     drafts = info["vllm_config"].get("speculative_config") is not None
     slots = max_num_seqs(info["vllm_config"])
-    facts = ServerFacts(served["id"], served["max_model_len"], drafts, slots)
+    dtype = info["vllm_config"]["model_config"].get("dtype")
+    facts = ServerFacts(served["id"], served["max_model_len"], drafts, slots, dtype)
     _check_settings(server.base_url, info["vllm_config"], facts, needs)
     await _check_vocabulary(server, facts, needs.model_config)
     if needs.images:
@@ -106,6 +108,13 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
             f"The vLLM server at {url} has `max_model_len` ({facts.max_model_len}), which must be greater than "
             f"`max_completion_length` ({needs.max_completion_length}): prompt and completion together must fit. "
             "Restart it with a larger `--max-model-len`, or lower `max_completion_length`."
+        )
+    num_apis = (config.get("parallel_config") or {}).get("_api_process_count", 1)
+    if num_apis > 1:
+        raise ConfigurationError(
+            f"The vLLM server at {url} has `--api-server-count` ({num_apis}), which must be 1: one API process can't "
+            "abort the requests of another one, and says that it did. Restart it with `--api-server-count 1`: the "
+            "default is one per data-parallel rank."
         )
     mode = config["model_config"]["logprobs_mode"]
     if needs.processed_logprobs and mode != "processed_logprobs":

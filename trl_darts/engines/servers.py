@@ -6,14 +6,15 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, WeightsLostError
 from ..rows import KeptRows
 from ..scheduling import Admission, RolloutResult, SchedulePolicies, Scheduler, Submit, UniformAdmission
 from ..scheduling.ledger import Ledger
 from .batch import PromptBatch
 from .connection import open_engine
 from .engine import OnProgress, RolloutPlan
-from .pool import State
+from .pool import State, shows_weights
+from .sampling import not_carried
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
@@ -26,7 +27,6 @@ class ServerEngine:
         self.overrides: Overrides | None = None  # more fields for one candidate: benchmarks replay lengths with it
         self._generation = generation
         self._main = generation.main
-        self._left_out: list[str] = []  # servers that the main process did not use in its last rollout
         self._in_flight = False  # whether `launch` has started a rollout that has not been waited for
         self._launched: Any = None  # its plan and its future, on the main process
 
@@ -43,11 +43,20 @@ class ServerEngine:
     ) -> Any:
         """See [`Engine`]."""
         images = gather_object(batch.images or [None] * batch.sizes[self._main.index]) if batch.multimodal else None
-        result = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
         self._in_flight = False
+        result = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
         if self._main.num_processes > 1:
-            self._left_out = self._main.broadcast(self._lost_servers)
+            up = self._main.broadcast(lambda: self._generation.engine.up)
+            if not self._main.is_here:
+                self._own_engine.follow(*up)
         return result
+
+    @property
+    def _own_engine(self) -> Any:
+        """The `VLLMServerEngine` of this process: others than the main one ask the servers in later turns alone."""
+        if self._generation.engine is None:
+            self._generation.engine = open_engine(self._generation.settings, shows_weights)
+        return self._generation.engine
 
     def launch(self, plan: Any, batch: PromptBatch) -> None:
         """
@@ -58,7 +67,8 @@ class ServerEngine:
         self._in_flight = True
 
     def _launch(self, plan: RolloutPlan, batch: PromptBatch) -> None:
-        self._launched = plan, self._generation.engine.start(*self._request(plan, batch))
+        self._bring_back()
+        self._launched = plan, self._own_engine.start(*self._request(plan, batch))
 
     def drain(self) -> None:
         """
@@ -66,8 +76,17 @@ class ServerEngine:
         run one rollout at a time. Called on every process at once.
         """
         if self._in_flight:
-            self._main.run(lambda: self._wait(*self._launched))
+            self._main.run(self._drain)
             self._in_flight = False
+
+    def _drain(self) -> None:
+        plan, rollout = self._launched
+        try:
+            self._wait_launched(plan, rollout)
+        except WeightsLostError as error:
+            failed: Future[RolloutResult] = Future()
+            failed.set_exception(error)
+            self._launched = plan, failed  # for `run`
 
     def cancel(self) -> None:
         """Ends what was launched, and its requests."""
@@ -80,12 +99,9 @@ class ServerEngine:
         The next turn of a tool loop on this process alone: tool loops differ in length. A prompt is a whole
         conversation here, and TRL trains on what fits.
         """
-        if self._generation.engine is None:  # a process other than the main one
-            self._generation.engine = open_engine(self._generation.settings)
-        if not self._main.is_here:
-            self._follow_the_main_process()
         admission = UniformAdmission(batch.num_generations).plan(batch.infos)
-        scheduler = Scheduler(SchedulePolicies(), batch.num_generations)
+        carries_tokens = not not_carried(self._request_body())
+        scheduler = Scheduler(SchedulePolicies(), batch.num_generations, carries_tokens=carries_tokens)
         plan = RolloutPlan(admission, admission.plans(batch.infos), scheduler)
         return KeptRows.of_result(self._run(plan, batch, batch.images, room=1), batch.num_generations)
 
@@ -117,21 +133,38 @@ class ServerEngine:
         """One rollout from this process; with `room`, a completion may be cut short where the server's limit is."""
         if self._launched is not None and self._launched[0] is plan:
             (_, rollout), self._launched = self._launched, None
-            return self._wait(plan, rollout, on_progress)
-        request = self._request(plan, batch, images, room)
-        return self._generation.engine.run(*request, on_progress=lambda ledger: self._tend(ledger, on_progress))
+            return self._wait_launched(plan, rollout, on_progress)
+        self._bring_back()
 
-    def _wait(
+        def tend(ledger: Ledger) -> None:
+            if on_progress is not None:
+                on_progress(ledger)
+            self._bring_back()
+
+        result: RolloutResult = self._own_engine.run(*self._request(plan, batch, images, room), on_progress=tend)
+        return result
+
+    def _bring_back(self) -> None:
+        if self._main.is_here:
+            self._generation.bring_back()
+
+    def _wait_launched(
         self, plan: RolloutPlan, rollout: Future[RolloutResult], on_progress: OnProgress | None = None
     ) -> RolloutResult:
-        ledger = plan.scheduler.ledger
-        return self._generation.engine.wait(rollout, lambda: self._tend(ledger, on_progress))
+        """The trainer has other weights by now: a server that comes back without those of the rollout waits."""
 
-    def _tend(self, ledger: Ledger, on_progress: OnProgress | None) -> None:
-        """What is done while a rollout is waited for."""
-        if on_progress is not None:
-            on_progress(ledger)
-        self._generation.bring_back()
+        def tend() -> None:
+            if on_progress is not None:
+                on_progress(plan.scheduler.ledger)
+            members = self._own_engine.members.values()
+            if any(member.waits for member in members) and not any(member.state is State.UP for member in members):
+                raise WeightsLostError(
+                    "The vLLM servers came back without the weights that a rollout was launched with, and the trainer "
+                    "has others by now. With `weight_sync='filesystem'` they get them from files."
+                )
+
+        result: RolloutResult = self._own_engine.wait(rollout, tend)
+        return result
 
     def _request(
         self, plan: RolloutPlan, batch: PromptBatch, images: Sequence[Any] | None = None, room: int | None = None
@@ -147,7 +180,6 @@ class ServerEngine:
             left = self._generation.facts.max_model_len - len(prompt)
             return {"max_tokens": min(self._generation.max_completion_length, left), **own}
 
-        self._generation.bring_back()
         prompts = self._server_prompts(batch, images)
         return plan.scheduler, plan.groups, prompts, self._request_body(), overrides
 
@@ -182,15 +214,3 @@ class ServerEngine:
         if own.structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": own.structured_outputs_regex}
         return body | own.generation_kwargs
-
-    def _lost_servers(self) -> list[str]:
-        return [url for url, state in self._generation.engine.states().items() if state is not State.UP]
-
-    def _follow_the_main_process(self) -> None:
-        """Uses the servers that the main process used in its last rollout: they have the weights."""
-        engine = self._generation.engine
-        for url, state in engine.states().items():
-            if url in self._left_out and state is State.UP:
-                engine.lose(url, "the main process has left it out")
-            elif url not in self._left_out and state is State.RETURNED:
-                engine.join(url)

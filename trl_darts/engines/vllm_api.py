@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 
 from ..errors import GenerationError
+from ..scheduling.concurrency import ServerLoad
 
 
 # The server closes an idle connection after 5 s. A client that keeps it longer sends requests into a closing socket.
@@ -90,6 +91,10 @@ class CompletionRequest:
 class ServerRefusedError(GenerationError):
     """The server answered, and its answer was an error. The message is the server's own."""
 
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status  # of the HTTP response, where that is what is wrong
+
 
 class ServerBrokenError(ServerRefusedError):
     """The server answered that it is broken, or in a way in which only a broken one answers."""
@@ -112,8 +117,21 @@ class VLLMServer:
         """The text at a path; empty where the server does not have it."""
         return (await self._get(path, timeout_s) or b"").decode(errors="replace")
 
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Any:
+        """
+        The JSON that is answered; `{}` where the answer is empty. The server closes a connection after some errors,
+        and a request that reused it meanwhile would fail, so that no connection is used twice here.
+        """
+        async with self._post(path, body or {}, timeout_s, {"Connection": "close"}) as response:
+            await self._check(response)
+            data = await response.read()
+            return orjson.loads(data) if data else {}
+
     async def _get(self, path: str, timeout_s: float) -> bytes | None:
-        async with self._session.get(self.base_url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
+        async with self._session.get(self.base_url + path, timeout=timeout) as response:
             if response.status == 404:
                 return None
             await self._check(response)
@@ -156,24 +174,27 @@ class VLLMServer:
             await self._check(response)
             return True
 
+    async def weight_version(self) -> str | None:
+        """`"v<number>"` after an update, `"default"` after a start, `None` from a server without versions."""
+        version: str | None = (await self.get("/weight_info") or {}).get("weight_version")
+        return version
+
     async def sleep(self, timeout_s: float) -> None:
         """Frees the GPU: weights go to the host's memory, the KV cache is dropped. Nothing may be decoded."""
-        await self._tell("/sleep?level=1", timeout_s)
+        await self.post("/sleep?level=1", timeout_s=timeout_s)
 
-    async def wake_up(self, timeout_s: float) -> None:
-        """Takes the GPU again."""
-        await self._tell("/wake_up", timeout_s)
+    async def wake_up(self, timeout_s: float, only_weights: bool = False) -> None:
+        """Takes the GPU again, with or without the KV cache."""
+        await self.post("/wake_up?tags=weights" if only_weights else "/wake_up", timeout_s=timeout_s)
 
-    async def _tell(self, path: str, timeout_s: float) -> None:
-        async with self._post(path, {}, timeout_s) as response:
-            await self._check(response)
-
-    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+    def _post(
+        self, path: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
         return self._session.post(
             self.base_url + path,
             data=orjson.dumps(body),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **(headers or {})},
             timeout=timeout,
         )
 
@@ -186,7 +207,9 @@ class VLLMServer:
         except orjson.JSONDecodeError:
             message = data.decode(errors="replace")
         kind = ServerBrokenError if response.status >= 500 else ServerRefusedError
-        raise kind(f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}")
+        raise kind(
+            f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}", response.status
+        )
 
 
 def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
@@ -229,16 +252,37 @@ class DraftCounts:
 
 async def draft_counts(server: VLLMServer, timeout_s: float = 2.0) -> DraftCounts | None:
     """What a server has drafted so far; `None` if it does not say."""
+    found = await _metrics(server, timeout_s)
+    names = [field.name for field in fields(DraftCounts)]
+    values = [found.get(name) or found.get(f"spec_decode_{name}") for name in names] if found else []
+    return DraftCounts(*(sum(own or ()) for own in values)) if found else None
+
+
+async def server_load(server: VLLMServer, timeout_s: float = 2.0) -> ServerLoad | None:
+    """How busy a server is; `None` if it does not say."""
+    found = await _metrics(server, timeout_s)
+    names = ("num_requests_running", "num_requests_waiting", "num_preemptions", "generation_tokens")
+    if not all(name in found for name in (*names, "kv_cache_usage_perc")):
+        return None
+    running, waiting, preemptions, tokens = (sum(found[name]) for name in names)
+    return ServerLoad(running, waiting, preemptions, max(found["kv_cache_usage_perc"]), tokens)
+
+
+async def _metrics(server: VLLMServer, timeout_s: float) -> dict[str, list[float]]:
+    """
+    A server's metrics, by their names without `vllm:` and `_total`, with one value for each of its engines (and for
+    each label); empty if it does not say.
+    """
     try:
         text = await server.get_text("/metrics", timeout_s)
     except (aiohttp.ClientError, ServerRefusedError, TimeoutError):
-        return None
-    totals = {field.name: 0.0 for field in fields(DraftCounts)}
+        return {}
+    found: dict[str, list[float]] = {}
     for line in text.splitlines():
-        name = line.partition("{")[0].removeprefix("vllm:").removeprefix("spec_decode_").removesuffix("_total")
-        if name in totals and line.startswith("vllm:"):  # one line for each engine of the server
-            totals[name] += float(line.rpartition(" ")[2])
-    return DraftCounts(**totals)
+        if line.startswith("vllm:"):
+            name = re.split(r"[{ ]", line, maxsplit=1)[0].removeprefix("vllm:").removesuffix("_total")
+            found.setdefault(name, []).append(float(line.rpartition(" ")[2]))
+    return found
 
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:

@@ -2,26 +2,27 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
+import torch
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from ..errors import ConfigurationError, GenerationError, WeightSyncError
-from ..weights.client import SyncedVLLMClient
-from ..weights.fleet import make_client
+from ..errors import ConfigurationError
+from ..weights import SyncRecord
+from ..weights.client import image_features
+from ..weights.fleet import FleetVLLMClient
 from .addresses import check_address
 from .connection import ServerSettings
 from .hf_generate import replaced
 from .main_process import MainProcess
-from .pool import TURN_TIMEOUT_S, State
+from .pool import State
 from .preflight import ServerFacts, check_server
 from .vllm_api import DraftCounts, draft_counts
-from .vllm_server import VLLMServerEngine, bring_back
+from .vllm_server import VLLMServerEngine
 
 
 class SyncedGeneration(VLLMGeneration):
@@ -49,10 +50,8 @@ class SyncedGeneration(VLLMGeneration):
         self.engine: Any = engine
         self.facts: Any = facts  # on every process, once vLLM is initialized
         self.main = MainProcess(kwargs["accelerator"])
-        self._sync_seconds: float | None = None
-        self._num_syncs = 0
+        self._sync: SyncRecord | None = None
         self._draft_counts: dict[str, DraftCounts] = {}  # by server, at the last look
-        self._waiting: set[str] = set()  # servers that have come back, and wait for the next sync
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -65,44 +64,41 @@ class SyncedGeneration(VLLMGeneration):
         self.facts = self.main.broadcast(self._connect)
 
     def _connect(self) -> Any:
-        self.vllm_client = make_client(
-            self.settings.base_urls,
-            self.settings.weight_sync,
-            device=self.accelerator.device,
-            group_port=self.group_port,
-            connection_timeout=self.server_timeout,
-            sync_dir=self.settings.weight_sync_dir,
-            api_key=self.settings.api_key,
+        self.vllm_client = FleetVLLMClient(
+            self.engine,
+            self.settings.directory,
+            _dtype(self.facts),
+            self.accelerator.device,
+            self.group_port,
+            self.server_timeout,
+            self.settings.api_key,
         )
-        self.vllm_client.init_communicator(device=self.accelerator.device)
+        self.vllm_client.init_communicator()
         self.drafted()  # what others had them draft does not count
         return self.facts
 
     # Weights
 
     def sync_weights(self) -> None:
-        """
-        TRL's sync, timed. Servers that don't take the weights are left out until they do; without any, the rollout
-        waits for one.
-        """
+        """TRL's sync, timed. Servers that don't take the weights are lost until they do."""
         start = time.perf_counter()
-        self._num_syncs += 1
         layers: AbstractContextManager[None] = nullcontext()
         if self.mode == "colocate" and self.accelerator.device.type == "cpu":
             from ..weights.reload import reloaded_layers  # imports vLLM
 
             # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
             layers = reloaded_layers(self.llm)
-        with layers, self._servers_left_out():
+        with layers:
             super().sync_weights()
         if self.mode == "colocate":  # TRL drops the prompts' KV cache alone, and not what the old encoder saw
             self.llm.llm_engine.reset_encoder_cache()
-        self._sync_seconds = time.perf_counter() - start
+        num_bytes = self.vllm_client.num_bytes if self.mode == "server" and self.main.is_here else None
+        self._sync = SyncRecord(time.perf_counter() - start, num_bytes)
 
-    def pop_sync_seconds(self) -> float | None:
-        """Seconds of the last weight sync, once; `None` if there was none since the last call."""
-        seconds, self._sync_seconds = self._sync_seconds, None
-        return seconds
+    def pop_sync(self) -> SyncRecord | None:
+        """What the last weight sync took, once; `None` if there was none since the last call."""
+        sync, self._sync = self._sync, None
+        return sync
 
     def drafted(self) -> DraftCounts | None:
         """
@@ -116,71 +112,22 @@ class SyncedGeneration(VLLMGeneration):
         new = [counts.since(before[url]) for url, counts in self._draft_counts.items() if url in before]
         return DraftCounts(*map(sum, zip(*map(astuple, new), strict=True))) if new else None
 
-    @contextmanager
-    def _servers_left_out(self) -> Iterator[None]:
-        """Inside, a sync goes to the servers that are up; those that fail are taken out of the rollouts."""
-        if self.mode != "server" or not self.main.is_here:
-            yield
-            return
-        states = self.engine.states()
-        back = [url for url, state in states.items() if state is State.RETURNED and self.vllm_client.rejoin(url)]
-        taking_part = {url for url, state in states.items() if state is State.UP} | set(back)
-        self.vllm_client.excluded = set(states) - taking_part
-        self._tell_tail("/wake_up", tags="weights")
-        problem = WeightSyncError("")
-        try:
-            yield
-        except WeightSyncError as error:
-            problem = error
-        self._tell_tail("/sleep", level="1")
-        behind = self.vllm_client.behind
-        for url in taking_part:
-            if url in behind:
-                self.engine.lose(url, problem.failures.get(url, str(problem)))
-            elif url in back:
-                self.engine.join(url)
-
-    def _tell_tail(self, path: str, **params: str) -> None:
-        """Tail servers that sleep have no weights to update: they are woken meanwhile, without their caches."""
-        if not self.settings.takes_turns:
-            return
-        for client in [client for client in self.vllm_client.active if client.base_url in self.settings.tail_urls]:
-            try:
-                client.call(path, params=params, timeout_s=TURN_TIMEOUT_S)
-            except WeightSyncError as error:
-                self.engine.lose(client.base_url, str(error))
-                self.vllm_client.excluded.add(client.base_url)
-
     def bring_back(self) -> None:
-        """Uses servers again that have come back, once they have the current weights."""
-        bring_back(self.engine, self.refresh, self._waiting)
-
-    def refresh(self, url: str) -> bool:
         """
-        Brings a server that has come back to the weights of the last sync, and returns whether it has them. Parameters
-        of a sharded model can't be sent while the other processes wait for a rollout, so such a server waits for the
-        next sync, unless weights are files. [`WeightSyncError`] if it does not take them.
+        Sends the weights of the last sync, which are still the trainer's, to servers that wait for them: over NCCL
+        they have no other way. Parameters of a sharded model can't be gathered while the other processes wait for a
+        rollout: its servers wait for the next sync.
         """
-        if self._num_syncs == 0:
-            return True
-        if not self.main.is_here:  # the main process sees to it
-            client = SyncedVLLMClient(base_url=url, api_key=self.settings.api_key)
-            return client.weight_version() == f"v{self._num_syncs}"
         sharded = (self._dist.is_fsdp or self._dist.is_zero3) and self.main.num_processes > 1
-        params = None if sharded else self._iter_named_params()
-        return self.vllm_client.refresh(url, self._weight_metadata, params)
+        if self.settings.directory is not None or sharded or self._weight_metadata is None:
+            return
+        if any(member.waits for member in self.engine.members.values()):
+            self.vllm_client.catch_up(self._weight_metadata, self._iter_named_params())
 
     def image_features(self, images: list[Any]) -> list[dict[str, Any] | None]:
-        """What a server makes of images, by the first that answers: it does not depend on weights."""
-        if self.main.is_here:
-            return self.vllm_client.image_features(images)
-        messages = []
-        for url in [url for url, state in self.engine.states().items() if state is State.UP]:
-            try:
-                return SyncedVLLMClient(base_url=url, api_key=self.settings.api_key).image_features(images)
-            except OSError as error:  # also those of requests; the next server may be there
-                messages.append(f"{url}: {type(error).__name__}: {error}")
-        raise GenerationError(f"No vLLM server processed the images. {'; '.join(messages)}")
+        """What a server makes of images: each process asks by itself."""
+        up = [url for url, state in self.engine.states().items() if state is State.UP]
+        return image_features(up, self.settings.api_key, images)
 
     # Servers that come and go
 
@@ -219,7 +166,7 @@ class SyncedGeneration(VLLMGeneration):
 
         def remove() -> None:
             self.engine.remove(url)
-            self.vllm_client.remove(url)
+            self.vllm_client.leave(url)
 
         self.main.run(remove)
         self._set_servers([known for known in self.settings.base_urls if known != url])
@@ -232,7 +179,7 @@ class SyncedGeneration(VLLMGeneration):
                     f"The vLLM server at {url} serves {facts.model!r}, and the others {self.facts.model!r}. Start "
                     "it with the same model or `--served-model-name`."
                 )
-            self.vllm_client.add(url)
+            self.vllm_client.admit(url, _dtype(facts))
         except BaseException:
             self.engine.remove(url)
             raise
@@ -244,6 +191,11 @@ class SyncedGeneration(VLLMGeneration):
         if not self.main.is_here and self.engine is not None:
             self.engine.close()
             self.engine = None
+
+
+def _dtype(facts: ServerFacts) -> torch.dtype | None:
+    """Of the servers' weights, where it is known and the same."""
+    return getattr(torch, (facts.dtype or "").removeprefix("torch."), None)
 
 
 def synced_generation(

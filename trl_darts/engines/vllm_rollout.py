@@ -7,19 +7,20 @@ arrived, or wait until it is back with the current weights. What is wrong with a
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import aiohttp
 
 from ..errors import GenerationError, GenerationTimeoutError
 from ..scheduling import (
-    Abort,
     CandidateEnded,
     CandidateFailed,
+    CandidateStalled,
     Command,
     EngineJoined,
     EngineLoad,
@@ -35,8 +36,10 @@ from ..scheduling import (
     TakeTurns,
     TokensArrived,
 )
+from ..scheduling.scheduler import MAX_STALLS
 from ..waiting import Waiting
 from .deadlines import Deadlines
+from .lateness import Key, OpenRequest, late_ones, silence
 from .pool import ServerPool, State, describe
 from .vllm_api import Chunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
 
@@ -50,12 +53,13 @@ ABORT_RESEND_S = 0.1
 ABORT_GRACE_S = 5.0
 # The same at the end of a rollout that failed, for one answer: one that is busy takes half a second.
 END_S = 2.0
-# A candidate whose tokens are late for the third time in a row is late because of itself.
-MAX_STALLS = 2
 CLOCK_S = 0.1
+# Deadlines of tokens are looked at so often within the shorter one.
+LOOKS = 8
+
+logger = logging.getLogger(__name__)
 
 Overrides = Callable[[Submit], Mapping[str, Any]]
-Key = tuple[int, int]  # (candidate_id, segment): a candidate that moves to another server is another request
 
 
 class RolloutRun:
@@ -77,11 +81,9 @@ class RolloutRun:
         self.overrides = overrides
         self.deadlines = deadlines
         self.run_id = uuid.uuid4().hex
-        self.requests: dict[Key, asyncio.Task[None]] = {}
-        self.aborting: dict[Key, tuple[Abort, float]] = {}  # with the time of the command
-        self.internal_ids: dict[Key, str] = {}
-        self.engine_of: dict[Key, str] = {}
+        self.requests: dict[Key, OpenRequest] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
+        self.next_look = 0.0  # at what is late
         self.tail_turn = False  # whether its servers decode, where the two kinds take turns
         self.turns: asyncio.Task[None] | None = None
         self.tokens = Waiting(deadlines.first_token_s)  # the next ones
@@ -89,14 +91,11 @@ class RolloutRun:
 
     async def execute(self, plans: Sequence[GroupPlan]) -> RolloutResult:
         """Runs it to its end."""
-        if self.pool.takes_turns:
-            await self.pool.take_turns(tail=False)
-        members = self.pool.members
-        engines = [EngineLoad(url, members[url].capacity, tail=members[url].tail) for url in self.pool.urls(State.UP)]
-        self.pool.listener = self
         clock = asyncio.create_task(self._keep_time())
         try:
-            self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
+            if self.pool.takes_turns:
+                await self.pool.take_turns(tail=False)
+            await self._begin(plans)
             if not self.scheduler.done:
                 await self.finished
         except BaseException:
@@ -110,16 +109,32 @@ class RolloutRun:
             await self.pool.take_turns(tail=False)
         return self.scheduler.result()
 
+    async def _begin(self, plans: Sequence[GroupPlan]) -> None:
+        ready = asyncio.create_task(self.pool.ready())
+        await asyncio.wait([ready, self.finished], return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self.finished.done():
+            self.finished.result()
+        members = self.pool.members
+        engines = [EngineLoad(url, members[url].capacity, tail=members[url].tail) for url in self.pool.urls(State.UP)]
+        self.pool.listener = self
+        self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
+
     # Of the pool
+
+    def num_held(self, url: str) -> int:
+        """How many candidates a server has now."""
+        return len(self._open(url))
+
+    def _open(self, url: str) -> list[OpenRequest]:
+        return [request for request in self.requests.values() if request.command.engine_id == url]
 
     def on_lost(self, url: str, reason: str) -> None:
         """What a lost server decoded goes on elsewhere, or waits."""
+        lost = self._open(url)
         self._report(EngineLost(url, reason, time.perf_counter()))
-        current = asyncio.current_task()
-        for key, task in self.requests.items():
-            if self.engine_of[key] == url and task is not current:
-                self.aborting.pop(key, None)
-                task.cancel()
+        for request in lost:
+            self._close(request)
         self._keep_turns()
 
     def _keep_turns(self) -> None:
@@ -147,13 +162,14 @@ class RolloutRun:
         self._report(EngineResized(url, capacity, time.perf_counter()))
 
     async def _keep_time(self) -> None:
-        """Says what is waited for, and ends a rollout that takes too long, or that no server is left for."""
+        """Says what is waited for, and ends what takes too long, or what no server is left for."""
         rollout, server = Waiting(self.deadlines.rollout_s), Waiting(self.deadlines.return_s)
         while not self.finished.done():
             await asyncio.sleep(CLOCK_S)
             if up := self._decoding:
                 server = Waiting(self.deadlines.return_s)
                 self.tokens.say(f"No new tokens; waiting for {', '.join(up)}")
+                self._look_for_silence(up)
             else:
                 self.tokens = Waiting(self.deadlines.first_token_s)
                 server.say(f"No vLLM server left; waiting for {', '.join(self.pool.members)}")
@@ -173,8 +189,39 @@ class RolloutRun:
                     )
                 )
 
+    def _look_for_silence(self, urls: Sequence[str]) -> None:
+        now = time.perf_counter()
+        if now < self.next_look:
+            return
+        self.next_look = now + min(self.deadlines.first_token_s, self.deadlines.token_s) / LOOKS
+        for url in urls:
+            wanted = [request for request in self._open(url) if request.called_off is None]
+            if wanted:
+                self._check_server(url, wanted, now)
+
+    def _check_server(self, url: str, requests: Sequence[OpenRequest], now: float) -> None:
+        member = self.pool.members[url]
+        reason = silence(member, requests, now, self.deadlines)
+        if reason is None:
+            for request, own in late_ones(member, requests, now, self.deadlines):
+                self._stall(request, own, now)
+            return
+        candidates = self.scheduler.ledger.candidates
+        stuck = [r for r in requests if candidates[r.command.candidate_id].num_empty_attempts >= MAX_STALLS]
+        for request in stuck:
+            self._stall(request, reason, now)
+        if len(stuck) < len(requests):
+            self.pool.lose(url, reason)
+
+    def _stall(self, request: OpenRequest, reason: str, now: float) -> None:
+        """It is tried elsewhere."""
+        logger.warning("Candidate %d of prompt %d: %s", request.command.index, request.command.group_id, reason)
+        self._close(request)
+        self._report(CandidateStalled(*request.key, reason, now))
+
     def _fail(self, error: Exception) -> None:
-        if self.scheduler.drop_failed_groups:  # what is complete by now will do, if anything is
+        has_begun = self.pool.listener is self
+        if self.scheduler.drop_failed_groups and has_begun:  # what is complete by now will do, if anything is
             self._report(RolloutExpired(str(error), time.perf_counter()))
         elif not self.finished.done():
             self.finished.set_exception(error)
@@ -186,13 +233,12 @@ class RolloutRun:
             if isinstance(command, TakeTurns):
                 self.tail_turn = True
                 self._keep_turns()
-                continue
-            key = (command.candidate_id, command.segment)
-            if isinstance(command, Submit):
-                self.engine_of[key] = command.engine_id
-                self.requests[key] = asyncio.create_task(self._decode(command))
+            elif isinstance(command, Submit):
+                request = OpenRequest(command, time.perf_counter())
+                self.requests[request.key] = request
+                request.task = asyncio.create_task(self._decode(request))
             else:
-                self.aborting[key] = (command, time.perf_counter())
+                self.requests[command.candidate_id, command.segment].called_off = time.perf_counter()
                 aborter = self.aborters.get(command.engine_id)
                 if aborter is None or aborter.done():
                     self.aborters[command.engine_id] = asyncio.create_task(self._abort(command.engine_id))
@@ -208,85 +254,69 @@ class RolloutRun:
             if self.scheduler.done:
                 self.finished.set_result(None)
 
-    async def _decode(self, command: Submit) -> None:
-        key = (command.candidate_id, command.segment)
-        offset = len(command.prior_tokens)
+    def _close(self, request: OpenRequest) -> None:
+        """Its answer is not wanted, or will not come."""
+        self.requests.pop(request.key, None)  # here, since a task that has not begun ends without a step
+        request.called_off = None
+        if request.task is not None and request.task is not asyncio.current_task():
+            request.task.cancel()
+
+    async def _decode(self, request: OpenRequest) -> None:
+        offset = len(request.command.prior_tokens)
         try:
-            async for chunk in self._chunks(command):
-                self._add(key, offset, chunk)
+            async for chunk in self._chunks(request):
+                self._add(request, offset, chunk)
                 offset += len(chunk.tokens)
         except asyncio.CancelledError:
-            if key not in self.aborting:
+            if request.called_off is None:
                 raise
-            self._report(CandidateEnded(*key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
+            self._report(CandidateEnded(*request.key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
         except Exception as error:
-            self._report_error(command, key, offset, error)
+            self._report_error(request, offset, error)
         finally:
-            self.aborting.pop(key, None)  # its answer is there, whatever it is: no abort is sent again
+            self.requests.pop(request.key, None)
 
-    def _report_error(self, command: Submit, key: Key, offset: int, error: Exception) -> None:
+    def _report_error(self, request: OpenRequest, offset: int, error: Exception) -> None:
         """Whose failure it is: of the server, which is lost, or of the request."""
         if self.finished.done():  # the requests are being aborted: a stream that is aborted in its queue just ends
             return
         now = time.perf_counter()
-        if isinstance(error, GenerationTimeoutError):
-            if self.scheduler.ledger.candidates[command.candidate_id].num_empty_attempts >= MAX_STALLS:
-                self._report(CandidateFailed(*key, str(error), now))
+        if isinstance(error, aiohttp.ClientError | ServerBrokenError):  # also a connection not made in time
+            if request.called_off is not None:  # a stream that is aborted in its queue just ends
+                self._report(CandidateEnded(*request.key, offset, (), None, FinishReason.ABORT, now))
             else:
-                self.pool.lose(command.engine_id, str(error))
-        elif isinstance(error, aiohttp.ClientError | ServerBrokenError):  # also a connection not made in time
-            if key in self.aborting:  # a stream that is aborted in its queue just ends
-                self._report(CandidateEnded(*key, offset, (), None, FinishReason.ABORT, now))
-            else:
-                self.pool.lose(command.engine_id, describe(error, "a connection"))
+                self.pool.lose(request.command.engine_id, describe(error, "a connection"))
         elif isinstance(error, ServerRefusedError):
-            self._report(CandidateFailed(*key, str(error), now))
+            self._report(CandidateFailed(*request.key, str(error), now))
         elif isinstance(error, TimeoutError):
             reason = f"no complete answer within `vllm_request_timeout_s` ({self.deadlines.request_s:g} s)"
-            self._report(CandidateFailed(*key, reason, now))
+            self._report(CandidateFailed(*request.key, reason, now))
         else:  # an answer that makes no sense is the server's failure, not a hang
             reason = f"the answer could not be read ({type(error).__name__}: {error})"
-            self._report(CandidateFailed(*key, reason, now))
+            self._report(CandidateFailed(*request.key, reason, now))
 
-    def _add(self, key: Key, offset: int, chunk: Chunk) -> None:
+    def _add(self, request: OpenRequest, offset: int, chunk: Chunk) -> None:
         now = time.perf_counter()
         self.tokens = Waiting(self.deadlines.token_s)
+        request.heard = self.pool.members[request.command.engine_id].heard = now
+        request.decodes = True
         if chunk.finish_reason is None:
-            self._report(TokensArrived(*key, offset, chunk.tokens, chunk.logprobs, now))
+            self._report(TokensArrived(*request.key, offset, chunk.tokens, chunk.logprobs, now))
             return
         # vLLM's own cut, `repetition_detection`, is a cut like that at the limit.
         reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
-        self._report(CandidateEnded(*key, offset, chunk.tokens, chunk.logprobs, reason, now))
+        self._report(CandidateEnded(*request.key, offset, chunk.tokens, chunk.logprobs, reason, now))
 
-    async def _chunks(self, command: Submit) -> AsyncIterator[Chunk]:
-        request = self._request(command)
-        if request is None:  # its server was lost between its last token and its end
+    async def _chunks(self, request: OpenRequest) -> AsyncIterator[Chunk]:
+        completion = self._request(request.command)
+        if completion is None:  # its server was lost between its last token and its end
             yield Chunk([], None, "length")
             return
-        self.internal_ids[command.candidate_id, command.segment] = request.internal_id
-        server = self.pool.members[command.engine_id].server
-        stream = server.stream(request, STREAM_INTERVAL, self.deadlines.request_s)
-        name, seconds = "vllm_first_token_timeout_s", self.deadlines.first_token_s
-        deadline = time.perf_counter() + self.deadlines.request_s
-        try:
-            while True:
-                left = deadline - time.perf_counter()
-                try:
-                    chunk = await asyncio.wait_for(anext(stream), min(seconds, left))
-                except StopAsyncIteration:
-                    return
-                except aiohttp.ClientError:  # one of them, a connection not made in time, is a TimeoutError too
-                    raise
-                except TimeoutError:
-                    if seconds >= left:  # of the whole request
-                        raise
-                    raise GenerationTimeoutError(
-                        f"{command.engine_id}: no tokens within `{name}` ({seconds:g} s)"
-                    ) from None
+        request.internal_id = completion.internal_id
+        server = self.pool.members[request.command.engine_id].server
+        async with aclosing(server.stream(completion, STREAM_INTERVAL, self.deadlines.request_s)) as stream:
+            async for chunk in stream:
                 yield chunk
-                name, seconds = "vllm_token_timeout_s", self.deadlines.token_s
-        finally:
-            await stream.aclose()
 
     def _request(self, command: Submit) -> CompletionRequest | None:
         body = {**self.body, **(self.overrides(command) if self.overrides else {})}
@@ -304,28 +334,30 @@ class RolloutRun:
         request_id = f"{self.run_id}-{command.candidate_id}-{command.segment}"
         return CompletionRequest.of(request_id, prompts[command.index % len(prompts)], command.prior_tokens, body)
 
-    async def _abort(self, engine_id: str) -> None:
-        while pending := [(c, since) for c, since in self.aborting.values() if c.engine_id == engine_id]:
+    async def _abort(self, url: str) -> None:
+        while pending := [request for request in self._open(url) if request.called_off is not None]:
             try:
-                ids = [self.internal_ids.get((c.candidate_id, c.segment)) for c, _ in pending]
-                server = self.pool.members[engine_id].server
-                supported = await server.abort([name for name in ids if name is not None], ABORT_GRACE_S)
+                server = self.pool.members[url].server
+                supported = await server.abort(_internal_ids(pending), ABORT_GRACE_S)
             except (ServerRefusedError, aiohttp.ClientError, TimeoutError):
                 supported = False
             deadline = time.perf_counter() - ABORT_GRACE_S
-            for command, since in pending:
-                if not supported or since < deadline:
-                    self.requests[command.candidate_id, command.segment].cancel()
+            for request in pending:
+                late = request.called_off is not None and request.called_off < deadline
+                if request.task is not None and (late or not supported):
+                    request.task.cancel()
             await asyncio.sleep(ABORT_RESEND_S)
 
     async def _cancel(self) -> None:
         """Closes what is still open, so that no server goes on decoding for nobody."""
-        self.aborting.clear()
         self.finished.cancel()
-        turns = [] if self.turns is None else [self.turns]
-        tasks = [task for task in [*self.requests.values(), *self.aborters.values(), *turns] if not task.done()]
-        for task in tasks:
+        requests = list(self.requests.values())
+        for request in requests:
+            self._close(request)
+        others = [*self.aborters.values(), *([] if self.turns is None else [self.turns])]
+        for task in others:
             task.cancel()
+        tasks = [*others, *(request.task for request in requests if request.task is not None)]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _end_requests(self) -> None:
@@ -338,13 +370,16 @@ class RolloutRun:
             await asyncio.wait_for(asyncio.gather(*map(self._end_on, self.pool.urls(State.UP))), ABORT_GRACE_S)
 
     async def _end_on(self, url: str) -> None:
-        while tasks := {
-            key: task for key, task in self.requests.items() if self.engine_of[key] == url and not task.done()
-        }:
+        while requests := self._open(url):
             try:
-                ids = [self.internal_ids[key] for key in tasks if key in self.internal_ids]
-                if not await self.pool.members[url].server.abort(ids, END_S):
+                if not await self.pool.members[url].server.abort(_internal_ids(requests), END_S):
                     return
             except (ServerRefusedError, aiohttp.ClientError, TimeoutError):
                 return
-            await asyncio.wait(tasks.values(), timeout=ABORT_RESEND_S)
+            tasks = [request.task for request in requests if request.task is not None]
+            await asyncio.wait(tasks, timeout=ABORT_RESEND_S)
+
+
+def _internal_ids(requests: Sequence[OpenRequest]) -> list[str]:
+    """As far as they have been sent."""
+    return [request.internal_id for request in requests if request.internal_id is not None]

@@ -4,12 +4,11 @@ Decoding on vLLM servers: asyncio in one background thread, one request per cand
 The main thread hands over a scheduler and waits, at once or later. In the thread, each Submit becomes a task with one
 HTTP request; each answer goes to the scheduler as an event; each Abort it returns goes to the server, and the pending
 answer then arrives with the tokens so far. When the trainer's process dies, its connections close, and the servers
-drop what they were decoding. A server that was lost and answers again is used once `join` says that it has the current
-weights.
+drop what they were decoding. A server that was lost and answers again is brought back by the pool, also while the main
+thread is busy.
 """
 
 import asyncio
-import logging
 import resource
 import threading
 import weakref
@@ -23,14 +22,12 @@ from ..errors import ConfigurationError
 from ..scheduling import GroupPlan, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from .deadlines import Deadlines
-from .pool import ServerPool, State
+from .pool import Member, Refresh, ServerPool, State, has_loaded_weights
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
 
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.1
 # The loop may be busy reading an answer; it is not waited for longer than this.
@@ -41,10 +38,10 @@ RESERVED_FILES = 512
 
 class VLLMServerEngine:
     """
-    Runs rollouts on one or several vLLM servers. Each candidate goes to the least loaded one.
+    Runs rollouts on one or several vLLM servers. Each prompt goes to the least loaded one that has room.
 
     `tail_urls` are those of `base_urls` that are of another layout, and take over what is left. With `takes_turns`
-    they are on the others' GPUs, and asleep until these sleep.
+    they are on the others' GPUs, and asleep until these sleep. `refresh` is that of [`ServerPool`].
     """
 
     def __init__(
@@ -54,21 +51,23 @@ class VLLMServerEngine:
         api_key: str | None = None,
         tail_urls: Collection[str] = (),
         takes_turns: bool = False,
+        refresh: Refresh = has_loaded_weights,
     ) -> None:
         if not base_urls:
             raise ConfigurationError("`base_urls` (empty) must name at least one server.")
         self.base_urls = list(base_urls)
         self.deadlines = deadlines or Deadlines()
         self._api_key = api_key
-        self._tail = tail_urls, takes_turns
+        self._options = tail_urls, takes_turns, refresh
         self._pool: ServerPool | None = None  # made by the loop
+        self._turn = asyncio.Lock()  # servers run one rollout at a time, its end included
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-engine", daemon=True)
         self._thread.start()
         self._sessions: list[aiohttp.ClientSession] = []  # one, once the loop has made it
         # Also at the interpreter's exit; holds no reference to the engine, so that a trainer can be dropped.
-        self._rollouts: set[asyncio.Task[Any]] = set()  # that run, or end their requests
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions, self._rollouts)
+        self._tasks: set[asyncio.Task[Any]] = set()  # that run, or end what they have begun
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions, self._tasks)
 
     def run(
         self,
@@ -99,29 +98,28 @@ class VLLMServerEngine:
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
     ) -> Future[RolloutResult]:
-        """Starts a rollout, one at a time, and returns at once. To cancel what it returns ends all of its requests."""
+        """Starts a rollout, and returns at once. To cancel what it returns ends all of its requests."""
 
         async def rollout() -> RolloutResult:
-            task = asyncio.current_task()
-            assert task is not None
-            self._rollouts.add(task)
-            try:
-                pool = await self._open_pool()
-                pool.watch()
+            pool = await self.pool()
+            pool.watch()
+            async with self._turn:
                 return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
-            finally:
-                self._rollouts.discard(task)
 
-        return asyncio.run_coroutine_threadsafe(rollout(), self._loop)
+        return self.submit(rollout())
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """What is known of each server, to be read."""
+        pool = self._pool or self.call(self.pool())
+        return dict(pool.members)
 
     def states(self) -> dict[str, State]:
-        if self._pool is None:
-            return dict.fromkeys(self.base_urls, State.UP)
-        return {url: member.state for url, member in self._pool.members.items()}
+        return {url: member.state for url, member in self.members.items()}
 
     @property
     def num_losses(self) -> int:
-        return 0 if self._pool is None else sum(member.num_losses for member in self._pool.members.values())
+        return sum(member.num_losses for member in self.members.values())
 
     def lose(self, url: str, reason: str) -> None:
         """Takes a server out until it answers again, for example one that does not take new weights."""
@@ -130,6 +128,16 @@ class VLLMServerEngine:
     def join(self, url: str) -> None:
         """Uses a server again that has come back, and has been given the current weights."""
         self._in_loop(lambda pool: pool.join(url))
+
+    def follow(self, version: int, up: Collection[str]) -> None:
+        """Takes over from the main process which servers have the weights of the last sync, and their version."""
+        self._in_loop(lambda pool: pool.follow(version, up))
+
+    @property
+    def up(self) -> tuple[int, list[str]]:
+        """What another process follows."""
+        pool = self.call(self.pool())
+        return pool.version, pool.urls(State.UP)
 
     def drain(self, url: str, draining: bool = True) -> None:
         """Sends a server no new candidates, or some again; those that it decodes go on."""
@@ -144,13 +152,13 @@ class VLLMServerEngine:
             raise ConfigurationError(f"`url` ({url!r}) is one of the servers already. Each address once.")
 
         async def run() -> T:
-            pool = await self._open_pool()
+            pool = await self.pool()
             server = VLLMServer(url, self._sessions[0], self.deadlines.connect_s)
             answer = await check(server)
             pool.add(url, server)
             return answer
 
-        answer = self._wait(run())
+        answer = self.call(run())
         self.base_urls.append(url)
         return answer
 
@@ -169,33 +177,49 @@ class VLLMServerEngine:
 
     def _in_loop(self, act: Callable[[ServerPool], None]) -> None:
         async def run() -> None:
-            act(await self._open_pool())
+            act(await self.pool())
 
-        self._wait(run())
+        self.call(run())
 
     def query(self, function: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> list[T]:
         """Runs `function` on each server at the same time and returns the answers in order."""
 
         async def ask() -> list[T]:
-            members = (await self._open_pool()).members.values()
+            members = (await self.pool()).members.values()
             return list(await asyncio.gather(*(function(member.server) for member in members)))
 
-        return self._wait(ask())
+        return self.call(ask())
 
     def close(self) -> None:
         """Closes the connections and ends the thread. Safe to call twice; an engine that is dropped closes itself."""
         self._finalizer()
 
-    async def _open_pool(self) -> ServerPool:
+    async def pool(self) -> ServerPool:
+        """The record of its servers; for the loop."""
         if self._pool is None:
             session = new_session(self._api_key)
             self._sessions.append(session)
             servers = {url: VLLMServer(url, session, self.deadlines.connect_s) for url in self.base_urls}
-            self._pool = ServerPool(servers, self.deadlines, max_open_files(), *self._tail)
+            self._pool = ServerPool(servers, self.deadlines, max_open_files(), *self._options)
         return self._pool
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the engine's loop, and waits for it."""
+        return self.wait(self.submit(coroutine))
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the engine's loop; once it is cancelled, it may still end what it has begun."""
+
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.add(task)
+            try:
+                return await coroutine
+            finally:
+                self._tasks.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def wait(self, future: Future[T], on_poll: Callable[[], None] | None = None) -> T:
         """
@@ -215,43 +239,21 @@ class VLLMServerEngine:
             raise
 
 
-def bring_back(engine: VLLMServerEngine, refresh: Callable[[str], bool], waiting: set[str]) -> None:
-    """
-    Uses servers again that have come back, once `refresh` says that they have the current weights. Those that must
-    wait for the next weight sync are noted in `waiting`, and not asked again; what `refresh` raises takes them out.
-    """
-    states = engine.states()
-    waiting &= {url for url, state in states.items() if state is State.RETURNED}
-    for url, state in states.items():
-        if state is not State.RETURNED or url in waiting:
-            continue
-        try:
-            fresh = refresh(url)
-        except Exception as error:
-            engine.lose(url, f"{type(error).__name__}: {error}")
-            continue
-        if fresh:
-            engine.join(url)
-        else:
-            waiting.add(url)
-        logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else ", and waits for a weight sync")
-
-
 def _shut_down(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     sessions: list[aiohttp.ClientSession],
-    rollouts: set[asyncio.Task[Any]],
+    tasks: set[asyncio.Task[Any]],
 ) -> None:
     async def close() -> None:
-        for task in rollouts:
+        for task in tasks:
             if not task.cancelling():  # it may be aborting its requests: a second time would interrupt that
                 task.cancel()
-        await asyncio.gather(*rollouts, return_exceptions=True)
-        tasks = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}  # what looks after the servers
-        for task in tasks:
-            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}  # what looks after the servers
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         for session in sessions:
             await session.close()
         loop.stop()

@@ -43,7 +43,7 @@ class Ledger:
         self.num_complete = 0
         self.num_aborted = 0
         self.num_submitted = 0
-        self.num_resumed = 0  # submissions that went back to waiting because an engine was lost
+        self.num_resumed = 0  # submissions that went back to waiting because an engine was lost, or gave no tokens
         self.num_lost = 0
 
     def add_group(self, plan: GroupPlan, now: float) -> None:
@@ -170,15 +170,19 @@ class Ledger:
         candidate.finish_reason = ABORT
         self.num_aborted += 1
 
-    def requeue(self, candidate: Candidate, now: float) -> None:
-        """RUNNING → WAITING: its engine is lost, its tokens are not; or it moves to another one."""
+    def requeue(self, candidate: Candidate, now: float, keeps_tokens: bool = True) -> None:
+        """RUNNING → WAITING: its engine is lost or gives no tokens, or it moves to another one."""
         if not candidate.moving:
             has_grown = candidate.length > candidate.num_prior
             candidate.num_empty_attempts = 0 if has_grown else candidate.num_empty_attempts + 1
             self.num_resumed += 1
         candidate.moving = False
-        candidate.tokens = list(candidate.tokens)  # they may be an event's, and will grow
-        candidate.logprobs = None if candidate.logprobs is None else list(candidate.logprobs)
+        if keeps_tokens:
+            candidate.tokens = list(candidate.tokens)  # they may be an event's, and will grow
+            candidate.logprobs = None if candidate.logprobs is None else list(candidate.logprobs)
+        elif candidate.tokens:
+            candidate.tokens, candidate.logprobs = [], None
+            candidate.num_restarts += 1
         candidate.state = WAITING
         self._leave_engine(candidate, now)
 

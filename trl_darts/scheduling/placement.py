@@ -48,18 +48,19 @@ def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engine
 
 class LengthOrder(LeastLoaded):
     """
-    Longest or shortest expected first, each on the engine with the least work. The longest decide when a rollout ends
-    that waits for all; the shortest are what a batch is made of that is ready with the first. Expected tokens of one
-    candidate are given by group, NaN where nothing is known.
+    Longest or shortest expected first, each prompt on the engine with the least work. The longest decide when a
+    rollout ends that waits for all; the shortest are what a batch is made of that is ready with the first. Expected
+    tokens of one candidate are given by group, NaN where nothing is known.
     """
 
     def __init__(self, expected_lengths: Sequence[float], longest_first: bool = True) -> None:
+        super().__init__()
         self.expected_lengths = known_lengths(expected_lengths)
         self.longest_first = longest_first
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
         lengths = self.expected_lengths
-        return sorted(candidates, key=lambda c: lengths[c.group_id], reverse=self.longest_first)
+        return super().order(sorted(candidates, key=lambda c: lengths[c.group_id], reverse=self.longest_first))
 
 
 class AssignedPlacement(LengthOrder):

@@ -200,20 +200,37 @@ class FirstGroups:
 
 class LeastLoaded:
     """
-    In the order given, each on the engine with the least work: expected tokens, or candidates where nothing is known
-    of their lengths. Ties go to the first engine.
+    In the order given, each prompt on the engine with the least work: expected tokens, or candidates where nothing is
+    known of their lengths. Ties go to the first engine.
+
+    The candidates of a prompt go to one engine, whose prefix cache then has it, as long as that one has room and no
+    more than its fair part of the candidates. The others of the prompt go where there is least to do.
     """
 
+    def __init__(self) -> None:
+        self._homes: dict[int, str] = {}  # the engine of each group's last candidate
+        self._num_candidates = 0
+
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
+        self._num_candidates = len(candidates)
         return candidates
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         chosen, least = None, 0.0
+        home = self._homes.get(candidate.group_id)
         # Called once per candidate: a plain loop is twice as fast as `min` with a key, and few are asked for room.
         for engine in engines:
+            if engine.engine_id == home and engine.has_room and self._is_fair(engine, len(engines)):
+                return home
             if (chosen is None or engine.expected_tokens < least) and engine.has_room:
                 chosen, least = engine, engine.expected_tokens
-        return None if chosen is None else chosen.engine_id
+        if chosen is None:
+            return None
+        self._homes[candidate.group_id] = chosen.engine_id
+        return chosen.engine_id
+
+    def _is_fair(self, engine: EngineLoad, num_engines: int) -> bool:
+        return (engine.num_running + 1) * num_engines <= self._num_candidates
 
 
 @dataclass(frozen=True)

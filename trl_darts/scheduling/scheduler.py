@@ -15,6 +15,7 @@ duplicates and late ones among them):
 - same_trace_same_commands: decisions depend on the events alone.
 - settled_is_final: once a group's rows are chosen, no later event changes them.
 - moves_once: what is left goes to the tail servers once, and back only if these are lost.
+- restarts_whole: where tokens can't be carried, no request has prior tokens, and no row has tokens of two requests.
 - dropped_or_complete: with `drop_failed_groups`, each group has its rows or the message of what went wrong with it.
 """
 
@@ -31,6 +32,7 @@ from .types import (
     Candidate,
     CandidateEnded,
     CandidateFailed,
+    CandidateStalled,
     Command,
     EngineJoined,
     EngineLoad,
@@ -50,6 +52,8 @@ from .types import (
 
 # A candidate that has been lost with its engine so often, each time without a new token, is taken for the cause.
 MAX_EMPTY_ATTEMPTS = 8
+# One whose tokens are late for the third time in a row is late because of itself.
+MAX_STALLS = 2
 
 
 class Scheduler:
@@ -64,12 +68,22 @@ class Scheduler:
         drop_failed_groups (`bool`, *optional*, defaults to `False`):
             Whether a group that can't be completed is left out of the result, instead of ending the rollout. One that
             has `num_generations` complete candidates by then keeps them.
+        carries_tokens (`bool`, *optional*, defaults to `True`):
+            Whether a candidate whose engine is lost goes on elsewhere from its tokens. Otherwise it starts afresh:
+            some sampling options count within one request.
     """
 
-    def __init__(self, policies: SchedulePolicies, num_generations: int, drop_failed_groups: bool = False) -> None:
+    def __init__(
+        self,
+        policies: SchedulePolicies,
+        num_generations: int,
+        drop_failed_groups: bool = False,
+        carries_tokens: bool = True,
+    ) -> None:
         self.policies = policies
         self.num_generations = num_generations
         self.drop_failed_groups = drop_failed_groups
+        self.carries_tokens = carries_tokens
         self.ledger = Ledger()
         self.error: str | None = None
         self._waiting: deque[Candidate] = deque()  # in the order in which they will be submitted
@@ -179,6 +193,16 @@ class Scheduler:
         candidate = self.ledger.live(event.candidate_id, event.segment)
         return [] if candidate is None else self._fail(candidate, event.error, event.now)
 
+    def _on_stalled(self, event: CandidateStalled) -> list[Command]:
+        candidate = self.ledger.live(event.candidate_id, event.segment)
+        if candidate is None:
+            return []
+        if candidate.state is ABORTING or candidate.num_empty_attempts >= MAX_STALLS:
+            return self._fail(candidate, event.error, event.now)
+        candidate.stalled_on, candidate.moving = candidate.engine_id, False
+        self._requeue(candidate, event.now)
+        return self._submit(event.now)
+
     def _on_engine_lost(self, event: EngineLost) -> list[Command]:
         if self.ledger.engines.pop(event.engine_id, None) is None:
             return []
@@ -192,8 +216,7 @@ class Scheduler:
                 self.ledger.abort(candidate, event.now)
         for candidate in reversed([c for c in orphans if c.state is RUNNING]):
             candidate.moving = False
-            self.ledger.requeue(candidate, event.now)
-            self._waiting.appendleft(candidate)  # it goes on elsewhere before any that has not begun
+            self._requeue(candidate, event.now)
         commands: list[Command] = []
         for candidate in orphans:
             if candidate.num_empty_attempts > MAX_EMPTY_ATTEMPTS and candidate.state is WAITING:
@@ -271,7 +294,7 @@ class Scheduler:
         while waiting:
             candidate = waiting[0]
             if candidate.state is WAITING:
-                engine_id = self.policies.placement.choose(candidate, kinds[self._belongs_to_tail(candidate)])
+                engine_id = self.policies.placement.choose(candidate, self._engines_for(candidate, kinds))
                 if engine_id is not None:
                     commands.append(self.ledger.submit(candidate, engine_id, now))
                 elif any(engine.has_room for engine in engines):
@@ -281,6 +304,18 @@ class Scheduler:
             waiting.popleft()  # submitted just now, passed over, or called off before it could be submitted
         waiting.extendleft(reversed(passed))
         return commands
+
+    def _engines_for(self, candidate: Candidate, kinds: Sequence[list[EngineLoad]]) -> list[EngineLoad]:
+        """Of its kind, without the one that gave it no tokens, unless there is no other."""
+        engines = kinds[self._belongs_to_tail(candidate)]
+        if candidate.stalled_on is None:
+            return engines
+        return [engine for engine in engines if engine.engine_id != candidate.stalled_on] or engines
+
+    def _requeue(self, candidate: Candidate, now: float) -> None:
+        """It goes on elsewhere, before any that has not begun."""
+        self.ledger.requeue(candidate, now, self.carries_tokens)
+        self._waiting.appendleft(candidate)
 
     def _abort(self, candidates: Sequence[Candidate], now: float) -> list[Command]:
         return [
@@ -323,13 +358,12 @@ class Scheduler:
         return commands
 
     def _move(self, candidate: Candidate, now: float) -> list[Command]:
-        """One has been called off to go on elsewhere, with what it has, before any that has not begun."""
+        """One has been called off to go on elsewhere."""
         assert self._tail_switch is not None
         self._tail_switch.num_moved += 1
         plan = self.ledger.groups[candidate.group_id].plan
         self._tail_switch.num_tokens += plan.num_prompt_tokens + candidate.length
-        self.ledger.requeue(candidate, now)
-        self._waiting.appendleft(candidate)
+        self._requeue(candidate, now)
         return self._submit(now)
 
     # Failures
@@ -373,6 +407,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], list[Command]]] = {
     TokensArrived: Scheduler._on_tokens,
     CandidateEnded: Scheduler._on_ended,
     CandidateFailed: Scheduler._on_failed,
+    CandidateStalled: Scheduler._on_stalled,
     EngineLost: Scheduler._on_engine_lost,
     EngineJoined: Scheduler._on_engine_joined,
     EngineResized: Scheduler._on_engine_resized,

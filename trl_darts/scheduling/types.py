@@ -70,6 +70,8 @@ class Candidate:
     expected_rest: float = 0.0  # tokens that it was expected to need then
     num_empty_attempts: int = 0
     moving: bool = False  # whether it is aborted to go on on another engine
+    stalled_on: str | None = None  # the engine that gave it no tokens: it goes on on another one, if there is one
+    num_restarts: int = 0  # how often its tokens were thrown away, because they can't go on in another request
     started: float | None = None
     ended: float | None = None
 
@@ -210,9 +212,9 @@ class TailSwitch:
 class RolloutResult:
     """
     What a rollout yielded: the groups in the order in which they were given, and how many candidates ran over time.
-    `num_resumed` counts submissions that had to be made again because an engine was lost. `dropped` has, by
-    `group_id`, why a group could not be completed; there are none unless `drop_failed_groups` is set. `tail_switch` is
-    set if tail servers took over.
+    `num_resumed` counts submissions that had to be made again because an engine was lost or gave no tokens. `dropped`
+    has, by `group_id`, why a group could not be completed; there are none unless `drop_failed_groups` is set.
+    `tail_switch` is set if tail servers took over.
     """
 
     groups: list[GroupResult]
@@ -263,6 +265,19 @@ class CandidateFailed:
 
 
 @dataclass(slots=True)
+class CandidateStalled:
+    """
+    A candidate got no tokens for too long from an engine that decodes others; its request has been closed. It goes on
+    elsewhere, and the engine stays.
+    """
+
+    candidate_id: int
+    segment: int
+    error: str
+    now: float
+
+
+@dataclass(slots=True)
 class EngineLost:
     """An engine is gone, with everything that it was decoding. What it decoded goes on elsewhere, or waits."""
 
@@ -300,7 +315,16 @@ class RolloutExpired:
     now: float
 
 
-Event = TokensArrived | CandidateEnded | CandidateFailed | EngineLost | EngineJoined | EngineResized | RolloutExpired
+Event = (
+    TokensArrived
+    | CandidateEnded
+    | CandidateFailed
+    | CandidateStalled
+    | EngineLost
+    | EngineJoined
+    | EngineResized
+    | RolloutExpired
+)
 
 
 @dataclass(slots=True)

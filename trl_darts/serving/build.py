@@ -70,6 +70,14 @@ def split_devices(
     return [devices[start : start + per_server] for start in range(0, needed, per_server)]
 
 
+def gpu_bytes() -> int:
+    """Memory of the smallest GPU here."""
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return min(torch.cuda.get_device_properties(device).total_memory for device in devices)
+
+
 def _devices(environ: Mapping[str, str]) -> tuple[str, ...]:
     import torch  # here, because it takes seconds, and errors of other arguments should not wait for it
 

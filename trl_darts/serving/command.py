@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from ..engines.addresses import API_KEY_VARIABLE
 from ..speculation.drafter import HISTORY_VARIABLE
 from .build import VISIBLE_DEVICES, VLLMBuild
-from .options import SPECULATIVE, ServeOptions
+from .memory import FLAG, shared_utilization
+from .options import SPECULATIVE, ServeOptions, is_loopback
 
 
 # The `vllm` command of this very environment, whatever PATH holds.
@@ -20,6 +21,7 @@ _VLLM_SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
 _API_SERVER = ("-m", "vllm.entrypoints.openai.api_server", "--model")
 # Addresses that mean every address of this machine, and under which of them this process asks for health.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+MIDDLEWARE = "trl_darts.serving.middleware.RequireKey"  # a name: loading it needs a server's packages
 TAIL_SWITCH_AT = 8  # unfinished candidates, until a profile says better
 _PARALLEL_FLAGS = {"--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend"}
 
@@ -45,7 +47,7 @@ def make_commands(
     """One command per server, of checked options. What `environ` sets, which servers inherit, is kept."""
     commands = []
     for kind, own in enumerate(options.sets):
-        flags: dict[str, str | None] = {"--enable-sleep-mode": None} if options.takes_turns(build) else {}
+        flags = _turn_flags(options) if options.takes_turns(build) else {}
         threads = {}
         if build.cpu and options.layout is not None:
             threads = {"OMP_NUM_THREADS": str(own.tensor_parallel_size), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -59,7 +61,8 @@ def make_commands(
                     health_url=_url(_WILDCARDS.get(own.host, own.host), port),
                     # Others reach it by the machine's name where it listens on every address.
                     base_url=_url(socket.gethostname() if own.host in _WILDCARDS else own.host, port),
-                    argv=(*argv, *(own.vllm_flags or ())),
+                    # The last one is asked first, before those of the user.
+                    argv=(*argv, *(own.vllm_flags or ()), *(("--middleware", MIDDLEWARE) if own.api_key else ())),
                     tail=kind == 1,
                     env=_env(own, build, devices, environ) | threads,
                 )
@@ -103,6 +106,11 @@ def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
             f"`tail_switch_at` ({TAIL_SWITCH_AT}) is a guess: with `latency_curve`, a file of `trl-darts profile` of "
             "either kind of servers (`--tail-of` for the tail's), the switch is predicted."
         )
+    if options.takes_turns(build) and FLAG not in options.flags and shared_utilization(options) is None:
+        notes.append(
+            f"The size of the weights is not known here: choose `{FLAG}` so that those of main and tail servers fit "
+            "beside the main servers' KV cache."
+        )
     if _weight_sync(options, build) == "nccl":
         used = {name for own in options.sets for devices in own.split_devices(build) for name in devices}
         left = ",".join(name for name in build.devices if name not in used)
@@ -111,6 +119,11 @@ def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
             if left
             else "The servers use every GPU here, and with 'nccl' the trainer needs others: run it on another machine."
         )
+        if not is_loopback(options.host):
+            notes.append(
+                "The servers connect to the trainer for its weights. Where it has several network interfaces, set "
+                "VLLM_HOST_IP to its address that they reach, and NCCL_SOCKET_IFNAME to the interface (for them too)."
+            )
     return notes
 
 
@@ -130,6 +143,9 @@ def _flags(options: ServeOptions, build: VLLMBuild) -> dict[str, str | None]:
         "--logprobs-mode": "processed_logprobs",  # TRL's importance sampling correction compares these
         "--max-logprobs": "-1",
         "--enable-prefix-caching": None,
+        # By default there is one API process per data-parallel rank, and `/abort_requests` reaches its own requests
+        # alone.
+        "--api-server-count": "1",
     }
     if options.tensor_parallel_size > 1:
         flags["--tensor-parallel-size"] = str(options.tensor_parallel_size)
@@ -140,6 +156,14 @@ def _flags(options: ServeOptions, build: VLLMBuild) -> dict[str, str | None]:
     if options.speculative is not None:
         flags["--speculative-config"] = json.dumps(SPECULATIVE[options.speculative])
     return flags | (_cpu_flags(options) if build.cpu else {})
+
+
+def _turn_flags(options: ServeOptions) -> dict[str, str | None]:
+    flags: dict[str, str | None] = {"--enable-sleep-mode": None}
+    utilization = shared_utilization(options)
+    if utilization is not None and FLAG not in options.flags:
+        flags[FLAG] = f"{utilization:g}"
+    return flags
 
 
 def _cpu_flags(options: ServeOptions) -> dict[str, str | None]:
@@ -161,7 +185,7 @@ def _env(
     if devices:
         env[VISIBLE_DEVICES] = ",".join(devices)
     if options.api_key is not None:
-        env[API_KEY_VARIABLE] = options.api_key
+        env |= {API_KEY_VARIABLE: options.api_key, "VLLM_USE_RUST_FRONTEND": "0"}  # which runs no middleware
     if options.draft_history is not None:
         env[HISTORY_VARIABLE] = str(options.draft_history.absolute())
     if build.cpu:

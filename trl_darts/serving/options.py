@@ -45,6 +45,11 @@ _REMEDIES = {
     "the trainer needs the value that is set here. Leave it out": (
         *("--logprobs-mode", "--max-logprobs", "--enable-prefix-caching"),
     ),
+    "of several API processes, one that is asked to abort a request knows its own alone. Leave it out": (
+        *("--api-server-count", "-asc"),
+    ),
+    "everyone on the machine can read a command line. Set HF_TOKEN in the environment": ("--hf-token",),
+    "answers would not be the model's own. Leave it out": ("--watermark-config",),
     "the trainer's resumed candidates need the prefix cache. Leave it out": ("--no-enable-prefix-caching",),
     "the trainer connects to host and port. Leave it out": ("--uds", "--headless", "--grpc"),
     "the servers speak plain HTTP. Put a proxy that ends TLS in front of them": ("--ssl-certfile", "--ssl-keyfile"),
@@ -104,16 +109,22 @@ class ServeOptions:
                 values[re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")] = value
         return values
 
+    @property
+    def gpus_per_copy(self) -> int:
+        """GPUs that share one copy of the model."""
+        return self.tensor_parallel_size * self._size("--pipeline-parallel-size", "-pp")
+
     def split_devices(self, build: VLLMBuild) -> list[tuple[str, ...]]:
         devices = None if self.devices is None else tuple(name.strip() for name in self.devices.split(","))
-        per_server = self.tensor_parallel_size
-        for spellings in (("--data-parallel-size", "-dp"), ("--pipeline-parallel-size", "-pp")):
-            for name in spellings:
-                value = self.flags.get(name, "1")
-                if not value.isdigit() or int(value) < 1:
-                    raise ConfigurationError(f"`{name}` ({value!r}) must be a positive number.")
-                per_server *= int(value)
+        per_server = self.gpus_per_copy * self._size("--data-parallel-size", "-dp")
         return split_devices(build, devices, self.num_servers, per_server)
+
+    def _size(self, *spellings: str) -> int:
+        name = next((name for name in spellings if name in self.flags), spellings[0])
+        value = self.flags.get(name, "1")
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigurationError(f"`{name}` ({value!r}) must be a positive number.")
+        return int(value)
 
 
 def check_options(options: ServeOptions, build: VLLMBuild) -> None:
@@ -181,7 +192,7 @@ def _check_flags(options: ServeOptions) -> None:
         completes = len(name) > 2 and name.startswith("--")
         ours = next((flag for flag in _REMEDY if flag == name or (completes and flag.startswith(name))), None)
         if ours is not None:
-            raise ConfigurationError(f"`{name}` after `--` contradicts `trl-darts serve`: {_REMEDY[ours]}.")
+            raise ConfigurationError(f"`{name}` can't follow `--`: {_REMEDY[ours]}.")
 
 
 def _check_speculative(method: str, build: VLLMBuild) -> None:
@@ -205,16 +216,14 @@ def _check_key(options: ServeOptions) -> None:
             f"`api_key` must be one or more ASCII characters: it travels in an HTTP header. Set {API_KEY_VARIABLE}, "
             "or leave it out."
         )
-    if options.api_key is None and not _is_loopback(options.host):
+    if options.api_key is None and not is_loopback(options.host):
         raise ConfigurationError(
             f"`host` ({options.host!r}) must be a loopback address without `api_key`: others could reach servers "
-            "whose development endpoints replace weights and run arbitrary reloads. Use `--host 127.0.0.1`, or set "
-            f"{API_KEY_VARIABLE} and keep the address in a private network, since vLLM does not ask for the key on "
-            "those endpoints."
+            f"whose development endpoints replace weights. Use `--host 127.0.0.1`, or set {API_KEY_VARIABLE}."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address. A name counts if all its addresses are."""
     try:
         addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]

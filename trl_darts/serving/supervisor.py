@@ -10,19 +10,24 @@ Servers that take turns on the same GPUs start in two sets: the tail's once the 
 Single-threaded: one look at every server, then a short sleep.
 """
 
+import asyncio
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
+import aiohttp
+
+from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.vllm_api import ServerRefusedError, VLLMServer, new_session
 from ..errors import TRLDARTSError
 from . import guard
 from .command import ServerCommand
@@ -38,7 +43,9 @@ FIRST_BACKOFF_S = 1.0
 # A server that stays healthy this long did not fail because of how it was started: its failures are counted anew.
 STABLE_S = 10.0
 MAX_FAILURES = 5  # in a row. With the backoff, the last start comes 31 s of waiting after the first failure
-_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy in the environment is not for us
+NO_ANSWER = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
+
+T = TypeVar("T")
 
 
 class ServerFailedError(TRLDARTSError, RuntimeError):
@@ -101,19 +108,27 @@ class Server:
         return 128 - code if code is not None and code < 0 else code
 
     def is_healthy(self) -> bool:
-        with suppress(OSError), _LOCAL.open(f"{self.command.health_url}/health", timeout=HEALTH_TIMEOUT_S) as response:
-            return bool(response.status == 200)
+        with suppress(*NO_ANSWER):
+            return self._ask(lambda server: server.get("/health", HEALTH_TIMEOUT_S)) is not None
         return False
 
-    def tell(self, path: str) -> None:
-        """POST a path. [`ServerFailedError`] if it does not answer 200."""
-        request = urllib.request.Request(self.command.health_url + path, data=b"")
+    def take_turn(self, asleep: bool) -> None:
+        """Have it sleep, or wake up. [`ServerFailedError`] if it does not."""
         try:
-            _LOCAL.open(request, timeout=TURN_TIMEOUT_S).close()
-        except OSError as error:  # also of an answer with another status
+            self._ask(lambda own: own.sleep(TURN_TIMEOUT_S) if asleep else own.wake_up(TURN_TIMEOUT_S))
+        except NO_ANSWER as error:
             raise ServerFailedError(
-                f"The vLLM server at {self.command.base_url} did not do `{path}` (log: {self.log_path}): {error}.", 1
+                f"The vLLM server at {self.command.base_url} did not {'go to sleep' if asleep else 'wake up'} "
+                f"(log: {self.log_path}): {str(error) or f'no answer within {TURN_TIMEOUT_S:g} s'}.",
+                1,
             ) from error
+
+    def _ask(self, request: Callable[[VLLMServer], Awaitable[T]]) -> T:
+        async def ask() -> T:
+            async with new_session(self.command.env.get(API_KEY_VARIABLE)) as session:
+                return await request(VLLMServer(self.command.health_url, session))
+
+        return asyncio.run(ask())
 
     def ask_to_stop(self) -> None:
         """Let the guard end the server. Returns at once; safe to call twice."""
@@ -203,12 +218,12 @@ class Supervisor:
         main, tail = ([own for own in self.servers if own.command.tail == kind] for kind in (False, True))
         if self.is_ready:
             for server in tail:
-                server.tell("/sleep?level=1")
+                server.take_turn(asleep=True)
             for server in main:
-                server.tell("/wake_up")
+                server.take_turn(asleep=False)
         elif all(server.restart_at == math.inf for server in tail) and all(s.state is State.HEALTHY for s in main):
             for server in main:
-                server.tell("/sleep?level=1")
+                server.take_turn(asleep=True)
             for server in tail:
                 server.restart_at = 0.0
 

@@ -186,7 +186,7 @@ class ScoringPlan:
         self._num_generations = num_generations
         self._sharded = sharded
         self._candidates: dict[int, Candidate] = {}
-        self._seen: dict[int, tuple[bool, int, CandidateState, bool]] = {}  # candidates as they were noted last
+        self._seen: dict[int, tuple[bool, int, CandidateState, bool, int]] = {}  # candidates as they were noted last
         self._closed: set[int] = set()
         self._tracks: list[dict[int, Track]] = [{} for _ in range(num_processes)]  # by candidate; the open ones
         self._prefixes: list[dict[int, int]] = [{} for _ in range(num_processes)]  # tokens of prompts, by group
@@ -195,7 +195,7 @@ class ScoringPlan:
     def note(self, candidate: Candidate, group: Group) -> None:
         """Looks at a candidate that may have changed."""
         # The engine's thread goes on meanwhile. `ended` is read first: an end that is seen comes with all its tokens.
-        now = (candidate.ended is not None, candidate.length, candidate.state, group.closed)
+        now = (candidate.ended is not None, candidate.length, candidate.state, group.closed, candidate.num_restarts)
         key = candidate.candidate_id
         if key in self._closed or self._seen.get(key) == now:
             return
@@ -203,7 +203,8 @@ class ScoringPlan:
         track = self._track(candidate)
         track.final, track.available = now[:2]
         track.chance = keep_chance(group, candidate, self._num_generations)
-        if not track.chance or (track.final and not track.available):
+        # One that began anew was scored for tokens that were thrown away: TRL computes its log-probs.
+        if candidate.num_restarts or not track.chance or (track.final and not track.available):
             self._close(track)
 
     def finish(self, rows: Sequence[Candidate]) -> None:

@@ -14,6 +14,7 @@ from ..engines.batch import PromptBatch
 from ..engines.vllm_api import DraftCounts
 from ..policy.bias import length_bias, reward_bias
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
+from ..weights import SyncRecord
 
 
 MAX_LOG_RATIO = 100.0  # its square is a number
@@ -135,7 +136,7 @@ class RolloutRecord:
 
 
 def rollout_metrics(
-    record: RolloutRecord, sync_seconds: float | None = None, drafted: DraftCounts | None = None
+    record: RolloutRecord, sync: SyncRecord | None = None, drafted: DraftCounts | None = None
 ) -> dict[str, float]:
     summaries = record.summaries
     lengths = np.concatenate([s.lengths for s in record.ended])
@@ -143,7 +144,7 @@ def rollout_metrics(
     kept = np.array([s.lengths[i] for s in summaries for i in s.selected])
     aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
     return {
-        **({} if sync_seconds is None else {"darts/sync/seconds": sync_seconds}),
+        **({} if sync is None else _sync(sync)),
         **({} if drafted is None else _drafts(drafted)),
         **_pool(lengths, reasons),
         **_budget(record),
@@ -153,6 +154,14 @@ def rollout_metrics(
         **_long_ends(record),
         **({} if record.tail is None else record.tail.metrics()),
     }
+
+
+def _sync(sync: SyncRecord) -> dict[str, float]:
+    metrics = {"darts/sync/seconds": sync.seconds}
+    if sync.num_bytes is not None:
+        metrics["darts/sync/bytes"] = float(sync.num_bytes)
+        metrics["darts/sync/gib_per_second"] = sync.num_bytes / sync.seconds / (1 << 30)
+    return metrics
 
 
 def _pool(lengths: np.ndarray, reasons: Sequence[str]) -> dict[str, float]:

@@ -45,14 +45,16 @@ class WeightDirectory:
             parents = [Path(sync_dir).absolute()]
         self.roots = [parent / name for parent in parents]  # the last one takes what no other has room for
         self._locks: list[IO[str]] = []
-        if self.is_local:
-            for root in self.roots:
-                _remove_abandoned(root.parent)
-                root.mkdir(mode=0o700)
-                self._locks.append((root / "lock").open("w"))
-                fcntl.flock(self._locks[-1], fcntl.LOCK_EX)  # until this process ends, however it ends
         # Called at the interpreter's exit at the latest.
         self.close = weakref.finalize(self, _remove, self.roots, self._locks)
+
+    def _begin(self) -> None:
+        """Makes the directories of a run on this machine: those that only read settings make none."""
+        for root in self.roots:
+            _remove_abandoned(root.parent)
+            root.mkdir(mode=0o700)
+            self._locks.append((root / "lock").open("w"))
+            fcntl.flock(self._locks[-1], fcntl.LOCK_EX)  # until this process ends, however it ends
 
     def path(self, version: int) -> Path | None:
         """Directory of a version; `None` if it is not there."""
@@ -60,6 +62,8 @@ class WeightDirectory:
 
     def write(self, version: int, named_params: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Path:
         """Write a version of `num_bytes`, one shard in memory at a time, and return its directory."""
+        if self.is_local and not self._locks:
+            self._begin()
         root = next((root for root in self.roots[:-1] if 2 * num_bytes <= _free_bytes(root)), self.roots[-1])
         partial = root / f".v{version}.partial"
         try:

@@ -1,60 +1,30 @@
-"""Several vLLM servers behind the one client that TRL's `VLLMGeneration` talks to: who has which weights."""
+"""Several vLLM servers behind the one client that TRL's `VLLMGeneration` talks to, on the main thread."""
 
-from __future__ import annotations
-
+import asyncio
 import itertools
-import logging
-import math
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-import requests
 import torch
 
-from ..errors import ConfigurationError, GenerationError, TRLDARTSError, WeightSyncError
+from ..engines.pool import TURN_TIMEOUT_S, Member, ServerPool, State, describe
+from ..engines.vllm_server import VLLMServerEngine
+from ..errors import ConfigurationError, TRLDARTSError, WeightSyncError
 from ..scheduling.policies import check_choice
-from ..waiting import said_meanwhile
-from . import WEIGHT_SYNCS
-from .client import SyncedVLLMClient
+from . import WEIGHT_SYNCS, calls
+from .client import BlockingVLLMClient, image_features
 from .files import WeightDirectory, is_this_machine
-from .update import NamedParams, WeightUpdate, whole
+from .nccl import GROUP_PORT, Chunk, WeightGroup, chunks
+from .parameters import Metadata, NamedParams, as_served, cast, num_bytes, whole
+from .update import WeightUpdate
 
 
-Metadata = list[tuple[str, str, list[int]]]
-
-CHUNK_BYTES = 1 << 30
-GROUP_PORT = 51216  # TRL's default
-
-logger = logging.getLogger(__name__)
-
-
-def make_client(
-    base_urls: Sequence[str],
-    weight_sync: str = "auto",
-    device: torch.device | str | int = "cpu",
-    group_port: int = GROUP_PORT,
-    connection_timeout: float = 0.0,
-    sync_dir: str | Path | None = None,
-    api_key: str | None = None,
-) -> FleetVLLMClient:
-    """
-    The client for one or several servers. Waits until they answer; `init_communicator` checks that they fit.
-
-    `device` is that of the trainer's main process. Each server's NCCL group has the next free port from `group_port`
-    on.
-    """
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    weight_sync = resolve_weight_sync(weight_sync, device, sync_dir)
-    if not base_urls or len(set(base_urls)) < len(base_urls):
-        raise ConfigurationError(f"`base_urls` ({list(base_urls)}) must be one or several different addresses.")
-    clients = [
-        SyncedVLLMClient(url.rstrip("/"), group_port + index, connection_timeout, api_key)
-        for index, url in enumerate(base_urls)
-    ]
-    return FleetVLLMClient(clients, WeightDirectory(sync_dir) if weight_sync == "filesystem" else None)
+T = TypeVar("T")
 
 
 def resolve_weight_sync(weight_sync: str, device: torch.device, sync_dir: str | Path | None = None) -> str:
@@ -74,227 +44,232 @@ def resolve_weight_sync(weight_sync: str, device: torch.device, sync_dir: str | 
     return weight_sync
 
 
+def is_there(member: Member) -> bool:
+    """Whether a server takes part in a sync: those that have come back get the weights with the others."""
+    return member.state is not State.DOWN
+
+
 class FleetVLLMClient:
     """
-    Keeps several servers at the same weights.
+    Keeps the servers of an engine at the trainer's weights.
 
-    Over NCCL, parameters are materialised once, in chunks of 1 GiB, and each chunk goes to one server after the other,
-    because a packed NCCL broadcast runs its iterator to the end, and two communicators at work on one device can
-    deadlock. So a sync takes as many times longer as there are servers. As files, weights are written once, and all
-    servers load them at once.
+    Parameters are materialised once. As files, they are written once, and all servers load them at once. Over NCCL,
+    without a `directory`, each server has a group of its own: a chunk of 1 GiB goes to all servers at once, while the
+    next one is gathered. Matrices are sent as `dtype`, that of the servers, where it takes fewer bytes.
 
-    A server that fails does not keep the others from the new weights, but the sync raises. Servers in `excluded` are
-    left alone; [`refresh`] brings one to the weights of the last sync. Without a `directory`, weights go over NCCL.
+    A server that fails does not keep the others from the new weights; it is lost, until it answers again. The pool's
+    `version` is the number of the last sync, and each server shows the one that it has as `"v<version>"`.
     """
 
     def __init__(
         self,
-        clients: Sequence[SyncedVLLMClient],
+        engine: VLLMServerEngine,
         directory: WeightDirectory | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        group_port: int = GROUP_PORT,
+        timeout_s: float = 240.0,
+        api_key: str | None = None,
     ) -> None:
-        self.clients = list(clients)
-        self.directory = directory
-        self.chunk_bytes = chunk_bytes
-        self.version = 0  # of the last sync; it is shown by servers as `"v<version>"`
-        self.excluded: set[str] = set()  # base URLs of servers that are known to be down
-        self._device: torch.device | str | int = "cpu"
+        self.num_bytes = 0  # of the last sync: sent to all servers together, or written
+        self._engine = engine
+        self._directory = directory
+        self._dtype = dtype
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        self._group_port = group_port
+        self._timeout_s = timeout_s
+        self._api_key = api_key
+        self._groups: dict[str, WeightGroup] = {}
 
     @property
     def base_urls(self) -> list[str]:
-        return [client.base_url for client in self.clients]
-
-    @property
-    def active(self) -> list[SyncedVLLMClient]:
-        return [client for client in self.clients if client.base_url not in self.excluded]
-
-    @property
-    def behind(self) -> list[str]:
-        """Base URLs of the servers that have not got the weights of the last sync."""
-        return [client.base_url for client in self.clients if client.version != self.version]
+        return list(self._engine.base_urls)
 
     def get_server_info(self) -> dict[str, Any]:
-        """The first server's configuration."""
-        return self.clients[0].get_server_info()
+        """The first server's configuration, for TRL."""
+        return BlockingVLLMClient(self.base_urls[0], self._api_key).get_server_info()
 
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Form one NCCL group per server, or check that each can read what is written."""
-        self._device = device
-        for client in self.clients:
-            self._connect(client)
+    def init_communicator(self) -> None:
+        """Forms one NCCL group per server, or checks that each can read what is written."""
+        for url in self.base_urls:
+            self.admit(url, self._dtype)
+        if self._directory is None:
+            self._engine.call(self._form_groups())
 
-    def close_communicator(self) -> None:
-        """Leave every group, and remove what was written."""
-        for client in self.clients:
-            client.close_communicator()
-        if self.directory is not None:
-            self.directory.close()
-
-    def _connect(self, client: SyncedVLLMClient) -> None:
-        if self.directory is None:
-            client.group_port = free_port(client.group_port)
-            with said_meanwhile(f"Waiting for {client.base_url} to join the weight group on port {client.group_port}"):
-                client.init_communicator(self._device)
-            return
-        client.call("/server_info", params={"config_format": "json"}, method="GET")  # it is there, in development mode
-        if self.directory.is_local and not is_this_machine(str(client.host)):
+    def admit(self, url: str, dtype: torch.dtype | None) -> None:
+        """Refuses a server that can't see the files. With one of another dtype, weights go as the trainer has them."""
+        host = urlsplit(url).hostname or ""
+        if self._directory is not None and self._directory.is_local and not is_this_machine(host):
             raise ConfigurationError(
-                f"The vLLM server at {client.base_url} is on another machine and can't see what this one writes. Set "
+                f"The vLLM server at {url} is on another machine and can't see what this one writes. Set "
                 "`weight_sync='filesystem'` and `weight_sync_dir`, a directory that both see under the same path."
             )
+        if dtype != self._dtype:
+            self._dtype = None
 
-    def add(self, base_url: str) -> None:
-        """Connect to one more server. It has none of the weights; see [`refresh`]."""
-        port = 1 + max(client.group_port for client in self.clients)
-        client = SyncedVLLMClient(base_url, port, api_key=self.clients[0].api_key)
-        self._connect(client)
-        self.clients.append(client)
+    def close_communicator(self) -> None:
+        """Leaves every group, and removes what was written."""
+        for url in list(self._groups):
+            self.leave(url)
+        if self._directory is not None:
+            self._directory.close()
 
-    def remove(self, base_url: str) -> None:
-        """Leave a server to itself."""
-        client = self._client(base_url)
-        self.clients.remove(client)
-        client.close_communicator()
+    def leave(self, url: str) -> None:
+        """Leaves a server's group."""
+        if (group := self._groups.pop(url, None)) is not None:
+            group.destroy()
 
-    def rejoin(self, base_url: str) -> bool:
-        """Form the group with a server that has come back anew, so that it takes part in the next sync."""
-        try:
-            self._reconnect(self._client(base_url))
-        except (TRLDARTSError, requests.RequestException) as error:
-            logger.warning("The vLLM server at %s can't be given weights: %s", base_url, error)
-            return False
-        return True
+    async def _form_groups(self) -> None:
+        members = (await self._engine.pool()).members
+        await asyncio.gather(*(self._form_group(url, member) for url, member in members.items()))
 
-    def _reconnect(self, client: SyncedVLLMClient) -> None:
-        client.close_communicator()
-        self._connect(client)
+    async def _form_group(self, url: str, member: Member) -> None:
+        await asyncio.to_thread(self.leave, url)
+        self._groups[url] = await WeightGroup.form(member.server, self._device, self._group_port, self._timeout_s)
 
-    def _client(self, base_url: str) -> SyncedVLLMClient:
-        return next(client for client in self.clients if client.base_url == base_url)
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache of every server that has the weights of the last sync."""
-        for client in self.active:
-            if client.version == self.version:
-                client.call("/reset_prefix_cache")
+    # Weights
 
     def update_named_params(self, metadata: Metadata, named_params: NamedParams) -> None:
         """
-        Bring all servers to new weights. `metadata` has name, dtype (`"bfloat16"`) and shape of each tensor, in the
+        Brings all servers to new weights. `metadata` has name, dtype (`"bfloat16"`) and shape of each tensor, in the
         order of `named_params`, which is always run to its end.
         """
-        self.version += 1  # also where only some get them: a version is never used twice
+        metadata = as_served(metadata, self._dtype)
+        version = self._engine.call(self._next_version())
+        self.num_bytes = 0
         with whole(named_params, len(metadata)) as params:
-            if self.directory is None:
-                self._broadcast(self.active, metadata, params)
+            if self._directory is None:
+                self._broadcast(metadata, params, is_there)
                 return
-            num_bytes = sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in metadata)
-            path = self.directory.write(self.version, params, num_bytes)  # also for those that come back later
-        try:
-            self._load(self.active, path)
-        finally:
-            self.directory.keep_only(self.version)
+            self.num_bytes = num_bytes(metadata)
+            path = self._directory.write(version, cast(metadata, params), self.num_bytes)  # also for those that return
+        self._engine.call(self._load(path))
+        self._directory.keep_only(version)
 
-    def refresh(self, base_url: str, metadata: Metadata, named_params: NamedParams | None) -> bool:
-        """
-        Bring one server to the weights of the last sync, for example one that was restarted. Returns whether it has
-        them: over NCCL it needs the tensors again, and has them not without.
-        """
-        client = self._client(base_url)
-        if self.version == 0:
-            return True
-        # One that was only slow still has them. What it shows is no proof by itself: an earlier run may have left it.
-        if client.version == self.version and client.weight_version() == f"v{self.version}":
-            client.resume()
-            return True
-        if self.directory is not None:
-            path = self.directory.path(self.version)
-            if path is None:  # it could not be written
-                return False
-            self._load([client], path)
-        elif named_params is None:
+    def catch_up(self, metadata: Metadata, named_params: NamedParams) -> None:
+        """Over NCCL: sends the weights of the last sync, which the trainer must still have, to servers that wait."""
+        with whole(named_params, len(metadata)) as params:
+            self._broadcast(as_served(metadata, self._dtype), params, lambda member: member.waits)
+
+    def reset_prefix_cache(self) -> None:
+        """For TRL, which asks for it after an update: each has done it, while the servers were paused."""
+
+    async def _next_version(self) -> int:
+        pool = await self._engine.pool()
+        pool.version += 1  # also where only some get it: a version is never used twice
+        return pool.version
+
+    async def _load(self, path: Path) -> None:
+        async with self._update(is_there) as update:
+            await update.each(lambda member: calls.load(member.server, path))
+
+    def _broadcast(self, metadata: Metadata, params: NamedParams, takes_part: Callable[[Member], bool]) -> None:
+        """The main thread gathers a chunk while the last one is sent: other processes gather with it."""
+        call, sending = self._engine.call, None
+        with self._entered(self._update(takes_part)) as update:
+            call(update.open(self._timeout_s))
+            try:
+                for chunk in chunks(metadata, params, self._device):
+                    if sending is not None:
+                        self._engine.wait(sending)
+                    self.num_bytes += num_bytes(chunk.metadata) * len(update.alive)
+                    sending = self._engine.submit(update.each(partial(self._send, chunk)))
+                if sending is not None:
+                    self._engine.wait(sending)
+            finally:
+                if sending is not None:
+                    sending.cancel()
+            call(update.close(self._timeout_s))
+
+    async def _send(self, chunk: Chunk, member: Member) -> None:
+        await self._groups[member.server.base_url].send(member.server, chunk)
+
+    @contextmanager
+    def _entered(self, context: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """A context of the loop for the main thread, which leaves it whatever happens inside."""
+        value = self._engine.call(context.__aenter__())
+        try:
+            yield value
+        except BaseException:
+            error = WeightSyncError("A weight update was interrupted.")  # a loop's thread must not see Ctrl-C
+            self._engine.call(context.__aexit__(WeightSyncError, error, None))
+            raise
+        self._engine.call(context.__aexit__(None, None, None))
+
+    @asynccontextmanager
+    async def _update(self, takes_part: Callable[[Member], bool]) -> AsyncIterator[WeightUpdate]:
+        """One update of the servers that take part. Those that have the weights afterwards join, others are lost."""
+        pool = await self._engine.pool()
+        async with pool.updating:
+            urls = [url for url, member in pool.members.items() if takes_part(member)]
+            ready = await asyncio.gather(*(self._prepare(pool, url) for url in urls))
+            members = {url: pool.members[url] for url, is_ready in zip(urls, ready, strict=True) if is_ready}
+            update = WeightUpdate(members, pool.version)
+            try:
+                async with update:
+                    yield update
+            finally:
+                await asyncio.gather(*(self._settle(pool, url, update) for url in members))
+
+    async def _prepare(self, pool: ServerPool, url: str) -> bool:
+        """One that has come back has left its group, or forgotten it; one that sleeps has no weights to update."""
+        member = pool.members[url]
+        try:
+            if self._directory is None and (member.state is State.RETURNED or url not in self._groups):
+                await self._form_group(url, member)
+            if pool.takes_turns and member.tail:
+                await member.server.wake_up(TURN_TIMEOUT_S, only_weights=True)
+        except Exception as error:
+            pool.lose(url, _reason(error))
             return False
-        else:
-            self._reconnect(client)
-            with whole(named_params, len(metadata)) as params:
-                self._broadcast([client], metadata, params)
         return True
 
-    def _load(self, clients: list[SyncedVLLMClient], path: Path) -> None:
-        with WeightUpdate(clients, self.version) as update:
-            update.each(lambda client: client.load(path))
+    async def _settle(self, pool: ServerPool, url: str, update: WeightUpdate) -> None:
+        member = pool.members[url]
+        failure = update.failures.get(url)
+        if pool.takes_turns and member.tail:
+            try:
+                await member.server.sleep(TURN_TIMEOUT_S)
+                member.asleep = True
+            except Exception as error:
+                failure = failure or error
+        if failure is None and url in update.updated:
+            pool.join(url)
+        else:
+            pool.lose(url, "a weight update was interrupted" if failure is None else _reason(failure))
 
-    def _broadcast(self, clients: list[SyncedVLLMClient], metadata: Metadata, named_params: NamedParams) -> None:
-        if not clients:
-            raise WeightSyncError(f"None of the vLLM servers is there: {', '.join(self.base_urls)}.")
-        with WeightUpdate(clients, self.version) as update:
-            update.each(SyncedVLLMClient.start_update)
-            for names, tensors in self._chunks(metadata, named_params):
-                update.in_turn(lambda client: _send(client, names, tensors))  # noqa: B023
-            update.each(SyncedVLLMClient.finish_update)
-
-    def _chunks(
-        self, metadata: Metadata, named_params: NamedParams
-    ) -> Iterator[tuple[Metadata, list[tuple[str, torch.Tensor]]]]:
-        start = num_bytes = 0
-        tensors: list[tuple[str, torch.Tensor]] = []
-        for end, (name, tensor) in enumerate(named_params, 1):
-            tensors.append((name, tensor))
-            num_bytes += tensor.nbytes
-            if num_bytes >= self.chunk_bytes or end == len(metadata):
-                yield metadata[start:end], tensors
-                start, num_bytes, tensors = end, 0, []
+    # What TRL's rollouts ask for
 
     def generate(
         self, prompts: list[Any], features: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, list[Any] | None]:
         """TRL's blocking generation, each server with an equal share of the prompts. Arguments are TRL's."""
-        share = -(-len(prompts) // len(self.clients))
+        clients = [BlockingVLLMClient(url, self._api_key) for url in self._urls_up]
+        share = -(-len(prompts) // len(clients))
         starts = range(0, len(prompts), max(share, 1))
 
-        def part(client: SyncedVLLMClient, start: int) -> dict[str, Any]:
+        def part(client: BlockingVLLMClient, start: int) -> dict[str, Any]:
             end = start + share
             return client.generate(prompts[start:end], None if features is None else features[start:end], **kwargs)
 
-        with ThreadPoolExecutor(len(self.clients)) as executor:
-            parts = list(executor.map(part, self.clients, starts))
+        with ThreadPoolExecutor(len(clients)) as executor:
+            parts = list(executor.map(part, clients, starts))
         return {
             key: None if value is None else list(itertools.chain.from_iterable(part[key] for part in parts))
             for key, value in parts[0].items()
         }
 
-    def image_features(self, images: list[Any], **kwargs: Any) -> list[Any]:
-        """
-        Image features for [`~FleetVLLMClient.generate`]. They don't depend on weights: the first server that answers
-        makes them.
-        """
-        failures = []
-        for client in self.active:
-            try:
-                return client.image_features(images, **kwargs)
-            except requests.RequestException as error:
-                failures.append(f"{client.base_url}: {type(error).__name__}: {error}")
-        raise GenerationError(f"No vLLM server processed the images. {'; '.join(failures)}")
+    def image_features(self, images: list[Any]) -> list[dict[str, Any] | None]:
+        """Image features for [`~FleetVLLMClient.generate`]."""
+        return image_features(self._urls_up, self._api_key, images)
+
+    @property
+    def _urls_up(self) -> list[str]:
+        return [url for url, state in self._engine.states().items() if state is State.UP] or self.base_urls
 
 
-def _send(client: SyncedVLLMClient, metadata: Metadata, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    with said_meanwhile(f"Waiting for {client.base_url} to take new weights over NCCL"):
-        client.update_named_params(metadata, iter(tensors))
-
-
-def free_port(first: int) -> int:
-    """
-    The first port from `first` on that nobody uses. Looked for when a group is formed, not before: another training on
-    this machine may form its own while a model is loaded.
-    """
-    for port in range(first, 1 << 16):
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
-            try:
-                sock.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise ConfigurationError(
-        f"`vllm_group_port` ({first}) must be a port with a free one at or above it, up to 65535. Lower it."
-    )
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, TRLDARTSError) else describe(error, "it in time")

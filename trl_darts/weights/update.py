@@ -1,21 +1,15 @@
-"""One weight update: servers are paused, brought to the new weights, and resumed."""
+"""One weight update: servers are paused, brought to the new weights, and resumed. Runs in the engine's event loop."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from ..errors import WeightSyncError
-from .client import SyncedVLLMClient
-
-
-NamedParams = Iterator[tuple[str, torch.Tensor]]
+from ..engines.pool import Member
+from . import calls
 
 
 class WeightUpdate:
@@ -24,88 +18,82 @@ class WeightUpdate:
 
     - A server is paused before its weights change and resumed afterwards, whether the update succeeded or not.
     - A server that fails leaves the update; the others go on and end with the complete new weights.
-    - A server that ends the update without a failure has the new weights under their version, an empty prefix cache,
-      and `version` set.
-    - If a server failed, leaving raises a [`WeightSyncError`] that names each and has its message.
+    - A server in `updated`, which is complete once the context is left, has the new weights under their version and an
+      empty prefix cache.
+    - `failures` has what went wrong with each of the others, unless the update was left with an error.
     """
 
-    def __init__(self, clients: Sequence[SyncedVLLMClient], version: int) -> None:
-        self.clients = list(clients)
+    def __init__(self, members: Mapping[str, Member], version: int) -> None:
+        self.members = dict(members)  # by address
         self.version = version
-        self.failures: dict[SyncedVLLMClient, Exception] = {}
+        self.failures: dict[str, Exception] = {}
+        self.updated: list[str] = []
+        self._is_open = False  # whether vLLM takes weights over NCCL
 
     @property
-    def alive(self) -> list[SyncedVLLMClient]:
-        return [client for client in self.clients if client not in self.failures]
+    def alive(self) -> list[str]:
+        """Addresses of the servers that are still in the update."""
+        return [url for url in self.members if url not in self.failures]
 
-    def each(self, action: Callable[[SyncedVLLMClient], Any]) -> None:
-        """Act on all servers that are still in the update, at once."""
-        self._at_once(action, self.alive)
+    async def each(self, action: Callable[[Member], Awaitable[Any]]) -> None:
+        """Acts on all servers that are still in the update, at once."""
+        await asyncio.gather(*(self._attempt(action, url) for url in self.alive))
 
-    def in_turn(self, action: Callable[[SyncedVLLMClient], Any]) -> None:
-        """The same, one after the other in this thread: the current CUDA device is a thread's own."""
-        for client in self.alive:
-            self._attempt(action, client)
-
-    def _at_once(self, action: Callable[[SyncedVLLMClient], Any], clients: list[SyncedVLLMClient]) -> None:
-        with ThreadPoolExecutor(max(1, len(clients))) as executor:
-            list(executor.map(self._attempt, itertools.repeat(action), clients))
-
-    def _attempt(self, action: Callable[[SyncedVLLMClient], Any], client: SyncedVLLMClient) -> None:
+    async def _attempt(self, action: Callable[[Member], Awaitable[Any]], url: str) -> None:
         try:
-            action(client)
+            await action(self.members[url])
         except Exception as error:
-            self.failures[client] = error
+            self.failures[url] = error
 
-    def __enter__(self) -> WeightUpdate:
+    async def open(self, timeout_s: float) -> None:
+        """Before weights are sent over NCCL."""
+        self._is_open = True
+        await self.each(lambda member: calls.start_update(member.server, timeout_s))
+
+    async def close(self, timeout_s: float) -> None:
+        """Once they are sent."""
+        await self.each(lambda member: calls.finish_update(member.server, timeout_s))
+
+    async def __aenter__(self) -> WeightUpdate:
         try:
-            self.each(SyncedVLLMClient.pause)
+            await self.each(lambda member: calls.pause(member.server))
         except BaseException:  # Ctrl-C: the context is not left, because it was not entered
-            self._abandon(self.clients)
+            await self._abandon()
             raise
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        updated: list[SyncedVLLMClient] = []
         try:
             if error is None:
-                self.each(lambda client: client.commit(self.version))
-                self.each(SyncedVLLMClient.resume)
-                updated = self.alive
+                await self.each(lambda member: calls.commit(member.server, self.version))
+                await self.each(lambda member: calls.resume(member.server))
+                self.updated = self.alive
         finally:  # also after Ctrl-C in the middle of it: no server stays paused
-            for client in updated:
-                client.version = self.version
-            self._abandon([client for client in self.clients if client not in updated])
-        if error is None and self.failures:
-            raise self._summary() from next(iter(self.failures.values()))
+            await self._abandon()
 
-    def _abandon(self, clients: list[SyncedVLLMClient]) -> None:
-        self._at_once(lambda client: client.abandon(self.version), clients)
-
-    def _summary(self) -> WeightSyncError:
-        failures = {client.base_url: str(self.failures[client]) for client in self.clients if client in self.failures}
-        lines = [f"- {url}: {message}" for url, message in failures.items()]
-        servers = "the vLLM server" if len(lines) == 1 else f"{len(lines)} vLLM servers"
-        return WeightSyncError("\n".join([f"The weights could not be brought to {servers}:", *lines]), failures)
+    async def _abandon(self) -> None:
+        failed = [member.server for url, member in self.members.items() if url not in self.updated]
+        await asyncio.gather(*(calls.abandon(server, self.version, self._is_open) for server in failed))
 
 
-@contextmanager
-def whole(named_params: NamedParams, num_params: int) -> Iterator[NamedParams]:
+async def refresh(member: Member, version: int, path: Path | None) -> bool:
     """
-    The first `num_params` items; what is behind them runs when the context is left, also after an error.
-
-    TRL's iterator gathers sharded parameters with the other processes, which wait for each item to be asked for, and
-    unmerges LoRA adapters *in place* once it is asked for one more than there are: tensors that were not sent by then
-    are sent without their adapter. (TRL 1.16 does that to the last packed buffer of each sync over NCCL.)
+    Brings a server that has come back to the weights of a version, whose files are there, and returns whether it has
+    them: one that was only slow still does.
     """
-    try:
-        yield itertools.islice(named_params, num_params)
-    except Exception:
-        for _ in named_params:
-            pass
-        raise
-    surplus = [name for name, _ in named_params]
-    if surplus:
-        raise WeightSyncError(f"{len(surplus)} tensors were not announced, and not sent: {', '.join(surplus[:5])}.")
+    server = member.server
+    if version == 0:
+        return True
+    # What it shows is no proof by itself: an earlier run may have left it.
+    if member.version == version and await server.weight_version() == f"v{version}":
+        await calls.resume(server)
+        return True
+    if path is None:
+        return False
+    async with WeightUpdate({server.base_url: member}, version) as update:
+        await update.each(lambda member: calls.load(member.server, path))
+    for failure in update.failures.values():
+        raise failure
+    return True

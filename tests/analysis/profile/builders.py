@@ -107,7 +107,16 @@ class FakeVLLM:
         }
         if self.weight_versions:
             routes["GET /weight_info"] = self.weight_info
-        return {**routes, "POST /abort_requests": self.abort} if self.abortable else routes
+        if self.abortable:
+            routes["POST /abort_requests"] = self.abort
+        return {path: self._noting_keys(handler) for path, handler in routes.items()}
+
+    def _noting_keys(self, handler: Any) -> Any:
+        async def noted(request: web.Request) -> web.StreamResponse:
+            self.keys.add(request.headers.get("Authorization"))
+            return await handler(request)
+
+        return noted
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "tiny", "max_model_len": 4096}]})
@@ -131,7 +140,6 @@ class FakeVLLM:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.keys.add(request.headers.get("Authorization"))
         if "logit_bias" in body:
             return web.json_response({"error": {"message": "Vocabulary size: 200"}}, status=400)
         self.requests.append(body)

@@ -1,0 +1,22 @@
+"""Which sampling options keep a completion from going on in another request."""
+
+from dataclasses import fields
+
+import pytest
+
+from trl_darts.engines.sampling import COUNTED, not_carried
+
+
+def test_options_that_are_not_set_do_not_count():
+    assert not_carried({"stop": None, "presence_penalty": 0.0, "bad_words": [], "repetition_penalty": 1.1}) == {}
+    assert not_carried({"stop": "\n\n", "temperature": 0.7}) == {"stop": "\n\n"}
+
+
+@pytest.mark.vllm
+def test_every_option_is_known_to_vllm():
+    """A contract: an option that is renamed would be carried without a word. `response_format` is the API's own."""
+    from vllm import SamplingParams
+
+    names = set(SamplingParams.__struct_fields__) if hasattr(SamplingParams, "__struct_fields__") else set()
+    names = names or {field.name for field in fields(SamplingParams)}
+    assert set(COUNTED) - {"response_format"} <= names

@@ -1,0 +1,74 @@
+"""The invariants of `trl_darts/scheduling/concurrency.py`, under the names that its docstring gives them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_darts.scheduling.concurrency import FULL_CACHE, HEADROOM, HEADROOM_SHARE, ConcurrencyLimit, ServerLoad
+
+
+slots = st.none() | st.integers(1, 2048)
+most = st.integers(1, 65_536)
+loads = st.builds(
+    ServerLoad,
+    num_running=st.integers(0, 3000),
+    num_waiting=st.integers(0, 3000),
+    num_preemptions=st.integers(0, 5),
+    kv_cache_usage=st.floats(0, 1),
+    num_tokens=st.just(0),
+)
+looks = st.lists(st.tuples(loads, st.integers(0, 3000)), max_size=30)
+
+
+@given(slots, most, looks)
+def test_bounded(slots, most, looks):
+    limit = ConcurrencyLimit(slots, most)
+    for load, num_held in looks:
+        limit.observe(load, num_held)
+        assert 1 <= int(limit) <= most
+        assert slots is None or int(limit) <= slots + HEADROOM + slots // HEADROOM_SHARE
+
+
+@given(slots, most, looks)
+def test_only_under_pressure(slots, most, looks):
+    limit, preemptions = ConcurrencyLimit(slots, most), None
+    for load, num_held in looks:
+        before = int(limit)
+        limit.observe(load, num_held)
+        if int(limit) < before:
+            preempted = preemptions is not None and load.num_preemptions > preemptions
+            assert preempted or (load.kv_cache_usage >= FULL_CACHE and load.num_waiting > HEADROOM)
+        preemptions = load.num_preemptions
+
+
+@given(slots, most, looks)
+def test_recovers(slots, most, looks):
+    limit = ConcurrencyLimit(slots, most)
+    for load, num_held in looks:
+        limit.observe(load, num_held)
+    for _ in range(most if limit.highest < 64 else 40):
+        limit.observe(ServerLoad(int(limit), 0, 5, 0.5, 0), int(limit))
+    assert int(limit) == limit.highest
+
+
+def test_a_preemption_leaves_four_fifths_of_what_runs_and_is_followed_by_one_cut():
+    limit = ConcurrencyLimit(256, 10_000)
+    assert int(limit) == 256 + 18
+    limit.observe(ServerLoad(256, 18, 0, 0.99, 0), 274)
+    assert int(limit) == 274  # the cache is full, and no more wait than are to hide the round trip
+    limit.observe(ServerLoad(200, 74, 3, 0.99, 0), 274)
+    assert int(limit) == 160
+    limit.observe(ServerLoad(190, 60, 6, 0.99, 0), 250)  # what it held then is not done yet
+    assert int(limit) == 160
+    limit.observe(ServerLoad(158, 2, 6, 0.8, 0), 160)
+    assert int(limit) == 160 + 17
+    limit.observe(ServerLoad(100, 0, 6, 0.5, 0), 100)  # it could have more than it has
+    assert int(limit) == 177
+
+
+def test_a_server_that_was_started_again_counts_anew():
+    limit = ConcurrencyLimit(4, 100)
+    limit.observe(ServerLoad(4, 0, 7, 0.5, 0), 4)
+    limit.observe(ServerLoad(4, 0, 0, 0.5, 0), 4)
+    assert int(limit) == limit.highest

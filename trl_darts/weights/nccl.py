@@ -1,0 +1,265 @@
+"""
+Weights over NCCL: a group of the trainer and one server, for each server, so that none fails with another.
+
+NCCL has no timeout: what waits for a peer that is gone waits for ever. So each blocking call has a thread of its own,
+beside the server's HTTP call. Where one of them fails, or takes too long, the group's communicator is aborted, which
+ends the blocked call.
+"""
+
+import asyncio
+import errno
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ..engines.vllm_api import VLLMServer
+from ..errors import ConfigurationError, WeightSyncError
+from ..waiting import said_meanwhile
+from .calls import ask, look_up
+from .parameters import Metadata, NamedParams, cast, num_bytes
+
+
+# Of one broadcast: what vLLM packs into one buffer, by a default that its versions share. Two are alive at once.
+CHUNK_BYTES = 1 << 30
+DIAL_BACK_S = 20.0  # a server that can reach the trainer connects within a second
+GRACE_S = 1.0  # by which the HTTP call, whose message says more, is given up first
+GROUP_PORT = 51216  # TRL's default
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tensors one after the other in one buffer, as vLLM reads them; it is filled after the event."""
+
+    metadata: Metadata
+    buffer: torch.Tensor  # (bytes,)
+    filled: Any  # a `torch.cuda.Event`
+
+
+def chunks(metadata: Metadata, named_params: NamedParams, device: torch.device) -> Iterator[Chunk]:
+    """
+    Fills one buffer after the other, on the current stream. A tensor is copied as soon as it is there: what was
+    gathered is freed, and what was merged is unmerged in place.
+    """
+    for part in _parts(metadata):
+        sizes = [num_bytes([entry]) for entry in part]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        tensors = cast(part, islice(named_params, len(part)))
+        for room, (_, tensor) in zip(buffer.split(sizes), tensors, strict=True):
+            room.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        filled = torch.cuda.Event()
+        filled.record()
+        yield Chunk(part, buffer, filled)
+
+
+def _parts(metadata: Metadata) -> Iterator[Metadata]:
+    """Cuts where vLLM would begin another buffer, or could not take a tensor's dtype out of it."""
+    part: Metadata = []
+    size = 0
+    for entry in metadata:
+        more = num_bytes([entry])
+        if part and (size + more > CHUNK_BYTES or size % getattr(torch, entry[1]).itemsize):
+            yield part
+            part, size = [], 0
+        part.append(entry)
+        size += more
+    if part:
+        yield part
+
+
+class WeightGroup:
+    """The trainer's end of one server's group. The functions of a loop; what blocks is in threads."""
+
+    def __init__(self, communicator: Any, timeout_s: float) -> None:
+        self._communicator = communicator  # vLLM's `PyNcclCommunicator`
+        self._timeout_s = timeout_s
+        # Of its own: broadcasts on one stream wait for each other, and all of them for a server that is gone.
+        self._stream: Any = torch.cuda.Stream(communicator.device)
+
+    @classmethod
+    async def form(cls, server: VLLMServer, device: torch.device, first_port: int, timeout_s: float) -> "WeightGroup":
+        """Listens on the first free port, and has the server's workers join."""
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+        size = 1 + (await look_up(server, "/get_world_size"))["world_size"]
+        listener = listen(first_port)
+        address, port = listener.getsockname()
+        info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size}
+        if _init_says_packed():
+            info["packed"] = True
+        path, body = "/init_weight_transfer_engine", {"init_info": info}
+        answer = asyncio.ensure_future(ask(server, path, body, timeout_s))
+        communicator: Any = object.__new__(PyNcclCommunicator)  # so that it can be aborted while it is being made
+        try:
+            await _dialled_back(server, listener, answer)
+        except BaseException:
+            answer.cancel()
+            listener.close()
+            raise
+        await _beside(
+            answer,
+            lambda: _join(communicator, listener, (address, port), size, device, timeout_s),
+            lambda: _abort(communicator),
+            f"Waiting for {server.base_url} to join the weight group on port {port}",
+            timeout_s,
+        )
+        return cls(communicator, timeout_s)
+
+    async def send(self, server: VLLMServer, chunk: Chunk) -> None:
+        """Sends some tensors, which are in place on the server then. After a failure the group is of no use."""
+        names, dtypes, shapes = (list(values) for values in zip(*chunk.metadata, strict=True))
+        info: dict[str, Any] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        if not _init_says_packed():
+            info["packed"] = True
+        answer = asyncio.ensure_future(ask(server, "/update_weights", {"update_info": info}, self._timeout_s))
+        what = f"Waiting for {server.base_url} to take new weights over NCCL"
+        await _beside(answer, lambda: self._broadcast(chunk), self.destroy, what, self._timeout_s)
+
+    def _broadcast(self, chunk: Chunk) -> None:
+        if self._communicator.disabled:  # it would return, and send nothing
+            raise WeightSyncError("The NCCL group was aborted.")
+        with torch.accelerator.device_index(self._communicator.device.index):
+            self._stream.wait_event(chunk.filled)
+            self._communicator.broadcast(chunk.buffer, src=0, stream=self._stream)
+            self._stream.synchronize()  # the buffer's memory is used until here
+
+    def destroy(self) -> None:
+        """Leaves the group; whatever is blocked in it ends."""
+        _abort(self._communicator)
+
+
+def listen(first_port: int) -> socket.socket:
+    """
+    Listens on the first port from `first_port` on that nobody uses, at the address that vLLM takes for this machine's.
+    Another training on this machine may do the same.
+    """
+    from vllm.utils.network_utils import get_ip
+
+    address = get_ip()
+    for port in range(first_port, 1 << 16):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+            listener.listen()
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigurationError(
+                    f"The trainer can't listen at {address}:{port} for the servers' NCCL groups: {error.strerror}. "
+                    "Set `VLLM_HOST_IP` in its environment to its own address in the servers' network, and "
+                    "`vllm_group_port` to a port that it may use."
+                ) from error
+    raise ConfigurationError(
+        f"`vllm_group_port` ({first_port}) must be a port with a free one at or above it, up to 65535. Lower it."
+    )
+
+
+async def _dialled_back(server: VLLMServer, listener: socket.socket, answer: "asyncio.Future[Any]") -> None:
+    """Waits until someone connects. The server itself would try for five minutes, and the trainer wait with it."""
+    loop, dialled = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(listener, dialled.set)
+    connection = asyncio.ensure_future(dialled.wait())
+    try:
+        await asyncio.wait({connection, answer}, timeout=DIAL_BACK_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        loop.remove_reader(listener)
+        connection.cancel()
+    if answer.done():
+        answer.result()  # it refuses to join
+    if not dialled.is_set():
+        address, port = listener.getsockname()
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} did not reach the trainer at {address}:{port} within "
+            f"{DIAL_BACK_S:g} s, so it can't join the NCCL group for weights. Set `VLLM_HOST_IP` in the trainer's "
+            "environment to its address in the servers' network, and `NCCL_SOCKET_IFNAME` on both sides to the "
+            f"interface; a firewall must let {port} pass (see `vllm_group_port`)."
+        )
+
+
+def _join(
+    communicator: Any,
+    listener: socket.socket,
+    address: tuple[str, int],
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+) -> None:
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    group = StatelessProcessGroup.create(
+        *address, rank=0, world_size=size, store_timeout=int(timeout_s), listen_socket=listener
+    )
+    communicator.__init__(group, device)
+    if communicator.disabled:
+        raise ConfigurationError(
+            "vLLM found no NCCL library in the trainer's environment, which `weight_sync` ('nccl') needs. Install it "
+            "(`pip install nvidia-nccl-cu12`), name it in `VLLM_NCCL_SO_PATH`, or set `weight_sync='filesystem'`."
+        )
+
+
+def _abort(communicator: Any) -> None:
+    if hasattr(communicator, "comm"):
+        communicator.destroy()
+    communicator.group = None  # it holds a socket, at whose other end the server waits
+
+
+async def _beside(
+    answer: "asyncio.Future[Any]", block: Callable[[], None], abort: Callable[[], None], what: str, timeout_s: float
+) -> None:
+    """
+    Waits for a server's answer and a blocking call of NCCL, which need each other. Where one of them fails, or takes
+    too long, the other is ended.
+    """
+    try:
+        async with said_meanwhile(what, timeout_s), asyncio.timeout(timeout_s + GRACE_S):
+            await asyncio.gather(answer, _in_thread(block))
+    except BaseException as error:
+        answer.cancel()
+        await asyncio.to_thread(abort)
+        if isinstance(error, TimeoutError):
+            raise WeightSyncError(
+                f"NCCL came to no end within `vllm_server_timeout` ({timeout_s:g} s). {what}."
+            ) from error
+        raise
+
+
+def _in_thread(function: Callable[[], None]) -> "asyncio.Future[None]":
+    """A call that may never return, in a thread that no one waits for when the interpreter ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if future.done():  # nobody waits for it any more
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        failure: BaseException | None = None
+        try:
+            function()
+        except BaseException as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, failure)
+
+    threading.Thread(target=run, name="trl_darts-nccl", daemon=True).start()
+    return future
+
+
+@cache
+def _init_says_packed() -> bool:
+    """vLLM 0.28 moved it from each update to the group's beginning; TRL supports both."""
+    from trl.import_utils import is_vllm_available
+
+    return bool(is_vllm_available(min_version="0.28.0"))
