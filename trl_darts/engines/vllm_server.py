@@ -108,6 +108,11 @@ class VLLMServerEngine:
 
         return self.submit(rollout())
 
+    async def idle(self) -> None:
+        """Waits until no rollout is under way; one that was cancelled may still be ending its requests."""
+        async with self._turn:
+            pass
+
     @property
     def members(self) -> dict[str, Member]:
         """What is known of each server, to be read."""

@@ -158,6 +158,7 @@ class FleetVLLMClient:
         """For TRL, which asks for it after an update: each has done it, while the servers were paused."""
 
     async def _next_version(self) -> int:
+        await self._engine.idle()
         pool = await self._engine.pool()
         pool.version += 1  # also where only some get it: a version is never used twice
         return pool.version
