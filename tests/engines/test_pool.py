@@ -339,6 +339,19 @@ def test_requests_of_an_interrupted_rollout_are_aborted_and_none_is_closed():
     assert server.closed == set()
 
 
+def test_a_weight_sync_waits_for_the_end_of_a_cancelled_rollout():
+    server = Aborted()
+    routes = {"POST /v1/completions": server.completions, "POST /abort_requests": server.abort}
+    scheduler = Scheduler(make_policies("grpo", 8, 8, 0), 8)
+    with fake_server(routes) as url, engine_on(url) as engine:
+        running = engine.start(scheduler, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY)
+        while len(server.running) < 8:
+            time.sleep(0.01)
+        running.cancel()
+        engine.call(engine.idle())
+        assert server.ended == server.running
+
+
 # Deadlines
 
 
