@@ -352,6 +352,33 @@ def test_a_weight_sync_waits_for_the_end_of_a_cancelled_rollout():
         assert server.ended == server.running
 
 
+def test_the_next_rollout_hears_of_losses_while_a_cancelled_one_ends():
+    server, breaks = Aborted(), [True]
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        if (await request.json())["prompt"] == [1]:
+            return await server.completions(request)
+        if breaks:
+            breaks.pop()
+            await asyncio.sleep(1.0)  # the cancelled one has ended by then
+            request.transport.close()
+        return await answer(completion([4]))
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    routes = {"POST /v1/completions": completions, "POST /abort_requests": server.abort, "GET /health": health}
+    with fake_server(routes) as url, engine_on(url, request_s=10.0) as engine:
+        first = Scheduler(make_policies("grpo", 8, 8, 0), 8)
+        running = engine.start(first, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY)
+        while len(server.running) < 8:
+            time.sleep(0.01)
+        running.cancel()
+        second = Scheduler(make_policies("grpo", 1, 1, 0), 1)
+        result = engine.run(second, [GroupPlan(0, 1)], [[ServerPrompt([2])]], BODY)
+    assert result.num_resumed == 1
+
+
 # Deadlines
 
 
