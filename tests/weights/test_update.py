@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -67,6 +68,19 @@ def test_a_server_that_fails_leaves_the_update_and_the_others_go_on(fleet, engin
     assert "answered 500: its own message" in message
     for server in servers:
         assert (server.paths[0], server.paths[-1]) == ("/pause", "/resume")
+
+
+def test_a_server_that_is_lost_while_it_loads_is_not_waited_for(fleet, engine, servers):
+    """Its health check has found it frozen, and files have half an hour."""
+
+    async def freeze():
+        threading.Thread(target=engine.lose, args=(servers[1].url, "no answer to `/health`")).start()
+        await asyncio.sleep(60)
+
+    servers[1].acts["/collective_rpc"] = freeze
+    fleet.update_named_params(METADATA, params())
+    assert versions(engine) == [1, 0, 1]
+    assert states(engine) == [State.UP, State.DOWN, State.UP]
 
 
 @pytest.mark.parametrize("error", [KeyError("caller"), KeyboardInterrupt()])

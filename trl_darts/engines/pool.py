@@ -140,6 +140,7 @@ class ServerPool:
         self._most = most
         self._refresh = refresh
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._returning: dict[str, asyncio.Task[None]] = {}
 
     def urls(self, state: State) -> list[str]:
         """Addresses of the servers in a state."""
@@ -166,8 +167,9 @@ class ServerPool:
             self.lose(url, "it has left the training")
         del self.members[url]
         self._share_connections()
-        if (watcher := self._watchers.pop(url, None)) is not None:
-            watcher.cancel()
+        for tasks in (self._watchers, self._returning):
+            if (task := tasks.pop(url, None)) is not None:
+                task.cancel()
 
     @property
     def _connections(self) -> int:
@@ -289,7 +291,7 @@ class ServerPool:
             await self._find_log(url)
             await self._ask_for_slots(url)
             member.state = State.RETURNED
-            await self._bring_back(url)
+            self._returning[url] = asyncio.create_task(self._bring_back(url))  # it is probed meanwhile
         elif member.state is State.UP and self.listener is not None:
             await self._observe(url)
 
@@ -303,6 +305,8 @@ class ServerPool:
                 fresh = await self._refresh(member, self.version)
             except Exception as error:
                 self.lose(url, describe(error, "the weights"))
+                return
+            if member.state is not State.RETURNED:  # it was lost meanwhile
                 return
             logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else ", and waits for a weight sync")
             member.waits = not fresh

@@ -8,8 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..engines.pool import Member
+from ..engines.pool import Member, State
+from ..errors import WeightSyncError
 from . import calls
+
+
+POLL_S = 0.2
 
 
 class WeightUpdate:
@@ -41,7 +45,7 @@ class WeightUpdate:
 
     async def _attempt(self, action: Callable[[Member], Awaitable[Any]], url: str) -> None:
         try:
-            await action(self.members[url])
+            await _while_there(action, self.members[url])
         except Exception as error:
             self.failures[url] = error
 
@@ -76,6 +80,19 @@ class WeightUpdate:
     async def _abandon(self) -> None:
         failed = [member.server for url, member in self.members.items() if url not in self.updated]
         await asyncio.gather(*(calls.abandon(server, self.version, self._is_open) for server in failed))
+
+
+async def _while_there(action: Callable[[Member], Awaitable[Any]], member: Member) -> None:
+    """Acts on a server, and gives up once it is lost: one that is frozen may have half an hour to load files."""
+    task = asyncio.ensure_future(action(member))
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=POLL_S)
+            if member.state is State.DOWN and not task.done():
+                raise WeightSyncError(member.reason)
+        task.result()
+    finally:
+        task.cancel()
 
 
 async def refresh(member: Member, version: int, path: Path | None) -> bool:
