@@ -61,10 +61,10 @@ def test_director_counts_tokens_without_having_any():
 
 def test_a_candidate_that_cannot_be_decoded_ends_the_rollout():
     director = darts_director([2, 2], num_engines=2)
-    assert director.handle([Report(2, 0, error="out of blocks")]) == [(0, 0), (1, 1), (1, 3)]
+    assert director.handle([Report(2, 0, error="out of blocks")]) == [(0, 0), (0, 1), (1, 3)]
     director.handle([Report(number, 4, ABORT) for number in (0, 1, 3)])
     assert director.scheduler.done
-    with pytest.raises(GenerationError, match="candidate 0 of prompt 1 on 0: out of blocks"):
+    with pytest.raises(GenerationError, match="candidate 0 of prompt 1 on 1: out of blocks"):
         director.result()
 
 
