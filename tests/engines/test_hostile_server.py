@@ -43,6 +43,8 @@ LONG_S = 20.0  # of a rollout in which nothing is waited for: a machine may be b
 MAX_DISTURBANCES = 8
 PATIENT = Deadlines(first_token_s=10.0, token_s=10.0, return_s=10.0)
 HASTY = Deadlines(first_token_s=0.3, token_s=0.3, request_s=1.0, health_s=0.3, return_s=1.0, rollout_s=5.0)
+# Of tokens alone, so that a busy machine does not lose the server for its health.
+STALLING = Deadlines(first_token_s=0.3, token_s=0.3, request_s=15.0, health_s=10.0, return_s=10.0, rollout_s=15.0)
 CALLED_OFF, OPEN = "called off", "open"
 WORD_OF_STATE = {
     CandidateState.FINISHED: "row",
@@ -206,8 +208,8 @@ def test_candidate_that_always_stalls_is_an_error(kind):
     server = HostileServer(3)
     rollouts = Rollouts(server)
     server.plan = lambda group, index, segment: kind
-    with hostile_servers(server, HASTY, num_servers=1) as (engine, _):
-        error = rollouts.run(engine, 1, 1, long_s=HASTY.rollout_s)
+    with hostile_servers(server, STALLING, num_servers=1) as (engine, _):
+        error = rollouts.run(engine, 1, 1)
     assert rollouts.ends(kind) <= {"error", "resumed"}
     assert "no tokens within `vllm_" in error
 

@@ -247,7 +247,11 @@ def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
         assert f"No vLLM server left; waiting for {url} (0 of 0 s)" in caplog.messages
         assert switch.num_completions <= 2
         broken.clear()
-        assert len(rollout(engine).groups) == 1  # it is healthy; the next rollout may have it
+        deadline = time.monotonic() + 10
+        while engine.states() != {url: State.UP}:  # it is healthy; the next rollout may have it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(rollout(engine).groups) == 1
 
 
 def test_server_that_waits_for_a_weight_sync_is_asked_about_once_and_used_when_it_has_had_one():
