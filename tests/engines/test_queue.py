@@ -126,9 +126,9 @@ def check_rows(result):
 @pytest.mark.parametrize("has_metrics", [True, False])
 def test_a_queue_is_not_silence(tells_slots, has_metrics):
     """One slot, steady decoding, and answers that take longer than the deadline of first tokens."""
-    server = SlottedServer(1, 0.05, tells_slots, has_metrics)
-    with engine_on(server, first_token_s=0.3, token_s=0.3) as engine:
-        result = rollout(engine, 2, 4)
+    server = SlottedServer(1, 0.1, tells_slots, has_metrics)
+    with engine_on(server, first_token_s=0.6, token_s=0.6) as engine:
+        result = rollout(engine)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (0, 0)
 
@@ -158,9 +158,9 @@ def test_what_waits_goes_to_whichever_server_is_free_first():
 @pytest.mark.parametrize(("stall_at", "has_metrics"), [(0, True), (3, True), (3, False)])
 def test_a_candidate_that_is_late_by_itself_is_tried_elsewhere_and_its_server_stays(stall_at, has_metrics):
     """Without metrics, one that has not begun may wait in the server's queue for all that is known."""
-    bad, good = SlottedServer(8, 0.1, has_metrics=has_metrics), SlottedServer(8)
+    bad, good = SlottedServer(8, 0.15, has_metrics=has_metrics), SlottedServer(8)
     bad.stalls, bad.stall_at = {0}, stall_at
-    with engine_on(bad, good, first_token_s=0.25, token_s=0.25) as engine:
+    with engine_on(bad, good, first_token_s=0.5, token_s=0.5) as engine:
         result = rollout(engine, 2, 4)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (0, 1)
@@ -169,9 +169,9 @@ def test_a_candidate_that_is_late_by_itself_is_tried_elsewhere_and_its_server_st
 
 def test_a_preempted_candidate_is_not_late():
     """The server has put it back into its queue."""
-    server = SlottedServer(8, 0.1)
+    server = SlottedServer(8, 0.15)
     server.preempted, server.stall_at = {0}, 2
-    with engine_on(server, token_s=0.3) as engine:
+    with engine_on(server, token_s=0.6) as engine:
         result = rollout(engine)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (0, 0)
@@ -181,7 +181,7 @@ def test_a_preempted_candidate_is_not_late():
 def test_a_silent_server_is_lost(stall_at):
     bad, good = SlottedServer(8), SlottedServer(8)
     bad.stalls, bad.stall_at = {0, 1, 2, 3}, stall_at
-    with engine_on(bad, good, first_token_s=0.2, token_s=0.2) as engine:
+    with engine_on(bad, good, first_token_s=0.5, token_s=0.5) as engine:
         result = rollout(engine, 2, 4)
         check_rows(result)
         assert (engine.num_losses, result.num_resumed) == (1, 4)
