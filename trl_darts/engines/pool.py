@@ -106,9 +106,10 @@ async def has_loaded_weights(member: Member, version: int) -> bool:
 
 
 async def shows_weights(member: Member, version: int) -> bool:
-    """For a process that follows the main one: whether a server was given them, and was not started again since."""
+    """Whether a server was given the weights of a version, and was not started again since."""
     if version == 0:
         return True
+    # What it shows is no proof by itself: an earlier run may have left it.
     return member.version == version and await member.server.weight_version() == f"v{version}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..engines.pool import Member, State
+from ..engines.pool import Member, State, shows_weights
 from ..errors import WeightSyncError
 from . import calls
 
@@ -100,16 +100,14 @@ async def refresh(member: Member, version: int, path: Path | None) -> bool:
     Brings a server that has come back to the weights of a version, whose files are there, and returns whether it has
     them: one that was only slow still does.
     """
-    server = member.server
     if version == 0:
         return True
-    # What it shows is no proof by itself: an earlier run may have left it.
-    if member.version == version and await server.weight_version() == f"v{version}":
-        await calls.resume(server)
+    if await shows_weights(member, version):
+        await calls.resume(member.server)
         return True
     if path is None:
         return False
-    async with WeightUpdate({server.base_url: member}, version) as update:
+    async with WeightUpdate({member.server.base_url: member}, version) as update:
         await update.each(lambda member: calls.load(member.server, path))
     for failure in update.failures.values():
         raise failure

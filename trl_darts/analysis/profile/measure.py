@@ -17,7 +17,7 @@ import numpy as np
 from ...engines.vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
 from ...errors import GenerationError
 from .grid import GridPoint
-from .servers import ServerFacts, read_clock, read_weight_version
+from .servers import ServerFacts, read_clock
 
 
 WINDOW_TOKENS = 32
@@ -93,7 +93,7 @@ class ServerProbe:
 
     async def check_weights(self) -> None:
         """Raises [`GenerationError`] if a training has sent weights since the server was first asked."""
-        if (version := await read_weight_version(self.server)) != self.facts.weight_version:
+        if (version := await self.server.weight_version()) != self.facts.weight_version:
             raise GenerationError(
                 f"{self.facts.url} got weights of a training meanwhile (version {version!r}): its rollouts and these "
                 "measurements disturb each other. Measure a server of its own, or wait for the end of the training."

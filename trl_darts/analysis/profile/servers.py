@@ -90,12 +90,6 @@ async def read_clock(server: VLLMServer) -> Reading:
     return Reading(*(sum(sample.value for sample in found[name]) for name in names))
 
 
-async def read_weight_version(server: VLLMServer) -> str | None:
-    """What trainings count up with each update; `None` from a server without versions."""
-    version: str | None = (await server.get("/weight_info") or {}).get("weight_version")
-    return version
-
-
 async def learn(server: VLLMServer) -> ServerFacts:
     """
     Asks a server what it is, and whether it is idle. Raises [`ConfigurationError`] if it can't be reached, is no vLLM
@@ -113,7 +107,7 @@ async def learn(server: VLLMServer) -> ServerFacts:
             vocab_size=await _vocab_size(server, str(served["id"])),
             kv_cache_tokens=kv_cache_tokens(await server.get_text("/metrics")),
             vllm_version=(await server.get("/version") or {}).get("version"),
-            weight_version=await read_weight_version(server),
+            weight_version=await server.weight_version(),
         )
         info = await server.get("/server_info?config_format=json", timeout_s=120.0)  # it looks at its machine
     except (aiohttp.ClientError, ServerRefusedError, TimeoutError, ValueError, TypeError, LookupError) as error:
