@@ -94,6 +94,15 @@ class RolloutSettings(ServerFields, ScheduleSettings):
         "Deadline of one call of a reward function in seconds. The rows of one that is later get no reward from it.",
     )
 
+    # Training
+    trim_padding: bool = setting(
+        True,
+        "Whether rows of like length share a micro-batch, and each micro-batch is as wide as its own longest row. TRL "
+        "pads all rows of a process's generation batch to the longest of them. The gradient of an optimizer step is "
+        "the same up to rounding. Set it to `False` for TRL's numbers to the last bit, or where a subclass adds "
+        "tensors of its own to a batch.",
+    )
+
     # Logging
     save_rollout_trace: bool = setting(
         False,

@@ -37,6 +37,7 @@ from .engines.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
 from .errors import WeightsLostError
+from .padding import Trimming, padding_metrics
 from .policy import LatencyCurve, LengthTracker
 from .resume import checkpoint_to_resume, where_it_stopped
 from .rows import KeptRows, forget_filler_rewards, forget_stale_logprobs, mask_fillers, mask_stale
@@ -46,6 +47,7 @@ from .telemetry.console import RolloutTotals, shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics, buffer_metrics, ratio_metrics, rollout_metrics
 from .telemetry.model_card import PAPER, add_rollouts
 from .telemetry.progress import RolloutProgress, close_bar
+from .telemetry.stopwatch import Stopwatch
 from .telemetry.traces import write_trace
 
 
@@ -64,7 +66,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     Overrides `_generate_single_turn`, `_generate`, `_tokenize_prompts`, `_tool_call_loop`, `_calculate_rewards`,
     `_generate_and_score_completions`, `_get_per_token_logps_and_entropies`, `get_batch_samples`, `_get_train_sampler`,
-    `_load_optimizer_and_scheduler`, `_save_checkpoint`, `train` and `create_model_card`, each around TRL's own.
+    `_load_optimizer_and_scheduler`, `_save_checkpoint`, `_prepare_inputs`, `training_step`, `train` and
+    `create_model_card`, each around TRL's own.
 
     Args:
         args ([`DARTSGRPOConfig`], *optional*):
@@ -114,6 +117,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _ahead: Any = None  # the next batch and its plan, while its rollout is under way; see `_launch_ahead`
     _generated_at: float | None = None
     _in_tool_loop = False
+    _trimming: Trimming | None = None
+    _train_clock = Stopwatch()
 
     def __init__(
         self,
@@ -176,7 +181,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._batches = BufferedBatches(
                 policy, self._admission, args.num_generations, feed, self._main, tokenize, steps
             )
-        self._streams = make_streams(self)
+        self._streams, self._trimming, self._train_clock = make_streams(self), Trimming.of(self), Stopwatch()
         if self._batches is not None and (args.drop_uniform_groups or args.stream_rewards):
             decode = partial(decode_completions, self)
             self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, self._streams.owners)
@@ -472,7 +477,29 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         compute = super()._get_per_token_logps_and_entropies
+        if self._trimming is not None:
+            compute = partial(self._trimming.per_token_logps, compute)
         return self._streams.per_token_logps(self, compute, model, *args, **kwargs)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        before = self._buffered_inputs
+        with self._train_clock.paused():
+            inputs = super()._prepare_inputs(generation_batch)
+            if self._buffered_inputs is before:  # of an earlier rollout
+                return inputs
+            if self._trimming is not None:
+                self._buffered_inputs = self._trimming.micro_batches(self._buffered_inputs)
+            self._log_all(padding_metrics(self._buffered_inputs, self.accelerator))
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._train_clock.running():
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self._log_all({"darts/train/seconds": self._train_clock.pop()})
+        return loss
 
     # The loader, checkpoints, the model card
 
@@ -505,7 +532,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         servers' weights for those of this training's first step.
         """
         self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
-        self._long_ends = []
+        self._long_ends, self._train_clock = [], Stopwatch()
         for left in (self._batches, self._scores):
             if left is not None:
                 left.clear()

@@ -16,13 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from trl import GRPOTrainer
 
 from benchmarks.models import CLASS_SIZE
 from tests.builders import compare_with_trl, letter_of, letters_dataset, make_args, make_trainer, record_batches
 from tests.engines.settings import engine_settings, prepare_colocated
+from tests.given_completions import make_model
+from tests.given_completions import trained as trained_on_given
 from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
@@ -173,6 +177,23 @@ def train_like_trl(model_dir: Path, out: Path, url: str | None, schedule: str | 
     return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in parameters}
 
 
+def trim_padding(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
+    """How far two steps with padding and without are apart, over how far they moved the parameters."""
+    rank = os.environ["RANK"]
+    own, states = make_model(out / f"model{rank}"), [load_file(out / f"model{rank}" / "model.safetensors")]
+    fields = {"per_device_train_batch_size": 2, "ds3_gather_for_generation": False, "beta": 0.1, "num_iterations": 2}
+    logs = []
+    for trims in (False, True):
+        trainer, _ = trained_on_given(own, out / f"trims {trims}", trims, **fields)
+        trainer.save_model(str(out / f"trims {trims}"))
+        trainer.accelerator.wait_for_everyone()
+        states.append(load_file(out / f"trims {trims}" / "model.safetensors"))
+        logs.append([line["darts/train/padding_ratio"] for line in trainer.state.log_history[:-1:2]])
+    before, whole, trimmed = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in states)
+    apart, moved = (trimmed - whole).norm().item(), (whole - before).norm().item()
+    return {"moved": moved, "apart": apart / moved, "padding": logs}
+
+
 # Six rows on each process: the second of three groups straddles both. `target_redundancy` at its bound: every group is
 # pruned, mostly by what the other process reports.
 PRUNED = {"target_redundancy": 2.0}
@@ -188,6 +209,7 @@ STREAMED = {
 }
 BACKENDS: dict[str, dict[str, Play]] = {
     "ddp": {
+        "trimmed": trim_padding,
         "transformers": train,
         "continuous batching": partial(train, engine="continuous_batching", **PRUNED),
         "broken process": partial(train, breaks_on=1),
@@ -214,12 +236,14 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "tools": call_tools,
     },
     "fsdp2": {
+        "trimmed": trim_padding,
         "sharded": partial(train, **PRUNED),
         "streamed": partial(train, **STREAMED),
         "ahead": AHEAD,
     },
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
+        "trimmed": trim_padding,
         "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
         "streamed": partial(train, **STREAMED),
         "ahead": AHEAD,

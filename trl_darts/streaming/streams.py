@@ -13,17 +13,13 @@ from trl.trainer.utils import use_adapter
 
 from ..engines.mailbox import Mailbox
 from ..errors import ConfigurationError
+from ..positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
 from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
 from .forward import Scorer
 from .log_probs import POLICY, REFERENCE, LogprobStream
 from .plan import Round, Tokens
 from .rewards import RewardStream, SettledRows
-
-
-CACHED_LAYERS = {"full_attention", "sliding_attention"}
-# Their positions, or what they make of them, depend on how long the text will be.
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class Streams:
@@ -239,21 +235,17 @@ def _check_rollouts(trainer: Any, name: str) -> None:
 
 def check_model(model: Any) -> None:
     """Refuses models whose log-probs can't be computed chunk by chunk."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    kinds = {kind for part in parts if (kind := part.get("rope_type"))}
-    layers = set(getattr(config, "layer_types", None) or ())
-    base = model.get_base_model() if is_peft_model(model) else model
+    kinds, layers = rope_kinds(model.config.get_text_config()), uncached_layers(model)
     cause = None
-    if getattr(base, "_is_stateful", False) or layers - CACHED_LAYERS:
-        kinds_left = ", ".join(sorted(layers - CACHED_LAYERS)) or "all"
-        cause = f"has layers whose keys and values can't be kept chunk by chunk ({kinds_left})"
+    if layers is None or layers:
+        names = ", ".join(sorted(layers or ())) or "all"
+        cause = f"has layers whose keys and values can't be kept chunk by chunk ({names})"
     elif not kinds:
         cause = "has no rotary positions: TRL counts padding in the positions of others, and log-probs would differ"
     elif kinds & LENGTH_DEPENDENT_ROPE:
         cause = f"has positions that depend on how long the text will be ({', '.join(sorted(kinds))})"
     if cause is not None:
+        base = model.get_base_model() if is_peft_model(model) else model
         raise ConfigurationError(
             f"`stream_logprobs` (True) does not run with this model: {type(base).__name__} {cause}. Set it to `False`."
         )

@@ -1,0 +1,209 @@
+"""
+Training without padding. TRL pads a process's whole generation batch to its longest row, and then cuts micro-batches
+from it (https://github.com/huggingface/trl/issues/7179). Here rows of like length share a micro-batch, and each
+micro-batch is as wide as its own longest prompt and completion.
+
+Invariants: each optimizer step trains on the rows that TRL's shuffle gave it, in as many micro-batches of as many rows
+each; no column that any mask counts is cut; log-probs come back in TRL's order and width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+
+from .positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
+
+
+Batch = dict[str, Any]  # rows as TRL's `_generate_and_score_completions` returns them
+
+PROMPT = ("prompt_ids", "prompt_mask")  # (B, P), padded on the left
+COMPLETION = (  # (B, C), padded on the right; ratios of whole rows have the shape (B, 1), advantages (B,)
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+    "advantages",
+)
+WHOLE = ("token_type_ids", "mm_token_type_ids")  # (B, P + C)
+MIN_COLUMNS = 2  # TRL takes a single column of a completion for one value per row
+
+
+@dataclass(frozen=True)
+class Trimming:
+    """
+    What may be done to a training's micro-batches without changing its gradients.
+
+    Args:
+        window (`int`):
+            Micro-batches over which rows are ordered. They belong to one optimizer step. 1 keeps rows in their places.
+        cuts_prompts (`bool`, *optional*, defaults to `True`):
+            Whether the left padding of prompts is cut too.
+        multiple (`int`, *optional*, defaults to 1):
+            Widths are rounded up to a multiple of it, as TRL's `pad_to_multiple_of`.
+        few_widths (`bool`, *optional*, defaults to `False`):
+            Whether widths are also rounded up to powers of two, so that a compiled model meets few of them.
+    """
+
+    window: int
+    cuts_prompts: bool = True
+    multiple: int = 1
+    few_widths: bool = False
+
+    @classmethod
+    def of(cls, trainer: Any) -> "Trimming | None":
+        """For a TRL trainer with its model; `None` where any change of a width would change what is trained."""
+        args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+        kinds = rope_kinds(model.config.get_text_config())
+        if not args.trim_padding or kinds & LENGTH_DEPENDENT_ROPE or _sums_padding(trainer):
+            return None
+        # Of others the padding has positions, or passes through a state.
+        is_relative = bool(kinds) and uncached_layers(model) == set()
+        # Both divide every optimizer step's first micro-batch, also where it is cut short by an epoch's end.
+        window = 1 if _mixes_rows(trainer) else gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        compiled = args.torch_compile
+        return cls(window, is_relative and not compiled, trainer.pad_to_multiple_of or 1, few_widths=compiled)
+
+    def micro_batches(self, batches: Sequence[Batch]) -> list[Batch]:
+        """A generation's micro-batches anew, longest rows first within each window."""
+        return [
+            self._cut(batch)
+            for start in range(0, len(batches), self.window)
+            for batch in self._ordered(batches[start : start + self.window])
+        ]
+
+    def per_token_logps(
+        self,
+        compute: Callable[..., Any],
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """
+        What TRL's `_get_per_token_logps_and_entropies`, `compute`, returns for `(N, P + C)` rows that it would take
+        `batch_size` at a time: log-probs of shape `(N, C)`, 0 where a row's micro-batch has no column. The loss, which
+        gives no `batch_size`, has cut its rows already.
+        """
+        if batch_size is None or inputs.get("compute_entropy") or inputs.get("compute_aux_loss"):
+            return compute(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **inputs)
+        ids, mask = (torch.tensor_split(whole, [-logits_to_keep], dim=1) for whole in (input_ids, attention_mask))
+        names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        rows = split_pixel_values_by_grid({**inputs, **dict(zip(names, (*ids, *mask), strict=True))})
+        order = self._order(rows, batch_size)
+        logps = None
+        for chosen in order.split(batch_size):
+            batch = self._cut(unsplit_pixel_values_by_grid(_take(rows, chosen)))
+            ids, mask, images = _joined(batch, "ids"), _joined(batch, "mask"), {name: batch[name] for name in inputs}
+            columns = batch["completion_ids"].shape[1]
+            found, _, _ = compute(model, ids, mask, columns, **images)
+            logps = found.new_zeros(len(order), logits_to_keep) if logps is None else logps
+            logps[chosen, :columns] = found
+        return logps, None, None
+
+    def _ordered(self, batches: Sequence[Batch]) -> list[Batch]:
+        if len(batches) == 1:
+            return list(batches)
+        rows = _concatenated([split_pixel_values_by_grid(batch) for batch in batches])
+        rows = _take(rows, self._order(rows, len(batches[0]["prompt_ids"])))
+        return [unsplit_pixel_values_by_grid(batch) for batch in split_tensor_dict(rows, len(batches))]
+
+    def _order(self, rows: Batch, batch_size: int) -> torch.Tensor:
+        """Longest first, which tells at once whether memory is enough; by the length that leaves less padding."""
+        prompts, completions = _used(rows["prompt_mask"].flip(1)), _used(rows["completion_mask"])
+        orders = [lengths.argsort(descending=True, stable=True) for lengths in (completions, prompts + completions)]
+
+        def num_tokens(order: torch.Tensor) -> int:
+            parts = order.split(batch_size)
+            return sum(len(part) * int(prompts[part].amax() + completions[part].amax()) for part in parts)
+
+        return min(orders, key=num_tokens)
+
+    def _cut(self, batch: Batch) -> Batch:
+        prompt = num_prompt = batch["prompt_ids"].shape[1]
+        completion = self._width(batch["completion_mask"], MIN_COLUMNS)
+        if self.cuts_prompts:
+            prompt = self._width(batch["prompt_mask"].flip(1), 1)
+        columns = dict.fromkeys(PROMPT, slice(num_prompt - prompt, None))
+        columns |= dict.fromkeys(COMPLETION, slice(completion))
+        columns |= dict.fromkeys(WHOLE, slice(num_prompt - prompt, num_prompt + completion))
+        return {
+            name: value[:, columns[name]] if name in columns and value is not None and value.ndim > 1 else value
+            for name, value in batch.items()
+        }
+
+    def _width(self, mask: torch.Tensor, least: int) -> int:
+        width = max(least, int(_used(mask).amax()))
+        if self.few_widths:
+            width = 1 << (width - 1).bit_length()
+        return min(mask.shape[1], -(-width // self.multiple) * self.multiple)
+
+
+def padding_metrics(batches: Sequence[Batch], accelerator: Accelerator) -> dict[str, float]:
+    """Of the micro-batches of all processes. Called on each of them at once."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for batch in batches:
+        num_rows, width = batch["completion_ids"].shape
+        computed = num_rows * (batch["prompt_ids"].shape[1] + width)
+        there = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
+        sums += torch.tensor([computed, there, num_rows * width, num_rows])
+    computed, there, columns, rows = (
+        accelerator.gather(sums.float().to(accelerator.device)).view(-1, 4).sum(0).tolist()
+    )
+    return {"darts/train/padding_ratio": computed / max(1, there), "darts/train/completion_width": columns / rows}
+
+
+def _used(mask: torch.Tensor) -> torch.Tensor:
+    """Columns of each row up to the last one that its mask counts."""
+    return (mask.bool() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
+
+
+def _concatenated(batches: Sequence[Batch]) -> Batch:
+    def joined(values: list[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, list):
+            return [value for each in values for value in each]
+        return first if first is None or first.ndim == 0 else torch.cat(values)
+
+    return {name: joined([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def _take(rows: Mapping[str, Any], chosen: torch.Tensor) -> Batch:
+    def taken(value: Any) -> Any:
+        if isinstance(value, list):
+            return [value[row] for row in chosen.tolist()]
+        return value if value is None or value.ndim == 0 else value[chosen]
+
+    return {name: taken(value) for name, value in rows.items()}
+
+
+def _joined(batch: Batch, part: str) -> torch.Tensor:
+    return torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], dim=1)
+
+
+def _mixes_rows(trainer: Any) -> bool:
+    """Whether the loss of a row depends on those that share its micro-batch."""
+    return (
+        trainer.loss_type == "bnpo"
+        or trainer.top_entropy_quantile < 1.0
+        or trainer._entropy_bonus_enabled
+        or trainer.aux_loss_enabled
+    )
+
+
+def _sums_padding(trainer: Any) -> bool:
+    """VESPO sums the logarithms of its clipped ratios also over padding, where they are clipped from 1."""
+    if trainer.loss_type != "vespo" or not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
+        return False
+    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    return (low is not None and low > 1) or (high is not None and high < 1)
