@@ -340,8 +340,7 @@ def test_log_probs_come_back_in_their_places(generation, batch_size):
     num_columns = rows["completion_ids"].shape[1]
     passes: list[tuple[int, int]] = []
 
-    def compute(model: Any, ids: Any, mask: Any, logits_to_keep: int, num_images: Any) -> Any:
-        assert num_images is None
+    def compute(model: Any, ids: Any, mask: Any, logits_to_keep: int) -> Any:
         passes.append(tuple(ids.shape))
         return (ids * mask)[:, -logits_to_keep:].float(), None, None
 

@@ -96,19 +96,19 @@ class Trimming:
         """
         if batch_size is None or inputs.get("compute_entropy") or inputs.get("compute_aux_loss"):
             return compute(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **inputs)
-        ids, mask = (torch.tensor_split(whole, [-logits_to_keep], dim=1) for whole in (input_ids, attention_mask))
+        widths = [input_ids.shape[1] - logits_to_keep, logits_to_keep]
+        parts = [*input_ids.split(widths, dim=1), *attention_mask.split(widths, dim=1)]
         names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
         inputs = {name: value for name, value in inputs.items() if value is not None}
-        rows = split_pixel_values_by_grid({**inputs, **dict(zip(names, (*ids, *mask), strict=True))})
-        order = self._order(rows, batch_size)
-        logps = None
-        for chosen in order.split(batch_size):
+        rows = split_pixel_values_by_grid({**inputs, **dict(zip(names, parts, strict=True))})
+        chunks, found = self._order(rows, batch_size).split(batch_size), []
+        for chosen in chunks:
             batch = self._cut(unsplit_pixel_values_by_grid(_take(rows, chosen)))
-            ids, mask, images = _joined(batch, "ids"), _joined(batch, "mask"), {name: batch[name] for name in inputs}
-            columns = batch["completion_ids"].shape[1]
-            found, _, _ = compute(model, ids, mask, columns, **images)
-            logps = found.new_zeros(len(order), logits_to_keep) if logps is None else logps
-            logps[chosen, :columns] = found
+            ids, mask, columns = _joined(batch, "ids"), _joined(batch, "mask"), batch["completion_ids"].shape[1]
+            found.append(compute(model, ids, mask, columns, **{name: batch[name] for name in inputs})[0])
+        logps = found[0].new_zeros(len(input_ids), logits_to_keep)
+        for chosen, own in zip(chunks, found, strict=True):
+            logps[chosen, : own.shape[1]] = own
         return logps, None, None
 
     def _ordered(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -116,7 +116,8 @@ class Trimming:
             return list(batches)
         rows = _concatenated([split_pixel_values_by_grid(batch) for batch in batches])
         rows = _take(rows, self._order(rows, len(batches[0]["prompt_ids"])))
-        return [unsplit_pixel_values_by_grid(batch) for batch in split_tensor_dict(rows, len(batches))]
+        ordered: list[Any] = split_tensor_dict(rows, len(batches))
+        return [unsplit_pixel_values_by_grid(batch) for batch in ordered]
 
     def _order(self, rows: Batch, batch_size: int) -> torch.Tensor:
         """Longest first, which tells at once whether memory is enough; by the length that leaves less padding."""

@@ -39,7 +39,7 @@ def make(tmp_path, name, rollout, longest, num=40, **more):
 def test_shorter_rows_are_told_from_rollouts_and_from_the_machine(tmp_path):
     first = make(tmp_path, "grpo", 5.0, 400)
     saved = saving(first, make(tmp_path, "darts", 4.5, 200))
-    for part, true in ((saved.rollouts, 0.5), (saved.shorter_rows, 0.02 * (saved.longest[0] - saved.longest[1]))):
+    for part, true in ((saved.rollouts, 0.5), (saved.shorter_rows, 0.02 * (saved.widths[0] - saved.widths[1]))):
         assert abs(part.mean - true) <= 1.5 * part.half_width < 1.0
     assert abs(saved.rest.mean) <= 1.5 * saved.rest.half_width < 0.5
     parts = saved.rollouts.mean + saved.shorter_rows.mean + saved.rest.mean
@@ -58,6 +58,21 @@ def test_shorter_rows_are_told_from_rollouts_and_from_the_machine(tmp_path):
     assert ": lost " in verdict
     assert "the machine of slow was busy" in rest
     assert "Unless learning_rate explains that, the machine of slow was busy" in describe(slow, ["learning_rate"])[-1]
+
+
+def test_rows_are_as_wide_as_they_were_computed(tmp_path):
+    """Micro-batches without padding: the longest row of the batch is paid for by its own micro-batch alone."""
+    runs = []
+    for name, ratio in (("padded", 1.0), ("trimmed", 0.25)):
+        lengths = [300 + 10 * (step % 7) for step in range(1, 30)]
+        log = [entry(step, 5.0, ratio * longest) for step, longest in enumerate(lengths, 1)]
+        for line, longest in zip(log, lengths, strict=True):
+            line |= {"completions/max_length": float(longest), "darts/train/completion_width": ratio * longest}
+        runs.append(read_run(write_run(tmp_path / name, log=log)))
+    saved = saving(*runs)
+    assert saved.widths[1] == pytest.approx(saved.widths[0] / 4)
+    assert saved.shorter_rows.mean == pytest.approx(0.02 * (saved.widths[0] - saved.widths[1]))
+    assert saved.rest.mean == pytest.approx(0, abs=1e-6)
 
 
 def test_what_can_not_be_told(tmp_path):

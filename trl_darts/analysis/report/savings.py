@@ -1,9 +1,9 @@
 """
 In short: what a step of one run saved over the first run's, and by what; and whether a machine was busy.
 
-TRL pads a batch to its longest row, so training and scoring take the longer the longer that row is. How much longer,
-the steps of both runs tell, each compared with its own run's: so a machine that is slower in one run, or other work on
-it, does not pass for shorter rows.
+Training and scoring take longer the wider their micro-batches are: with `trim_padding` as wide as their own longest
+row, else as wide as the longest of the whole batch. How much longer, the steps of both runs tell, each compared with
+its own run's: a machine that is slower in one run, or other work on it, does not pass for shorter rows.
 
 Invariant: the parts sum to what was saved.
 """
@@ -22,7 +22,8 @@ from .runs import Run
 from .tables import time_split
 
 
-LONGEST_ROW = "completions/max_length"
+WIDTH = "darts/train/completion_width"  # tokens computed per row, padding included
+LONGEST_ROW = "completions/max_length"  # the width of TRL's own trainer
 NOTABLE = 0.1  # of a step: a rest beyond needs another reason than the schedule
 BUSY = 1.5  # times as long as rows of the same length take
 BUSY_SHARE = 0.1  # of the log entries
@@ -38,7 +39,7 @@ class Saving:
     over: Window
     entries: int  # of the log, of the run that has fewer
     seconds: list[float]  # of a step of each run
-    longest: list[float]  # row trained on, in tokens
+    widths: list[float]  # of a row as it is computed, in tokens
     step: Estimate
     rollouts: Estimate
     shorter_rows: Estimate
@@ -53,19 +54,19 @@ def saving(first: Run, other: Run) -> Saving | None:
         return None
     both = pd.concat(tables)
     is_other = np.repeat([0.0, 1.0], [len(table) for table in tables])
-    runs = pd.DataFrame({"base": 1.0, "other": is_other, "longest": both["longest"].to_numpy()})
-    longest, seconds = ([_mean(table, name) for table in tables] for name in ("longest", "total"))
+    runs = pd.DataFrame({"base": 1.0, "other": is_other, "width": both["width"].to_numpy()})
+    widths, seconds = ([_mean(table, name) for table in tables] for name in ("width", "total"))
     (step,), (rollouts,), (shorter,) = (
         fit_linear(runs[["base", "other"]], both[name], both["num_steps"], [[0, -1]])
-        for name in ("total", "generate", "longest")
+        for name in ("total", "generate", "width")
     )
     slope, rest = fit_linear(runs, both["total"] - both["generate"], both["num_steps"], [[0, 0, 1], [0, -1, 0]])
     # Of a product of two estimates. No difference in lengths explains nothing, whatever a token costs.
     error = math.hypot(slope.mean * shorter.half_width, shorter.mean * slope.half_width)
-    shorter_rows = Estimate(slope.mean * shorter.mean, error) if longest[0] != longest[1] else Estimate(0.0, 0.0)
+    shorter_rows = Estimate(slope.mean * shorter.mean, error) if widths[0] != widths[1] else Estimate(0.0, 0.0)
     over = Window(max(window.first, int(both.index.min())), window.last)
     entries = min(map(len, tables))
-    return Saving(first, other, over, entries, seconds, longest, step, rollouts, shorter_rows, rest)
+    return Saving(first, other, over, entries, seconds, widths, step, rollouts, shorter_rows, rest)
 
 
 def _mean(table: pd.DataFrame, column: str) -> float:
@@ -73,8 +74,8 @@ def _mean(table: pd.DataFrame, column: str) -> float:
 
 
 def _work(run: Run) -> pd.DataFrame:
-    longest = run.log.get(LONGEST_ROW, pd.Series(np.nan, run.log.index))
-    return time_split(run)[["total", "generate", "num_steps"]].assign(longest=longest).dropna()
+    width = run.log.get(WIDTH, run.log.get(LONGEST_ROW, pd.Series(np.nan, run.log.index)))
+    return time_split(run)[["total", "generate", "num_steps"]].assign(width=width).dropna()
 
 
 def in_short(runs: Sequence[Run], settings: Sequence[Setting]) -> list[list[str]]:
@@ -107,7 +108,7 @@ def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
     if not math.isfinite(saved.rest.mean):
         unknown = "Rows had the same length in all steps: what shorter ones saved and the rest can't be told apart."
         return [verdict, rollouts, unknown]
-    lengths = f"the longest trained on had {saved.longest[1]:,.0f} tokens, not {saved.longest[0]:,.0f}"
+    lengths = f"the mean row was computed with {saved.widths[1]:,.0f} tokens, not {saved.widths[0]:,.0f}"
     shorter_rows = plus_minus(saved.shorter_rows, " s")
     return [
         verdict,
@@ -133,7 +134,7 @@ def busy(run: Run) -> str | None:
     if len(table) < MIN_BUSY:
         return None
     seconds = table["total"] - table["generate"]
-    slow = table.index[seconds > BUSY * _usual(table["longest"], seconds)]
+    slow = table.index[seconds > BUSY * _usual(table["width"], seconds)]
     if len(slow) < max(MIN_BUSY, BUSY_SHARE * len(table)):
         return None
     return (
