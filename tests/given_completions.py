@@ -16,7 +16,7 @@ from trl_darts import DARTSGRPOTrainer
 
 
 LIMIT = 40  # tokens
-ARGUMENTS = ("peft_config", "train_dataset", "processing_class")
+ARGUMENTS = ("peft_config", "train_dataset", "eval_dataset", "processing_class")
 
 
 class GivenCompletions(DARTSGRPOTrainer):

@@ -1,6 +1,7 @@
 """What we lean on in TRL 1.16 beyond its documented interface. Each failure names the hook, and what we need of it."""
 
 import inspect
+import re
 
 from transformers import Trainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -10,6 +11,7 @@ from trl.trainer.utils import RepeatSampler
 
 from tests.builders import letters_dataset, make_args, make_trainer
 from trl_darts.buffer.feed import skip_passes
+from trl_darts.padding import COMPLETION, PROMPT, WHOLE
 
 
 def parameters(function) -> list[str]:
@@ -172,6 +174,35 @@ def test_a_training_begins_with_nothing_of_trls():
     assert "if self._step % generate_every == 0 or self._buffered_inputs is None:" in source, (
         "GRPOTrainer._prepare_inputs must generate where `_buffered_inputs` is None: a second training begins so"
     )
+
+
+def test_micro_batches_are_cut_where_trl_keeps_them():
+    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]" in source, (
+        "GRPOTrainer._prepare_inputs must train on `_buffered_inputs` in turn: we cut their padding there"
+    )
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert source.count("batch_size=batch_size,") == 3, (
+        "GRPOTrainer._generate_and_score_completions must give `batch_size` in the passes before the loss"
+    )
+    source += inspect.getsource(GRPOTrainer._compute_loss)
+    assert source.count("self._get_per_token_logps_and_entropies(") == 4, (
+        "GRPOTrainer._compute_loss must call `_get_per_token_logps_and_entropies` once, without `batch_size`"
+    )
+    assert "if x.shape[1] == 1:" in source, (
+        "GRPOTrainer._compute_loss takes a single column for one value per row: we leave at least two"
+    )
+
+
+def test_columns_of_a_batch_are_known():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    first = source[source.index("output = {") : source.index("}", source.index("output = {"))]
+    columns = {*re.findall(r'"(\w+)":', first), *re.findall(r'output\["(\w+)"\] =', source)}
+    images = {"pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes"}
+    images |= {"image_position_ids", "num_images", "num_tiles"}
+    known = {*PROMPT, *COMPLETION, *WHOLE, *images, "num_items_in_batch"}
+    assert columns <= known, f"GRPOTrainer._generate_and_score_completions: how is {columns - known} padded?"
+    assert len(columns) > 15, "GRPOTrainer._generate_and_score_completions must return a dictionary `output`"
 
 
 def test_rows_of_a_batch_repeat_each_prompt(model_dir, tmp_path):

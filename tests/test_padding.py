@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from benchmarks.models import EOS_ID
-from tests.given_completions import make_model, trained
+from tests.given_completions import make_model, rows_of_prompts, trained
 from tests.trl_parity import common
 from tests.trl_parity.tool_calls import FAILING, RIGHT, TOOLS, caller_maker, tool_trainer
 from tests.trl_parity.vlms import load_processor, make_vlm, some_images
@@ -212,6 +212,25 @@ def test_tools(tmp_path):
     assert states[0].norm() > 0
     assert (states[1] - states[0]).norm() < TOLERANCE * states[0].norm()
     assert computed(trainer) < 1.5
+
+
+def test_compiled_models_meet_few_widths(lm, tmp_path):
+    trainer, _ = trained(lm, tmp_path, True)
+    trainer.args.torch_compile = True
+    found = Trimming.of(trainer)
+    assert found is not None
+    assert (found.few_widths, found.cuts_prompts) == (True, False)
+
+
+def test_evaluation_is_left_alone(lm, tmp_path):
+    """It has no micro-batches, and its seconds are no training's."""
+    data = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    apart, _, trimmed = difference(lm, tmp_path, eval_dataset=rows_of_prompts(4), **data)
+    assert apart < TOLERANCE
+    assert len(common.step_logs(trimmed, "eval_loss")) == 2
+    assert len(common.step_logs(trimmed, "darts/train/seconds")) == 2
+    assert min(common.step_logs(trimmed, "darts/train/seconds")) > 0
+    assert not any("padding" in name for line in trimmed.state.log_history for name in line if name.startswith("eval"))
 
 
 def test_vespo_with_padding_in_its_weights(lm, tmp_path):

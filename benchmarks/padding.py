@@ -1,0 +1,201 @@
+"""
+What a training step costs without padding: TRL's `GRPOTrainer`, ours with `trim_padding=False`, and ours.
+
+    python benchmarks/padding.py [--only tail|equal] [--repeats 5] [--hidden-size 192] [--num-layers 4] [--scale 64]
+
+Completions are given, so a step is the forward and backward passes of 256 rows by micro-batches of 4, in one optimizer
+step, and nothing else. The three trainers take turns, each with the same model, rows and seed.
+
+- tail: lengths of LLaMA-3.1-8B on DeepScaleR (log-normal, median 2,748, σ 0.885), divided by `--scale`.
+- equal: all rows have the mean of these lengths. There is no padding, so nothing can be gained.
+
+Columns: seconds of a step, their ratio to TRL's (median and 95 % interval over repeats, of paired logarithms), peak
+memory of a step above what was there before it, tokens computed over tokens there are, and by how much the gradient
+differs from TRL's, relative to its norm. The first repeat warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
+from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+
+
+NUM_ROWS, BATCH_SIZE, NUM_GENERATIONS = 256, 4, 8
+PROMPT_TOKENS = 8
+MEDIAN, SPREAD = 2748.0, 0.885  # of LLaMA-3.1-8B on DeepScaleR
+ARMS = ("TRL", "trim_padding=False", "trim_padding=True")
+console = Console(width=160)
+
+
+class Given:
+    """Completions of given lengths, in the place of generation."""
+
+    lengths: np.ndarray
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        rng = np.random.default_rng(0)
+        return [[*rng.integers(3, 90, length - 1).tolist(), EOS_ID] for length in self.lengths], None
+
+
+class TheirTrainer(Given, GRPOTrainer):
+    """TRL's."""
+
+
+class OurTrainer(Given, DARTSGRPOTrainer):
+    """Ours."""
+
+
+class Gradient(TrainerCallback):
+    """Keeps an optimizer step's gradient."""
+
+    value: torch.Tensor
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.value = torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
+
+
+def tail(scale: float) -> np.ndarray:
+    """Lengths in tokens, one per row."""
+    draws = np.random.default_rng(0).lognormal(math.log(MEDIAN / scale), SPREAD, NUM_ROWS)
+    return np.ceil(draws).astype(int) + 1
+
+
+def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Differs from row to row."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+@contextmanager
+def peak_memory(found: list[float]) -> Iterator[None]:
+    """Adds the MiB by which the peak inside exceeds what was there before."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield
+        found.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+        return
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
+    before = _status("VmRSS")
+    yield
+    found.append((_status("VmHWM") - before) / 2**10)
+
+
+def _status(name: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
+    return int(line.split()[1])
+
+
+def step(arm: str, model_dir: Path, lengths: np.ndarray, **fields: Any) -> tuple[dict[str, float], torch.Tensor]:
+    """One optimizer step: what it cost, and its gradient."""
+    settings = {
+        "output_dir": tempfile.mkdtemp(dir=model_dir.parent),
+        "per_device_train_batch_size": BATCH_SIZE,
+        "gradient_accumulation_steps": len(lengths) // BATCH_SIZE,
+        "num_generations": NUM_GENERATIONS,
+        "max_completion_length": int(max(lengths)),
+        "max_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": torch.cuda.is_available(),
+        "gradient_checkpointing": torch.cuda.is_available(),
+        **fields,
+    }
+    if arm == "TRL":
+        cls, args = TheirTrainer, GRPOConfig(**settings)
+    else:
+        cls, args = OurTrainer, DARTSGRPOConfig(**settings, schedule="grpo", trim_padding=arm.endswith("True"))
+    data = Dataset.from_dict({"prompt": ["x" * PROMPT_TOKENS] * len(lengths)})
+    gradient, tokenizer = Gradient(), AutoTokenizer.from_pretrained(model_dir)
+    trainer = cls(str(model_dir), reward, args, data, processing_class=tokenizer, callbacks=[gradient])
+    trainer.lengths = lengths
+    memory: list[float] = []
+    with peak_memory(memory), open(os.devnull, "w") as nowhere:
+        stdout, sys.stdout = sys.stdout, nowhere  # what transformers prints of each step
+        try:
+            trainer.train()
+        finally:
+            sys.stdout = stdout
+    log = trainer.state.log_history[0]
+    ratio = log.get("darts/train/padding_ratio", math.nan)
+    return {"seconds": log["step_time"], "memory": memory[0], "padding": ratio}, gradient.value
+
+
+def interval(ratios: list[float]) -> str:
+    """Median, and 95 % of the mean of logarithms."""
+    logs = np.log(ratios)
+    if len(logs) < 2:
+        return f"{ratios[0]:.2f}"
+    half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
+    low, high = np.exp([logs.mean() - half, logs.mean() + half])
+    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def compare(title: str, model_dir: Path, lengths: np.ndarray, repeats: int, **fields: Any) -> None:
+    """A table."""
+    runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    gradients: dict[str, torch.Tensor] = {}
+    for repeat in range(repeats + 1):
+        for arm in ARMS if repeat % 2 else ARMS[::-1]:
+            cost, gradients[arm] = step(arm, model_dir, lengths, **fields)
+            runs[arm] += [cost] if repeat else []
+    table = Table(
+        "trainer", "s per step", "times as fast as TRL's", "peak MiB", "padding ratio", "gradient", title=title
+    )
+    whole = gradients["TRL"]
+    for arm, costs in runs.items():
+        faster = [theirs["seconds"] / ours["seconds"] for theirs, ours in zip(runs["TRL"], costs, strict=True)]
+        seconds, memory, padding = (statistics.median(cost[name] for cost in costs) for name in costs[0])
+        apart = ((gradients[arm] - whole).norm() / whole.norm()).item()
+        padded = "" if math.isnan(padding) else f"{padding:.2f}"
+        table.add_row(arm, f"{seconds:.2f}", interval(faster), f"{memory:.0f}", padded, f"{apart:.1e}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("tail", "equal"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden-size", type=int, default=192)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--scale", type=float, default=64.0, help="lengths are divided by it")
+    options = parser.parse_args()
+    lengths = tail(options.scale)
+    regimes = {"tail": lengths, "equal": np.full(NUM_ROWS, round(lengths.mean()))}
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = make_random_model(
+            Path(directory) / "model", make_tokenizer(), hidden_size=options.hidden_size, num_layers=options.num_layers
+        )
+        for name, own in regimes.items():
+            if options.only in (None, name):
+                size = f"{NUM_ROWS} rows by {BATCH_SIZE}, mean {own.mean():.0f} tokens, longest {own.max()}"
+                compare(f"{name}: {size}, {options.repeats} repeats", model_dir, own, options.repeats)
+
+
+if __name__ == "__main__":
+    main()
