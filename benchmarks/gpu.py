@@ -1,7 +1,7 @@
 """
 What shaped rollouts gain on one GPU, in ten minutes: no vLLM, no network.
 
-    python benchmarks/gpu.py [--size 1b] [--engine generate|continuous] [--only curve|schedules|training]
+    python benchmarks/gpu.py [--size 1b] [--engine generate|continuous] [--only curve|schedules|training|padding]
 
 The model has a real one's size and does all of its work, attention and MLP included, but what they compute does not
 count: it is a Markov chain (`chain_model`), so that the lengths of its answers are known.
@@ -10,6 +10,7 @@ count: it is a Markov chain (`chain_model`), so that the lengths of its answers 
 - schedules: whole trainings' rollouts, in which each candidate has a given length (a prompt is the number at which the
   model begins to count down), with the simulator's ratio at the measured latencies beside them; see `schedules.py`.
 - training: some steps of GRPO and of the default, optimizer included, on heavy-tailed answers that end by themselves.
+- padding: a training step of TRL's class, of ours with its padding, and of ours without; see `padding.py`.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig
 
 from benchmarks.models import EOS_ID, PAD_ID, chain_model, make_tokenizer, markov_transitions
+from benchmarks.padding import compare, describe, tail
 from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Size, show, train
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.analysis.simulation import ClusterSpec
@@ -212,7 +215,7 @@ def device_name() -> str:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("curve", "schedules", "training")
+    parts = ("curve", "schedules", "training", "padding")
     parser.add_argument("--size", choices=SIZES, default="1b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--engine", choices=("generate", "continuous"), default="generate", help="of transformers")
     parser.add_argument("--only", choices=parts, help="one of the parts; schedules need the curve")
@@ -221,7 +224,7 @@ def main() -> None:
     tiny = args.size == "tiny"
     size = Size(4, 4, 8.0, 48, batches=2) if tiny else Size(32, 8, 40.0, 400, batches=2)
     start = time.perf_counter()
-    if args.only != "training":
+    if args.only not in ("training", "padding"):
         model = make_model(countdown(100 if tiny else size.limit), SIZES[args.size])
         cluster = ModelCluster(model, args.engine, 100 if tiny else size.limit)
         curve = cluster.curve(BATCHES[:3] if tiny else BATCHES)
@@ -230,6 +233,10 @@ def main() -> None:
         del model, cluster
     if args.only in (None, "training"):
         training(size, SIZES[args.size], args.engine, args.steps)
+    if args.only in (None, "padding"):
+        lengths = tail(scale=512 if tiny else 8)[: 16 if tiny else None]
+        model = partial(make_model, markov_transitions(), SIZES[args.size])
+        compare(f"On {device_name()}: {describe(lengths)}", model, lengths, repeats=1 if tiny else 3)
     console.print(f"{device_name()}, size {args.size}, {args.engine}: {time.perf_counter() - start:.0f} s")
 
 

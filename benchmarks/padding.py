@@ -22,8 +22,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from scipy import stats
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
@@ -88,6 +89,18 @@ def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+def random_model(hidden_size: int, num_layers: int) -> PreTrainedModel:
+    """A Qwen2 with random weights, on the CPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        make_random_model(directory, make_tokenizer(), hidden_size=hidden_size, num_layers=num_layers)
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def describe(lengths: np.ndarray) -> str:
+    """For titles."""
+    return f"{len(lengths)} rows by {BATCH_SIZE}, mean {lengths.mean():.0f} tokens, longest {lengths.max()}"
+
+
 @contextmanager
 def peak_memory(found: list[float]) -> Iterator[None]:
     """Adds the MiB by which the peak inside exceeds what was there before."""
@@ -108,10 +121,12 @@ def _status(name: str) -> int:
     return int(line.split()[1])
 
 
-def step(arm: str, model_dir: Path, lengths: np.ndarray, **fields: Any) -> tuple[dict[str, float], torch.Tensor]:
+def step(
+    arm: str, model: PreTrainedModel, lengths: np.ndarray, out: str, **fields: Any
+) -> tuple[dict[str, float], torch.Tensor]:
     """One optimizer step: what it cost, and its gradient."""
     settings = {
-        "output_dir": tempfile.mkdtemp(dir=model_dir.parent),
+        "output_dir": out,
         "per_device_train_batch_size": BATCH_SIZE,
         "gradient_accumulation_steps": len(lengths) // BATCH_SIZE,
         "num_generations": NUM_GENERATIONS,
@@ -131,8 +146,8 @@ def step(arm: str, model_dir: Path, lengths: np.ndarray, **fields: Any) -> tuple
     else:
         cls, args = OurTrainer, DARTSGRPOConfig(**settings, schedule="grpo", trim_padding=arm.endswith("True"))
     data = Dataset.from_dict({"prompt": ["x" * PROMPT_TOKENS] * len(lengths)})
-    gradient, tokenizer = Gradient(), AutoTokenizer.from_pretrained(model_dir)
-    trainer = cls(str(model_dir), reward, args, data, processing_class=tokenizer, callbacks=[gradient])
+    gradient = Gradient()
+    trainer = cls(model, reward, args, data, processing_class=make_tokenizer(), callbacks=[gradient])
     trainer.lengths = lengths
     memory: list[float] = []
     with peak_memory(memory), open(os.devnull, "w") as nowhere:
@@ -156,13 +171,16 @@ def interval(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
-def compare(title: str, model_dir: Path, lengths: np.ndarray, repeats: int, **fields: Any) -> None:
-    """A table."""
+def compare(
+    title: str, make_model: Callable[[], PreTrainedModel], lengths: np.ndarray, repeats: int, **fields: Any
+) -> None:
+    """A table. `make_model` makes the same model each time."""
     runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     gradients: dict[str, torch.Tensor] = {}
     for repeat in range(repeats + 1):
         for arm in ARMS if repeat % 2 else ARMS[::-1]:
-            cost, gradients[arm] = step(arm, model_dir, lengths, **fields)
+            with tempfile.TemporaryDirectory() as out:
+                cost, gradients[arm] = step(arm, make_model(), lengths, out, **fields)
             runs[arm] += [cost] if repeat else []
     table = Table(
         "trainer", "s per step", "times as fast as TRL's", "peak MiB", "padding ratio", "gradient", title=title
@@ -187,14 +205,10 @@ def main() -> None:
     options = parser.parse_args()
     lengths = tail(options.scale)
     regimes = {"tail": lengths, "equal": np.full(NUM_ROWS, round(lengths.mean()))}
-    with tempfile.TemporaryDirectory() as directory:
-        model_dir = make_random_model(
-            Path(directory) / "model", make_tokenizer(), hidden_size=options.hidden_size, num_layers=options.num_layers
-        )
-        for name, own in regimes.items():
-            if options.only in (None, name):
-                size = f"{NUM_ROWS} rows by {BATCH_SIZE}, mean {own.mean():.0f} tokens, longest {own.max()}"
-                compare(f"{name}: {size}, {options.repeats} repeats", model_dir, own, options.repeats)
+    model = partial(random_model, options.hidden_size, options.num_layers)
+    for name, own in regimes.items():
+        if options.only in (None, name):
+            compare(f"{name}: {describe(own)}, {options.repeats} repeats", model, own, options.repeats)
 
 
 if __name__ == "__main__":

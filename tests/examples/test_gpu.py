@@ -20,5 +20,6 @@ def test_all_parts_run(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--size", "tiny", "--steps", "3"])
     gpu.main()
     printed = capsys.readouterr().out
-    for words in ("ms per token", "default", "tail batching", "s per rollout", "size tiny, generate"):
+    parts = ("ms per token", "default", "tail batching", "s per rollout", "trim_padding=True")
+    for words in (*parts, "size tiny, generate"):
         assert words in printed
