@@ -22,7 +22,10 @@ ARGUMENTS = ("peft_config", "train_dataset", "eval_dataset", "processing_class")
 class GivenCompletions(DARTSGRPOTrainer):
     """Trains on random completions whose lengths have a tail, with log-probs that are off by a little."""
 
+    fillers: frozenset[int] = frozenset()
+
     def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *args: Any, **kwargs: Any) -> Any:
+        self._fillers = self.fillers
         rng = np.random.default_rng(1000 * self.state.global_step + self.accelerator.process_index)
         lengths = np.minimum(np.ceil(np.exp(rng.normal(1.5, 1.0, len(prompt_ids)))).astype(int), LIMIT)
         rows = [rng.integers(5, 60, length).tolist() for length in lengths]
@@ -35,8 +38,13 @@ def rows_of_prompts(num_prompts: int = 16) -> Dataset:
     return Dataset.from_dict({"prompt": ["x" * (1 + 7 * i % 25) for i in range(num_prompts)]})
 
 
-def trained(model_dir: Path, out: Path, trims: bool, sampler: bool = False, **settings: Any) -> tuple[Any, Any]:
-    """A trainer after two steps, and its parameters before. `sampler`: log-probs are corrected as those of vLLM."""
+def trained(
+    model_dir: Path, out: Path, trims: bool, sampler: bool = False, fillers: tuple[int, ...] = (), **settings: Any
+) -> tuple[Any, Any]:
+    """
+    A trainer after two steps, and its parameters before. `sampler`: log-probs are corrected as those of vLLM.
+    `fillers` are rows that stand in for a group which was dropped.
+    """
     more = {name: settings.pop(name) for name in ARGUMENTS if name in settings}
     fields = {
         "schedule": "grpo",
@@ -53,7 +61,7 @@ def trained(model_dir: Path, out: Path, trims: bool, sampler: bool = False, **se
     more = {"processing_class": AutoTokenizer.from_pretrained(model_dir), "train_dataset": rows_of_prompts(), **more}
     args = common.make_args(out, **fields)
     trainer = GivenCompletions(str(model_dir), reward_funcs=common.variety, args=args, **more)
-    trainer.use_vllm = sampler
+    trainer.use_vllm, trainer.fillers = sampler, frozenset(fillers)
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
     return trainer, before

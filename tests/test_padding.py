@@ -72,6 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"peft_config": LoraConfig(target_modules="all-linear"), "beta": 0.1, "num_iterations": 2},
     "off-policy mask": {"off_policy_mask_threshold": 0.001, "num_iterations": 2},
     "truncated rows masked": {"mask_truncated_completions": True},
+    "a dropped group": {"fillers": (4, 5, 6, 7), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
     "widths of eight": {"pad_to_multiple_of": 8},
     # Not the median: rows of a prompt share the entropy of their first token, and rounding decides which are above it.
     "high entropy alone": {"top_entropy_quantile": 0.2},
