@@ -1,7 +1,7 @@
 """
 What a training step costs without padding: TRL's `GRPOTrainer`, ours with `trim_padding=False`, and ours.
 
-    python benchmarks/padding.py [--only tail|equal] [--repeats 5] [--hidden-size 192] [--num-layers 4] [--scale 64]
+    python benchmarks/padding.py [--only tail|equal] [--repeats 5] [--hidden-size 128] [--num-layers 2] [--scale 96]
 
 Completions are given, so a step is the forward and backward passes of 256 rows by micro-batches of 4, in one optimizer
 step, and nothing else. The three trainers take turns, each with the same model, rows and seed.
@@ -199,9 +199,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("tail", "equal"))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--hidden-size", type=int, default=192)
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--scale", type=float, default=64.0, help="lengths are divided by it")
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=96.0, help="lengths are divided by it")
     options = parser.parse_args()
     lengths = tail(options.scale)
     regimes = {"tail": lengths, "equal": np.full(NUM_ROWS, round(lengths.mean()))}

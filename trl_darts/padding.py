@@ -39,7 +39,7 @@ MIN_COLUMNS = 2  # TRL takes a single column of a completion for one value per r
 @dataclass(frozen=True)
 class Trimming:
     """
-    What may be done to a training's micro-batches without changing its gradients.
+    How a training's micro-batches are ordered and cut without changing its gradients.
 
     Args:
         window (`int`):
@@ -64,9 +64,9 @@ class Trimming:
         kinds = rope_kinds(model.config.get_text_config())
         if not args.trim_padding or kinds & LENGTH_DEPENDENT_ROPE or _sums_padding(trainer):
             return None
-        # Of others the padding has positions, or passes through a state.
+        # In other models left padding has positions of its own, or passes through a state.
         is_relative = bool(kinds) and uncached_layers(model) == set()
-        # Both divide every optimizer step's first micro-batch, also where it is cut short by an epoch's end.
+        # Every optimizer step begins at a multiple of it, also after one that was cut short by an epoch's end.
         window = 1 if _mixes_rows(trainer) else gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         compiled = args.torch_compile
         return cls(window, is_relative and not compiled, trainer.pad_to_multiple_of or 1, few_widths=compiled)
