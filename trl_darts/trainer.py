@@ -188,7 +188,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
             decode = partial(decode_completions, self)
             self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, self._streams.owners)
         lengths = self._tracker_callback
-        self._state_callback = RolloutStateCallback(lengths, self._admission, self._batches, self._main)
+        self._state_callback = RolloutStateCallback(
+            lengths, self._admission, self._batches, self._main, args.schedule
+        )
         self.add_callback(self._state_callback)
         self._preemption = Preemption(self.accelerator, args.uses_servers)
         self.add_callback(self._preemption)
@@ -513,6 +515,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return self._sampler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        if self.control.should_training_stop:  # before the first step; transformers looks only after one
+            return [], None
         if self._batches is not None:
             epoch_iterator = self._batches.feed.follow(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
