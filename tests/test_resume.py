@@ -1,12 +1,14 @@
 """Ctrl-C says where a training stopped and what goes on from there; `resume_from_checkpoint` on a command line."""
 
 import logging
+import shutil
 
 import pytest
+from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainerState
 
 from tests.builders import make_args, make_trainer
-from trl_darts.errors import ConfigurationError
+from trl_darts.errors import ConfigurationError, StateMismatchError
 from trl_darts.resume import checkpoint_to_resume, last_checkpoint, where_it_stopped
 
 
@@ -73,3 +75,55 @@ def test_the_last_whole_checkpoint(tmp_path):
         checkpoint_to_resume(str(tmp_path / "checkpoint-11"), str(tmp_path))
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 1')  # written by half
     assert last_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-9"
+
+
+@pytest.fixture(scope="module")
+def finished(model_dir, tmp_path_factory):
+    """The directory of a training of two steps, with its last checkpoint. A test that changes it makes a copy."""
+    directory = tmp_path_factory.mktemp("finished")
+    make_trainer(model_dir, make_args(directory, max_steps=2, save_strategy="epoch", num_train_epochs=1)).train()
+    return directory
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer_state.json",
+        "darts_lengths.npz",
+        "darts_admission.json",
+        "darts_buffer.npz",
+        "model.safetensors",
+        "optimizer.pt",
+        "rng_state.pth",
+    ],
+)
+def test_a_file_that_is_cut_off_is_named(finished, tmp_path, name):
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(finished / "checkpoint-2", checkpoint)
+    assert checkpoint_to_resume(str(checkpoint), "") == str(checkpoint)
+    path = checkpoint / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ConfigurationError, match=rf"its {name} is missing or incomplete. Name another"):
+        checkpoint_to_resume(str(checkpoint), "")
+
+
+def test_another_schedule_is_named(finished, model_dir, tmp_path):
+    trainer = make_trainer(model_dir, make_args(tmp_path, schedule="grpo"))
+    with pytest.raises(StateMismatchError, match=r"is of schedule='darts', and this training has schedule='grpo'"):
+        trainer.train(resume_from_checkpoint=str(finished / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("max_steps", [1, 2])
+def test_a_finished_training_trains_nothing(finished, model_dir, tmp_path, caplog, max_steps):
+    checkpoint = finished / "checkpoint-2"
+    written = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    trainer = make_trainer(model_dir, make_args(finished, max_steps=max_steps, save_strategy="epoch"))
+    output = trainer.train(resume_from_checkpoint=True)
+    assert f"{checkpoint} is of a finished training (step 2 of {max_steps}): nothing is trained." in caplog.text
+    assert output.global_step == trainer.state.global_step == 2
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == written
+    trained, saved = trainer.model.state_dict(), load_file(checkpoint / "model.safetensors")
+    assert all(trained[name].equal(saved[name]) for name in saved)
+    trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=3))  # it can be trained on
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 3

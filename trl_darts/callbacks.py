@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, save_buffer, warn_of_lost_prompts
 from .engines.main_process import MainProcess
-from .errors import ConfigurationError
+from .errors import ConfigurationError, StateMismatchError
 from .history import LENGTHS_FILE, length_source, load_history
 from .policy import LengthTracker
 from .resume import TRAINER_STATE
@@ -93,17 +93,31 @@ class RolloutStateCallback(TrainerCallback):
         admission: AdmissionPolicy,
         batches: BufferedBatches | None,
         main: MainProcess,
+        schedule: str,
     ) -> None:
         self.checkpoint: str | None = None  # the last one that this training has saved, or was resumed from
+        self._is_finished = False
         self._lengths = lengths
         self._admission = admission
         self._batches = batches
         self._main = main
+        self._schedule = schedule
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Says what a resumed training goes on from."""
-        if self.checkpoint is not None and state.is_world_process_zero:
+        """Logs where a resumed training goes on. One that was finished ends here: TRL 1.16 trains one step more."""
+        self._is_finished = self.checkpoint is not None and state.global_step >= state.max_steps
+        if self._is_finished:
+            control.should_training_stop = True
+            logger.warning(
+                f"{self.checkpoint} is of a finished training (step {state.global_step} of {state.max_steps}): "
+                "nothing is trained. Raise `max_steps` or `num_train_epochs` to train on."
+            )
+        elif self.checkpoint is not None and state.is_world_process_zero:
             tqdm.write(f"Going on from {self.checkpoint}: step {state.global_step} of {state.max_steps}")
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._is_finished:
+            control.should_save = control.should_evaluate = False
 
     def save(self, directory: Path, mid_epoch: bool) -> None:
         """
@@ -118,21 +132,38 @@ class RolloutStateCallback(TrainerCallback):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / TRAINER_STATE).unlink(missing_ok=True)
         self._lengths.save(directory)
-        (directory / ADMISSION_FILE).write_text(json.dumps(self._admission.state_dict(), indent=2))
+        state = {"schedule": self._schedule, **self._admission.state_dict()}
+        (directory / ADMISSION_FILE).write_text(json.dumps(state, indent=2))
         save_buffer(self._batches, directory, mid_epoch)
 
     def load(self, directory: Path, skips: bool) -> None:
-        """Restores it, see [`load_buffer`]. Called on every process at once."""
-        self._main.run(lambda: self._read(directory))
-        if self._batches is None:
-            warn_of_lost_prompts(directory)
-        else:
-            load_buffer(self._batches, directory, skips)
+        """
+        Restores it, see [`load_buffer`]. Called on every process at once. [`StateMismatchError`] if another schedule's
+        state is of no use for this one.
+        """
+        state = self._main.broadcast(lambda: self._read(directory))
+        saved = self._schedule if state is None else state.pop("schedule", self._schedule)
+        try:
+            if state is not None:
+                self._admission.load_state_dict(state)
+            if self._batches is None:
+                warn_of_lost_prompts(directory)
+            else:
+                load_buffer(self._batches, directory, skips)
+        except StateMismatchError as error:
+            if saved == self._schedule:
+                raise
+            raise StateMismatchError(
+                f"{directory} is of schedule={saved!r}, and this training has schedule={self._schedule!r}. Resume "
+                "with the schedule that saved it, or delete its darts_* files to go on from its model alone."
+            ) from error
 
-    def _read(self, directory: Path) -> None:
+    def _read(self, directory: Path) -> dict[str, Any] | None:
         self._lengths.load(directory)
-        if _is_there(directory / ADMISSION_FILE):
-            self._admission.load_state_dict(json.loads((directory / ADMISSION_FILE).read_text()))
+        if not _is_there(directory / ADMISSION_FILE):
+            return None
+        state: dict[str, Any] = json.loads((directory / ADMISSION_FILE).read_text())
+        return state
 
 
 def _is_there(path: Path) -> bool:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
+from safetensors import SafetensorError, safe_open
+
 from .errors import ConfigurationError
 
 
@@ -40,21 +42,28 @@ def unreadable_file(checkpoint: Path) -> str | None:
     The name of a file without which a checkpoint is not whole: missing, or not written to its end. One of TRL's
     `GRPOTrainer` has none of our files, and needs none.
     """
-    try:
-        json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return TRAINER_STATE
-    ours = {path for path in checkpoint.glob("darts_*") if path.suffix == ".npz"}
+    ours = {path for path in checkpoint.glob("darts_*") if path.suffix in (".json", ".npz")}
     if any(checkpoint.glob("darts_*")):
         ours.add(checkpoint / BUFFER_FILE)
-    for path in sorted(ours):
-        try:
+    theirs = {path for suffix in ("safetensors", "pt", "pth") for path in checkpoint.glob(f"*.{suffix}")}
+    paths = [checkpoint / TRAINER_STATE, *sorted(ours), *sorted(theirs)]
+    return next((path.name for path in paths if not _is_whole(path)), None)
+
+
+def _is_whole(path: Path) -> bool:
+    """As far as can be told fast: of weights and of torch's zip archives, their length alone."""
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "np"):
+                pass
+        else:
             with ZipFile(path) as file:
-                if file.testzip() is not None:
-                    return path.name
-        except (OSError, BadZipFile, zlib.error):
-            return path.name
-    return None
+                return path.suffix != ".npz" or file.testzip() is None
+    except (OSError, ValueError, BadZipFile, zlib.error, SafetensorError):
+        return False
+    return True
 
 
 def where_it_stopped(args: Any, state: "TrainerState", checkpoint: str | None) -> str:

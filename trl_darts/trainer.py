@@ -1,5 +1,6 @@
 """`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with rollouts of our own."""
 
+import sys
 import time
 from contextlib import nullcontext
 from functools import partial, reduce
@@ -10,7 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from trl.extras.profiling import profiling_context
 
@@ -39,6 +40,7 @@ from .engines.vllm_generation import synced_generation
 from .errors import WeightsLostError
 from .padding import Trimming, padding_metrics
 from .policy import LatencyCurve, LengthTracker
+from .preemption import EXIT_CODE, Preempted, Preemption
 from .resume import checkpoint_to_resume, where_it_stopped
 from .rows import KeptRows, forget_filler_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, TailServers, UniformAdmission
@@ -186,8 +188,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
             decode = partial(decode_completions, self)
             self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, self._streams.owners)
         lengths = self._tracker_callback
-        self._state_callback = RolloutStateCallback(lengths, self._admission, self._batches, self._main)
+        self._state_callback = RolloutStateCallback(lengths, self._admission, self._batches, self._main, args.schedule)
         self.add_callback(self._state_callback)
+        self._preemption = Preemption(self.accelerator, args.uses_servers)
+        self.add_callback(self._preemption)
         if args.save_rollout_trace:
             self.add_callback(RunLogCallback())
         self._totals = RolloutTotals()
@@ -254,9 +258,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         try:
             with RolloutProgress(self.callback_handler.callbacks) as progress:
                 ids = self._batches if training else None
-                on_progress = main.run(
-                    lambda: streams.watch(batch.longest, progress, ids and ids.round_ids), meanwhile
-                )
+                watched = self._preemption.watching(progress)
+                on_progress = main.run(lambda: streams.watch(batch.longest, watched, ids and ids.round_ids), meanwhile)
                 with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
                     result = self._engine.run(plan, batch, on_progress, meanwhile)
         except WeightsLostError as error:  # of one that was launched ahead
@@ -508,6 +511,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return self._sampler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        if self.control.should_training_stop:  # before the first step; transformers looks only after one
+            return [], None
         if self._batches is not None:
             epoch_iterator = self._batches.feed.follow(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -537,13 +542,26 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if left is not None:
                 left.clear()
 
+    def _save_last_step(self) -> None:
+        """Saves a checkpoint of the last whole step, unless there is one. Called on every process at once."""
+        if self.model.training and self._batches is not None:  # an evaluation comes between two steps
+            self._batches.feed.rewind()
+        step, saved = self.state.global_step, self._state_callback.checkpoint
+        is_saved = saved is not None and Path(saved).name == f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if step and not is_saved and self.args.save_strategy != SaveStrategy.NO:
+            self._save_checkpoint(self.model, None)
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = self._main.broadcast(lambda: checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir))
         self._forget_training()
         self._state_callback.checkpoint = checkpoint
         try:
-            with logging_redirect_tqdm():  # a warning on a line of its own, not behind the bar
-                return super().train(checkpoint, *args, **kwargs)
+            with self._preemption.handled(), logging_redirect_tqdm():  # a warning has its own line, not the bar's
+                try:
+                    output = super().train(checkpoint, *args, **kwargs)
+                except Preempted:
+                    output = None
+                    self._save_last_step()
         except KeyboardInterrupt as interrupt:
             logger.debug("Interrupted here:", exc_info=True)
             close_bar(self.callback_handler.callbacks)
@@ -554,6 +572,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
             if self._ahead is not None:  # nobody waits for it any more
                 self._engine.cancel()
                 self._ahead = None
+        if output is None or self._preemption.stops:
+            close_bar(self.callback_handler.callbacks)
+            if self.is_world_process_zero():
+                stopped = where_it_stopped(self.args, self.state, self._state_callback.checkpoint)
+                print(f"SIGTERM: {stopped}", file=sys.stderr, flush=True)  # noqa: T201  (no log level hides it)
+            sys.exit(EXIT_CODE)
+        return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it

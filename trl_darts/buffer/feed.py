@@ -35,6 +35,7 @@ class PromptFeed:
         self._ahead: deque[Rows] = deque()  # items that the training loop has not got yet
         self._new: deque[Rows] = deque()  # batches that `pull` has not handed out yet
         self._restored = False
+        self._step_begin = 0  # `position` before the optimizer step in progress
 
     @property
     def position(self) -> int:
@@ -43,7 +44,13 @@ class PromptFeed:
 
     def state(self, mid_epoch: bool) -> dict[str, int]:
         """What `restore` needs to go on in the middle of this epoch, or with the next one."""
-        return {"position": self.position, "num_taken": self.num_taken} if mid_epoch else {}
+        within = mid_epoch or self.position == 0  # prompts may have been pulled for the first step
+        return {"position": self.position, "num_taken": self.num_taken} if within else {}
+
+    def rewind(self) -> None:
+        """Takes back what the training loop has got for the optimizer step in progress, which is given up."""
+        self._position = self._step_begin
+        self._ahead.clear()
 
     def restore(self, position: int = 0, num_taken: int = 0) -> None:
         """
@@ -58,7 +65,7 @@ class PromptFeed:
     def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
         """
         What the training loop iterates in the place of the loader's iterator: the same items. A new one begins an
-        epoch.
+        epoch. Called once for each optimizer step.
         """
         if source is not self._source:
             if not self._restored:
@@ -67,6 +74,7 @@ class PromptFeed:
             self._ahead.clear()
             self._new.clear()
             self._wrapped = self._items(source)
+        self._step_begin = self.position
         return self._wrapped
 
     def arrived(self) -> list[Rows]:
@@ -133,6 +141,9 @@ class EndlessFeed:
     def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
         """What the training loop iterates in the place of the loader's iterator, which is left alone."""
         return repeat([{}] * self.num_rows)
+
+    def rewind(self) -> None:
+        """Nothing to take back: the loop got ticks alone."""
 
     def arrived(self) -> list[Rows]:
         """None: ticks bring no prompts."""

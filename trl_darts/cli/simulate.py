@@ -59,7 +59,10 @@ Trace = Annotated[
 PromptsPerStep = Annotated[int | None, workload_option(help="Prompts per rollout. Default: the trace's, or 128.")]
 MaxCompletionLength = Annotated[int | None, workload_option(help="Limit in tokens. Default: the trace's, or 32768.")]
 TrainSecondsPerToken = Annotated[
-    float | None, workload_option(help="Forward and backward pass, per token trained on, without padding. Default: 0, rollouts only.")
+    float | None,
+    workload_option(
+        help="Forward and backward pass, per token trained on, without padding. Default: 0, rollouts only."
+    ),
 ]
 FixedSeconds = Annotated[
     float | None, workload_option(help="Weight sync, rewards and the like, per step. Default: 0.")
