@@ -10,7 +10,8 @@ With a vLLM server (see docs/servers.md), add:
 After Ctrl-C, the same command with `--resume_from_checkpoint true` goes on from the last checkpoint. Other recipes are
 in `configs` (see docs/recipes.md), and `--config hf://org/name` takes one of the Hub. Beside what TRL's script takes,
 `--dataset_name tiny_reasoner` makes the data set of examples/tiny_reasoner, and `--prompt_column` and
-`--solution_column` bring a data set into the form of TRL's math rewards.
+`--solution_column` bring a data set into the form of TRL's math rewards. `--help` shows all arguments, `--help-fields`
+those that are not TRL's or transformers'.
 """
 
 import importlib
@@ -19,10 +20,12 @@ import sys
 from typing import Any
 
 from trl_darts.cli.exits import one_line, one_line_errors
-from trl_darts.fields import MADE_DATASET, OVERLONG, check_command_line
+from trl_darts.fields import MADE_DATASET, OVERLONG, check_command_line, print_own_fields
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--help-fields"]:
+        sys.exit(print_own_fields())
     with one_line_errors():  # before the imports below, which take seconds
         check_command_line(sys.argv[1:])
 

@@ -2,14 +2,18 @@
 
 import ast
 import re
+from dataclasses import field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from trl import GRPOConfig
 
 from docs.hooks.docstrings import to_markdown
 from docs.hooks.links import on_page_markdown
+from docs.hooks.settings_table import PAGE, settings_page, table_row
+from trl_darts import DARTSGRPOConfig
 from trl_darts.buffer.batches import BufferedRows
 from trl_darts.rows import KeptRows
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
@@ -105,6 +109,32 @@ def test_a_broken_link_is_found(tmp_path):
 def test_every_picture_is_shown():
     shown = {name for page in PAGES for name in re.findall(r"[\w/]+\.png", page.read_text())}
     assert {path.name for path in (ROOT / "docs").glob("*.png")} <= {Path(name).name for name in shown}
+
+
+# The table of all settings
+
+
+def test_the_table_of_settings_is_current():
+    """Made anew with `python -m docs.hooks.settings_table`."""
+    assert settings_page() == PAGE.read_text()
+
+
+def test_every_field_of_ours_is_in_the_table():
+    """Also those of a class that the table does not know yet."""
+    ours = {own.name for own in fields(DARTSGRPOConfig)} - {own.name for own in fields(GRPOConfig)}
+    assert ours | {"num_generations"} == set(re.findall(r"^\| `(\w+)`", PAGE.read_text(), re.MULTILINE))
+
+
+def test_a_row_of_the_table():
+    def declare(default, help):
+        return make_dataclass("Config", [("name", "int | None", field(default=default, metadata={"help": help}))])
+
+    (computed,) = fields(declare(None, "First, see docs/schedules.md. Second. Defaults to 1.5."))
+    assert table_row(computed) == (
+        "| `name` | `int \\| None` | *computed* | First, see [schedules](schedules.md). Defaults to 1.5. | all |"
+    )
+    (plain,) = fields(declare(2, "First. Second."))
+    assert table_row(plain) == "| `name` | `int \\| None` | `2` | First. | all |"
 
 
 # The picture of "How it works"

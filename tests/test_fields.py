@@ -1,5 +1,6 @@
 """Names that are no field are told before torch, TRL or transformers load, and the names are the parser's."""
 
+import re
 import subprocess
 import sys
 from dataclasses import MISSING, fields
@@ -12,6 +13,7 @@ from tests.test_imports import loaded
 from trl_darts.analysis.recipe import ARGUMENTS
 from trl_darts.errors import ConfigurationError
 from trl_darts.fields import check_command_line, field_defaults, field_names, split_command_line
+from trl_darts.settings import RolloutSettings
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +34,15 @@ def test_defaults_are_those_of_the_classes():
 
 def test_nothing_heavy_is_loaded():
     assert loaded(f"from trl_darts.fields import *; check_command_line(['--config', {RECIPE!r}])") == set()
+
+
+def test_help_of_our_fields_alone():
+    """In the script, without what takes seconds to load."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "train_grpo.py", "--help-fields"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert {f"--{own.name}" for own in fields(RolloutSettings)} == set(re.findall(r"^  (--\w+)", done.stdout, re.M))
 
 
 @pytest.mark.parametrize(

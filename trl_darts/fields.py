@@ -8,7 +8,7 @@ import ast
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +92,15 @@ def check_command_line(words: Sequence[str]) -> None:
     if not is_remote:
         check_values(values, int(os.environ.get("WORLD_SIZE", "1")))
         checkpoint_to_resume(values.get("resume_from_checkpoint"), values.get("output_dir") or DEFAULT_OUTPUT)
+
+
+def print_own_fields() -> None:
+    """The help of the fields that are not TRL's. That of `--help` has over 300 of others."""
+    parser = argparse.ArgumentParser(usage="train_grpo.py --FIELD VALUE …", add_help=False)
+    for own in sorted(fields(RolloutSettings), key=lambda own: own.name):
+        text = f"{own.metadata['help']} [{own.default!r}]".replace("%", "%%")
+        parser.add_argument(f"--{own.name}", help=text, metavar="")
+    parser.print_help()
 
 
 def check_values(given: Mapping[str, Any], num_processes: int) -> None:

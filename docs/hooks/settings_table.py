@@ -1,0 +1,87 @@
+"""
+Makes docs/settings.md of the dataclasses: `python -m docs.hooks.settings_table`, after a change of a field. A test
+compares them.
+"""
+
+import inspect
+import re
+from dataclasses import Field, fields
+from pathlib import Path
+
+from trl_darts.analysis.simulation.sweep import has_effect
+from trl_darts.scheduling import SCHEDULES, ScheduleSettings
+from trl_darts.scheduling.batch_settings import BatchSettings
+from trl_darts.server_fields import ServerFields
+from trl_darts.settings import RolloutSettings
+
+
+PAGE = Path(__file__).resolve().parents[1] / "settings.md"
+CLASSES = {
+    ScheduleSettings: "Schedule",
+    BatchSettings: "Which prompts make a batch",
+    RolloutSettings: "What the trainer does",
+    ServerFields: "vLLM servers",
+}
+# Comments that are headings stand above a field, after an empty line, and are no sentences.
+HEADING = re.compile(r"\n\n    # ([^\n]+[^.\n])\n    (\w+):")
+# What the simulator, which knows no other, can't say.
+READ_BY = {
+    "schedule": "all",
+    "submit_order": "all",
+    "length_ema": "all; grpo with `submit_order`",
+    "length_history": "all; grpo with `submit_order`",
+    "drop_uniform_groups": "darts, grpo",
+    "max_prompt_oversampling": "darts, grpo",
+}
+HEAD = """# All settings
+
+The fields that `DARTSGRPOConfig` adds to TRL's [`GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer), all of
+whose fields it has too. [Schedules](schedules.md#settings) says which one to change when. In a terminal,
+`python examples/train_grpo.py --help-fields` has them with their whole help.
+
+*Read by* names the schedules for which a setting means something. "darts, `selection`" is `"darts"`, and any other but
+`"grpo"` with a `selection` of `"dual_end"` or `"uniform"`. *computed*: the next column says how. Symbols in brackets
+are the paper's.
+"""
+
+
+def settings_page() -> str:
+    """The whole page."""
+    own = {field.name: field for field in fields(RolloutSettings)}
+    lines = [HEAD.rstrip()]
+    for cls, title in CLASSES.items():
+        headings = {name: text for text, name in HEADING.findall(inspect.getsource(cls))}
+        for index, name in enumerate(name for name in cls.__annotations__ if name in own):
+            if (heading := headings.get(name, title if index == 0 else None)) is not None:
+                lines += [f"\n## {heading}\n", "| field | type | default | what it does | read by |", "|---" * 5 + "|"]
+            lines.append(table_row(own[name]))
+    return "\n".join([*lines, ""])
+
+
+def table_row(field: Field) -> str:
+    """A field's row: the first sentence of its help, and those about a default that is computed."""
+    sentences = re.split(r"(?<=\.)\s+", field.metadata["help"])
+    computed = [text for text in sentences if field.default is None and "efaults to" in text]
+    text = " ".join(dict.fromkeys([sentences[0], *computed]))
+    text = re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", text)
+    default = "*computed*" if computed else f"`{field.default!r}`"
+    kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+    cells = [f"`{field.name}`", f"`{kind}`", default, text, read_by(field.name)]
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def read_by(name: str) -> str:
+    """The schedules that read a field."""
+    if name in READ_BY or not hasattr(ScheduleSettings, name):
+        return READ_BY.get(name, "all")
+    alone, selecting = (
+        [own for own in SCHEDULES if has_effect(name, own, {"selection": given or SCHEDULES[own]})]
+        for given in (None, "dual_end")
+    )
+    if len(alone) >= len(SCHEDULES) - 1:
+        return "all" if len(alone) == len(SCHEDULES) else "all but " + (set(SCHEDULES) - set(alone)).pop()
+    return ", ".join([*alone, *(["`selection`"] if selecting != alone else [])])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(settings_page(), encoding="utf-8")
