@@ -34,6 +34,12 @@ class WeightSyncError(TRLDARTSError, RuntimeError):
     """The engine could not be brought to the trainer's weights."""
 
 
+class HubError(TRLDARTSError, OSError):
+    """The Hub can't be reached, or refuses. Names what was asked for, and the remedy."""
+
+    exit_code = 2  # of commands
+
+
 def did_you_mean(value: object, choices: Iterable[str]) -> str:
     """The end of an error's message: which of the choices come close, if any do."""
     close = get_close_matches(str(value), list(choices), n=3)

@@ -28,8 +28,9 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import logging
 
 from . import __version__
-from .errors import ConfigurationError, TRLDARTSError
+from .errors import ConfigurationError, HubError, TRLDARTSError
 from .fields import read_yaml
+from .hub_connection import CONFIG_NAME, check_hub
 
 
 logger = logging.get_logger(__name__)  # not accelerate's, whose state does not exist yet where a script begins
@@ -37,7 +38,7 @@ logger = logging.get_logger(__name__)  # not accelerate's, whose state does not 
 Config = TypeVar("Config", bound="PublishedConfig")
 
 SCHEME = "hf://"
-CONFIG_NAME, CARD_NAME = "darts_config.yaml", "README.md"
+CARD_NAME = "README.md"
 CARD_TEMPLATE = Path(__file__).with_name("config_card.md")
 CHECKSUM = "darts_config_sha256"  # on the card, of the file that the card was written for
 MAX_BYTES = 65_536  # a config with every field is a tenth of it
@@ -64,12 +65,6 @@ SECRET = re.compile(  # tokens by the forms of their issuers, an account in a UR
 PATH = re.compile(  # `/no_think` is a word to some models, and `A:\frac` is LaTeX
     r"(?:^|(?<=[\s\"'`(=,]))(?:(?:~|\.\.?)/|/[\w.-]+/|[A-Za-z]:[\\/][\w.-]+[\\/])|/(?:home|Users|root)/|\bfile:/"
 )
-
-
-class HubError(TRLDARTSError, OSError):
-    """The Hub can't be reached, or refuses. Names what was asked for, and the remedy."""
-
-    exit_code = 2  # of commands
 
 
 @dataclass(frozen=True)
@@ -273,6 +268,7 @@ def pull_config(repo_id: str, *, revision: str | None = None, token: str | bool 
     if own and revision is not None:
         raise ConfigurationError(f"`revision` ({revision!r}) must be left out where the name has one (@{own}).")
     revision = revision or own or None
+    check_hub(repo_id, revision, cached=True)
     with _hub_errors(repo_id, revision):
         path = Path(hf_hub_download(repo_id, CONFIG_NAME, revision=revision, token=token))
         commit = path.parent.name

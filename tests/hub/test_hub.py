@@ -324,6 +324,15 @@ def test_a_command_in_a_process_of_its_own_and_what_it_pushed(hub, tmp_path, mon
     assert "must be divisible by `num_generations` (7)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [PUSH, ["pull", REPO]])
+def test_commands_without_network_end_before_anything_is_loaded(hub, monkeypatch, words):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "trl_darts.hub", None)  # loads TRL: an import of it fails now
+    result = CliRunner().invoke(app, ["config", *words])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"Error: `repo_id` ('{REPO}') can't be asked for: http://127.0.0.1:1 can't be ")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
+from tests.hub.stand_in import TOKEN, stand_in
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving import build
 from trl_darts.serving.build import find_build
@@ -121,8 +122,19 @@ def test_model_that_is_not_there(name):
 
 
 def test_model_that_is_not_cached(monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    check_model("nobody/no-such-model")
+    with stand_in() as hub, monkeypatch.context() as online:
+        online.setattr(constants, "HF_HUB_OFFLINE", False)
+        online.setattr(constants, "ENDPOINT", hub.url)
+        online.setenv("HF_TOKEN", TOKEN)
+        hub.add("org/model", {"config.json": b"{}"})
+        check_model("org/model")
+        with pytest.raises(ConfigurationError, match="of the Hub, which shows no such model"):
+            check_model("nobody/no-such-model")
+        online.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")
+        with pytest.raises(ConfigurationError, match=r"no such directory, and http://127\.0\.0\.1:\d+ can't be asked"):
+            check_model("nobody/no-such-model")
+        online.setenv("VLLM_USE_MODELSCOPE", "1")
+        check_model("nobody/no-such-model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     check_model("s3://bucket/a/b/c")
     with pytest.raises(ConfigurationError, match="HF_HUB_OFFLINE is set"):

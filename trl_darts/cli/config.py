@@ -7,6 +7,7 @@ import typer
 
 from ..errors import TRLDARTSError
 from ..fields import check_values, read_values, read_yaml
+from ..hub_connection import check_hub
 from .exits import USAGE_ERROR, fail
 
 
@@ -93,7 +94,8 @@ def push(
 
         trl-darts config push configs/tiny_reasoner.yaml me/tiny --without model_name_or_path --without reward_funcs
     """
-    read_values(file)  # what is wrong with it is told before they are loaded
+    read_values(file)  # what is wrong with it, or with the network, is told before they are loaded
+    check_hub(repo_id)
     from ..analysis.recipe import read_fields
     from ..hub import push_config
 
@@ -129,6 +131,8 @@ def pull(
 
         trl-darts config pull org/name@main --output config.yaml
     """
+    name, _, revision = repo_id.removeprefix("hf://").partition("@")
+    check_hub(name, revision or None, cached=True)
     from ..analysis.recipe import read_fields
     from ..hub import pull_config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ SPECULATIVE = {
     "suffix": {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": MAX_DRAFT},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
 }
+HUB_TIMEOUT_S = 5.0
 CONFIG_FILES = ("config.json", "params.json")  # transformers' and Mistral's
 # What to do instead of handing these flags to vLLM: they decide something that we decide.
 _REMEDIES = {
@@ -268,7 +270,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def check_model(model: str) -> None:
-    """Refuses what is neither a checkpoint's directory nor a model that the Hub can have, or offline its cache has."""
+    """Refuses what is neither a checkpoint's directory nor in the Hub's cache nor, unless offline, on the Hub."""
     path = Path(model).expanduser()
     if model and path.is_dir():
         if not any((path / name).is_file() for name in CONFIG_FILES):
@@ -280,8 +282,8 @@ def check_model(model: str) -> None:
     if path.is_file() or "://" in model:
         return  # a GGUF file, or an object store: vLLM's own message is the best
     # Here, because they load an HTTP client, for which errors of other arguments should not wait.
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
 
     try:
         cached = any(isinstance(try_to_load_from_cache(model, name), str) for name in CONFIG_FILES)
@@ -289,8 +291,23 @@ def check_model(model: str) -> None:
         raise ConfigurationError(
             f"`model` ({model!r}) must be a directory that exists, or a model of the Hub. Correct the path."
         ) from error
-    if constants.HF_HUB_OFFLINE and not cached:
+    if cached or os.environ.get("VLLM_USE_MODELSCOPE"):  # vLLM then asks another hub
+        return
+    if constants.HF_HUB_OFFLINE:
         raise ConfigurationError(
             f"`model` ({model!r}) must be a directory that exists, or a model that the Hub's cache holds: "
             "HF_HUB_OFFLINE is set. Correct the path, or unset HF_HUB_OFFLINE to download a model of that name."
         )
+    start = f"`model` ({model!r}) must be a directory that exists, or a model of the Hub"
+    try:
+        HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
+    except RepositoryNotFoundError as error:
+        raise ConfigurationError(
+            f"{start}, which shows no such model. Correct the name, or log in (`hf auth login`) if it is private."
+        ) from error
+    except (HTTPError, OSError) as error:
+        words = " ".join(str(error).split()).rstrip(".")
+        raise ConfigurationError(
+            f"{start}: there is no such directory, and {constants.ENDPOINT} can't be asked ({words}). Correct the "
+            "path, or check the network."
+        ) from error
