@@ -1,14 +1,19 @@
 """Servers that can't serve a training are refused before the model is loaded, with the setting to change."""
 
 import copy
+import socket
+import threading
+from contextlib import contextmanager, suppress
 
 import pytest
+from aiohttp import web
 from transformers import AutoConfig, Qwen2Config
 
+from tests.builders import make_args
 from tests.engines.fake_server import HEALTHY, answer, fake_server
 from trl_darts import waiting
 from trl_darts.engines import VLLMServerEngine, preflight
-from trl_darts.engines.connection import ServerSettings, connect
+from trl_darts.engines.connection import ServerSettings, connect, server_settings
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.preflight import Requirements, ServerUnreachableError, check_server
 from trl_darts.errors import ConfigurationError
@@ -40,8 +45,12 @@ def routes(vllm_config, max_model_len=1024, vocabulary=128, without=()):
     async def completions(request):
         return await answer({"error": {"message": f"out-of-vocab token ids. Vocabulary size: {vocabulary}"}}, 400)
 
+    async def version(request):
+        return await answer({"version": "0.31.0"})
+
     table = {
         "GET /health": health,
+        "GET /version": version,
         "GET /server_info": info,
         "GET /v1/models": models,
         "POST /v1/completions": completions,
@@ -146,6 +155,62 @@ def test_unreachable(monkeypatch, caplog):
     words = "Waiting for the vLLM server at http://127.0.0.1:9: nothing listens there ("
     assert 2 <= len(caplog.messages) <= 3
     assert all(message.startswith(words) and message.endswith(" of 1 s)") for message in caplog.messages)
+
+
+def not_http(connection):
+    connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+
+@contextmanager
+def listener(answer_to):
+    """Answers each connection in its own way, as what is no HTTP server does."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def listen():
+            with suppress(OSError):
+                while True:
+                    connection, _ = sock.accept()
+                    with connection:
+                        answer_to(connection)
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+async def web_page(request):
+    return web.Response(text="<html>It works!</html>", content_type="text/html")
+
+
+async def forbidden(request):
+    return web.Response(status=403, text="Forbidden")
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        (lambda: listener(not_http), "it does not speak HTTP"),
+        (lambda: fake_server({"GET /health": web_page}), "answered /health with what is no JSON: b'<html>"),
+        (lambda: fake_server({"GET /health": forbidden}), "answered 403: Forbidden"),
+        (lambda: fake_server({}), "it has no `/version`"),
+    ],
+    ids=["no HTTP", "a page", "forbidden", "another server"],
+)
+def test_what_is_no_vllm_server_is_not_waited_for(server, reason):
+    with server() as url, pytest.raises(ConfigurationError) as error:
+        check(url, needs(CONFIG, timeout_s=240.0))
+    assert str(error.value).startswith("`vllm_server_base_url` must be the address of vLLM servers, and what answers")
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_need_a_directory_that_is_there(tiny_model_dir, tmp_path):
+    args = make_args(tmp_path, use_vllm=True, vllm_mode="server", weight_sync_dir=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigurationError, match=r"`weight_sync_dir` \('.*nowhere'\) must be a directory that exists"):
+        server_settings(args, str(tiny_model_dir))
+    assert list(tmp_path.glob("nowhere")) == []
+    (tmp_path / "nowhere").mkdir()
+    assert server_settings(args, str(tiny_model_dir)).directory.roots[0].parent == tmp_path / "nowhere"
 
 
 def test_server_that_starts_late_is_waited_for(monkeypatch):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
+import aiohttp
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_fixed
 from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
@@ -60,6 +61,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
     await _wait_until_healthy(server, needs.timeout_s)
     info = await server.get("/server_info?config_format=json")
     if info is None:
+        if await server.get("/version") is None:
+            raise _no_vllm(server.base_url, "it has no `/version`")
         raise ConfigurationError(
             f"The vLLM server at {server.base_url} does not expose its development endpoints, through which weights "
             "are synchronized and requests aborted. Restart it with `VLLM_SERVER_DEV_MODE=1` in its environment."
@@ -86,7 +89,7 @@ async def _wait_until_healthy(server: VLLMServer, timeout_s: float) -> None:
 
     try:
         async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(FAILURES),
+            retry=retry_if_exception(lambda error: isinstance(error, FAILURES) and not _is_of_another(error)),
             wait=wait_fixed(RETRY_INTERVAL_S),
             stop=stop_after_delay(timeout_s),
             before_sleep=say,
@@ -95,11 +98,28 @@ async def _wait_until_healthy(server: VLLMServer, timeout_s: float) -> None:
             with attempt:
                 await server.get("/health", timeout_s=max(RETRY_INTERVAL_S, min(timeout_s, INTERVAL_S)))
     except FAILURES as error:
+        if _is_of_another(error):
+            is_http = isinstance(error, ServerRefusedError)
+            raise _no_vllm(server.base_url, str(error) if is_http else "it does not speak HTTP") from error
         raise ServerUnreachableError(
             f"The vLLM server can't be reached at {server.base_url} after `vllm_server_timeout` ({timeout_s:g} s): "
             f"{describe(error, '`/health`')}. Make sure that it is running, and that `vllm_server_base_url` is its "
             "address."
         ) from error
+
+
+def _is_of_another(error: BaseException) -> bool:
+    """Whether it is no vLLM server that answered: one that starts or is broken does so with 5xx."""
+    if isinstance(error, ServerRefusedError):
+        return error.status is not None and error.status < 500 and error.status not in (408, 429)
+    return isinstance(error, aiohttp.ClientResponseError)
+
+
+def _no_vllm(url: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"`vllm_server_base_url` must be the address of vLLM servers, and what answers at {url} is none: {reason}. "
+        "Correct the address, or start one with `trl-darts serve`."
+    )
 
 
 def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requirements) -> None:

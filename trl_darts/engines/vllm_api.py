@@ -111,7 +111,12 @@ class VLLMServer:
     async def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """The JSON at a path; `None` where the server does not have it."""
         data = await self._get(path, timeout_s)
-        return None if data is None else orjson.loads(data) if data else {}
+        try:
+            return None if data is None else orjson.loads(data) if data else {}
+        except orjson.JSONDecodeError as error:
+            raise ServerRefusedError(
+                f"{self.base_url} answered {path} with what is no JSON: {data!r:.60}", 200
+            ) from error
 
     async def get_text(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
         """The text at a path; empty where the server does not have it."""
