@@ -27,6 +27,11 @@ TRL_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "scale_rewards": ("group", "batch", "none"),
 }
+TRL_LEAST = {
+    **dict.fromkeys(("learning_rate", "epsilon", "epsilon_high"), 0),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("steps_per_generation", "num_iterations"), 1),
+}
 SCALED = {True: "group", False: "none"}  # of `scale_rewards`: older values, which TRL replaces
 # The same, of what only vLLM reads.
 TRL_VLLM_CHOICES = {
@@ -189,10 +194,10 @@ class RolloutSettings(ServerFields, ScheduleSettings):
             )
         if not self.learning_rate < math.inf:
             raise ConfigurationError(f"`learning_rate` ({self.learning_rate}) must be finite. Lower it.")
-        for name in ("learning_rate", "epsilon", "epsilon_high"):
+        for name, least in TRL_LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigurationError(f"`{name}` ({value}) must be at least 0.")
+            if value is not None and not value >= least:
+                raise ConfigurationError(f"`{name}` ({value}) must be at least {least}. Raise it.")
         if self.sync_ref_model and self.beta == 0:
             raise ConfigurationError(
                 f"`sync_ref_model` (True) needs a reference model, and with `beta` ({self.beta}) there is none. Set "
