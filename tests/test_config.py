@@ -8,6 +8,7 @@ import math
 import pickle
 import textwrap
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from trl_darts import DARTSGRPOConfig
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
 from trl_darts.server_fields import SERVER_DEFAULTS
-from trl_darts.settings import TRL_CHOICES, TRL_VLLM_CHOICES
+from trl_darts.settings import TRL_CHOICES, TRL_VLLM_CHOICES, RolloutSettings
 
 
 CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES
@@ -157,6 +158,16 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
 def test_refused(kwargs, words):
     with pytest.raises(ConfigurationError, match=words):
         config(**kwargs)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(RolloutSettings)])
+def test_every_field_has_its_type_checked_before_it_is_read(name):
+    with pytest.raises(ConfigurationError, match=rf"^`{name}` \(b'8'\) must be of type "):
+        config(**{name: b"8"})
+
+
+def test_a_path_may_be_one():
+    assert config(latency_curve=Path("curve.json")).latency_curve == "curve.json"
 
 
 @pytest.mark.parametrize(

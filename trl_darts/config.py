@@ -36,6 +36,7 @@ class DARTSGRPOConfig(RolloutSettings, PublishedConfig, GRPOConfig):  # type: ig
 
     def __post_init__(self) -> None:
         self.forget_filled_in()  # before the Hub's part looks at what is set
+        self.check_types()
         self.check_group()
         try:
             super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below

@@ -16,7 +16,7 @@ from .errors import ConfigurationError
 from .policy import LatencyCurve
 from .scheduling import ScheduleSettings
 from .scheduling.policies import check_choice
-from .scheduling.setting import setting
+from .scheduling.setting import check_types, setting
 from .server_fields import ServerFields
 
 
@@ -114,6 +114,10 @@ class RolloutSettings(ServerFields, ScheduleSettings):
         "Whether to write every rollout's candidates (lengths, ends, what was kept) as Parquet files to "
         "`output_dir/rollouts`.",
     )
+
+    def check_types(self) -> None:
+        """Of its own fields and those that it inherits. TRL's are TRL's to check."""
+        check_types(self, RolloutSettings)
 
     def check(self) -> None:
         """Refuses what can't work. Raises [`ConfigurationError`]."""
