@@ -8,8 +8,10 @@ import math
 import pickle
 import textwrap
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.generation.vllm_generation import VLLMGeneration
@@ -18,7 +20,7 @@ from trl_darts import DARTSGRPOConfig
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
 from trl_darts.server_fields import SERVER_DEFAULTS
-from trl_darts.settings import TRL_CHOICES, TRL_VLLM_CHOICES
+from trl_darts.settings import TRL_CHOICES, TRL_VLLM_CHOICES, RolloutSettings
 
 
 CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES
@@ -138,6 +140,7 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
         ),
         ({"temperature": 0.0}, r"`temperature` \(0.0\) must be positive"),
         ({"learning_rate": -1.0}, r"`learning_rate` \(-1.0\) must be at least 0"),
+        ({"gradient_accumulation_steps": 0}, r"`gradient_accumulation_steps` \(0\) must be at least 1"),
         (
             {"sync_ref_model": True},
             r"`sync_ref_model` \(True\) needs a reference model, and with `beta` \(0.0\) there",
@@ -155,6 +158,40 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
 def test_refused(kwargs, words):
     with pytest.raises(ConfigurationError, match=words):
         config(**kwargs)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(RolloutSettings)])
+def test_every_field_has_its_type_checked_before_it_is_read(name):
+    with pytest.raises(ConfigurationError, match=rf"^`{name}` \(b'8'\) must be of type "):
+        config(**{name: b"8"})
+
+
+def test_a_path_may_be_one():
+    assert config(latency_curve=Path("curve.json")).latency_curve == "curve.json"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"use_cpu": False, "bf16": True}, "setup doesn't support bf16/gpu"),
+        ({"eval_strategy": "stepz"}, "^stepz is not a valid IntervalStrategy"),
+        ({"bf16": True, "fp16": True}, "^At most one of fp16 and bf16 can be True"),
+        ({"generation_batch_size": 60, "steps_per_generation": 2}, "can not be both configured"),
+        ({"eval_strategy": "steps", "per_device_eval_batch_size": 6}, r"^The global eval batch size \(6 \* 1\)"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does bfloat16")
+def test_what_trl_refuses_comes_through_alone(kwargs, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        config(**kwargs)
+    assert not isinstance(caught.value, ConfigurationError)
+    assert caught.value.__context__ is None
+
+
+def test_a_batch_that_is_not_divisible_is_told_once():
+    with pytest.raises(ConfigurationError, match=r"\(6 rows: `per_device_train_batch_size` \(6\) × 1 proc") as caught:
+        config(per_device_train_batch_size=6)
+    assert caught.value.__context__ is None
 
 
 def compared(cls: type, name: str) -> set[str]:

@@ -55,6 +55,7 @@ def test_help_of_our_fields_alone():
         ["--num_generations", "4", "--max_num_gen", "6", "--target_redundancy=1.25"],
         ["--config", "hf://org/name", "--max_num_generations", "4"],  # of what it is the most, only the file knows
         ["--config", RECIPE, "--scale_rewards", "false", "--no_use_vllm", "--generation_kwargs", "a word"],
+        ["--config", RECIPE, "--tail_pruning", "1"],  # the parser makes it `True`
         ["--num_generations", "some", "--long_end_patience", "none"],  # a type is the parser's to refuse
     ],
 )

@@ -13,6 +13,9 @@ from .scheduling.setting import unmarked
 from .settings import RolloutSettings
 
 
+BATCH_ERROR = "must be divisible by num_generations"  # of TRL, which does not say where the batch is from
+
+
 @dataclass
 class DARTSGRPOConfig(RolloutSettings, PublishedConfig, GRPOConfig):  # type: ignore[misc]  # TRL's may be `None`
     r"""
@@ -33,12 +36,14 @@ class DARTSGRPOConfig(RolloutSettings, PublishedConfig, GRPOConfig):  # type: ig
 
     def __post_init__(self) -> None:
         self.forget_filled_in()  # before the Hub's part looks at what is set
+        self.check_types()
         self.check_group()
         try:
             super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below
-        except ValueError:
-            self.check_batch(self.world_size)
-            raise
+        except ValueError as error:
+            if BATCH_ERROR not in str(error):
+                raise
+        self.check_batch(self.world_size)  # instead of TRL's error, not on top of it
         self.check()
 
     def to_dict(self) -> dict[str, Any]:

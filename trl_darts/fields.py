@@ -109,7 +109,7 @@ def check_values(given: Mapping[str, Any], num_processes: int) -> None:
     numbers = {name: value for name, value in values.items() if type(defaults.get(name)) in (int, float)}
     if any(isinstance(value, bool) for value in numbers.values()):
         return  # Python would count with it; the parser refuses its type
-    settings = object.__new__(RolloutSettings)
+    settings = object.__new__(_Words)
     for name, value in {**defaults, **values}.items():
         setattr(settings, name, value)
     for check in (
@@ -120,6 +120,13 @@ def check_values(given: Mapping[str, Any], num_processes: int) -> None:
     ):
         with suppress(TypeError, AttributeError):  # of other types, which are the parser's to refuse
             check()
+
+
+class _Words(RolloutSettings):
+    """The fields as a command line or a file has them, whose words the parser has yet to convert."""
+
+    def check_types(self) -> None:
+        """The parser refuses what it can't convert."""
 
 
 def check_script(arguments: Any) -> None:

@@ -16,7 +16,7 @@ from .errors import ConfigurationError
 from .policy import LatencyCurve
 from .scheduling import ScheduleSettings
 from .scheduling.policies import check_choice
-from .scheduling.setting import setting
+from .scheduling.setting import check_types, setting
 from .server_fields import ServerFields
 
 
@@ -26,6 +26,11 @@ TRL_CHOICES = {
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "scale_rewards": ("group", "batch", "none"),
+}
+TRL_LEAST = {
+    **dict.fromkeys(("learning_rate", "epsilon", "epsilon_high"), 0),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("steps_per_generation", "num_iterations"), 1),
 }
 SCALED = {True: "group", False: "none"}  # of `scale_rewards`: older values, which TRL replaces
 # The same, of what only vLLM reads.
@@ -110,6 +115,10 @@ class RolloutSettings(ServerFields, ScheduleSettings):
         "`output_dir/rollouts`.",
     )
 
+    def check_types(self) -> None:
+        """Of its own fields and those that it inherits. TRL's are TRL's to check."""
+        check_types(self, RolloutSettings)
+
     def check(self) -> None:
         """Refuses what can't work. Raises [`ConfigurationError`]."""
         self.check_group()
@@ -189,10 +198,10 @@ class RolloutSettings(ServerFields, ScheduleSettings):
             )
         if not self.learning_rate < math.inf:
             raise ConfigurationError(f"`learning_rate` ({self.learning_rate}) must be finite. Lower it.")
-        for name in ("learning_rate", "epsilon", "epsilon_high"):
+        for name, least in TRL_LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigurationError(f"`{name}` ({value}) must be at least 0.")
+            if value is not None and not value >= least:
+                raise ConfigurationError(f"`{name}` ({value}) must be at least {least}. Raise it.")
         if self.sync_ref_model and self.beta == 0:
             raise ConfigurationError(
                 f"`sync_ref_model` (True) needs a reference model, and with `beta` ({self.beta}) there is none. Set "

@@ -95,7 +95,7 @@ def test_recipes_that_run(recipe, fields):
         ({"system_prompt": "Think."}, r"`system_prompt` \('Think.'\) only has an effect with `prompt_column`"),
         ({"reward_funcs": OVERLONG}, r"`soft_punish_cache` \(None\) must be at least 1 with 'get_soft_overlong"),
         ({"reward_funcs": OVERLONG, "soft_punish_cache": 101}, r"\(101\) must be at most `max_completion_length`"),
-        ({"per_device_train_batch_size": 0}, r"must have at least one prompt"),
+        ({"per_device_train_batch_size": 0}, r"`per_device_train_batch_size` \(0\) must be at least 1"),
         (
             {"per_device_train_batch_size": 5},
             r"5\) × 1 process × `steps_per_generation` \(2\)\) must be divisible by `num_g",

@@ -4,6 +4,7 @@ import copy
 import pickle
 from dataclasses import asdict, fields, replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +116,15 @@ def test_fewest_candidates_by_default_and_by_choice():
     assert admission.plan(prompts).num_candidates == [14] * 6
 
 
+def test_numbers_of_numpy_become_plain():
+    """They are computed with, and files have Python's own numbers alone."""
+    settings = ScheduleSettings(
+        num_longest=np.int64(2), target_redundancy=np.float32(1.25), tail_pruning=np.bool_(False), long_end_patience=2
+    )
+    assert settings == ScheduleSettings(num_longest=2, target_redundancy=1.25, tail_pruning=False, long_end_patience=2)
+    assert {type(value) for value in asdict(settings).values()}.isdisjoint({np.int64, np.float32, np.bool_})
+
+
 SCHEDULES = ["darts", "grpo", "tail_batching", "partial_rollout", "sorted"]
 
 
@@ -162,6 +172,13 @@ def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule)
     [
         ({"schedule": "fastest"}, r"`schedule` \('fastest'\) must be one of 'grpo', 'darts'.*'\.$"),
         ({"schedule": "dart"}, r"`schedule` \('dart'\) must be one of .* Did you mean `darts`\?$"),
+        ({"num_generations": "8"}, r"`num_generations` \('8'\) must be of type int. Correct it"),
+        ({"tail_pruning": "false"}, r"`tail_pruning` \('false'\) must be of type bool"),
+        ({"max_num_generations": 12.5}, r"`max_num_generations` \(12.5\) must be of type int or None"),
+        ({"rollout_ahead": True}, r"`rollout_ahead` \(True\) must be of type int"),
+        ({"num_longest": None}, r"`num_longest` \(None\) must be of type int"),
+        ({"target_redundancy": "1.5"}, r"`target_redundancy` \('1.5'\) must be of type float or None"),
+        ({"long_end_patience": True}, r"`long_end_patience` \(True\) must be of type float or str or None"),
         ({"num_generations": 0}, r"`num_generations` \(0\) must be at least 1"),
         ({"num_longest": 8}, r"`num_longest` \(8\) must be at least 0 and less than `num_generations` \(8\)"),
         (

@@ -22,7 +22,7 @@ from .policies import (
     check_choice,
     make_policies,
 )
-from .setting import FilledIn, filled_in, setting
+from .setting import FilledIn, check_types, filled_in, setting
 from .tail import TailPolicy, TailServers
 
 
@@ -135,6 +135,7 @@ class ScheduleSettings(BatchSettings):
     )
 
     def __post_init__(self) -> None:
+        self.check_types()
         patience = self.long_end_patience
         if isinstance(patience, str) and patience.replace(".", "", 1).isdigit():  # of a command line
             self.long_end_patience = float(patience)
@@ -150,6 +151,10 @@ class ScheduleSettings(BatchSettings):
         self._check_budget()
         self._check_batches()
         self._check_placement()
+
+    def check_types(self) -> None:
+        """Before anything is computed of the values: `'false'` would count as true, and `'1.5'` end in a TypeError."""
+        check_types(self, ScheduleSettings)
 
     def _check_schedule(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
