@@ -88,17 +88,29 @@ SERVER = {"use_vllm": True, "vllm_mode": "server", "weight_sync": "filesystem"}
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"schedule": "grpo"}, ["'grpo': 4 prompts x 4 rows, no spare candidates, waits of each prompt for all cand"]),
-        ({}, ["about 6 candidates per prompt (6 to 8)", "for 4 complete answers, and for longer ones while another"]),
-        ({"long_end_every": 3}, ["while another prompt has fewer (every 3 rollouts for all). Transformers decodes"]),
+        ({"schedule": "grpo"}, ["'grpo': 4 prompts x 4 rows, no spare candidates, waits for all cand"]),
+        (
+            {},
+            [
+                "about 6 candidates per prompt (6 to 8)",
+                "waits for 4 complete answers to each prompt, and for longer ones while another",
+            ],
+        ),
+        ({"long_end_every": 3}, ["while another prompt has fewer, in one rollout of 3 for all. Transformers decodes"]),
         ({"long_end_patience": 2.0}, ["(4 to 8)", "and for longer ones up to 2 times their length."]),
-        ({"long_end_patience": None}, ["of each prompt for all candidates, or 4 complete answers if it has 8."]),
-        ({"num_longest": 0}, ["waits of each prompt for 4 complete answers."]),
+        ({"long_end_patience": None}, ["waits for all candidates, but 4 complete answers to each prompt with 8."]),
+        ({"num_longest": 0}, ["waits for 4 complete answers to each prompt."]),
         (
             {"schedule": "partial_rollout", **SERVER},
-            ["waits for 4 of 8 prompts (others go on in the next rollout), ", "1 vLLM server, weights through files."],
+            [
+                "waits for the first 4 of 8 prompts (others go on in the next rollout), ",
+                "1 vLLM server, weights through files.",
+            ],
         ),
-        ({"schedule": "tail_batching", **SERVER}, ["waits for 4 of 5 prompts (others begin anew in a long round)"]),
+        (
+            {"schedule": "tail_batching", **SERVER},
+            ["waits for the first 4 of 5 prompts (others begin anew in a long round)"],
+        ),
         ({"drop_uniform_groups": True, "rollout_ahead": 1}, ["samples ahead, replaces groups whose rewards are all"]),
     ],
 )

@@ -104,16 +104,16 @@ class ShortPrinterCallback(_ShortLog, PrinterCallback):
 def first_line(args: Any) -> str:
     """What is sampled, what is waited for, and what decodes: the settings as they were understood."""
     size, prompts = args.num_generations, args.generation_batch_size // args.num_generations
-    wait = f"of each prompt for {_wait(args)}"
+    wait = _wait(args)
     if args.schedule in LEFT_OVER:
         batches = args.prompt_oversampling or args.sorted_group_batches
         started = math.ceil(batches * prompts - 1e-9)
-        wait = f"for {prompts} of {started} prompts ({LEFT_OVER[args.schedule]}), {wait}"
+        wait = f"the first {prompts} of {started} prompts ({LEFT_OVER[args.schedule]}), and of these for {wait}"
     ahead = ", samples ahead" if args.rollout_ahead else ""
     uniform = ", replaces groups whose rewards are all equal" if args.drop_uniform_groups else ""
     return (
-        f"Schedule {args.schedule!r}: {prompts} prompts x {size} rows, {_budget(args)}, waits {wait}{ahead}{uniform}. "
-        f"{_engines(args)}."
+        f"Schedule {args.schedule!r}: {prompts} prompts x {size} rows, {_budget(args)}, waits for "
+        f"{wait}{ahead}{uniform}. {_engines(args)}."
     )
 
 
@@ -128,17 +128,17 @@ def _budget(args: Any) -> str:
 
 def _wait(args: Any) -> str:
     """`long_end_patience` in words."""
-    patience, complete = args.long_end_patience, f"{args.num_generations} complete answers"
+    patience, complete = args.long_end_patience, f"{args.num_generations} complete answers to each prompt"
     if args.selection == "all":
         return "all candidates"
     if args.selection == "dual_end" and not args.keeps_long_end:
         return complete
-    every = f" (every {args.long_end_every} rollouts for all)" if args.long_end_every else ""
+    every = f", in one rollout of {args.long_end_every} for all" if args.long_end_every else ""
     if patience == AUTO:
         return f"{complete}, and for longer ones while another prompt has fewer{every}"
     if patience is not None:
         return f"{complete}, and for longer ones up to {patience:g} times their length{every}"
-    return "all candidates" + (f", or {complete} if it has {args.max_num_generations}" if args.tail_pruning else "")
+    return "all candidates" + (f", but {complete} with {args.max_num_generations}" if args.tail_pruning else "")
 
 
 def _engines(args: Any) -> str:
