@@ -203,9 +203,11 @@ def emitted_metrics() -> set[str]:
     )
     admission = Admission([4], saturated=1, rho=0.9)
     more = {"long_end_below": 9, "tail": TailRecord(1, 2, 30, 4.0, 4.0, 5.0)}
-    record = RolloutRecord(admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), 2, **more)
+    record = RolloutRecord(
+        admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), 2, carries_over=True, **more
+    )
     rows = BufferedRows(
-        KeptRows([[1]], None), [0], [0], [[(1, 1)]], {"waiting": 1, "partial": 0, "complete": 0}, {0: 0}
+        KeptRows([[1]], None), [0], [0], [[(1, 1)]], {"waiting": 1, "partial": 0, "complete": 0}, {0: 0}, True
     )
     ours = {
         **rollout_metrics(record),

@@ -255,8 +255,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         main, streams = self._main, self._streams if training else Streams()
         meanwhile = streams.follow if streams else None
         plan = main.run(lambda: self._plan(batch, training)) if ahead is None else ahead[1]
+        carries_over = training and self.args.keeps_tokens
         try:
-            with RolloutProgress(self.callback_handler.callbacks) as progress:
+            with RolloutProgress(self.callback_handler.callbacks, carries_over) as progress:
                 ids = self._batches if training else None
                 watched = self._preemption.watching(progress)
                 on_progress = main.run(lambda: streams.watch(batch.longest, watched, ids and ids.round_ids), meanwhile)

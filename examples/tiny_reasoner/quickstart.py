@@ -113,11 +113,13 @@ def summarize(log_history: list[dict[str, Any]], seconds: float) -> dict[str, st
     last = max(1, len(reward) // 3)
     generated = sum(series(log_history, "darts/rollout/generated_tokens"))
     kept = sum(series(log_history, "darts/rollout/kept_tokens"))
+    long_ends = series(log_history, "darts/selection/long_end_ratio")
     return {
         "reward, first third": f"{sum(reward[:last]) / last:.2f}",
         "reward, last third": f"{sum(reward[-last:]) / last:.2f}",
         "mean length, kept rows": f"{sum(length) / len(length):.0f}",
         "p99 length, all candidates": f"{sum(series(log_history, 'darts/pool/length_p99')) / len(length):.0f}",
+        "prompts that keep their longest": f"{sum(long_ends) / len(long_ends):.0%}" if long_ends else "–",
         "seconds in rollouts": f"{sum(series(log_history, 'darts/rollout/seconds')):.1f}",
         "seconds in all": f"{seconds:.1f}",
         "tokens generated": f"{generated:.0f}",
@@ -133,6 +135,7 @@ def main() -> None:
     if args.steps < 1:
         parser.error(f"--steps ({args.steps}) must be at least 1.")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.getLogger("trl_darts.checks").setLevel(logging.ERROR)  # the table says which prompts keep their longest
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)  # the model is tiny: more threads spin, and on a busy machine they do little else
     args.output_dir.mkdir(parents=True, exist_ok=True)

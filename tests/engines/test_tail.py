@@ -18,7 +18,7 @@ from tests.engines.fake_server import fake_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import State
-from trl_darts.scheduling import GroupPlan, Scheduler, TailPolicy, TailServers, make_policies
+from trl_darts.scheduling import FinishReason, GroupPlan, Scheduler, TailPolicy, TailServers, make_policies
 
 
 BODY = {"model": "m", "max_tokens": 400, "logprobs": 0}
@@ -144,7 +144,8 @@ def run(engine, switch_at=2, takes_turns=False, on_progress=lambda: None):
         assert [row.tokens for row in group.rows] == [list(range(length)) for length in lengths]
         assert [row.logprobs for row in group.rows] == [[-float(t) for t in range(length)] for length in lengths]
     ledger = scheduler.ledger
-    assert (ledger.num_open, ledger.num_running, ledger.num_aborted) == (0, 0, 0)
+    assert (ledger.num_open, ledger.num_running) == (0, 0)
+    assert all(candidate.finish_reason is not FinishReason.ABORT for candidate in ledger.candidates)
     return result
 
 

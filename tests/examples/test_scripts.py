@@ -30,4 +30,6 @@ def test_quickstart(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "seconds in rollouts" in done.stdout
+    assert "prompts that keep their longest" in done.stdout
+    assert "long_end_ratio" not in done.stderr  # the warning: the table says it
     assert (tmp_path / "comparison.png").stat().st_size > 20_000

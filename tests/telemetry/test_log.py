@@ -6,7 +6,7 @@ import pytest
 
 from tests.analysis.report.builders import SETTINGS, make_entry, write_run
 from trl_darts.errors import ConfigurationError
-from trl_darts.telemetry.log import LOG_FILE, read_log
+from trl_darts.telemetry.log import LOG_FILE, read_evaluations, read_log
 
 
 def test_last_attempt_counts(tmp_path):
@@ -64,3 +64,14 @@ def test_what_is_no_log(tmp_path, file, content, rule):
     with pytest.raises(ConfigurationError, match=rule) as raised:
         read_log(tmp_path)
     assert str(tmp_path / file) in str(raised.value)
+
+
+def test_evaluations_are_read_by_step_without_those_that_a_resumed_run_did_again(tmp_path):
+    def evaluated(step, reward):
+        return {"step": step, "eval_loss": 0.0, "eval_reward": reward}
+
+    first = [{"run": SETTINGS}, evaluated(0, 0.1), make_entry(1), evaluated(2, 0.2), evaluated(4, 0.9)]
+    again = [{"run": SETTINGS}, make_entry(3), evaluated(4, 0.3), evaluated(4, 0.5)]  # two data sets
+    write_run(tmp_path, log=[*first, *again], settings=None)
+    assert read_evaluations(tmp_path).to_dict() == {0: 0.1, 2: 0.2, 4: pytest.approx(0.4)}
+    assert read_evaluations(tmp_path / "none").empty

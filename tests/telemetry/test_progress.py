@@ -6,8 +6,21 @@ import pytest
 from transformers import PrinterCallback, ProgressCallback
 
 from tests.stub_engine import StubEngine
-from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
-from trl_darts.telemetry.progress import RolloutProgress
+from trl_darts.scheduling import (
+    Abort,
+    Admission,
+    CandidateEnded,
+    EngineLoad,
+    FinishReason,
+    GroupPlan,
+    GroupSummary,
+    Occupancy,
+    Scheduler,
+    make_policies,
+)
+from trl_darts.scheduling.policies import FirstGroups
+from trl_darts.telemetry.metrics import RolloutRecord, rollout_metrics
+from trl_darts.telemetry.progress import RolloutProgress, describe
 
 
 class Bar:
@@ -46,3 +59,32 @@ def test_without_a_bar_nothing_is_shown(ledger, capsys):
     with RolloutProgress([PrinterCallback(), ProgressCallback()]) as progress:
         progress(ledger)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("carries_over", [False, True])
+def test_the_bar_counts_the_candidates_that_the_log_counts_as_aborted(carries_over):
+    """Group 0 calls two off, of which one ends by itself before it hears of it; group 1 is left over."""
+    scheduler = Scheduler(make_policies("darts", 2, 4, num_longest=1, batch_stop=FirstGroups(1)), 2)
+    commands = scheduler.start([GroupPlan(0, 4), GroupPlan(1, 3)], [EngineLoad("one")], 0.0)
+
+    def end(candidate, reason):
+        tokens = [5] * 3
+        return scheduler.handle(CandidateEnded(candidate, 0, 0, tokens, [-1.0] * 3, reason, now=1.0))
+
+    end(0, FinishReason.STOP)
+    commands = end(1, FinishReason.STOP)
+    assert [c.candidate_id for c in commands if isinstance(c, Abort)] == [2, 3, 4, 5, 6]
+    end(2, FinishReason.STOP)
+    for candidate in (3, 4, 5, 6):
+        end(candidate, FinishReason.ABORT)
+    result = scheduler.result()
+    own, left = ([GroupSummary.of(group) for group in groups] for groups in (result.groups, result.deferred))
+    record = RolloutRecord(Admission([4, 3]), own, Occupancy.of(result), 2, deferred=left, carries_over=carries_over)
+    metrics = rollout_metrics(record)
+    num_aborted = 1 if carries_over else 4
+    assert metrics["darts/rollout/aborted_candidates"] == num_aborted
+    assert metrics["darts/rollout/discarded_tokens"] == (6 if carries_over else 15)
+    assert metrics.get("darts/rollout/carried_tokens") == (9 if carries_over else None)
+    goes_on = ", 3 carried over" if carries_over else ""
+    text = f"0 running, 2 complete, {num_aborted} aborted{goes_on} of 7 candidates"
+    assert describe(scheduler.ledger, carries_over) == text

@@ -33,7 +33,7 @@ from ..scheduling import (
 )
 from .buffer import Lifecycle, SampledCandidate
 from .feed import EndlessFeed, PromptFeed, Rows
-from .rounds import Informative, RoundPolicy
+from .rounds import Informative, RoundPolicy, TailBatching
 
 
 @dataclass
@@ -47,6 +47,7 @@ class BufferedRows:
     ages: list[list[tuple[int, int]]]
     states: dict[str, int]  # how many prompts the buffer has now, by what has become of them
     first_rows: dict[int, int]  # first row of each group that came to its end in this round, by its `group_id` there
+    is_long: bool | None = None  # whether the round was a long one, with tail batching
 
     @property
     def fillers(self) -> frozenset[int]:
@@ -189,6 +190,7 @@ class BufferedBatches:
             ],
             states={state: states.count(state) for state in ("waiting", "partial", "complete")},
             first_rows={places[i]: row * self.num_generations for row, i in enumerate(own) if i in places},
+            is_long=self._round.long if isinstance(self.policy, TailBatching) else None,
         )
 
     def _repeat_last(self, dropped: list[int]) -> BufferedRows:

@@ -41,7 +41,6 @@ class Ledger:
         self.num_unfinished = 0  # of these, what is not called off
         self.num_running = 0  # RUNNING or ABORTING: what the engines hold
         self.num_complete = 0
-        self.num_aborted = 0
         self.num_submitted = 0
         self.num_resumed = 0  # submissions that went back to waiting because an engine was lost, or gave no tokens
         self.num_lost = 0
@@ -143,7 +142,6 @@ class Ledger:
         """RUNNING → FINISHED, or ABORTING → ABORTED: one that ends after it was called off stays called off."""
         if candidate.state is ABORTING:
             self._end(candidate, ABORTED, now)
-            self.num_aborted += 1
         else:
             self._end(candidate, FINISHED, now)
             if reason is STOP:
@@ -168,7 +166,6 @@ class Ledger:
         """→ ABORTED, with what is known of it."""
         self._end(candidate, ABORTED, now)
         candidate.finish_reason = ABORT
-        self.num_aborted += 1
 
     def requeue(self, candidate: Candidate, now: float, keeps_tokens: bool = True) -> None:
         """RUNNING → WAITING: its engine is lost or gives no tokens, or it moves to another one."""

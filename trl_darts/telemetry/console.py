@@ -1,9 +1,10 @@
 """
-What a person reads of a training: a few of our values per step, and a last line.
+What a person reads of a training: a first line, a few of our values per step, and a last line.
 
 Only the console is shortened: trackers, `trainer.state.log_history` and `rollouts/log.jsonl` get all values.
 """
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+
+from ..scheduling.policies import AUTO
+from ..weights.fleet import resolve_weight_sync
 
 
 SHOWN = (
@@ -20,7 +24,19 @@ SHOWN = (
     "darts/rollout/bubble_ratio",
     "darts/pool/aborted_ratio",
     "darts/staleness/age_mean",
+    "darts/rollout/carried_tokens",
+    "darts/rollout/wait_seconds",
+    "darts/uniform/dropped",
+    "darts/uniform/rounds",
+    "darts/buffer/long_round",
 )
+DEFERRED = "darts/rollout/deferred_groups"  # shown where it can be other than 0
+# Schedules whose rollouts end without some of the prompts, and what becomes of these.
+LEFT_OVER = {
+    "tail_batching": "others begin anew in a long round",
+    "partial_rollout": "others go on in the next rollout",
+    "sorted": "others are for later batches",
+}
 
 
 @dataclass
@@ -31,18 +47,18 @@ class RolloutTotals:
     num_rollouts: int = 0
     seconds: float = 0.0
     generated_tokens: float = 0.0
-    kept_tokens: float = 0.0
+    discarded_tokens: float = 0.0
 
     def begin(self, step: int) -> None:
         """Begins a training at a step."""
         self.first_step, self.num_rollouts = step, 0
-        self.seconds = self.generated_tokens = self.kept_tokens = 0.0
+        self.seconds = self.generated_tokens = self.discarded_tokens = 0.0
 
     def add(self, metrics: Mapping[str, float]) -> None:
         self.num_rollouts += 1
         self.seconds += metrics["darts/rollout/seconds"]
         self.generated_tokens += metrics["darts/rollout/generated_tokens"]
-        self.kept_tokens += metrics["darts/rollout/kept_tokens"]
+        self.discarded_tokens += metrics["darts/rollout/discarded_tokens"]
 
 
 def shorten_console(callbacks: list[TrainerCallback], totals: RolloutTotals) -> None:
@@ -60,11 +76,14 @@ class _ShortLog(TrainerCallback):
         self.totals = totals
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Prints what is not ours, and those of our values that stand in `SHOWN`."""
-        shown = {name: value for name, value in logs.items() if name in SHOWN or not name.startswith("darts/")}
+        """Prints what is not ours, and of our values those in `SHOWN`, as far as this training has them."""
+        names = {*SHOWN, DEFERRED} if args.schedule in LEFT_OVER else SHOWN
+        shown = {name: value for name, value in logs.items() if name in names or not name.startswith("darts/")}
         super().on_log(args, state, control, logs=shown, **kwargs)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            print(first_line(args))  # noqa: T201  (before the bar, which would be torn)
         super().on_train_begin(args, state, control, **kwargs)
         self.totals.begin(state.global_step)
 
@@ -82,12 +101,60 @@ class ShortPrinterCallback(_ShortLog, PrinterCallback):
     """Transformers' print of the logs, with fewer of our values."""
 
 
+def first_line(args: Any) -> str:
+    """What is sampled, what is waited for, and what decodes: the settings as they were understood."""
+    size, prompts = args.num_generations, args.generation_batch_size // args.num_generations
+    wait = _wait(args)
+    if args.schedule in LEFT_OVER:
+        batches = args.prompt_oversampling or args.sorted_group_batches
+        started = math.ceil(batches * prompts - 1e-9)
+        wait = f"the first {prompts} of {started} prompts ({LEFT_OVER[args.schedule]}), and of these for {wait}"
+    ahead = ", samples ahead" if args.rollout_ahead else ""
+    uniform = ", replaces groups whose rewards are all equal" if args.drop_uniform_groups else ""
+    return (
+        f"Schedule {args.schedule!r}: {prompts} prompts x {size} rows, {_budget(args)}, waits for "
+        f"{wait}{ahead}{uniform}. {_engines(args)}."
+    )
+
+
+def _budget(args: Any) -> str:
+    if not args.over_provisions:
+        return "no spare candidates"
+    mean = f"about {args.target_redundancy * args.num_generations:g}"
+    if args.redundancy_cost_weight is not None:
+        mean = "as many as `latency_curve` says"
+    return f"{mean} candidates per prompt ({args.min_num_generations} to {args.max_num_generations})"
+
+
+def _wait(args: Any) -> str:
+    """`long_end_patience` in words."""
+    patience, complete = args.long_end_patience, f"{args.num_generations} complete answers to each prompt"
+    if args.selection == "all":
+        return "all candidates"
+    if args.selection == "dual_end" and not args.keeps_long_end:
+        return complete
+    every = f", in one rollout of {args.long_end_every} for all" if args.long_end_every else ""
+    if patience == AUTO:
+        return f"{complete}, and for longer ones while another prompt has fewer{every}"
+    if patience is not None:
+        return f"{complete}, and for longer ones up to {patience:g} times their length{every}"
+    return "all candidates" + (f", but {complete} with {args.max_num_generations}" if args.tail_pruning else "")
+
+
+def _engines(args: Any) -> str:
+    if not args.uses_servers:
+        return f"{'vLLM' if args.use_vllm else 'Transformers'} decodes in the trainer's own process"
+    weights = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
+    main, tail = len(args.server_urls), len(args.tail_urls)
+    servers = f"{main} vLLM server{'s' * (main != 1)}" + (f" and {tail} for the tail" if tail else "")
+    return f"{servers}, weights {'over NCCL' if weights == 'nccl' else 'through files'}"
+
+
 def last_line(args: Any, state: TrainerState, totals: RolloutTotals) -> str:
     """What the training's rollouts cost, where its traces are, and how to look at them."""
     runtime = state.log_history[-1].get("train_runtime") if state.log_history else None
     of_all = f" of {runtime:,.1f} s" if runtime else ""
-    beyond = max(0.0, totals.generated_tokens - totals.kept_tokens)
-    share = beyond / totals.generated_tokens if totals.generated_tokens else 0.0
+    share = totals.discarded_tokens / totals.generated_tokens if totals.generated_tokens else 0.0
     report = "Set `save_rollout_trace=True` for traces and `trl-darts report`."
     if args.save_rollout_trace:
         directory = str(Path(args.output_dir))
@@ -96,6 +163,6 @@ def last_line(args: Any, state: TrainerState, totals: RolloutTotals) -> str:
     since = f" since step {totals.first_step}" if totals.first_step else ""
     return (
         f"Ended at step {state.global_step} of {state.max_steps}: {totals.num_rollouts} rollout{plural}{since} in "
-        f"{totals.seconds:,.1f} s{of_all}, {beyond:,.0f} of {totals.generated_tokens:,.0f} tokens ({share:.0%}) "
-        f"in candidates beyond the rows trained on. {report}"
+        f"{totals.seconds:,.1f} s{of_all}, {totals.discarded_tokens:,.0f} of {totals.generated_tokens:,.0f} tokens "
+        f"({share:.0%}) in candidates beyond the rows trained on. {report}"
     )

@@ -43,6 +43,18 @@ def append_entry(directory: Path, entry: Mapping[str, Any]) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
+def read_evaluations(directory: Path) -> pd.Series:
+    """`eval_reward` by step; of several data sets, their mean. What an earlier attempt logged later is dropped."""
+    found: dict[int, list[float]] = {}
+    for attempt in _attempts(directory)[1]:
+        first = min(entry["step"] for entry in attempt)
+        found = {step: values for step, values in found.items() if step < first}
+        for entry in attempt:
+            if "eval_reward" in entry:
+                found.setdefault(entry["step"], []).append(entry["eval_reward"])
+    return pd.Series({step: sum(values) / len(values) for step, values in sorted(found.items())}, dtype=float)
+
+
 def read_log(directory: Path) -> tuple[dict[str, Any], pd.DataFrame, bool, list[str]]:
     """
     Reads what a run logged. Of two entries of a step the later counts, and what an earlier attempt logged after the
@@ -51,20 +63,22 @@ def read_log(directory: Path) -> tuple[dict[str, Any], pd.DataFrame, bool, list[
     Returns the settings (empty where unknown), one row per entry by `step` with `num_steps`, the optimizer steps that
     it is a mean of, whether the run was started more than once, and notes.
     """
-    path = directory / "rollouts" / LOG_FILE
-    states = sorted(directory.glob("checkpoint-*/trainer_state.json"), key=lambda path: (len(path.parts[-2]), path))
-    if path.exists():
-        settings, attempts, notes = _read_lines(path)
-    elif states:
-        settings, attempts, notes = _read_state(states[-1])
-    else:
-        return {}, _table({}), False, []
+    settings, attempts, notes = _attempts(directory)
     entries: dict[int, dict[str, Any]] = {}
     for attempt in attempts:
         first = min(entry["step"] for entry in attempt)
         entries = {step: entry for step, entry in entries.items() if step < first}
         entries |= {entry["step"]: entry for entry in attempt if _is_training(entry)}
     return settings, _table(entries), len(attempts) > 1, notes
+
+
+def _attempts(directory: Path) -> tuple[dict[str, Any], list[Attempt], list[str]]:
+    """Settings, entries and notes of a run; all empty where it has neither a log nor a checkpoint."""
+    path = directory / "rollouts" / LOG_FILE
+    states = sorted(directory.glob("checkpoint-*/trainer_state.json"), key=lambda path: (len(path.parts[-2]), path))
+    if path.exists():
+        return _read_lines(path)
+    return _read_state(states[-1]) if states else ({}, [], [])
 
 
 def _read_lines(path: Path) -> tuple[dict[str, Any], list[Attempt], list[str]]:

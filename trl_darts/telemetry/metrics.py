@@ -194,10 +194,11 @@ def _budget(record: RolloutRecord) -> dict[str, float]:
 def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, aborted: np.ndarray) -> dict[str, float]:
     seconds = record.seconds
     generated = float(sum(sum(s.lengths) - s.num_carried_tokens for s in record.groups))
-    return {
+    metrics = {
         "darts/rollout/seconds": seconds,
         "darts/rollout/generated_tokens": generated,
         "darts/rollout/kept_tokens": float(kept.sum()),
+        "darts/rollout/discarded_tokens": float(lengths.sum() - kept.sum()),
         "darts/rollout/aborted_candidates": float(aborted.sum()),
         "darts/rollout/aborted_tokens": float(lengths[aborted].sum()),
         "darts/rollout/resumed_candidates": float(record.num_resumed),
@@ -206,6 +207,9 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
         "darts/rollout/bubble_ratio": bubble_ratio(record.occupancy),
         "darts/rollout/tokens_per_second": generated / seconds if seconds > 0 else 0.0,
     }
+    if record.carries_over:
+        metrics["darts/rollout/carried_tokens"] = float(sum(sum(s.lengths) for s in record.deferred))
+    return metrics
 
 
 def _long_ends(record: RolloutRecord) -> dict[str, float]:
@@ -233,6 +237,8 @@ def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str
     runs = np.array([run for row in rows.ages for run in row], dtype=float).reshape(-1, 2)
     ages, counts = runs[:, 0], runs[:, 1]
     metrics = {f"darts/buffer/{state}": float(count) for state, count in rows.states.items()}
+    if rows.is_long is not None:
+        metrics["darts/buffer/long_round"] = float(rows.is_long)
     if not len(runs):  # a batch without weight
         return metrics
     stale = ages > (np.inf if mask_stale_after is None else mask_stale_after)

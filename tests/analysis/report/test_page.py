@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from tests.browser import show
 from tests.builders import letters_dataset, make_args, make_trainer
-from trl_darts.analysis.report import page, write_report
+from trl_darts.analysis.report import page, panels, tables, write_report
+from trl_darts.analysis.report.runs import read_run
 from trl_darts.cli import app
 from trl_darts.policy import LatencyCurve
 
@@ -194,3 +195,16 @@ def test_bad_input(tmp_path, monkeypatch, args, message):
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
     assert not list(tmp_path.rglob("*.html"))
+
+
+def test_evaluation_reward_stands_against_time_beside_the_rows_reward(tmp_path):
+    entries = [make_entry(2), {"step": 1, "eval_reward": 0.3}, make_entry(4), {"step": 4, "eval_reward": 0.7}]
+    evaluated = read_run(write_run(tmp_path / "evaluated", log=[*entries, {"step": 9, "eval_reward": 1.0}]))
+    plain = read_run(write_run(tmp_path / "plain", log=4))
+    assert tables.evaluation_curve(evaluated).to_dict() == {18.0: 0.3, 72.0: 0.7}  # step 9 has no time
+    panel = panels.reward([plain, evaluated])
+    assert [chart.keywords["title"] for chart in panel.charts] == [*["Reward of the rows"] * 2, "Evaluation reward"]
+    assert list(panel.charts[2].keywords["curves"]) == [1]
+    assert "does not compare between runs; evaluation reward against time does, within its noise. Time" in panel.lead
+    assert "no log has `eval_reward`" in panels.reward([plain]).lead
+    assert len(panels.reward([plain]).charts) == 2

@@ -255,8 +255,8 @@ ROLLOUT_LABELS = {
     "shape": ("Mean length, kept rows / pool", plus_minus),
 }
 REWARD_LABELS = {
-    "reward_first": ("Reward, first third", plus_minus),
-    "reward_last": ("Reward, last third", plus_minus),
+    "reward_first": ("Reward of the rows, first third", plus_minus),
+    "reward_last": ("Reward of the rows, last third", plus_minus),
 }
 ENGINE_LABELS = {
     "darts/drafts/step_share": ("Decoding steps with a draft", plus_minus_percent),

@@ -58,20 +58,25 @@ def reward(runs: Sequence[Run]) -> Panel:
     unit, scale = ("minutes", 60) if longest > 600 else ("seconds", 1)
     by_step = {i: curve["reward"] for i, curve in curves.items()}
     by_time = {i: known.set_index(known["seconds"] / scale)["reward"] for i, known in timed.items()}
+    evaluated = {i: curve for i, run in enumerate(runs) if len(curve := tables.evaluation_curve(run))}
+    evaluated = {i: curve.set_axis(curve.index / scale) for i, curve in evaluated.items()}
     found = []
     if by_step:
-        found.append(partial(charts.lines, title="Reward", curves=by_step, from_zero=False))
-    if by_time:
-        xlabel = f"{unit} of training steps"
-        found.append(partial(charts.lines, title="Reward", curves=by_time, xlabel=xlabel, from_zero=False))
+        found.append(partial(charts.lines, title="Reward of the rows", curves=by_step, from_zero=False))
+    xlabel = f"{unit} of training steps"
+    for title, own in (("Reward of the rows", by_time), ("Evaluation reward", evaluated)):
+        if own:
+            found.append(partial(charts.lines, title=title, curves=own, xlabel=xlabel, from_zero=False))
     notes = [f"{run.name}: the log has no `reward`." for i, run in enumerate(runs) if i not in curves]
     notes += [f"{runs[i].name}: no curve against time, the log has no `step_time`." for i in curves if i not in timed]
     smooth = charts.smoothing(by_step)
     return Panel(
         "reward",
         "Reward",
-        "Mean reward of the rows trained on, against steps and against time. Time is the sum of `step_time`: "
-        "evaluation, checkpoints and the optimizer's update are not in it."
+        "Mean reward of the rows trained on, against steps and against time. Where a schedule chose rows by their "
+        "lengths, their reward does not compare between runs; evaluation reward against time does, within its noise"
+        + (". " if evaluated else ", and no log has `eval_reward`: train with `eval_strategy`. ")
+        + "Time is the sum of `step_time`: evaluation, checkpoints and the optimizer's update are not in it."
         + (f" Strong lines are means of up to {smooth} log entries, faint ones the entries." if smooth > 1 else ""),
         found,
         notes=notes,

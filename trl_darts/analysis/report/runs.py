@@ -6,7 +6,7 @@ missing or was left out stands in [`Run.notes`]; what can't be used at all is a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ...errors import ConfigurationError
-from ...telemetry.log import LOG_FILE, read_log
+from ...telemetry.log import LOG_FILE, read_evaluations, read_log
 from ...telemetry.traces import TRACE_PATTERN, read_traces
 
 
@@ -37,6 +37,7 @@ class Run:
     # "kept", "aborted", or "unused" (complete and not kept).
     traces: pd.DataFrame
     notes: tuple[str, ...]  # what is missing, and what was left out
+    evaluations: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # `eval_reward` by step
 
     @property
     def num_steps(self) -> int:
@@ -101,7 +102,8 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
         traces = traces[~stale]
     traces = traces.assign(outcome=outcomes(traces))
     log = log.assign(num_rollouts=_count_rollouts(log, traces))
-    return Run(name or directory.resolve().name, directory, settings, log, traces, tuple(notes))
+    name = name or directory.resolve().name
+    return Run(name, directory, settings, log, traces, tuple(notes), read_evaluations(directory))
 
 
 def _check_directory(directory: Path) -> None:

@@ -208,6 +208,14 @@ def reward_curve(run: Run) -> pd.DataFrame:
     return pd.DataFrame({"reward": log["reward"], "seconds": seconds}).dropna(subset="reward")
 
 
+def evaluation_curve(run: Run) -> pd.Series:
+    """Evaluation reward by the seconds of [`reward_curve`], of evaluations whose time is known."""
+    known = reward_curve(run)["seconds"].dropna()
+    steps = run.evaluations.index[run.evaluations.index <= known.index.max()] if len(known) else []
+    seconds = np.interp(steps, [0, *known.index], [0.0, *known])
+    return pd.Series(run.evaluations.reindex(steps).to_numpy(), index=seconds)
+
+
 def faults(run: Run) -> pd.DataFrame:
     """How often each of `FAULTS` occurred in each log entry's rollouts, for those that the log counts."""
     counted = {name: metric for name, metric in FAULTS.items() if run.logged(metric)}
