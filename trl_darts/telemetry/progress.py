@@ -11,7 +11,7 @@ from ..scheduling.ledger import ABORT, Ledger
 from ..scheduling.types import FINAL_STATES
 
 
-REFRESH_S = 0.1
+REFRESH_S = 0.5
 PIPED_REFRESH_S = 10.0  # each refresh stays in a file
 
 
@@ -37,7 +37,7 @@ class RolloutProgress:
             self._bar.set_postfix_str(describe(self._ledger, self._carries_over), refresh=sys.stderr.isatty())
 
     def __call__(self, ledger: Ledger) -> None:
-        """Shows the ledger's counters, at most ten times a second."""
+        """Shows the ledger's counters, at most twice a second."""
         now = time.monotonic()
         self._ledger = ledger
         if self._bar is not None and now - self._last >= self._interval_s:
