@@ -38,7 +38,8 @@ class FixedAdmission:
 
 
 def settings(schedule: str = "darts", long_end_patience: Any = None, **kwargs: Any) -> ScheduleSettings:
-    return ScheduleSettings(schedule, M, M_UP, long_end_patience=long_end_patience, **kwargs)
+    most = M_UP if schedule == "darts" else None
+    return ScheduleSettings(schedule, M, most, long_end_patience=long_end_patience, **kwargs)
 
 
 def play(trainer: Any, prompts: list[str], counts: list[int], schedule_settings: Any) -> dict[str, Any]:

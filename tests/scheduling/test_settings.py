@@ -116,6 +116,17 @@ def test_fewest_candidates_by_default_and_by_choice():
     assert admission.plan(prompts).num_candidates == [14] * 6
 
 
+@pytest.mark.parametrize("schedule", ["grpo", "tail_batching", "partial_rollout", "sorted"])
+def test_what_a_schedule_does_anyhow_may_be_said(schedule):
+    said = {"max_num_generations": 4, "target_redundancy": 1.0, "long_end_patience": None, "tail_pruning": False}
+    settings = ScheduleSettings(schedule, 4, **said)
+    assert type(settings.policies().group_stop) is WaitForAll
+    chosen = ScheduleSettings(max_num_generations=12, num_longest=2)
+    with pytest.raises(ConfigurationError, match="has no effect"):
+        replace(chosen, schedule=schedule)
+    assert replace(ScheduleSettings(), schedule=schedule).over_provisions is False
+
+
 def test_numbers_of_numpy_become_plain():
     """They are computed with, and files have Python's own numbers alone."""
     settings = ScheduleSettings(
@@ -207,8 +218,18 @@ def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule)
         ({"long_end_patience": "0.5"}, r"`long_end_patience` \(0.5\) must be at least 1"),
         (
             {"schedule": "sorted", "long_end_patience": 2.0},
-            r"`long_end_patience` \(2.0\) has no effect with `selection`",
+            r"`long_end_patience` \(2.0\) has no effect with `schedule` \('sorted'\) and .*`selection='dual_end'`\.$",
         ),
+        (
+            {"schedule": "grpo", "max_num_generations": 16},  # the default, and a choice
+            r"`max_num_generations` \(16\) has no effect with `schedule` \('grpo'\) .* `schedule='darts'`\.$",
+        ),
+        ({"schedule": "grpo", "long_end_patience": 2.0}, r"`long_end_patience` \(2.0\) has no effect with"),
+        ({"schedule": "grpo", "num_longest": 2}, r"`num_longest` \(2\) has no effect with"),
+        ({"schedule": "tail_batching", "num_longest": 0}, r"`num_longest` \(0\) has no effect with"),
+        ({"schedule": "sorted", "min_num_generations": 10}, r"`min_num_generations` \(10\) has no effect with"),
+        ({"schedule": "partial_rollout", "target_redundancy": 1.5}, r"`target_redundancy` \(1.5\) has no effect"),
+        ({"schedule": "grpo", "redundancy_cost_weight": 0.1}, r"`redundancy_cost_weight` \(0.1\) has no effect"),
         ({"prompt_oversampling": 1.5}, r"`prompt_oversampling` \(1.5\) has no effect with `schedule` \('darts'\)"),
         ({"schedule": "tail_batching", "prompt_oversampling": 1.0}, "must be greater than 1"),
         ({"schedule": "partial_rollout", "max_partial_age": 0}, r"`max_partial_age` \(0\) must be at least 1"),
@@ -225,7 +246,7 @@ def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule)
         ({"long_end_every": 4, "long_end_patience": None}, r"`long_end_every` \(4\) has no effect with `long_end_p"),
         (
             {"long_end_every": 4, "schedule": "grpo"},
-            r"`long_end_every` \(4\) has no effect with `selection`",
+            r"`long_end_every` \(4\) has no effect with `schedule` \('grpo'\)",
         ),
         ({"tail_share": 1.0}, "must be at least 0 and less than 1"),
     ],

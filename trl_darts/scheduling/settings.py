@@ -6,6 +6,7 @@ trainer's config inherits them, the simulator uses them by themselves.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
@@ -183,6 +184,7 @@ class ScheduleSettings(BatchSettings):
                 f"{'keeps all that it samples' if schedule == 'grpo' else 'samples more than it keeps'}. Set "
                 f"`schedule={other!r}`, or leave `selection` unset."
             )
+        self._check_unread()
         if self.max_num_generations < self.num_generations:
             raise ConfigurationError(
                 f"`max_num_generations` ({self.max_num_generations}) must be at least `num_generations` "
@@ -194,9 +196,32 @@ class ScheduleSettings(BatchSettings):
                 f"({self.num_generations}): the other rows are the shortest ones. The paper uses 1."
             )
 
+    def _check_unread(self) -> None:
+        """Where all that is sampled is kept, values are refused that say something else."""
+        if self.over_provisions:
+            return
+        rows = self.num_generations
+        said_anyhow: dict[str, tuple[Any, ...]] = {
+            "max_num_generations": (rows, None),
+            "min_num_generations": (rows, None),
+            "target_redundancy": (1, None),
+            "redundancy_cost_weight": (None,),
+            "num_longest": (1,),  # the default; the others' default is filled in, or says what happens
+            "long_end_patience": (AUTO, None),  # both mean the same: what is wanted is waited for
+            "long_end_every": (None,),
+        }
+        for name, values in said_anyhow.items():
+            value = getattr(self, name)
+            if value not in values and not isinstance(value, FilledIn):
+                remedy = "schedule='darts'" if self.schedule == "grpo" else "selection='dual_end'"
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) has no effect with `schedule` ({self.schedule!r}) and `selection` ('all'): "
+                    f"all that is sampled is kept. Leave it unset or at {values[0]!r}, or set `{remedy}`."
+                )
+
     def _check_patience(self) -> None:
         patience = self.long_end_patience
-        if patience in (None, AUTO):  # where all is kept, both mean the same: what is wanted is waited for
+        if patience in (None, AUTO):
             return
         if isinstance(patience, str):
             raise ConfigurationError(f"`long_end_patience` ({patience!r}) must be a number, 'auto' or None.")
@@ -204,11 +229,6 @@ class ScheduleSettings(BatchSettings):
             raise ConfigurationError(
                 f"`long_end_patience` ({patience}) must be at least 1, in multiples of the `num_generations`-th "
                 "shortest complete length. Set it to None for the paper's rule, which has no bound."
-            )
-        if self.selection == "all" and self.schedule != "grpo":
-            raise ConfigurationError(
-                f"`long_end_patience` ({patience!r}) has no effect with `selection` ('all'): all candidates are "
-                "wanted. Leave it unset, or set `selection='dual_end'`."
             )
 
     def _check_long_end_every(self) -> None:
@@ -220,10 +240,11 @@ class ScheduleSettings(BatchSettings):
                 f"`long_end_every` ({every}) must be at least 2. Set `long_end_patience=None` for a wait in every "
                 "rollout, or leave it unset for none."
             )
-        if self.selection == "all" or self.long_end_patience is None:
-            keeps_all = "`selection` ('all'): all candidates are wanted"
-            cause = keeps_all if self.selection == "all" else "`long_end_patience` (None): every rollout waits so"
-            raise ConfigurationError(f"`long_end_every` ({every}) has no effect with {cause}. Leave it unset.")
+        if self.long_end_patience is None:
+            raise ConfigurationError(
+                f"`long_end_every` ({every}) has no effect with `long_end_patience` (None): every rollout waits so. "
+                "Leave it unset."
+            )
 
     def _check_budget(self) -> None:
         highest = self.max_num_generations / self.num_generations
