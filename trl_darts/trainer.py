@@ -188,9 +188,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             decode = partial(decode_completions, self)
             self._scores = GroupScores(self, self._batches, self._serve_rewards, decode, self._streams.owners)
         lengths = self._tracker_callback
-        self._state_callback = RolloutStateCallback(
-            lengths, self._admission, self._batches, self._main, args.schedule
-        )
+        self._state_callback = RolloutStateCallback(lengths, self._admission, self._batches, self._main, args.schedule)
         self.add_callback(self._state_callback)
         self._preemption = Preemption(self.accelerator, args.uses_servers)
         self.add_callback(self._preemption)
@@ -261,9 +259,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             with RolloutProgress(self.callback_handler.callbacks) as progress:
                 ids = self._batches if training else None
                 watched = self._preemption.watching(progress)
-                on_progress = main.run(
-                    lambda: streams.watch(batch.longest, watched, ids and ids.round_ids), meanwhile
-                )
+                on_progress = main.run(lambda: streams.watch(batch.longest, watched, ids and ids.round_ids), meanwhile)
                 with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
                     result = self._engine.run(plan, batch, on_progress, meanwhile)
         except WeightsLostError as error:  # of one that was launched ahead
@@ -560,7 +556,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._forget_training()
         self._state_callback.checkpoint = checkpoint
         try:
-            with self._preemption.handled(), logging_redirect_tqdm():  # warnings on lines of their own, not in the bar's
+            with self._preemption.handled(), logging_redirect_tqdm():  # a warning has its own line, not the bar's
                 try:
                     output = super().train(checkpoint, *args, **kwargs)
                 except Preempted:
