@@ -42,6 +42,7 @@ from .padding import Trimming, padding_metrics
 from .policy import LatencyCurve, LengthTracker
 from .preemption import EXIT_CODE, Preempted, Preemption
 from .resume import checkpoint_to_resume, where_it_stopped
+from .rewards import RewardWatch, checked_rewards
 from .rows import KeptRows, forget_filler_rewards, forget_stale_logprobs, mask_fillers, mask_stale
 from .scheduling import RolloutResult, SchedulePolicies, Scheduler, TailServers, UniformAdmission
 from .streaming import Streams, decode_completions, make_streams
@@ -121,6 +122,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _in_tool_loop = False
     _trimming: Trimming | None = None
     _train_clock = Stopwatch()
+    _totals = RolloutTotals()
 
     def __init__(
         self,
@@ -467,7 +469,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         elif training:
             rewards = self._serve_rewards(None, *args)
         else:
-            rewards = super()._calculate_rewards(*args)
+            rewards = self._checked_rewards(*args)
+        if training:
+            self._totals.rewards.observe(self.reward_func_names, rewards)
         rewards = forget_filler_rewards(rewards, self._fillers)
         if training and self._record is not None:
             first_rows = None if self._batches is None else self._batches.last.first_rows
@@ -477,6 +481,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _serve_rewards(self, rows: list[int] | None, *args: Any) -> torch.Tensor:
         """TRL's rewards for some rows by their numbers, or the batch, from what was scored while they decoded."""
         with self._streams.serving_rewards(rows):
+            return self._checked_rewards(*args)
+
+    def _checked_rewards(self, *args: Any) -> torch.Tensor:
+        with checked_rewards(self):
             return super()._calculate_rewards(*args)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -539,6 +547,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         """
         self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
         self._long_ends, self._train_clock = [], Stopwatch()
+        self._totals.rewards = RewardWatch()
         for left in (self._batches, self._scores):
             if left is not None:
                 left.clear()

@@ -283,7 +283,11 @@ def check_model(model: str) -> None:
         return  # a GGUF file, or an object store: vLLM's own message is the best
     # Here, because they load an HTTP client, for which errors of other arguments should not wait.
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        HFValidationError,
+        HTTPError,
+        RepositoryNotFoundError,
+    )
 
     try:
         cached = any(isinstance(try_to_load_from_cache(model, name), str) for name in CONFIG_FILES)

@@ -16,6 +16,8 @@ from typing import Any
 
 from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
+from ..rewards import check_rewards
+
 
 RewardFunction = Callable[..., Any]
 Rewards = list[float | None]
@@ -66,7 +68,7 @@ class RewardCall:
         return True
 
     def _checked(self, rewards: Iterable[float | None]) -> Rewards:
-        rewards = list(rewards)
+        rewards = check_rewards(self.name, rewards)
         if len(rewards) != len(self.rows):
             raise ValueError(
                 f"The reward function '{self.name}' returned {len(rewards)} rewards, but {len(self.rows)} were "

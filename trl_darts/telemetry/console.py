@@ -7,12 +7,13 @@ Only the console is shortened: trackers, `trainer.state.log_history` and `rollou
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
+from ..rewards import RewardWatch
 from ..scheduling.policies import AUTO
 from ..weights.fleet import resolve_weight_sync
 
@@ -44,6 +45,7 @@ class RolloutTotals:
     """What the rollouts of a training cost."""
 
     first_step: int = 0  # at which a resumed training went on
+    rewards: RewardWatch = field(default_factory=RewardWatch)
     num_rollouts: int = 0
     seconds: float = 0.0
     generated_tokens: float = 0.0
@@ -90,7 +92,7 @@ class _ShortLog(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero and self.totals.num_rollouts:
-            print(last_line(args, state, self.totals))  # noqa: T201  (as transformers prints logs)
+            print(last_line(args, state, self.totals) + self.totals.rewards.summary)  # noqa: T201  (as transformers prints logs)
 
 
 class ShortProgressCallback(_ShortLog, ProgressCallback):
