@@ -560,8 +560,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 try:
                     output = super().train(checkpoint, *args, **kwargs)
                 except Preempted:
-                    output = None
                     self._save_last_step()
+                    self._exit_preempted()
+                if self._preemption.stops:
+                    self._exit_preempted()
+                return output
         except KeyboardInterrupt as interrupt:
             logger.debug("Interrupted here:", exc_info=True)
             close_bar(self.callback_handler.callbacks)
@@ -569,16 +572,28 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 interrupt.args = (where_it_stopped(self.args, self.state, self._state_callback.checkpoint),)
             raise interrupt.with_traceback(None) from None
         finally:
-            if self._ahead is not None:  # nobody waits for it any more
-                self._engine.cancel()
-                self._ahead = None
-        if output is None or self._preemption.stops:
-            close_bar(self.callback_handler.callbacks)
-            if self.is_world_process_zero():
-                stopped = where_it_stopped(self.args, self.state, self._state_callback.checkpoint)
-                print(f"SIGTERM: {stopped}", file=sys.stderr, flush=True)  # noqa: T201  (no log level hides it)
-            sys.exit(EXIT_CODE)
-        return output
+            self._cancel_ahead()
+
+    def _cancel_ahead(self) -> None:
+        if self._ahead is not None:  # nobody waits for it any more
+            self._engine.cancel()
+            self._ahead = None
+
+    def _exit_preempted(self) -> None:
+        """
+        Ends the process. All processes leave together: where one has ended, torchrun kills the others, of which the
+        main one may still be saving.
+        """
+        self._cancel_ahead()
+        close_bar(self.callback_handler.callbacks)
+        if self._main.is_here:
+            if self.args.uses_servers:
+                engine = self.vllm_generation.engine
+                engine.call(engine.idle())  # until its requests have ended
+            stopped = where_it_stopped(self.args, self.state, self._state_callback.checkpoint)
+            print(f"SIGTERM: {stopped}", file=sys.stderr, flush=True)  # noqa: T201  (no log level hides it)
+        self.accelerator.wait_for_everyone()
+        sys.exit(EXIT_CODE)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.args.schedule != "darts":  # what another paper describes; the card's section on rollouts names it
