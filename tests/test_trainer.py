@@ -117,7 +117,7 @@ def test_checkpoint_of_another_schedule_is_refused(model_dir, tmp_path):
     args = make_args(tmp_path / "darts", max_steps=1, save_strategy="steps", save_steps=1)
     make_trainer(model_dir, args).train()
     other = make_trainer(model_dir, make_args(tmp_path / "grpo", schedule="grpo", max_steps=2))
-    with pytest.raises(StateMismatchError, match="UniformAdmission"):
+    with pytest.raises(StateMismatchError, match="is of schedule='darts', and this training has schedule='grpo'"):
         other.train(resume_from_checkpoint=str(tmp_path / "darts" / "checkpoint-1"))
 
 

@@ -7,6 +7,7 @@ import inspect
 import re
 from dataclasses import Field, fields
 from pathlib import Path
+from typing import get_type_hints
 
 from trl_darts.analysis.simulation.sweep import has_effect
 from trl_darts.scheduling import SCHEDULES, ScheduleSettings
@@ -22,6 +23,7 @@ CLASSES = {
     RolloutSettings: "What the trainer does",
     ServerFields: "vLLM servers",
 }
+HINTS = get_type_hints(RolloutSettings)  # a parser that was built has changed the fields' own types
 # Comments that are headings stand above a field, after an empty line, and are no sentences.
 HEADING = re.compile(r"\n\n    # ([^\n]+[^.\n])\n    (\w+):")
 # What the simulator, which knows no other, can't say.
@@ -65,7 +67,8 @@ def table_row(field: Field) -> str:
     text = " ".join(dict.fromkeys([sentences[0], *computed]))
     text = re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", text)
     default = "*computed*" if computed else f"`{field.default!r}`"
-    kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+    hint = HINTS[field.name]
+    kind = hint.__name__ if isinstance(hint, type) else str(hint)
     cells = [f"`{field.name}`", f"`{kind}`", default, text, read_by(field.name)]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 

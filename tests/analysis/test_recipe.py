@@ -32,6 +32,7 @@ SMALL = {
     "num_train_epochs": 2,
     "report_to": "none",
 }
+NO_SPARE = {"max_num_generations": None, "target_redundancy": None}  # for schedules that keep all that they sample
 OVERLONG = ["get_soft_overlong_punishment"]
 
 
@@ -67,7 +68,7 @@ def test_values_are_those_of_the_file_for_processes_that_are_not_there(recipe, m
         {"dataset_name": None, "datasets": [{"path": "some/data"}, {"path": "other/data", "split": "test"}]},
         {"reward_funcs": ["my_package.rewards.mine"], "long_end_patience": 3, "max_grad_norm": float("inf")},
         {"use_peft": True, "load_in_4bit": True, "lora_target_modules": "all-linear", "scale_rewards": False},
-        {"use_vllm": "yes", "vllm_mode": "server", "vllm_tensor_parallel_size": 2, "schedule": "sorted"},
+        {"use_vllm": "yes", "vllm_mode": "server", "vllm_tensor_parallel_size": 2, "schedule": "sorted", **NO_SPARE},
         {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "max_num_generations": None},
     ],
 )
@@ -111,7 +112,7 @@ def test_recipes_that_run(recipe, fields):
         ({"sync_ref_model": True, "beta": 0.1, "use_peft": True}, r"`sync_ref_model` \(True\) does not run with `use"),
         # What the config and the trainer refuse by themselves.
         ({"max_num_generations": 2}, r"`max_num_generations` \(2\) must be at least `num_generations` \(4\)"),
-        ({"schedule": "sorted"}, r"`schedule` \('sorted'\) trains on other prompts than the data loader's"),
+        ({"schedule": "sorted", **NO_SPARE}, r"`schedule` \('sorted'\) trains on other prompts than the data loader"),
     ],
 )
 def test_recipes_that_would_end_the_training(recipe, fields, message):

@@ -156,7 +156,7 @@ def test_a_training_with_a_server(script, server, model_dir, monkeypatch, tmp_pa
     [
         (
             ["--config", "hf://a/b"],
-            "Error: `repo_id` ('a/b'), `revision` (None): An error happened while trying to loc",
+            "Error: `repo_id` ('a/b') can't be asked for: https://huggingface.co can't be reache",
         ),
         (
             ["--max_num_generations", "3"],

@@ -100,7 +100,7 @@ def test_engines_of_one_server_add_up() -> None:
         ({"POST /v1/completions": answers("Unauthorized", 401)}, r"answered 401: .*Set VLLM_API_KEY"),
         (
             {"GET /v1/models": answers("<html>401</html>")},
-            r"what answers is none \(JSONDecodeError.*Correct the address",
+            r"what answers is none \(.* is no JSON.*Correct the address",
         ),
         ({"GET /v1/models": answers("at most 401 tokens", 400)}, r"what answers is none .*Correct the address"),
     ],
