@@ -130,11 +130,11 @@ def test_a_row_of_the_table():
         return make_dataclass("Config", [("name", "int | None", field(default=default, metadata={"help": help}))])
 
     (computed,) = fields(declare(None, "First, see docs/schedules.md. Second. Defaults to 1.5."))
-    assert table_row(computed) == (
+    assert table_row(computed, int | None) == (
         "| `name` | `int \\| None` | *computed* | First, see [schedules](schedules.md). Defaults to 1.5. | all |"
     )
     (plain,) = fields(declare(2, "First. Second."))
-    assert table_row(plain) == "| `name` | `int \\| None` | `2` | First. | all |"
+    assert table_row(plain, int | None) == "| `name` | `int \\| None` | `2` | First. | all |"
 
 
 # The picture of "How it works"

@@ -56,18 +56,17 @@ def settings_page() -> str:
         for index, name in enumerate(name for name in cls.__annotations__ if name in own):
             if (heading := headings.get(name, title if index == 0 else None)) is not None:
                 lines += [f"\n## {heading}\n", "| field | type | default | what it does | read by |", "|---" * 5 + "|"]
-            lines.append(table_row(own[name]))
+            lines.append(table_row(own[name], HINTS[name]))
     return "\n".join([*lines, ""])
 
 
-def table_row(field: Field) -> str:
+def table_row(field: Field, hint: object) -> str:
     """A field's row: the first sentence of its help, and those about a default that is computed."""
     sentences = re.split(r"(?<=\.)\s+", field.metadata["help"])
     computed = [text for text in sentences if field.default is None and "efaults to" in text]
     text = " ".join(dict.fromkeys([sentences[0], *computed]))
     text = re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", text)
     default = "*computed*" if computed else f"`{field.default!r}`"
-    hint = HINTS[field.name]
     kind = hint.__name__ if isinstance(hint, type) else str(hint)
     cells = [f"`{field.name}`", f"`{kind}`", default, text, read_by(field.name)]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
