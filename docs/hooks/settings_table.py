@@ -10,20 +10,13 @@ from pathlib import Path
 from typing import get_type_hints
 
 from trl_darts.analysis.simulation.sweep import has_effect
+from trl_darts.config import OWN_CLASSES, DARTSGRPOConfig
 from trl_darts.scheduling import SCHEDULES, ScheduleSettings
-from trl_darts.scheduling.batch_settings import BatchSettings
-from trl_darts.server_fields import ServerFields
-from trl_darts.settings import RolloutSettings
 
 
 PAGE = Path(__file__).resolve().parents[1] / "settings.md"
-CLASSES = {
-    ScheduleSettings: "Schedule",
-    BatchSettings: "Which prompts make a batch",
-    RolloutSettings: "What the trainer does",
-    ServerFields: "vLLM servers",
-}
-HINTS = get_type_hints(RolloutSettings)  # a parser that was built has changed the fields' own types
+TITLES = ("Schedule", "What the trainer does", "vLLM servers")  # of the classes, where a field has no other heading
+HINTS = get_type_hints(DARTSGRPOConfig)  # building a parser changes the fields' own types
 # Comments that are headings stand above a field, after an empty line, and are no sentences.
 HEADING = re.compile(r"\n\n    # ([^\n]+[^.\n])\n    (\w+):")
 # What the simulator, which knows no other, can't say.
@@ -49,9 +42,9 @@ are the paper's.
 
 def settings_page() -> str:
     """The whole page."""
-    own = {field.name: field for field in fields(RolloutSettings)}
+    own = {field.name: field for field in fields(DARTSGRPOConfig)}
     lines = [HEAD.rstrip()]
-    for cls, title in CLASSES.items():
+    for cls, title in zip(OWN_CLASSES, TITLES, strict=True):
         headings = {name: text for text, name in HEADING.findall(inspect.getsource(cls))}
         for index, name in enumerate(name for name in cls.__annotations__ if name in own):
             if (heading := headings.get(name, title if index == 0 else None)) is not None:
