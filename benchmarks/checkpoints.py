@@ -39,15 +39,14 @@ def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any)
 
     from benchmarks.servers import training_args
     from trl_darts import DARTSGRPOTrainer
-    from trl_darts.resume import last_checkpoint
+    from trl_darts.training.resume import last_checkpoint
 
     class Trainer(DARTSGRPOTrainer):
-        def _collect_inputs(self, num_rows: int) -> list[dict[str, Any]]:
-            inputs = super()._collect_inputs(num_rows)
+        def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Any:
             entry = self.state.global_step, [row["prompt"] for row in inputs[::ROWS]]
             with Path(directory, LOG).open("a") as file:
                 file.write(json.dumps(entry) + "\n")
-            return inputs
+            return super()._calculate_rewards(inputs, *args)
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             saving.send(True)
@@ -96,7 +95,7 @@ def what_is_left(directory: Path) -> tuple[int, str, int]:
     """The last whole step, the newest file of the checkpoint after it, and tokens in the whole one's buffer."""
     import numpy as np
 
-    from trl_darts.resume import BUFFER_FILE, last_checkpoint
+    from trl_darts.training.resume import BUFFER_FILE, last_checkpoint
 
     whole = last_checkpoint(str(directory))
     assert whole is not None, "no checkpoint is whole"

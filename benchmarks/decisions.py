@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trl_darts.policy import BudgetController, LatencyCurve, LengthTracker, allocate_redundancy
-from trl_darts.scheduling import CandidateEnded, EngineLoad, FinishReason, GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import CandidateEnded, EngineLoad, FinishReason, GroupPlan, Scheduler, ScheduleSettings
 
 
 LIMIT_S = 0.050  # most that the decisions of a step with 512 prompts may take
@@ -94,7 +94,12 @@ def allocate(batch: Batch) -> None:
 
 def schedule(batch: Batch) -> None:
     """What is submitted, waited for, aborted and kept: all events of the rollout, selection included."""
-    policies = make_policies("darts", NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST, long_end_patience=None)
+    policies = ScheduleSettings(
+        num_generations=NUM_GENERATIONS,
+        max_num_generations=MAX_NUM_GENERATIONS,
+        num_longest=NUM_LONGEST,
+        long_end_patience=None,
+    ).policies()
     scheduler = Scheduler(policies, NUM_GENERATIONS)
     scheduler.start(batch.plans, [EngineLoad("engine")], 0.0)
     for event in batch.events:

@@ -41,7 +41,7 @@ from benchmarks.models import make_markov_model, make_tokenizer
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
 from benchmarks.vllm_server import V1_RUNNER, VLLMServer
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
-from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 from trl_darts.serving.options import SPECULATIVE
 from trl_darts.speculation.index import SuffixIndex
 from trl_darts.speculation.step_times import StepTimes
@@ -158,14 +158,14 @@ class FixedTimes(StepTimes):
 def rollout(server: VLLMServer, schedule: str, lengths: np.ndarray, prompts: list[list[int]]) -> float:
     """Seconds of one rollout with these lengths, `(N, M_up)`."""
     per_prompt = MAX_NUM_GENERATIONS if schedule == "darts" else NUM_GENERATIONS
-    policies = make_policies(schedule, NUM_GENERATIONS, per_prompt, num_longest=1)
+    settings = ScheduleSettings(schedule, NUM_GENERATIONS, max_num_generations=per_prompt, long_end_patience=None)
     plans = [GroupPlan(group, per_prompt) for group in range(len(prompts))]
     body = {"model": server.model, "temperature": 1.0, "ignore_eos": True}
     engine = VLLMServerEngine([server.base_url])
     start = time.perf_counter()
     try:
         engine.run(
-            Scheduler(policies, NUM_GENERATIONS),
+            Scheduler(settings.policies(), NUM_GENERATIONS),
             plans,
             [[ServerPrompt(prompt)] for prompt in prompts],
             body,

@@ -38,12 +38,12 @@ from benchmarks.padding import compare, describe, tail
 from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Size, show, train
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.analysis.simulation import ClusterSpec
-from trl_darts.engines.director import Director
-from trl_darts.engines.hf_continuous import scheduled_batching
-from trl_darts.engines.hf_generate import SchedulerCriterion, stopping_criterion
-from trl_darts.engines.share import Share
+from trl_darts.engines.in_process.director import Director
+from trl_darts.engines.in_process.hf_continuous import scheduled_batching
+from trl_darts.engines.in_process.hf_generate import SchedulerCriterion, stopping_criterion
+from trl_darts.engines.in_process.share import Share
 from trl_darts.policy import LatencyCurve
-from trl_darts.scheduling import GroupPlan, Occupancy, RolloutResult, Scheduler, make_policies
+from trl_darts.scheduling import GroupPlan, Occupancy, RolloutResult, Scheduler, ScheduleSettings
 
 
 SIZES: dict[str, dict[str, int]] = {
@@ -130,7 +130,7 @@ class ModelCluster:
 
     def _seconds(self, num_candidates: int, length: int) -> float:
         plans = [GroupPlan(index, 1, prompt_key=index) for index in range(num_candidates)]
-        scheduler = Scheduler(make_policies("grpo", 1, 1, 0), 1)
+        scheduler = Scheduler(ScheduleSettings("grpo", 1).policies(), 1)
         return Occupancy.of(self.run(scheduler, plans, [[length]] * num_candidates, length)).seconds
 
 

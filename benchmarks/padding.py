@@ -11,7 +11,8 @@ step, and nothing else. The three trainers take turns, each with the same model,
 
 Columns: seconds of a step, their ratio to TRL's (median and 95 % interval over repeats, of paired logarithms), peak
 memory of a step above what was there before it, tokens computed over tokens there are, and by how much the gradient
-differs from TRL's, relative to its norm. The first repeat warms up.
+differs from TRL's, relative to its norm. Without a GPU, seconds are CPU time of this process: those of other programs
+do not count. The first repeat warms up.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -69,13 +71,25 @@ class OurTrainer(Given, DARTSGRPOTrainer):
     """Ours."""
 
 
-class Gradient(TrainerCallback):
-    """Keeps an optimizer step's gradient."""
+def seconds() -> float:
+    """On a GPU, copying the gradient waits for the kernels."""
+    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
 
-    value: torch.Tensor
+
+class Step(TrainerCallback):
+    """Keeps an optimizer step's gradient and seconds."""
+
+    gradient: torch.Tensor
+    seconds: float
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds = -seconds()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds += seconds()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.value = torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
+        self.gradient = torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
 
 
 def tail(scale: float) -> np.ndarray:
@@ -146,8 +160,8 @@ def step(
     else:
         cls, args = OurTrainer, DARTSGRPOConfig(**settings, schedule="grpo", trim_padding=arm.endswith("True"))
     data = Dataset.from_dict({"prompt": ["x" * PROMPT_TOKENS] * len(lengths)})
-    gradient = Gradient()
-    trainer = cls(model, reward, args, data, processing_class=make_tokenizer(), callbacks=[gradient])
+    measured = Step()
+    trainer = cls(model, reward, args, data, processing_class=make_tokenizer(), callbacks=[measured])
     trainer.lengths = lengths
     memory: list[float] = []
     with peak_memory(memory), open(os.devnull, "w") as nowhere:
@@ -158,7 +172,7 @@ def step(
             sys.stdout = stdout
     log = trainer.state.log_history[0]
     ratio = log.get("darts/train/padding_ratio", math.nan)
-    return {"seconds": log["step_time"], "memory": memory[0], "padding": ratio}, gradient.value
+    return {"seconds": measured.seconds, "memory": memory[0], "padding": ratio}, measured.gradient
 
 
 def interval(ratios: list[float]) -> str:

@@ -60,15 +60,7 @@ from benchmarks.simulator import CURVE
 from trl_darts.analysis.simulation import ClusterSpec, LogNormalLengths, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
-from trl_darts.scheduling import (
-    GroupPlan,
-    Occupancy,
-    RolloutResult,
-    Scheduler,
-    ScheduleSettings,
-    Submit,
-    make_policies,
-)
+from trl_darts.scheduling import GroupPlan, Occupancy, RolloutResult, Scheduler, ScheduleSettings, Submit
 
 
 EPOCHS = 3  # in the first, nothing is known of any prompt
@@ -175,7 +167,7 @@ class ServerCluster:
     def seconds_per_request(self, num_candidates: int, step_seconds: float) -> float:
         """What a request costs beside its token, for which all take one step: rollouts of one token each."""
         plans = [GroupPlan(index, 1, prompt_key=index) for index in range(num_candidates)]
-        grpo = make_policies("grpo", 1, 1, 0)
+        grpo = ScheduleSettings("grpo", 1).policies()
         rollouts = (self.run(Scheduler(grpo, 1), plans, [[1]] * num_candidates, 1) for _ in range(4))
         seconds = min(Occupancy.of(result).seconds for result in rollouts)
         return max(0.0, seconds - step_seconds) / num_candidates

@@ -35,8 +35,8 @@ from trl_darts.engines.engine import RolloutPlan
 from trl_darts.engines.preflight import Requirements
 from trl_darts.engines.servers import ServerEngine
 from trl_darts.engines.vllm_generation import SyncedGeneration
-from trl_darts.rows import KeptRows
 from trl_darts.scheduling import SchedulePolicies, Scheduler, UniformAdmission
+from trl_darts.training.rows import KeptRows
 from trl_darts.weights.files import WeightDirectory
 
 

@@ -53,7 +53,7 @@ from trl_darts.analysis.simulation import (
 )
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.policy import LatencyCurve
-from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings, make_policies
+from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
 M = 8
@@ -120,7 +120,7 @@ def seconds_per_request(url: str, model: str) -> float:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        scheduler = Scheduler(make_policies("grpo", M, M, 0), M)
+        scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M)
         engine.run(scheduler, [GroupPlan(index, M) for index in range(PROMPTS)], prompts, body)
         times.append((time.perf_counter() - start) / (PROMPTS * M))
     engine.close()
@@ -222,13 +222,13 @@ def speedups(steps: int, seeds: int, shaping: float, share: float) -> list[Estim
 def markdown(columns: Sequence[Sequence[Estimate]]) -> list[str]:
     """A table, one column per share, and the share that gives the paper's number."""
     shares = " | ".join(f"{share:.2%}" for share in SHARES)
-    lines = [f"| never-ending answers | paper | {shares} | gives the paper's |", f"|---|{'---:|' * (len(SHARES) + 2)}"]
+    lines = [f"| never-ending answers | {shares} | gives the paper's |", f"|---|{'---:|' * (len(SHARES) + 1)}"]
     for row, own in zip(PAPER, zip(*columns, strict=True), strict=True):
         cells = " | ".join(f"{estimate.mean:.2f} ± {estimate.half_width:.2f}" for estimate in own)
-        paper = ", ".join(f"{number:.2f}" for number in row.paper) or "–"
+        paper = f" (**{', '.join(f'{number:.2f}' for number in row.paper)}**)" if row.paper else ""
         means = [estimate.mean for estimate in own]
         reached = ", ".join(share_of(number / row.streaming, means) for number in row.paper) or "–"
-        lines.append(f"| {row.name} | {paper} | {cells} | {reached} |")
+        lines.append(f"| {row.name}{paper} | {cells} | {reached} |")
     return lines
 
 

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-darts[math,peft]"]
+# ///
 """
 Train with GRPO and shaped rollouts: TRL's `trl/scripts/grpo.py` with our trainer. A script for `accelerate launch`:
 
@@ -12,6 +16,10 @@ in `configs` (see docs/recipes.md), and `--config hf://org/name` takes one of th
 `--dataset_name tiny_reasoner` makes the data set of examples/tiny_reasoner, and `--prompt_column` and
 `--solution_column` bring a data set into the form of TRL's math rewards. `--help` shows all arguments, `--help-fields`
 those that are not TRL's or transformers'.
+
+Its header names what it needs, for `uv run` and jobs on the Hub. With a wheel that is not published (`make wheel`):
+
+    uv run --find-links dist examples/train_grpo.py --config configs/tiny_reasoner.yaml
 """
 
 import importlib
@@ -19,24 +27,29 @@ import os
 import sys
 from typing import Any
 
-from trl_darts.cli.exits import one_line, one_line_errors
-from trl_darts.fields import MADE_DATASET, OVERLONG, check_command_line, print_own_fields
+from trl_darts.cli.exits import announce_loading, one_line, one_line_errors
+from trl_darts.recipes.files import check_config_option
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--help-fields"]:
-        sys.exit(print_own_fields())
     with one_line_errors():  # before the imports below, which take seconds
-        check_command_line(sys.argv[1:])
+        check_config_option(sys.argv[1:])
+    announce_loading()
 
 from datasets import load_dataset
-from tiny_reasoner.task import make_dataset
 from transformers import AutoConfig
 from trl import get_dataset
 
-from trl_darts.analysis.recipe import Recipe, ScriptArguments, read_command_line
 from trl_darts.checks import check_datasets
 from trl_darts.errors import ConfigurationError
+from trl_darts.recipes.recipe import (
+    MADE_DATASET,
+    OVERLONG,
+    Recipe,
+    ScriptArguments,
+    print_own_fields,
+    read_command_line,
+)
 
 
 def load_rewards(script_args: ScriptArguments, max_completion_length: int) -> list[Any]:
@@ -68,6 +81,8 @@ def load_splits(recipe: Recipe) -> Any:
     """The data set's splits by name."""
     script_args = recipe.script
     if script_args.dataset_name == MADE_DATASET and not recipe.datasets.datasets:
+        from trl_darts.tiny_reasoner.task import make_dataset
+
         return {
             script_args.dataset_train_split: make_dataset(script_args.num_prompts, recipe.config.seed),
             script_args.dataset_test_split: make_dataset(64, recipe.config.seed, split="test"),
@@ -143,6 +158,8 @@ def make_trainer(words: list[str]) -> tuple[Any, ScriptArguments]:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--help-fields"]:
+        return print_own_fields()
     try:
         with one_line_errors(ImportError, OSError):
             trainer, script_args = make_trainer(sys.argv[1:])

@@ -107,31 +107,34 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
     """Collects what the trainer scores, batch by batch, before it is shuffled, with the rows that it belongs to."""
     batches: list[dict[str, Any]] = []
     rows: list[Any] = []
-    score, buffered = trainer._generate_and_score_completions, trainer._collect_inputs
+    source, score = trainer._sources[0], trainer._generate_and_score_completions
+    next_inputs = source.next_inputs
 
-    def recorded_inputs(num_rows: int) -> list[dict[str, Any]]:
-        rows[:] = buffered(num_rows)
+    def recorded_inputs(inputs: Any) -> list[dict[str, Any]]:
+        rows[:] = next_inputs(inputs)
         return list(rows)
 
     def recorded(inputs: Any) -> dict[str, Any]:
+        rows.clear()
         output = score(inputs)
         batches.append({"inputs": list(rows) or inputs, **output})
         return output
 
-    trainer._collect_inputs, trainer._generate_and_score_completions = recorded_inputs, recorded
+    source.next_inputs, trainer._generate_and_score_completions = recorded_inputs, recorded
     return batches
 
 
 def record_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
     """Collects how old the tokens of each batch are that is not the loader's: runs of age and count, row by row."""
-    ages, collect = [], trainer._collect_inputs
+    ages, source = [], trainer._sources[0]
+    next_inputs = source.next_inputs
 
-    def collected(num_rows: int) -> Any:
-        inputs = collect(num_rows)
+    def recorded(inputs: Any) -> Any:
+        inputs = next_inputs(inputs)
         ages.append(trainer._batches.last.ages)
         return inputs
 
-    trainer._collect_inputs = collected
+    source.next_inputs = recorded
     return ages
 
 

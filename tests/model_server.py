@@ -14,7 +14,6 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from tests.engines.fake_server import fake_server
-from trl_darts import trainer as trainer_module
 from trl_darts.engines import VLLMServerEngine, vllm_generation
 from trl_darts.engines.preflight import ServerFacts
 
@@ -106,7 +105,7 @@ def model_server(model_dir: Path, monkeypatch: Any) -> Iterator[tuple[ModelServe
             engines.append(VLLMServerEngine([url], settings.deadlines))
             return engines[-1], facts
 
-        monkeypatch.setattr(trainer_module, "connect", connect)
+        monkeypatch.setattr(vllm_generation, "connect", connect)
         monkeypatch.setattr(vllm_generation, "FleetVLLMClient", lambda *args, **kwargs: server)
         yield server, {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
         for engine in engines:

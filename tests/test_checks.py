@@ -15,7 +15,6 @@ from trl_darts.checks import (
     check_arguments,
     check_datasets,
     check_path,
-    check_positions,
     has_images,
     other_model,
     warn_of_cut_long_ends,
@@ -139,7 +138,7 @@ def test_model_that_vllm_has_changed():
 
     Changed.__call__.__module__ = "vllm.compilation.decorators"
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), Changed(1, 1))
-    with pytest.raises(ConfigurationError, match=r"`vllm_model_impl` \('auto'\) has vLLM change Changed"):
+    with pytest.raises(ConfigurationError, match=r"`vllm_model_impl` \('auto'\) makes vLLM patch Changed"):
         check_path(trainer(use_vllm=True, vllm_mode="colocate", model=model))
     check_path(trainer(use_vllm=True, model=model))  # servers have processes of their own
 
@@ -224,7 +223,6 @@ def test_prompts_that_fill_the_model(tmp_path, model_dir):
         ConfigurationError, match=r"1 prompts of the training data set leave no room .*prompt 9 has 5000"
     ):
         make_trainer(model_dir, make_args(tmp_path), train_dataset=rows)
-    check_positions(SimpleNamespace(get_text_config=lambda: None), [[1] * 9999], "it")  # a model without a limit
 
 
 def test_rows_that_no_checkpoint_can_hold():

@@ -17,13 +17,12 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_darts import DARTSGRPOConfig
+from trl_darts.config import OWN_CLASSES, TRL_RULES, VLLM_RULES
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
-from trl_darts.server_fields import SERVER_DEFAULTS
-from trl_darts.settings import TRL_CHOICES, TRL_VLLM_CHOICES, RolloutSettings
 
 
-CHOICES = TRL_CHOICES | TRL_VLLM_CHOICES
+CHOICES = {name: rule.choices for name, rule in (TRL_RULES | VLLM_RULES).items() if rule.choices}
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}
 TAIL = {**SERVER, "vllm_tail_server_url": "http://t:1", "tail_switch_at": 4}
 AHEAD = {**SERVER, "rollout_ahead": 1}
@@ -129,6 +128,7 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "http://a"},
             r"`vllm_server_host` \('http://htt",
         ),
+        ({"max_completion_length": 0}, r"`max_completion_length` \(0\) must be at least 1"),
         ({"loss_type": "gpro"}, r"`loss_type` \('gpro'\) must be one of 'grpo', 'dr_grpo'"),
         (
             {"use_vllm": True, "vllm_importance_sampling_mode": "mask"},
@@ -146,7 +146,7 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             r"`sync_ref_model` \(True\) needs a reference model, and with `beta` \(0.0\) there",
         ),
         ({"temperature": None}, r"`temperature` \(None\) must be positive"),
-        ({"learning_rate": math.nan}, r"`learning_rate` \(nan\) must be finite"),
+        ({"learning_rate": math.nan}, r"`learning_rate` \(nan\) must be at least 0 and finite"),
         ({"top_p": 0.0}, r"`top_p` \(0.0\) must be greater than 0 and at most 1"),
         ({"min_p": -0.1}, r"`min_p` \(-0.1\) must be between 0 and 1"),
         ({"repetition_penalty": 0.0}, r"`repetition_penalty` \(0.0\) must be positive"),
@@ -160,7 +160,7 @@ def test_refused(kwargs, words):
         config(**kwargs)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(RolloutSettings)])
+@pytest.mark.parametrize("name", [name for cls in OWN_CLASSES for name in cls.__annotations__])
 def test_every_field_has_its_type_checked_before_it_is_read(name):
     with pytest.raises(ConfigurationError, match=rf"^`{name}` \(b'8'\) must be of type "):
         config(**{name: b"8"})
@@ -279,12 +279,7 @@ def test_a_copy_with_other_fields_computes_its_defaults_again():
 def test_files_have_plain_values():
     values = config(schedule="sorted").to_dict()
     assert yaml.safe_load(yaml.safe_dump(values)) == json.loads(json.dumps(values)) == values
-    assert (values["max_num_generations"], values["sorted_mode"]) == (16, "on_policy")
-
-
-def test_defaults_of_the_servers_are_trls():
-    defaults = {field.name: field.default for field in fields(GRPOConfig)}
-    assert {name: defaults[name] for name in SERVER_DEFAULTS} == SERVER_DEFAULTS
+    assert (values["max_num_generations"], values["sorted_mode"]) == (8, "on_policy")
 
 
 def test_a_predicted_switch_needs_a_profile_of_both_layouts(tmp_path):

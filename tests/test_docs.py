@@ -15,7 +15,6 @@ from docs.hooks.links import on_page_markdown
 from docs.hooks.settings_table import PAGE, settings_page, table_row
 from trl_darts import DARTSGRPOConfig
 from trl_darts.buffer.batches import BufferedRows
-from trl_darts.rows import KeptRows
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
 from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, bias_metrics, buffer_metrics, rollout_metrics
 
@@ -206,9 +205,8 @@ def emitted_metrics() -> set[str]:
     record = RolloutRecord(
         admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), 2, carries_over=True, **more
     )
-    rows = BufferedRows(
-        KeptRows([[1]], None), [0], [0], [[(1, 1)]], {"waiting": 1, "partial": 0, "complete": 0}, {0: 0}, True
-    )
+    states = {"waiting": 1, "partial": 0, "complete": 0}
+    rows = BufferedRows([[1]], None, entry_ids=[0], left=[0], ages=[[(1, 1)]], states=states, is_long=True)
     ours = {
         **rollout_metrics(record),
         **bias_metrics(record, torch.tensor([[0.0], [1.0]]), torch.ones(1)),

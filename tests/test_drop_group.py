@@ -153,7 +153,7 @@ def test_filler_rows_call_no_tools(server, model_dir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", tool_call_loop)
     trainer = make_trainer(model_dir, server_args(tmp_path, server))
-    trainer._fillers = frozenset([1])
+    trainer._source.fillers = frozenset([1])
     call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
     trainer._tool_call_loop(["p"] * 3, [[5]] * 3, [[6]] * 3, [[dict(call)] for _ in range(3)], None, None, {})
     assert ["tool_calls" in message for message in seen] == [True, False, True]

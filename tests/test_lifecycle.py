@@ -63,7 +63,7 @@ def test_a_second_training_begins_with_an_empty_buffer(model_dir, tmp_path, monk
     assert Counter(trained) == dict.fromkeys(PROMPTS["prompt"], 4)
     assert launched == ([0, 1] if "rollout_ahead" in fields else [])  # nothing would train on another
     assert len(rollout_logs(trainer)) == 3
-    assert trainer._totals.num_rollouts == 3
+    assert trainer._rollout_log.totals.num_rollouts == 3
 
 
 def test_a_training_that_stopped_within_a_batch_is_not_gone_on_with(model_dir, tmp_path, monkeypatch):

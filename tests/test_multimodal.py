@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.engines.factory import process_rows
 
 
 class Processor:
@@ -48,14 +49,14 @@ def trainer():
     trainer = object.__new__(DARTSGRPOTrainer)  # its `__init__` needs a model
     attributes = {"_is_vlm": True, "environment_factories": None, "tools": None, "chat_template": None}
     vars(trainer).update(attributes, chat_template_kwargs={}, processing_class=Processor())
-    trainer._tokenize_prompts(PROMPTS)
+    trainer._prompts = PROMPTS
     return trainer
 
 
 @pytest.mark.parametrize("rows", [[2, 0, 2, 2, 3], [1, 2], [4, 3, 2, 1, 0], [0], [1, 1, 0]])
 def test_fields_are_those_of_the_rows(trainer, rows):
     """Repeated, in another order, with several images and without one: what the processor makes of those prompts."""
-    images, fields = trainer._process_rows(rows)
+    images, fields = process_rows(trainer, rows)
     assert images == [IMAGES[row] or None for row in rows]
     numbers = [float(image) for row in rows for image in IMAGES[row] for _ in range(image)]
     assert fields["pixel_values"][:, 0].tolist() == numbers
@@ -64,15 +65,15 @@ def test_fields_are_those_of_the_rows(trainer, rows):
 
 
 def test_rows_without_images_have_no_fields_of_images(trainer):
-    images, fields = trainer._process_rows([1, 4, 1])
+    images, fields = process_rows(trainer, [1, 4, 1])
     assert images is None
     assert fields == {"token_type_ids": [[1, 1], [4, 4], [1, 1]]}
 
 
 def test_rows_are_those_of_the_batch_that_was_tokenized_last(trainer):
-    trainer._tokenize_prompts(PROMPTS[2:])
-    assert trainer._process_rows([0, 1])[0] == [[6, 2], [1]]
-    assert trainer._process_rows([2, 0])[0] == [None, [6, 2]]  # not those that were processed last
+    trainer._prompts = PROMPTS[2:]
+    assert process_rows(trainer, [0, 1])[0] == [[6, 2], [1]]
+    assert process_rows(trainer, [2, 0])[0] == [None, [6, 2]]  # not those that were processed last
 
 
 def test_rows_of_environments_keep_their_tools(trainer):
@@ -82,7 +83,7 @@ def test_rows_of_environments_keep_their_tools(trainer):
     trainer._env_tools = {name: [SimpleNamespace(name=name)] for name in names}
     trainer._batch_environments = names
     trainer.processing_class.calls.clear()
-    images, _ = trainer._process_rows([3, 1, 3])
+    images, _ = process_rows(trainer, [3, 1, 3])
     assert images == [[1], None, [1]]
     seen = [(row, tools[0].name) for call in trainer.processing_class.calls for row, tools in call]
     assert seen == [(3, "c"), (1, "b"), (3, "c")]

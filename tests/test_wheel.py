@@ -53,7 +53,9 @@ def test_wheel(tmp_path, model_dir):
     (own / "needs.pth").write_text("\n".join(site.getsitepackages()))
     shutil.rmtree(source)
     assert "report" in run(python.with_name("trl-darts"), "--help")
+    run(python.with_name("trl-darts"), "quickstart", "--steps", "1")  # its model is in the wheel
+    assert (tmp_path / "outputs" / "quickstart" / "comparison.png").exists()
     (tmp_path / "script.py").write_text(SCRIPT.replace("MODEL", repr(str(model_dir))))
     assert Path(run(python, "script.py").splitlines()[-1]).is_relative_to(own)
     run(python.with_name("trl-darts"), "report", "out", "--output", "report.html")  # its page is in the wheel
-    assert "by [trl_darts]" in (tmp_path / "out" / "README.md").read_text()
+    assert "by trl_darts " in (tmp_path / "out" / "README.md").read_text()

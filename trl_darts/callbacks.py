@@ -12,11 +12,11 @@ from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, save_buffer, warn_of_lost_prompts
 from .engines.main_process import MainProcess
 from .errors import ConfigurationError, StateMismatchError
-from .history import LENGTHS_FILE, length_source, load_history
 from .policy import LengthTracker
-from .resume import TRAINER_STATE
 from .scheduling import AdmissionPolicy
+from .telemetry.length_history import LENGTHS_FILE, length_source, load_history
 from .telemetry.log import SETTINGS, append_entry
+from .training.resume import TRAINER_STATE
 
 
 logger = get_logger(__name__)

@@ -1,51 +1,328 @@
-"""
-`DARTSGRPOConfig`: TRL's `GRPOConfig`, the settings of rollouts, and the Hub.
-"""
+"""`DARTSGRPOConfig`: TRL's `GRPOConfig` with the fields that shape rollouts, concern servers, and concern training."""
 
+import math
+import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
-from .hub import PublishedConfig
+from .engines.sampling import not_carried
+from .engines.server_fields import ServerFields
+from .errors import ConfigurationError
+from .policy import LatencyCurve
+from .recipes.hub import PublishedConfig
 from .scheduling import ScheduleSettings
-from .scheduling.setting import unmarked
-from .settings import RolloutSettings
+from .scheduling.setting import POSITIVE, Rule, at_least, check_fields, one_of, setting, unmarked
 
 
-BATCH_ERROR = "must be divisible by num_generations"  # of TRL, which does not say where the batch is from
+# TRL does not check these values before it computes with them, or passes them on to an engine that refuses them: a
+# run would end in its first step, or when the model is loaded.
+TRL_RULES = {
+    "loss_type": one_of(("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")),
+    "importance_sampling_level": one_of(("token", "sequence")),
+    "multi_objective_aggregation": one_of(("sum_then_normalize", "normalize_then_sum")),
+    "scale_rewards": one_of(("group", "batch", "none")),
+    "learning_rate": Rule(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    **dict.fromkeys(("epsilon", "epsilon_high"), at_least(0)),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), at_least(1)),
+    **dict.fromkeys(("steps_per_generation", "num_iterations", "max_completion_length"), at_least(1)),
+    "temperature": Rule(lambda value: 0 < (value or 0) < math.inf, "positive and finite: logits are divided by it"),
+    "top_p": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, which keeps all tokens"),
+    "top_k": Rule(lambda value: value >= 0, "at least 1, or 0, which keeps all tokens"),
+    "min_p": Rule(lambda value: 0 <= value <= 1, "between 0 and 1"),
+    "repetition_penalty": Rule(lambda value: 0 < value < math.inf, "positive and finite; 1 has no effect"),
+}
+VLLM_RULES = {  # with `use_vllm`
+    "vllm_mode": one_of(("server", "colocate")),
+    "vllm_importance_sampling_mode": one_of(("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
+    "top_k": Rule(lambda value: value >= -1, "at least 1, or 0 or -1, which keep all tokens"),
+}
+VESPO_RULE = one_of(("token_truncate", "token_mask"))
+BATCH_ERROR = "must be divisible by num_generations"  # of TRL, which does not say what the batch was computed from
 
 
 @dataclass
-class DARTSGRPOConfig(RolloutSettings, PublishedConfig, GRPOConfig):  # type: ignore[misc]  # TRL's may be `None`
+class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignore[misc]  # TRL's may be `None`
     r"""
     Configuration class for the [`DARTSGRPOTrainer`].
 
-    It adds fields to [`~trl.GRPOConfig`]: those of [`ScheduleSettings`], which shape rollouts, and of
-    [`RolloutSettings`]. Each field's help says what it means. [`PublishedConfig`] takes a config from the Hub, and
-    publishes it.
-    `vllm_server_base_url` may name several servers, separated by commas; the key of servers that ask for one is read
-    from the environment's `VLLM_API_KEY`.
+    It adds fields to [`~trl.GRPOConfig`]: those of [`ScheduleSettings`], which shape rollouts, those of
+    [`ServerFields`], which concern vLLM servers, and its own. Each field's help says what it means.
+    [`PublishedConfig`] loads a config from the Hub, and publishes it. `vllm_server_base_url` may name several servers,
+    separated by commas. A key for the servers is read from the environment variable `VLLM_API_KEY`.
 
-    A default that depends on other fields, such as `max_num_generations`, is filled in when the config is made.
-    `dataclasses.replace` computes it again for the new fields. TRL's own are handed on as if they had been set.
+    A default that depends on other fields, such as `max_num_generations`, is computed when the config is made.
+    `dataclasses.replace` computes it again for the new fields. It passes TRL's own on as if they had been set.
 
     Raises:
         [`ConfigurationError`]: If a field can't work. Names it, its value, the rule and a remedy.
     """
 
+    # The budget
+    latency_curve: str | None = setting(
+        None,
+        "Path of a JSON file with the engine's latency per token, as `trl-darts profile` writes it. Gives the cost of "
+        "a candidate where `redundancy_cost_weight` is set. Read when the trainer is built.",
+    )
+
+    # History
+    length_history: str | None = setting(
+        None,
+        "What an earlier run learned of response lengths, used from the first step on: a checkpoint or its "
+        "`darts_lengths.npz`, or the `output_dir` of a run with `save_rollout_trace`. Model and tokenizer must "
+        "be the same; a later checkpoint of the same model is accepted. A resumed run uses its checkpoint's lengths "
+        "instead.",
+    )
+
+    # Streaming: what the trainer computes while vLLM servers still write the last long answers
+    stream_logprobs: bool = setting(
+        False,
+        "Whether log-probs of the policy, and of the reference model where `beta` is not zero, are computed as tokens "
+        "arrive, instead of all of them after the rollout. Only with `vllm_mode='server'`, and with text.",
+    )
+    stream_chunk_tokens: Annotated[int, at_least(1)] = setting(
+        256,
+        "Fewest new tokens of an unfinished candidate that are scored at once. The rest is scored when the candidate "
+        "is finished.",
+    )
+    stream_batch_tokens: Annotated[int, at_least(1)] = setting(
+        8192, "Most tokens of one such forward pass, padding included."
+    )
+    stream_cache_gib: Annotated[float, POSITIVE] = setting(
+        4.0,
+        "GiB for keys and values on each process: a third for those that are kept, the rest for the current pass. "
+        "When it is full, candidates wait until others have finished. A row that does not fit by itself is scored as "
+        "without streaming.",
+    )
+    stream_rewards: bool = setting(
+        False,
+        "Whether reward functions are called for each group as soon as its rows are chosen, while others decode, "
+        "instead of once for the whole batch. The rewards are the same for functions that score each sample by "
+        "itself, but not for one that compares samples across groups. Only with `vllm_mode='server'`.",
+    )
+    stream_reward_timeout_s: Annotated[float, POSITIVE] = setting(
+        60.0,
+        "Deadline of one call of a reward function in seconds. If a call exceeds it, its rows get no reward from that "
+        "function.",
+    )
+
+    # Training
+    trim_padding: bool = setting(
+        True,
+        "Whether rows of similar length share a micro-batch, and each micro-batch is as wide as its own longest row. "
+        "TRL pads all rows of a process's generation batch to the longest of them. The gradient of an optimizer step "
+        "is the same up to rounding. Set it to `False` for TRL's numbers to the last bit, or where a subclass adds "
+        "tensors of its own to a batch.",
+    )
+
+    # Logging
+    save_rollout_trace: bool = setting(
+        False,
+        "Whether to write every rollout's candidates (lengths, finish reasons, which were kept) as Parquet files to "
+        "`output_dir/rollouts`.",
+    )
+
     def __post_init__(self) -> None:
-        self.forget_filled_in()  # before the Hub's part looks at what is set
-        self.check_types()
-        self.check_group()
+        self.forget_filled_in()  # before `PublishedConfig` looks at what was set
+        if type(self.num_generations) is int and self.num_generations < 2:  # the simulator takes 1
+            raise ConfigurationError(
+                f"`num_generations` ({self.num_generations}) must be at least 2, because an advantage compares the "
+                "answers to a prompt. Raise it."
+            )
+        check_fields(self, *OWN_CLASSES)
         try:
-            super(ScheduleSettings, self).__post_init__()  # TRL's, which fills in what is read below
+            PublishedConfig.__post_init__(self)  # and TRL's, which fills in what is read below
         except ValueError as error:
             if BATCH_ERROR not in str(error):
                 raise
-        self.check_batch(self.world_size)  # instead of TRL's error, not on top of it
-        self.check()
+        self._check_batch()  # outside of the `except`: it replaces TRL's error
+        ScheduleSettings.__post_init__(self)
+        self._check_lengths()
+        self._check_trl()
+        self._check_servers()
+        self._check_generation_kwargs()
+        self._check_streams()
+        self._check_ahead()
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields with their values, also those that were filled in: to a config made of it, they were all set."""
+        """All fields with their values, including computed ones. A config made of it takes all of them as set."""
         return {name: unmarked(value) for name, value in super().to_dict().items()}
+
+    def _check_batch(self) -> None:
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        processes = self.world_size
+        rows = self.generation_batch_size or self.per_device_train_batch_size * processes * steps
+        if rows % self.num_generations:
+            raise ConfigurationError(
+                f"The generation batch ({rows} rows: `per_device_train_batch_size` "
+                f"({self.per_device_train_batch_size}) × {processes} process{'es' * (processes != 1)} × "
+                f"`steps_per_generation` ({steps})) must be divisible by `num_generations` ({self.num_generations}). "
+                "Change one of them."
+            )
+
+    def _check_lengths(self) -> None:
+        if self.redundancy_cost_weight is not None and self.latency_curve is None:
+            raise ConfigurationError(
+                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) needs `latency_curve`, which says what a "
+                "candidate costs. Measure one with `trl-darts profile`, or leave it unset for a budget by "
+                "`target_redundancy`."
+            )
+        if self.length_history is not None and not self.reads_lengths:
+            raise ConfigurationError(
+                f"`length_history` ({self.length_history!r}) has no effect with `schedule` ({self.schedule!r}) and "
+                f"`submit_order` ({self.submit_order!r}), which do not depend on lengths. Leave it unset."
+            )
+
+    def _check_trl(self) -> None:
+        for name, rule in (TRL_RULES | VLLM_RULES if self.use_vllm else TRL_RULES).items():
+            value = getattr(self, name)
+            if value is not None or name == "temperature":  # others that are unset are the engine's
+                rule.check(name, value)
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
+            raise ConfigurationError(
+                f"`num_train_epochs` ({self.num_train_epochs}) must be positive and finite where `max_steps` "
+                f"({self.max_steps}) does not end the run. Correct it, or set `max_steps`."
+            )
+        if self.sync_ref_model and self.beta == 0:
+            raise ConfigurationError(
+                f"`sync_ref_model` (True) needs a reference model, and with `beta` ({self.beta}) there is none. Set "
+                "`beta` to a positive value, or leave `sync_ref_model` out."
+            )
+        mode = self.vllm_importance_sampling_mode
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        if self.loss_type == "vespo" and corrects and not VESPO_RULE.allows(mode):
+            raise ConfigurationError(
+                f"`vllm_importance_sampling_mode` ({mode!r}) must be {VESPO_RULE.text} with `loss_type='vespo'`, "
+                "which weights sequences itself. Change one of them."
+            )
+
+    def _check_generation_kwargs(self) -> None:
+        kwargs: Any = self.generation_kwargs or {}
+        if kwargs.get("n", 1) != 1:
+            raise ConfigurationError(
+                f"`generation_kwargs['n']` ({kwargs['n']}) must be left out. The number of completions per prompt is "
+                "`num_generations`, and of candidates `max_num_generations`."
+            )
+        for name, value in self.not_carried.items():
+            if self.keeps_tokens:
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) does not run with `schedule` ({self.schedule!r}), which continues "
+                    "unfinished completions in another request, where the server applies this option to the new "
+                    "tokens only. Leave it out, or use a schedule that keeps no tokens."
+                )
+            if self.tail_urls and self.tail_switch_at != 0:
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) does not run with a switch to `vllm_tail_server_url` "
+                    f"({self.vllm_tail_server_url!r}), whose servers would apply this option to the new tokens only. "
+                    "Leave it out, or set `tail_switch_at=0` with a `tail_share`."
+                )
+        remedies = {
+            "stop_strings": "Leave it out, or set `schedule='grpo'`, or use vLLM with `stop`.",
+            "eos_token_id": "Set it in the `generation_config` of the model, or set `schedule='grpo'`.",
+        }
+        for name, remedy in remedies.items():
+            if kwargs.get(name) and self.schedule != "grpo" and not self.use_vllm:
+                raise ConfigurationError(
+                    f"`generation_kwargs[{name!r}]` ({kwargs[name]!r}) does not run with `schedule` "
+                    f"({self.schedule!r}) on the transformers engines: a completion is complete at an end-of-sequence "
+                    f"token of the model. {remedy}"
+                )
+
+    def _check_streams(self) -> None:
+        if self.stream_batch_tokens < self.stream_chunk_tokens:
+            raise ConfigurationError(
+                f"`stream_batch_tokens` ({self.stream_batch_tokens}) must be at least `stream_chunk_tokens` "
+                f"({self.stream_chunk_tokens}): a forward pass takes whole chunks. Raise it, or lower that."
+            )
+        for name in ("stream_logprobs", "stream_rewards"):
+            if getattr(self, name) and not self.uses_servers:
+                raise ConfigurationError(
+                    f"`{name}` (True) only has an effect with vLLM servers: an in-process engine leaves no time for "
+                    "it. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
+                )
+        reasons = {
+            "drop_uniform_groups": "which groups are trained on is only known once their rewards are",
+            "defer_unsettled_groups": "which groups are trained on is only known once their rewards are",
+            "rollout_ahead": "the model trains while candidates decode",
+        }
+        for name, reason in reasons.items():
+            if self.stream_logprobs and (value := getattr(self, name)):
+                raise ConfigurationError(
+                    f"`stream_logprobs` (True) does not run with `{name}` ({value}): {reason}. Set one of them to its "
+                    "default."
+                )
+
+    def _check_ahead(self) -> None:
+        steps = (self.steps_per_generation or 1) * self.num_iterations // self.gradient_accumulation_steps
+        if self.rollout_ahead and self.mask_stale_after is not None and self.mask_stale_after < steps:
+            raise ConfigurationError(
+                f"`mask_stale_after` ({self.mask_stale_after}) would mask all tokens with `rollout_ahead` "
+                f"({self.rollout_ahead}), which are {steps} optimizer steps old or older. Raise it to at least "
+                f"{steps}, or leave it unset."
+            )
+
+    def check_start(self) -> None:
+        """
+        Refuses what no trainer can start with, whatever its model and data. Not part of making a config, because a
+        published one can be made where its files and servers are not. Raises [`ConfigurationError`].
+        """
+        self.load_latency_curve()
+        super().check_start()
+        if self.length_history is not None and not os.path.exists(self.length_history):
+            raise ConfigurationError(
+                f"`length_history` ({self.length_history!r}) must be a checkpoint, its `darts_lengths.npz`, or the "
+                "`output_dir` of a run with `save_rollout_trace`, and does not exist. Correct its path."
+            )
+        if self.buffers_prompts and not self.uses_servers:
+            raise ConfigurationError(
+                f"{self.own_prompts} with an engine in the trainer's own process. Set `use_vllm=True` and "
+                f"`vllm_mode='server'`, or {self.without_own_prompts}."
+            )
+        if not self.stream_logprobs or self.vllm_importance_sampling_correction or self.beta != 0.0:
+            return
+        if self.gradient_accumulation_steps % ((self.steps_per_generation or 1) * self.num_iterations) == 0:
+            raise ConfigurationError(
+                "`stream_logprobs` (True) has nothing to compute: with `vllm_importance_sampling_correction=False` "
+                "and `beta=0.0` no log-probs are needed before the loss. Set it to `False`."
+            )
+
+    @property
+    def not_carried(self) -> dict[str, Any]:
+        """Sampling options that a completion loses when it moves to another server."""
+        kwargs: Any = self.generation_kwargs or {}
+        regex = {"vllm_structured_outputs_regex": self.vllm_structured_outputs_regex}
+        return {**not_carried(kwargs), **(regex if any(regex.values()) else {})}
+
+    @property
+    def colocates(self) -> bool:
+        """Whether vLLM generates in the trainer's own processes, on their GPUs."""
+        return self.use_vllm and self.vllm_mode == "colocate"
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that decode a batch together: servers, or groups of processes."""
+        if not self.use_vllm:
+            return int(self.world_size)
+        if self.vllm_mode == "server":
+            return len(self.server_urls)
+        return int(self.world_size) // self.vllm_tensor_parallel_size
+
+    @property
+    def pool_ratio(self) -> float:
+        """Candidates per row, at most."""
+        return self.max_num_generations / self.num_generations if self.over_provisions else 1.0
+
+    def load_latency_curve(self) -> LatencyCurve | None:
+        """
+        The curve that `latency_curve` names. It is read only here, because a published config can be made where the
+        file is missing.
+
+        Raises:
+            [`ConfigurationError`]: If the file is missing or malformed.
+        """
+        return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve, "latency_curve")
+
+
+OWN_CLASSES = (ScheduleSettings, DARTSGRPOConfig, ServerFields)
+"""The classes whose fields `DARTSGRPOConfig` adds to TRL's."""

@@ -14,6 +14,10 @@ class ConfigurationError(TRLDARTSError, ValueError):
     """
 
 
+class UnsupportedTRLError(TRLDARTSError, ImportError):
+    """The installed TRL lacks something that `trl_darts` overrides or calls. Names it."""
+
+
 class StateMismatchError(TRLDARTSError, ValueError):
     """A saved state does not belong to the object that should load it. Prints both sets of keys."""
 

@@ -10,4 +10,4 @@ def is_matplotlib_available() -> bool:
 def require_matplotlib() -> None:
     """Raises `ImportError` with the command that installs it, where matplotlib is missing."""
     if not is_matplotlib_available():
-        raise ImportError("Figures need matplotlib. Install it with `pip install 'trl-darts[plots]'`.")
+        raise ImportError("Figures need matplotlib. Install it with `pip install 'trl-darts[report]'`.")

@@ -30,6 +30,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.analysis.plots import plot_comparison, series
+from trl_darts.import_utils import is_matplotlib_available
 
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
@@ -153,9 +154,12 @@ def main() -> None:
     for quantity in cells["GRPO"]:
         table.add_row(quantity, *(cells[name][quantity] for name in RUNS))
     console.print(table)
-    picture = args.output_dir / "comparison.png"
-    plot_comparison(runs, picture)
-    console.print(f"picture: {picture}")
+    if is_matplotlib_available():
+        picture = args.output_dir / "comparison.png"
+        plot_comparison(runs, picture)
+        console.print(f"picture: {picture}")
+    else:
+        console.print("No picture, which needs matplotlib: `pip install 'trl-darts[report]'`.", markup=False)
     directories = " ".join(f"'{args.output_dir / name}'" for name in RUNS)
     console.print(f"more: trl-darts report {directories}", soft_wrap=True)
 

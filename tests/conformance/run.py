@@ -48,7 +48,7 @@ def play(trainer: Any, prompts: list[str], counts: list[int], schedule_settings:
     trainer._admission = FixedAdmission(counts)
     prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
     completions, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, M)
-    record = trainer._record
+    record = trainer._source.record
     return {
         "prompts": prompts,
         "completions": completions,

@@ -23,8 +23,8 @@ from accelerate.commands.launch import launch_command_parser
 from trl import GRPOTrainer, TrlParser
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
-from trl_darts.analysis.recipe import ARGUMENTS
 from trl_darts.cli import app
+from trl_darts.recipes.recipe import ARGUMENTS
 
 
 ROOT = Path(__file__).resolve().parents[2]

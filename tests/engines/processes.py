@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from tests.engines.threads import TIMEOUT_S, at_once, open_mailboxes
-from trl_darts.engines.director import Director
-from trl_darts.engines.links import RemoteLink
+from tests.policies import make_policies
+from trl_darts.engines.in_process.director import Director
+from trl_darts.engines.in_process.links import RemoteLink
+from trl_darts.engines.in_process.share import Link, Report, Share
 from trl_darts.engines.mailbox import Mailbox
-from trl_darts.engines.share import Link, Report, Share
-from trl_darts.scheduling import AssignedPlacement, FinishReason, GroupPlan, RolloutResult, Scheduler, make_policies
+from trl_darts.scheduling import AssignedPlacement, FinishReason, GroupPlan, RolloutResult, Scheduler
 
 
 M, M_UP = 3, 6
@@ -101,7 +102,7 @@ def make_director(
     lengths: Lengths, num_engines: int, mailbox: Mailbox | None = None, rollout: int = 1, **options: Any
 ) -> WatchedDirector:
     """Candidates are dealt out in turn, so that every group has some on every engine."""
-    policies = make_policies("darts", M, M_UP, 1, **options)
+    policies = make_policies("darts", M, max_num_generations=M_UP, **options)
     numbers = iter(range(10**6))
     placement = AssignedPlacement([[str(next(numbers) % num_engines) for _ in group] for group in lengths])
     plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]

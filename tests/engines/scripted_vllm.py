@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from trl_darts.engines.share import Report, Share, Slot
+from trl_darts.engines.in_process.share import Report, Share, Slot
 
 
 NEVER = 10**9
@@ -28,10 +28,10 @@ class LazyNames:
         "LLMEngine": "vllm.v1.engine.llm_engine",
         "LogprobsLists": "vllm.v1.outputs",
         "OutputProcessor": "vllm.v1.engine.output_processor",
-        "PROGRESS_INTERVAL": "trl_darts.engines.vllm_colocated",
+        "PROGRESS_INTERVAL": "trl_darts.engines.in_process.vllm_colocated",
         "RequestOutputKind": "vllm.sampling_params",
         "SamplingParams": "vllm",
-        "SteppedLLM": "trl_darts.engines.vllm_colocated",
+        "SteppedLLM": "trl_darts.engines.in_process.vllm_colocated",
     }
 
     def __getattr__(self, name: str) -> Any:
@@ -173,6 +173,7 @@ class World:
         engine.output_processor = vllm.OutputProcessor(tokenizer, log_stats=False)
         engine.input_processor = Inputs()
         engine.engine_core = self.core
+        engine.renderer = SimpleNamespace(mm_processor_cache=None)  # asked in each step since vLLM 0.32
         return engine
 
     def generate(self, prompts: Sequence[Any] | None = None, **params: Any) -> list[Any]:

@@ -4,15 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from trl_darts.engines.director import Director
-from trl_darts.engines.share import Report, Share, Slot
+from tests.policies import make_policies
+from trl_darts.engines.in_process.director import Director
+from trl_darts.engines.in_process.share import Report, Share, Slot
 from trl_darts.errors import GenerationError
-from trl_darts.scheduling import (
-    FinishReason,
-    GroupPlan,
-    Scheduler,
-    make_policies,
-)
+from trl_darts.scheduling import FinishReason, GroupPlan, Scheduler
 
 
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
@@ -20,7 +16,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 def darts_director(counts: Sequence[int], num_engines: int = 1, **kwargs) -> Director:
     """M = 2 of at most 4."""
-    scheduler = Scheduler(make_policies("darts", 2, 4, 1, **kwargs), 2)
+    scheduler = Scheduler(make_policies("darts", 2, **kwargs), 2)
     return Director(scheduler, [GroupPlan(index, count) for index, count in enumerate(counts)], range(num_engines))
 
 

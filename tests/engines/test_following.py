@@ -11,8 +11,8 @@ import torch
 
 from tests.engines.processes import NEVER, Decoder, make_director
 from tests.engines.threads import in_threads
-from trl_darts.engines.links import FollowingLink
-from trl_darts.engines.share import Link, Report, Share
+from trl_darts.engines.in_process.links import FollowingLink
+from trl_darts.engines.in_process.share import Link, Report, Share
 from trl_darts.errors import GenerationError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
-from trl_darts.engines import hf_continuous
-from trl_darts.engines.hf_continuous import ScheduledManager, scheduled_batching
-from trl_darts.engines.share import Report, Share, Slot
+from trl_darts.engines.in_process import hf_continuous
+from trl_darts.engines.in_process.hf_continuous import ScheduledManager, scheduled_batching
+from trl_darts.engines.in_process.share import Report, Share, Slot
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import FinishReason
 
@@ -278,7 +278,7 @@ def test_a_broken_thread_is_an_error():
     manager.background_thread_status.fatal_error = RuntimeError("CUDA error: an illegal memory access")
     model, share = FakeModel(manager), Share([Slot(0, 0, 0)], Link(), False)
     with (
-        pytest.raises(GenerationError, match="Continuous batching broke: CUDA error"),
+        pytest.raises(GenerationError, match="Continuous batching failed: CUDA error"),
         scheduled_batching(model, share, [EOS]),
     ):
         assert model.generate_batch([[5]]) == {}

@@ -15,12 +15,13 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
 from tests.engines.settings import engine_settings
-from trl_darts.engines import hf_continuous
-from trl_darts.engines.director import Director
-from trl_darts.engines.hf_continuous import scheduled_batching
-from trl_darts.engines.share import Report, Share
+from tests.policies import make_policies
+from trl_darts.engines.in_process import hf_continuous
+from trl_darts.engines.in_process.director import Director
+from trl_darts.engines.in_process.hf_continuous import scheduled_batching
+from trl_darts.engines.in_process.share import Report, Share
 from trl_darts.errors import GenerationError
-from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler
 
 
 EOS = 1
@@ -76,7 +77,7 @@ def rollout(
     **options: Any,
 ) -> tuple[Director, Share, dict[str, GenerationOutput], RecordingLink]:
     """What TRL's path of continuous batching does: one call for all rows. Prompts differ in their first token."""
-    policies = make_policies(schedule, 4, 8, 1, **options)
+    policies = make_policies(schedule, 4, **options)
     director = Director(Scheduler(policies, 4), [GroupPlan(index, count) for index, count in enumerate(counts)])
     link = RecordingLink(director, error)
     share = Share(director.slots[0], link, director.scheduler.needs_progress)
@@ -155,7 +156,7 @@ def source(function: Any) -> str:
 
 
 def hook(name: str) -> str:
-    return f"transformers' `{name}` is not what it was. It is used by trl_darts/engines/hf_continuous.py."
+    return f"transformers' `{name}` is not what it was. It is used by trl_darts/engines/in_process/hf_continuous.py."
 
 
 def test_generate_batch_takes_its_manager_from_the_model():

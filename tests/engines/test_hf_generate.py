@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from trl_darts.engines.director import Director
-from trl_darts.engines.hf_generate import SchedulerCriterion, replaced, stopping_criterion
-from trl_darts.engines.share import Share
-from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
+from tests.policies import make_policies
+from trl_darts.engines.in_process.director import Director
+from trl_darts.engines.in_process.hf_generate import SchedulerCriterion, replaced, stopping_criterion
+from trl_darts.engines.in_process.share import Share
+from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler
 
 
 EOS, PAD = 1, 0
@@ -41,7 +42,7 @@ def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
 
 
 def rollout(model, counts, schedule="darts", max_new_tokens=200, seed=0, **kwargs):
-    policies = make_policies(schedule, num_generations=4, max_num_generations=8, num_longest=1, **kwargs)
+    policies = make_policies(schedule, 4, **kwargs)
     director = Director(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)])
     share = Share(director.slots[0], director, director.scheduler.needs_progress)
     criterion = SchedulerCriterion(share, [EOS])

@@ -31,10 +31,11 @@ from tests.engines.hostile_server import (
     HostileServer,
     right_answer,
 )
+from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.errors import GenerationError
-from trl_darts.scheduling import CandidateState, GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import CandidateState, GroupPlan, Scheduler, ScheduleSettings
 
 
 BODY = {"model": "m", "max_tokens": MAX_TOKENS, "logprobs": 0}
@@ -84,7 +85,7 @@ class Rollouts:
 
     def run(self, engine: VLLMServerEngine, num_groups: int, size: int, long_s: float = LONG_S) -> str | None:
         """One rollout; returns the error's words, if it is one."""
-        scheduler, error = Scheduler(make_policies("grpo", size, size, 0), size), None
+        scheduler, error = Scheduler(ScheduleSettings("grpo", size).policies(), size), None
         first, self.num_groups = self.num_groups, self.num_groups + num_groups
         plans = [GroupPlan(i, size) for i in range(num_groups)]
         prompts = [[ServerPrompt([first + i, index]) for index in range(size)] for i in range(num_groups)]
@@ -242,7 +243,7 @@ def test_badly_answered_aborts_do_not_hold_the_rollout_up(monkeypatch, status):
         return web.Response(status=status, body=PAGE)
 
     routes = {"POST /v1/completions": server.completions, "POST /abort_requests": abort}
-    scheduler = Scheduler(make_policies("darts", 2, 4, num_longest=0), 2)
+    scheduler = Scheduler(make_policies("darts", 2, num_longest=0), 2)
     with fake_server(routes) as url:
         engine = VLLMServerEngine([url], PATIENT)
         start = time.perf_counter()

@@ -19,15 +19,16 @@ from tests.engines.processes import (
     random_lengths,
 )
 from tests.engines.threads import in_threads, open_mailboxes
+from tests.policies import make_policies
 from tests.stub_engine import StubEngine
-from trl_darts.engines import director as director_module
-from trl_darts.engines import links
-from trl_darts.engines.director import Director
-from trl_darts.engines.links import RemoteLink
-from trl_darts.engines.share import Report
+from trl_darts.engines.in_process import director as director_module
+from trl_darts.engines.in_process import links
+from trl_darts.engines.in_process.director import Director
+from trl_darts.engines.in_process.links import RemoteLink
+from trl_darts.engines.in_process.share import Report
 from trl_darts.errors import GenerationError
 from trl_darts.policy import select_dual_end
-from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler
 from trl_darts.scheduling.types import FINAL_STATES
 
 
@@ -45,7 +46,7 @@ def test_processes_in_step_decide_what_one_engine_decides(options, seed):
     result = processes.run_in_step()
 
     engine = StubEngine(lengths, progress_interval=1)
-    scheduler = Scheduler(make_policies("darts", M, M_UP, 1, **options), M)
+    scheduler = Scheduler(make_policies("darts", M, max_num_generations=M_UP, **options), M)
     expected = engine.run(scheduler, [GroupPlan(index, len(group)) for index, group in enumerate(lengths)])
     for group, wanted in zip(result.groups, expected.groups, strict=True):
         assert group.selected == wanted.selected

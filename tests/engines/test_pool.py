@@ -11,14 +11,13 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts import waiting
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server, waiting
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import ServerPool, State, has_loaded_weights
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.engines.vllm_rollout import END_S
 from trl_darts.errors import GenerationError, GenerationTimeoutError
-from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
 BODY = {"model": "m", "max_tokens": 100, "logprobs": 0}
@@ -200,7 +199,7 @@ def test_draining():
 
 
 def rollout(engine, num_candidates=2):
-    scheduler = Scheduler(make_policies("grpo", num_candidates, num_candidates, 0), num_candidates)
+    scheduler = Scheduler(ScheduleSettings("grpo", num_candidates).policies(), num_candidates)
     return engine.run(scheduler, [GroupPlan(0, num_candidates)], [[ServerPrompt([5])]], BODY)
 
 
@@ -334,7 +333,7 @@ def test_requests_of_an_interrupted_rollout_are_aborted_and_none_is_closed():
             raise KeyboardInterrupt
 
     routes = {"POST /v1/completions": server.completions, "POST /abort_requests": server.abort}
-    scheduler = Scheduler(make_policies("grpo", 8, 8, 0), 8)
+    scheduler = Scheduler(ScheduleSettings("grpo", 8).policies(), 8)
     with fake_server(routes) as url:
         with engine_on(url) as engine, pytest.raises(KeyboardInterrupt):
             engine.run(scheduler, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY, on_progress=interrupt)
@@ -346,7 +345,7 @@ def test_requests_of_an_interrupted_rollout_are_aborted_and_none_is_closed():
 def test_a_weight_sync_waits_for_the_end_of_a_cancelled_rollout():
     server = Aborted()
     routes = {"POST /v1/completions": server.completions, "POST /abort_requests": server.abort}
-    scheduler = Scheduler(make_policies("grpo", 8, 8, 0), 8)
+    scheduler = Scheduler(ScheduleSettings("grpo", 8).policies(), 8)
     with fake_server(routes) as url, engine_on(url) as engine:
         running = engine.start(scheduler, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY)
         while len(server.running) < 8:
@@ -373,12 +372,12 @@ def test_the_next_rollout_hears_of_losses_while_a_cancelled_one_ends():
 
     routes = {"POST /v1/completions": completions, "POST /abort_requests": server.abort, "GET /health": health}
     with fake_server(routes) as url, engine_on(url, request_s=10.0) as engine:
-        first = Scheduler(make_policies("grpo", 8, 8, 0), 8)
+        first = Scheduler(ScheduleSettings("grpo", 8).policies(), 8)
         running = engine.start(first, [GroupPlan(0, 8)], [[ServerPrompt([1])]], BODY)
         while len(server.running) < 8:
             time.sleep(0.01)
         running.cancel()
-        second = Scheduler(make_policies("grpo", 1, 1, 0), 1)
+        second = Scheduler(ScheduleSettings("grpo", 1).policies(), 1)
         result = engine.run(second, [GroupPlan(0, 1)], [[ServerPrompt([2])]], BODY)
     assert result.num_resumed == 1
 

@@ -11,8 +11,7 @@ from transformers import AutoConfig, Qwen2Config
 
 from tests.builders import make_args
 from tests.engines.fake_server import HEALTHY, answer, fake_server
-from trl_darts import waiting
-from trl_darts.engines import VLLMServerEngine, preflight
+from trl_darts.engines import VLLMServerEngine, preflight, waiting
 from trl_darts.engines.connection import ServerSettings, connect, server_settings
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.preflight import Requirements, ServerUnreachableError, check_server
@@ -190,7 +189,7 @@ async def forbidden(request):
     ("server", "reason"),
     [
         (lambda: listener(not_http), "it does not speak HTTP"),
-        (lambda: fake_server({"GET /health": web_page}), "answered /health with what is no JSON: b'<html>"),
+        (lambda: fake_server({"GET /health": web_page}), "answered /health with invalid JSON: b'<html>"),
         (lambda: fake_server({"GET /health": forbidden}), "answered 403: Forbidden"),
         (lambda: fake_server({}), "it has no `/version`"),
     ],
@@ -199,7 +198,7 @@ async def forbidden(request):
 def test_what_is_no_vllm_server_is_not_waited_for(server, reason):
     with server() as url, pytest.raises(ConfigurationError) as error:
         check(url, needs(CONFIG, timeout_s=240.0))
-    assert str(error.value).startswith("`vllm_server_base_url` must be the address of vLLM servers, and what answers")
+    assert str(error.value).startswith("`vllm_server_base_url` must be the address of vLLM servers, and http")
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -207,7 +206,7 @@ def test_what_is_no_vllm_server_is_not_waited_for(server, reason):
 def test_weights_need_a_directory_that_is_there(tiny_model_dir, tmp_path):
     args = make_args(tmp_path, use_vllm=True, vllm_mode="server", weight_sync_dir=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigurationError, match=r"`weight_sync_dir` \('.*nowhere'\) must be a directory that exists"):
-        server_settings(args, str(tiny_model_dir))
+        args.check_start()
     assert list(tmp_path.glob("nowhere")) == []
     (tmp_path / "nowhere").mkdir()
     assert server_settings(args, str(tiny_model_dir)).directory.roots[0].parent == tmp_path / "nowhere"

@@ -16,7 +16,7 @@ from tests.engines.fake_server import completion, fake_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import State
-from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
 NUM_TOKENS = 8
@@ -112,7 +112,7 @@ def engine_on(*servers, **deadlines):
 
 
 def rollout(engine, num_groups=1, size=4):
-    scheduler = Scheduler(make_policies("grpo", size, size, 0), size)
+    scheduler = Scheduler(ScheduleSettings("grpo", size).policies(), size)
     plans = [GroupPlan(i, size) for i in range(num_groups)]
     return engine.run(scheduler, plans, [[ServerPrompt([i])] for i in range(num_groups)], BODY)
 
@@ -190,7 +190,7 @@ def test_a_silent_server_is_lost(stall_at):
 def test_a_server_that_preempts_gets_fewer():
     server = SlottedServer(32, 0.05)
     with engine_on(server) as engine:
-        scheduler = Scheduler(make_policies("grpo", 80, 80, 0), 80)
+        scheduler = Scheduler(ScheduleSettings("grpo", 80).policies(), 80)
         limits = []
 
         def watch(ledger):

@@ -23,7 +23,7 @@ from trl_darts.engines.pool import Member
 from trl_darts.engines.preflight import ServerFacts
 from trl_darts.engines.servers import ServerEngine
 from trl_darts.errors import WeightsLostError
-from trl_darts.scheduling import Scheduler, UniformAdmission, make_policies
+from trl_darts.scheduling import Scheduler, ScheduleSettings, UniformAdmission
 
 
 M = 2
@@ -79,7 +79,8 @@ def launched(servers: VLLMServerEngine, **fields) -> tuple[ServerEngine, tuple[R
     engine = ServerEngine(SimpleNamespace(main=main, engine=servers, facts=facts, bring_back=lambda: None, **own))
     batch = PromptBatch.alone([[5]] * M, M)
     admission = UniformAdmission(M).plan(batch.infos)
-    plan = RolloutPlan(admission, admission.plans(batch.infos), Scheduler(make_policies("grpo", M, M, 0), M, **fields))
+    scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M, **fields)
+    plan = RolloutPlan(admission, admission.plans(batch.infos), scheduler)
     engine.launch(plan, batch)
     return engine, (plan, batch)
 

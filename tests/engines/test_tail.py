@@ -15,10 +15,11 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import fake_server
+from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import State
-from trl_darts.scheduling import FinishReason, GroupPlan, Scheduler, TailPolicy, TailServers, make_policies
+from trl_darts.scheduling import FinishReason, GroupPlan, Scheduler, TailPolicy, TailServers
 
 
 BODY = {"model": "m", "max_tokens": 400, "logprobs": 0}
@@ -135,7 +136,7 @@ def two_kinds(takes_turns: bool, num_main: int = 1) -> Iterator[tuple[VLLMServer
 
 def run(engine, switch_at=2, takes_turns=False, on_progress=lambda: None):
     """A rollout of which every row is what it should be."""
-    policies = make_policies("grpo", 2, 2, 0, tail=TailPolicy(TailServers(takes_turns=takes_turns), switch_at))
+    policies = make_policies("grpo", 2, tail=TailPolicy(TailServers(takes_turns=takes_turns), switch_at))
     scheduler = Scheduler(policies, 2)
     prompts = [[ServerPrompt([group, index]) for index in range(2)] for group in range(len(LENGTHS))]
     plans = [GroupPlan(group, 2, num_prompt_tokens=2) for group in range(len(LENGTHS))]

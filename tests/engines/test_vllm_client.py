@@ -9,10 +9,11 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
+from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.errors import ConfigurationError
-from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
 BODY = {"model": "m", "max_tokens": 100, "logprobs": 0}
@@ -20,7 +21,7 @@ BODY = {"model": "m", "max_tokens": 100, "logprobs": 0}
 
 def run(urls, num_candidates=3, **kwargs):
     engine = VLLMServerEngine(urls, Deadlines(request_s=5.0, return_s=1.0))
-    policies = make_policies("darts", num_generations=2, max_num_generations=4, num_longest=1, **kwargs)
+    policies = make_policies("darts", 2, **kwargs)
     try:
         return engine.run(Scheduler(policies, 2), [GroupPlan(0, num_candidates)], [[ServerPrompt([5])]], BODY)
     finally:
@@ -75,7 +76,7 @@ def test_error_after_an_abort_ends_the_asking():
 
     routes = {"POST /v1/completions": completions, "POST /abort_requests": abort}
     with fake_server(routes) as url, contextlib.closing(VLLMServerEngine([url])) as engine:
-        scheduler = Scheduler(make_policies("darts", 2, 4, num_longest=0), 2)
+        scheduler = Scheduler(make_policies("darts", 2, num_longest=0), 2)
         first, second = engine.run(
             scheduler, [GroupPlan(0, 4), GroupPlan(1, 2)], [[ServerPrompt([5])]] * 2, BODY
         ).groups
@@ -104,7 +105,7 @@ def test_requests_of_a_lost_server_are_closed_and_go_on_elsewhere():
         fake_server({"POST /v1/completions": complete}) as good,
     ):
         engine = VLLMServerEngine([broken, good])
-        scheduler = Scheduler(make_policies("grpo", 6, 6, 0), 6)
+        scheduler = Scheduler(ScheduleSettings("grpo", 6).policies(), 6)
         (group,) = engine.run(scheduler, [GroupPlan(0, 6)], [[ServerPrompt([5])]], BODY).groups
         assert {c.engine_id for c in group.candidates} == {good}
         assert sorted(c.segment for c in group.candidates) == [0, 0, 0, 1, 1, 1]

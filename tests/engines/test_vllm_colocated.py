@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engines.scripted_vllm import NEVER, World, tokens, vllm
-from trl_darts.engines.share import Report, Slot
+from trl_darts.engines.in_process.share import Report, Slot
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import FinishReason
 

@@ -17,7 +17,7 @@ def source(function: Callable[..., Any]) -> str:
     return re.sub(r"\s+", " ", inspect.getsource(function))
 
 
-def hook(name: str, used_by: str = "engines/vllm_colocated.py") -> str:
+def hook(name: str, used_by: str = "engines/in_process/vllm_colocated.py") -> str:
     return f"`{name}` is not what it was. It is used by trl_darts/{used_by}."
 
 

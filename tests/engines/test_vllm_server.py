@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
@@ -20,9 +21,9 @@ from trl_darts.scheduling import (
     GroupPlan,
     RolloutResult,
     Scheduler,
+    ScheduleSettings,
     TailPolicy,
     TailServers,
-    make_policies,
 )
 
 
@@ -42,7 +43,7 @@ def body(vllm_server, **more) -> dict:
 
 
 def run(engine, body, counts, schedule="darts", prompts=None, overrides=None, on_progress=None, **kwargs):
-    policies = make_policies(schedule, num_generations=4, max_num_generations=8, num_longest=1, **kwargs)
+    policies = make_policies(schedule, 4, **kwargs)
     plans = [GroupPlan(i, count) for i, count in enumerate(counts)]
     prompts = prompts or [[60 + i, 61] for i in range(len(counts))]
     prompts = [[ServerPrompt(prompt)] for prompt in prompts]
@@ -121,8 +122,8 @@ def test_candidates_differ_and_a_seed_repeats_them(engine, vllm_server):
 def test_candidates_resume_after_their_tokens(engine, vllm_server):
     from trl_darts.scheduling import PartialCandidate
 
-    scheduler = Scheduler(make_policies("grpo", 1, 1, 0), 1)
-    full = run_one(engine, vllm_server, Scheduler(make_policies("grpo", 1, 1, 0), 1), ())
+    scheduler = Scheduler(ScheduleSettings("grpo", 1).policies(), 1)
+    full = run_one(engine, vllm_server, Scheduler(ScheduleSettings("grpo", 1).policies(), 1), ())
     partial = PartialCandidate(tuple(full.tokens[:10]), tuple(full.logprobs[:10]))
     resumed = run_one(engine, vllm_server, scheduler, (partial,))
     assert resumed.tokens == full.tokens
@@ -189,7 +190,7 @@ def test_interrupt_ends_the_requests(engine, vllm_server):
 
 def test_an_engine_that_is_closed_ends_its_requests(vllm_server):
     engine = VLLMServerEngine([vllm_server.base_url])
-    scheduler = Scheduler(make_policies("grpo", num_generations=32, max_num_generations=32, num_longest=1), 32)
+    scheduler = Scheduler(ScheduleSettings("grpo", 32).policies(), 32)
     fields = body(vllm_server, ignore_eos=True, max_tokens=2000)
     future = engine.start(scheduler, [GroupPlan(0, 32)], [[ServerPrompt([60, 61])]], fields)
     wait_for(lambda: scheduler.ledger.num_running > 0, seconds=10.0)
@@ -201,9 +202,9 @@ def test_an_engine_that_is_closed_ends_its_requests(vllm_server):
 def test_killed_trainer_leaves_nothing_running(vllm_server):
     script = f"""
         from trl_darts.engines import ServerPrompt, VLLMServerEngine
-        from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+        from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
         body = dict(model={vllm_server.model!r}, max_tokens=2000, ignore_eos=True, logprobs=0, return_token_ids=True)
-        scheduler = Scheduler(make_policies("darts", 8, 16, 1), 8)
+        scheduler = Scheduler(ScheduleSettings("darts", 8, long_end_patience=None).policies(), 8)
         plans = [GroupPlan(i, 12) for i in range(8)]
         prompts = [[ServerPrompt([60, i])] for i in range(8)]
         VLLMServerEngine([{vllm_server.base_url!r}]).run(scheduler, plans, prompts, body)

@@ -3,13 +3,13 @@
 import pytest
 
 from benchmarks import gpu
-from trl_darts.scheduling import GroupPlan, Scheduler, make_policies
+from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
 def test_each_candidate_has_the_length_that_it_was_given(engine):
     cluster = gpu.ModelCluster(gpu.make_model(gpu.countdown(40), {}), engine, 40)
-    scheduler = Scheduler(make_policies("grpo", 3, 3, 0), 3)
+    scheduler = Scheduler(ScheduleSettings("grpo", 3).policies(), 3)
     result = cluster.run(scheduler, [GroupPlan(0, 3), GroupPlan(1, 3)], [[5, 1, 24], [9, 31, 99]], 24)
     rows = [[(row.length, row.finish_reason.value) for row in group.rows] for group in result.groups]
     assert sorted(rows[0]) == [(1, "stop"), (5, "stop"), (24, "stop")]

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from trl_darts.cli import app
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +25,17 @@ def test_training_script(tmp_path):
     state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
     assert sum("darts/rollout/seconds" in entry for entry in state["log_history"]) == 1
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_the_command_runs_the_quickstart(monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execv", lambda *command: started.append(command))
+    result = CliRunner().invoke(app, ["quickstart", "--steps", "3", "--output-dir", "out"])
+    assert result.exit_code == 0, result.output
+    ((program, (_, script, *words)),) = started
+    assert program == sys.executable
+    assert Path(script).samefile(ROOT / "examples" / "tiny_reasoner" / "quickstart.py")
+    assert words == ["--steps", "3", "--output-dir", "out"]
 
 
 @pytest.mark.slow

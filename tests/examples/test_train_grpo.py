@@ -2,20 +2,23 @@
 
 import importlib.util
 import json
+import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from datasets import Dataset, IterableDataset
+from packaging.requirements import Requirement
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DatasetMixtureConfig
 from trl.rewards import think_format_reward
 
 from benchmarks.vllm_server import free_port
-from trl_darts.analysis.recipe import OVERLONG, ScriptArguments
 from trl_darts.errors import ConfigurationError
+from trl_darts.recipes.recipe import OVERLONG, ScriptArguments
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +71,17 @@ def test_splits(script):
     ]:
         with pytest.raises(ConfigurationError, match=rf"{words}.* can't be loaded: "):
             script.load_splits(recipe(**given))
+
+
+def test_the_header_names_what_the_project_has():
+    """PEP 723: for `uv run` and jobs on the Hub."""
+    block = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", (ROOT / "examples" / "train_grpo.py").read_text())
+    header = tomllib.loads(re.sub(r"(?m)^# ?", "", block[1]))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert header["requires-python"] == project["requires-python"]
+    (needed,) = map(Requirement, header["dependencies"])
+    assert needed.name == project["name"]
+    assert needed.extras <= project["optional-dependencies"].keys()
 
 
 def test_rewards(script, tmp_path, monkeypatch):
@@ -156,7 +170,7 @@ def test_a_training_with_a_server(script, server, model_dir, monkeypatch, tmp_pa
     [
         (
             ["--config", "hf://a/b"],
-            "Error: `repo_id` ('a/b') can't be asked for: https://huggingface.co can't be reache",
+            "Error: `repo_id` ('a/b') can't be looked up: https://huggingface.co can't be reache",
         ),
         (
             ["--max_num_generations", "3"],

@@ -126,8 +126,8 @@ def test_time_to_equal_reward_is_that_of_grpos_end():
     assert training.SPEED["to it, in steps"](own, base) == pytest.approx(3 / 3.5)
     assert training.spent_to(own, 0.9, "tokens") == math.inf
     lines = training.table({"tail": {BASELINE: {0: base, 1: base}, "default": {0: own, 2: own}}}, training.SPEED)
-    assert "| tail | default | 1 | 1.71 |" in lines
-    assert "| tail | grpo | 2 | 1 ± 0 |" in lines
+    assert "| tail: default (1) | 1.71 |" in lines
+    assert "| tail: grpo (2) | 1 ± 0 |" in lines
 
 
 def leave_file(asked: Training, results: Path, **changes: object) -> None:
@@ -165,6 +165,6 @@ def test_quick_run(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert PAGE.read_text() == before
     text = (tmp_path / "evidence.md").read_text()
-    assert all(f"| tail | {arm} | 1 |" in text for arm in WORLDS["tail"].arms)
+    assert all(f"| tail: {arm} (1) |" in text for arm in WORLDS["tail"].arms)
     assert "engine steps late" in done.stdout
     assert (tmp_path / "evidence_training.png").stat().st_size > 20_000

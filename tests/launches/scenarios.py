@@ -31,7 +31,7 @@ from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
 from tests.zoo import make_chat_tokenizer, tool_call
-from trl_darts.engines import in_process
+from trl_darts.engines.in_process import engine as in_process
 from trl_darts.engines.main_process import MainProcess
 
 
@@ -101,17 +101,18 @@ def recorded_rollouts(trainer: Any) -> Any:
     """Budgets and selections of each rollout, and how many candidates this process decoded."""
     records: list[Any] = []
     decoded: list[int] = []
-    log_rollout, share_class = trainer._log_rollout, in_process.Share
+    source, share_class = trainer._sources[0], in_process.Share
+    log = source.log
 
-    def logged(record: Any, training: bool) -> None:
+    def logged(record: Any) -> None:
         records.append([record.admission.num_candidates, [[s.lengths, s.selected] for s in record.summaries]])
-        log_rollout(record, training)
+        log(record)
 
     def share(slots: Any, *args: Any, **kwargs: Any) -> Any:
         decoded.append(len(slots))
         return share_class(slots, *args, **kwargs)
 
-    trainer._log_rollout, in_process.Share = logged, share
+    source.log, in_process.Share = logged, share
     try:
         yield records, decoded
     finally:

@@ -178,7 +178,7 @@ def test_a_restored_controller_decides_the_same(num_steps: int, price: float | N
 @pytest.mark.parametrize("change", [{"num_generations": 4}, {"surplus": 1}])
 def test_other_states_are_rejected_by_name(change: dict[str, int]) -> None:
     state = BudgetController(M, M_UP).state_dict()
-    with pytest.raises(StateMismatchError, match=f"saved one is .*{next(iter(change))!r}.*group sizes"):
+    with pytest.raises(StateMismatchError, match=f"`state` .*{next(iter(change))!r}.*group sizes"):
         BudgetController(M, M_UP).load_state_dict(state | change)
 
 

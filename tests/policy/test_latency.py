@@ -100,7 +100,7 @@ def test_extrapolation_and_arrays() -> None:
     [
         ([], [], 3, "at least 1"),
         ([1, 2], [0.1], 3, r"shape \(2,\)"),
-        ([1, 0], [0.1, 0.1], 3, "`batch_sizes` must be positive"),
+        ([1, 0], [0.1, 0.1], 3, "`batch_sizes` .0 to 1. must be positive"),
         ([1, 2], [0.1, 0.1], 0, r"`num_segments` \(0\)"),
     ],
 )

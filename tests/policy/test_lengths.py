@@ -162,7 +162,7 @@ def test_other_states_are_rejected_by_name() -> None:
     state = tracker.state_dict()
     twice = {name: np.repeat(array, 2, axis=0) if array.ndim else array for name, array in state.items()}
     for other, message in [
-        ({"keys": state["keys"], "extra": 1}, "this one has {'extra'"),
+        ({"keys": state["keys"], "extra": 1}, r"`state` \({'extra'"),
         ({**state, "means": np.zeros(3)}, r"'means': \(3,\)"),
         (twice, "1 distinct prompts"),
     ]:
@@ -188,7 +188,7 @@ def test_lengths_of_another_source_are_refused(tmp_path: Path) -> None:
     own.save(path)
     LengthTracker(source=own.source).load(path)
     LengthTracker().load(path)  # nobody knows
-    with pytest.raises(StateMismatchError, match=r"of qwen2 24×896, tokenizer 1, and this training is of llama 2×8"):
+    with pytest.raises(StateMismatchError, match=r"\(qwen2 24×896, tokenizer 1\) must be that of .* \(llama 2×8"):
         LengthTracker(source="llama 2×8, tokenizer 1").load(path)
 
 

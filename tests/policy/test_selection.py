@@ -63,7 +63,7 @@ def test_dual_end_examples(
 @pytest.mark.parametrize(
     ("complete", "num_shortest", "num_longest", "message"),
     [
-        ([True, True], 2, 1, "3 candidates are to be selected out of 2"),
+        ([True, True], 2, 1, r"`lengths` \(2 candidates\) must have at least 3"),
         ([True], 1, 0, "`complete` has 1 entries and `lengths` has 2"),
         ([True, True], -1, 1, r"`num_shortest` \(-1\)"),
         ([True, True], 1, -1, r"`num_longest` \(-1\)"),

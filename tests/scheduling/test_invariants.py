@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.policies import make_policies
 from tests.scheduling.chaos import ChaosEngine
 from trl_darts.errors import GenerationError
 from trl_darts.policy import EngineTimes, LatencyCurve, TailTimes
@@ -21,7 +22,6 @@ from trl_darts.scheduling import (
     TailPolicy,
     TailServers,
     TakeTurns,
-    make_policies,
 )
 from trl_darts.scheduling.types import FINAL_STATES
 
@@ -37,7 +37,8 @@ def rollouts(draw) -> dict:
     resumed = draw(st.booleans())
     return {
         "schedule": schedule,
-        "patience": draw(st.sampled_from([None, 1.0, 1.5, "auto"])),
+        "max_num_generations": MAX_NUM_GENERATIONS,
+        "long_end_patience": draw(st.sampled_from([None, 1.0, 1.5, "auto"])),
         "selection": draw(st.sampled_from(["dual_end", "uniform"])) if schedule == "darts" else "all",
         "tail_pruning": draw(st.booleans()),
         "num_longest": draw(st.integers(0, NUM_GENERATIONS - 1)),
@@ -69,14 +70,15 @@ def tail_policy(rollout: dict) -> TailPolicy:
 
 
 def new_scheduler(rollout: dict, drop_failed_groups: bool = False, carries_tokens: bool = True) -> Scheduler:
+    fields = {}
+    if rollout["schedule"] == "darts":
+        names = ("max_num_generations", "tail_pruning", "long_end_patience", "selection")
+        names += ("num_longest",) * (rollout["selection"] == "dual_end")
+        fields = {name: rollout[name] for name in names}
     policies = make_policies(
         rollout["schedule"],
-        num_generations=NUM_GENERATIONS,
-        max_num_generations=MAX_NUM_GENERATIONS,
-        num_longest=rollout["num_longest"],
-        tail_pruning=rollout["tail_pruning"],
-        long_end_patience=rollout["patience"],
-        selection=rollout["selection"],
+        NUM_GENERATIONS,
+        **fields,
         batch_stop=rollout["first_groups"] and FirstGroups(rollout["first_groups"]),
         tail=tail_policy(rollout) if rollout["num_tail_engines"] else None,
     )

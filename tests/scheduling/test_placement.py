@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from trl_darts.engines.director import Director
+from trl_darts.engines.in_process.director import Director
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import (
     AssignedPlacement,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.policies import make_policies
 from tests.stub_engine import StubEngine
 from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import (
@@ -22,20 +23,20 @@ from trl_darts.scheduling import (
     RolloutExpired,
     SchedulePolicies,
     Scheduler,
+    ScheduleSettings,
     Submit,
     TokensArrived,
-    make_policies,
 )
 from trl_darts.scheduling.scheduler import MAX_EMPTY_ATTEMPTS
 
 
 def darts(num_generations=3, max_num_generations=6, num_longest=1, **kwargs) -> Scheduler:
-    policies = make_policies("darts", num_generations, max_num_generations, num_longest, **kwargs)
-    return Scheduler(policies, num_generations)
+    fields = {"max_num_generations": max_num_generations, "num_longest": num_longest}
+    return Scheduler(make_policies("darts", num_generations, **fields, **kwargs), num_generations)
 
 
 def grpo(num_generations=3) -> Scheduler:
-    return Scheduler(make_policies("grpo", num_generations, num_generations, 1), num_generations)
+    return Scheduler(ScheduleSettings("grpo", num_generations).policies(), num_generations)
 
 
 def end_of(result) -> float:
@@ -118,7 +119,7 @@ def test_patience_auto_does_not_wait_for_what_can_not_come():
 
 def test_patience_auto_follows_the_batch_that_is_wanted():
     """Of three groups, two are enough: the third, which would be short for long, is not waited for."""
-    policies = make_policies("darts", 2, 4, 1, long_end_patience="auto")
+    policies = make_policies("darts", 2, long_end_patience="auto")
     policies = SchedulePolicies(policies.group_stop, FirstGroups(2))
     engine = StubEngine({0: [3, 9, 300], 1: [4, 20, 400], 2: [5, 90, 95]})
     result = engine.run(Scheduler(policies, 2), [GroupPlan(i, 3) for i in range(3)])

@@ -23,6 +23,7 @@ from trl_darts.scheduling import (
     UniformPool,
 )
 from trl_darts.scheduling.policies import AllGroups, LeastLoaded, WaitForAll
+from trl_darts.scheduling.setting import unmarked
 
 
 def test_every_setting_says_what_it_means():
@@ -125,6 +126,15 @@ def test_what_a_schedule_does_anyhow_may_be_said(schedule):
     with pytest.raises(ConfigurationError, match="has no effect"):
         replace(chosen, schedule=schedule)
     assert replace(ScheduleSettings(), schedule=schedule).over_provisions is False
+
+
+def test_settings_that_are_read_are_taken():
+    assert ScheduleSettings("grpo", submit_order="longest", length_ema=0.3).length_ema == 0.3
+    assert ScheduleSettings("tail_batching", selection="uniform", submit_order="arrival", length_ema=0.3).reads_lengths
+    assert ScheduleSettings(selection="uniform", num_generations=1).num_longest == 1  # the default, which is not read
+    assert type(ScheduleSettings("grpo", 1).policies().group_stop) is WaitForAll
+    with pytest.raises(ConfigurationError, match="`length_ema`"):
+        replace(ScheduleSettings(length_ema=0.3), schedule="grpo")
 
 
 def test_numbers_of_numpy_become_plain():
@@ -240,7 +250,10 @@ def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule)
         ({"rollout_ahead": 2}, r"`rollout_ahead` \(2\) must be 0 or 1"),
         ({"tail_switch_at": -1}, r"`tail_switch_at` \(-1\) must be at least 1 candidate"),
         ({"tail_share": 0.2, "submit_order": "arrival"}, r"`tail_share` \(0.2\) needs expected lengths"),
-        ({"tail_share": 0.2, "schedule": "grpo"}, r"with `submit_order` \('arrival'\). Set `submit_order='longest'`"),
+        (
+            {"tail_share": 0.2, "schedule": "grpo"},
+            r"which `submit_order` \('arrival'\) does not use. Set `submit_order='longest'`",
+        ),
         ({"submit_order": "random"}, r"`submit_order` \('random'\) must be one of 'longest', 'shortest', 'arrival'"),
         ({"long_end_every": 1}, r"`long_end_every` \(1\) must be at least 2"),
         ({"long_end_every": 4, "long_end_patience": None}, r"`long_end_every` \(4\) has no effect with `long_end_p"),
@@ -249,8 +262,20 @@ def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule)
             r"`long_end_every` \(4\) has no effect with `schedule` \('grpo'\)",
         ),
         ({"tail_share": 1.0}, "must be at least 0 and less than 1"),
+        (
+            {"schedule": "grpo", "length_ema": 0.3},
+            r"`length_ema` \(0.3\) has no effect with `schedule` \('grpo'\)",
+        ),
+        ({"selection": "uniform", "num_longest": 2}, r"`num_longest` \(2\) has no effect with `selection` \('unif"),
     ],
 )
 def test_refused(kwargs, message):
     with pytest.raises(ConfigurationError, match=message):
         ScheduleSettings(**kwargs)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_saved_values_make_the_same_settings(schedule):
+    """Computed defaults, once they are saved as plain values, are accepted."""
+    settings = ScheduleSettings(schedule)
+    assert ScheduleSettings(**{name: unmarked(value) for name, value in asdict(settings).items()}) == settings

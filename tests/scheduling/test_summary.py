@@ -3,11 +3,11 @@
 import pytest
 
 from tests.stub_engine import StubEngine
-from trl_darts.scheduling import GroupPlan, Occupancy, Scheduler, bubble_ratio, make_policies
+from trl_darts.scheduling import GroupPlan, Occupancy, Scheduler, ScheduleSettings, bubble_ratio
 
 
 def occupancy(lengths: list[int]) -> Occupancy:
-    scheduler = Scheduler(make_policies("grpo", len(lengths), len(lengths), 0), len(lengths))
+    scheduler = Scheduler(ScheduleSettings("grpo", len(lengths)).policies(), len(lengths))
     return Occupancy.of(StubEngine({0: lengths}).run(scheduler, [GroupPlan(0, len(lengths))]))
 
 

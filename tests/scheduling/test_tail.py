@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.policies import make_policies
 from trl_darts.policy import EngineTimes, LatencyCurve, TailTimes
 from trl_darts.policy.tail import HANDOVER_S
 from trl_darts.scheduling import (
@@ -20,7 +21,6 @@ from trl_darts.scheduling import (
     TailServers,
     TakeTurns,
     TokensArrived,
-    make_policies,
 )
 
 
@@ -32,7 +32,7 @@ class Rollout:
     """Two groups of two candidates on one main engine, with one tail engine. Token i of a completion is i."""
 
     def __init__(self, tail: TailPolicy | None, schedule: str = "grpo", num: int = 2, **fields):
-        self.scheduler = Scheduler(make_policies(schedule, 2, 4, 1, tail=tail, **fields), 2)
+        self.scheduler = Scheduler(make_policies(schedule, 2, tail=tail, **fields), 2)
         self.now = 0.0
         self.sent: dict[int, int] = {}
         capacity = 0 if tail is not None and tail.servers.takes_turns else None
@@ -125,7 +125,7 @@ def test_long_groups_start_on_tail_engines():
 
 def test_a_full_tail_engine_keeps_nobody_else_waiting():
     tail = TailPolicy(NUMBER, 0, frozenset({0}))
-    scheduler = Scheduler(make_policies("grpo", 2, 2, 0, tail=tail), 2)
+    scheduler = Scheduler(make_policies("grpo", 2, tail=tail), 2)
     engines = [EngineLoad("tail", 1, tail=True), EngineLoad("main", 10)]
     commands = scheduler.start([GroupPlan(group, 2) for group in range(3)], engines, 0.0)
     assert [(c.group_id, c.engine_id) for c in commands] == [(0, "tail"), *[(1, "main")] * 2, *[(2, "main")] * 2]
@@ -175,8 +175,8 @@ def test_no_switch_where_the_tail_is_slower_or_nothing_is_waited_for():
     rollout = Rollout(TailPolicy(servers(9.5)))  # faster, by less than the prediction errs
     for candidate in range(3):
         assert rollout.end(candidate, 100) == []
-    policies = make_policies("darts", 2, 4, 1, long_end_patience="auto")
+    policies = make_policies("darts", 2, long_end_patience="auto")
     groups = Rollout(None, "darts", 3, long_end_patience="auto").scheduler.ledger.groups
     assert policies.group_stop.awaited(groups[0])[0] == 2  # two of three are enough
-    assert make_policies("grpo", 2, 2, 0).group_stop.awaited(groups[0])[0] == 3
-    assert make_policies("darts", 2, 4, 1, long_end_patience=None).group_stop.awaited(groups[0])[0] == 3
+    assert make_policies("grpo", 2).group_stop.awaited(groups[0])[0] == 3
+    assert make_policies("darts", 2).group_stop.awaited(groups[0])[0] == 3

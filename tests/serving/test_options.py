@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from tests.hub.stand_in import TOKEN, stand_in
+from tests.recipes.stand_in import TOKEN, stand_in
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving import build
 from trl_darts.serving.build import find_build
@@ -31,17 +31,17 @@ BOTH = [
     ({"host": "192.0.2.1", "api_key": "k"}, r"`host` \('192.0.2.1'\) must be an address of this machine"),
     ({"api_key": "schlüssel"}, "`api_key` must be"),
     ({"layout": "4"}, r"`layout` \('4'\) must be main and tail engines that differ"),
-    ({"layout": "2x1+1x2", "num_servers": 2}, r"`num_servers` \(2\) does not go with `layout`"),
+    ({"layout": "2x1+1x2", "num_servers": 2}, r"`num_servers` \(2\) must be unset with `layout`"),
     ({"vllm_flags": ["other/model"]}, "`other/model` is one argument too many"),
 ]
 ON_CUDA = [
-    ({"layout": "2x1+1x4"}, r"`layout` \('2x1\+1x4'\) must have the same GPUs for both .* has 2 and 4"),
-    ({"layout": "4x1+1x4", "restart": True}, r"`restart` \(True\) does not go with `layout`"),
+    ({"layout": "2x1+1x4"}, r"`layout` \('2x1\+1x4'\) must have the same number of GPUs for both .* has 2 and 4"),
+    ({"layout": "4x1+1x4", "restart": True}, r"`restart` \(True\) must be unset with `layout`"),
     ({"layout": "8x1+1x8"}, "must be 8 different GPUs"),
     ({"devices": "0,1,2", "num_servers": 2}, r"`devices` \(0,1,2\) must be 2 different GPUs for 2 server\(s\) with 1"),
     ({"num_servers": 5}, "must be 5 different GPUs"),
     ({"devices": "1,1", "num_servers": 2}, "must be 2 different GPUs"),
-    ({"devices": "7"}, r"visible here \(0,1,2,3\); 7 is not"),
+    ({"devices": "7"}, r"visible GPUs \(0,1,2,3\); 7 is not"),
     ({"vllm_flags": ["-dp", "many"]}, r"`-dp` \('many'\)"),
 ]
 ON_CPU = [
@@ -111,7 +111,7 @@ def test_taken_port_is_named(model):
     with socket.socket() as sock:
         sock.bind(("0.0.0.0", first + 1))
         sock.listen()
-        with pytest.raises(ConfigurationError, match=rf"listens on {first + 1} already. Choose another"):
+        with pytest.raises(ConfigurationError, match=rf"and {first + 1} is in use. Choose another"):
             check_options(ServeOptions(model, port=first, num_servers=2), CPU)
 
 
@@ -128,10 +128,10 @@ def test_model_that_is_not_cached(monkeypatch):
         online.setenv("HF_TOKEN", TOKEN)
         hub.add("org/model", {"config.json": b"{}"})
         check_model("org/model")
-        with pytest.raises(ConfigurationError, match="of the Hub, which shows no such model"):
+        with pytest.raises(ConfigurationError, match="of the Hub, which has no such model"):
             check_model("nobody/no-such-model")
         online.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")
-        with pytest.raises(ConfigurationError, match=r"no such directory, and http://127\.0\.0\.1:\d+ can't be asked"):
+        with pytest.raises(ConfigurationError, match=r"no such directory, and http://127\.0\.0\.1:\d+ can't be re"):
             check_model("nobody/no-such-model")
         online.setenv("VLLM_USE_MODELSCOPE", "1")
         check_model("nobody/no-such-model")
@@ -148,7 +148,7 @@ def test_model_that_is_not_cached(monkeypatch):
         ({"vllm": "0.31.0+cpu"}, 0, {}, build.VLLMBuild("0.31.0+cpu", cpu=True)),
         ({"vllm": "0.31.0"}, 2, {}, build.VLLMBuild("0.31.0", cpu=False, devices=("0", "1"))),
         ({"vllm": "0.31.0"}, 2, {"CUDA_VISIBLE_DEVICES": "4, 6"}, build.VLLMBuild("0.31.0", False, ("4", "6"))),
-        ({"vllm": "0.31.0"}, 0, {}, "no CUDA device"),
+        ({"vllm": "0.31.0"}, 0, {}, "needs a CUDA device, and none"),
         ({}, 0, {}, "not installed"),
     ],
 )

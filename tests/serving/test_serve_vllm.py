@@ -69,7 +69,7 @@ def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_
     next(member for member in servers if str(ports[1]) in member.cmdline()).kill()
     wait_for(lambda: (tmp_path / "stderr").read_text().count("is healthy after") == 3, timeout_s=120)
     log = tmp_path / "logs" / f"server-{ports[1]}.log"
-    words = f"{urls[1]} ended with exit code 137, by SIGKILL (log: {log}). It is started again in 1 s."
+    words = f"{urls[1]} ended with exit code 137, by SIGKILL (log: {log}). It restarts in 1 s."
     assert words in (tmp_path / "stderr").read_text()
 
     members = family(process.pid)

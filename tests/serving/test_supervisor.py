@@ -159,7 +159,7 @@ def test_others_go_on_until_none_is_left(tmp_path):
     with pytest.raises(ServerFailedError) as caught:
         supervise(servers, one_dies, next_dies, told=messages)
     words = "The vLLM server at {} ended with exit code {} (log: {}): OSError: as you wish."
-    last, remedy = f"Still there: {urls[0]}.", "With `--restart`, a server that dies is started again."
+    last, remedy = f"Still running: {urls[0]}.", "Use `--restart` to restart servers that die."
     assert messages[-2] == f"{words.format(urls[1], 9, servers[1].log_path)} {last} {remedy}"
     assert messages[-1] == [True, False]
     assert str(caught.value) == words.format(urls[0], 8, servers[0].log_path)
@@ -183,7 +183,7 @@ def test_restart_and_its_log_goes_on(tmp_path):
     strike = lambda: make_exit(servers[0], 3)  # noqa: E731
     messages = supervise(servers, strike, strike, interrupt, restart=True)
     ends = [message.partition("OSError: as you wish. ")[2] for message in messages if "exit code 3" in message]
-    assert ends == [f"It is started again in {seconds} s." for seconds in ("0.05", "0.1")]
+    assert ends == [f"It restarts in {seconds} s." for seconds in ("0.05", "0.1")]
     assert servers[0].log_path.read_text().count("fake server") == 3
 
 

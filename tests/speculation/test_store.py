@@ -69,11 +69,13 @@ def test_what_can_not_be_used_is_refused_before_a_server_starts(tmp_path, model,
         )
 
     monkeypatch.setattr("trl_darts.serving.options._takes_a_drafter", lambda: True)
-    with pytest.raises(ConfigurationError, match=r"`draft_history` .* same tokenizer, and 'answers-.*' is of another"):
+    with pytest.raises(
+        ConfigurationError, match=r"`draft_history` .* same tokenizer, and 'answers-.*' has a different one"
+    ):
         check()
     with pytest.raises(ConfigurationError, match=r"`draft_history` .* needs `speculative='suffix'`"):
         check("ngram")
-    with pytest.raises(ConfigurationError, match="must be a directory, and is a file"):
+    with pytest.raises(ConfigurationError, match="must be a directory, not a file"):
         check(directory=tmp_path / "model" / "config.json")
     check(directory=tmp_path / "new")
     (tmp_path / "broken").mkdir()

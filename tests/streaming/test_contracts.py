@@ -1,15 +1,21 @@
-"""What streaming leans on in TRL 1.16 and transformers beyond their documented interface."""
+"""What streaming leans on in TRL and transformers beyond their documented interface."""
 
 import inspect
 
+import pytest
 import torch
 from transformers import DynamicCache
 from trl.trainer import utils
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from tests.streaming.test_forward import make_model
+from trl_darts.trl_compat import has_fused_lm_head
 
 
+streams_logprobs = pytest.mark.skipif(not has_fused_lm_head(), reason="TRL before 1.15 has no fused LM head")
+
+
+@streams_logprobs
 def test_log_probs_are_asked_for_by_one_method():
     parameters = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     assert parameters[1:6] == ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"], (
@@ -28,6 +34,7 @@ def test_log_probs_are_asked_for_by_one_method():
     )
 
 
+@streams_logprobs
 def test_fused_head_passes_on_a_cache_and_takes_shifted_labels():
     model = make_model("llama")
     cache = DynamicCache()
@@ -43,6 +50,7 @@ def test_fused_head_passes_on_a_cache_and_takes_shifted_labels():
     assert cache.get_seq_length() == 3, words + "fill the cache that it is given, although it sets `use_cache=False`"
 
 
+@streams_logprobs
 def test_a_fresh_cache_keeps_all_tokens_of_layers_with_a_window():
     model = make_model("sliding")
     cache = DynamicCache()

@@ -17,10 +17,10 @@ from trl_darts.streaming.streams import check_model
     ("model", "words"),
     [
         (GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)), "no rotary positions"),
-        (MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1)), "can't be kept chunk by chunk"),
+        (MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1)), "can't be cached chunk by chunk"),
         (
             LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
-            "depend on how long the text will be",
+            "depend on the final length",
         ),
     ],
     ids=["learned positions", "state", "dynamic positions"],
@@ -36,7 +36,7 @@ def test_models_that_cannot(model, words):
         ({"rollout_func": print}, "`rollout_func`"),
         ({"tools": [print]}, "tools or environments"),
         ({"environment_factories": {}}, "tools or environments"),
-        ({"_is_vlm": True}, "a vision-language model yet \\(str\\)"),
+        ({"_is_vlm": True}, "vision-language models yet \\(str\\)"),
     ],
 )
 @pytest.mark.parametrize("name", ["stream_logprobs", "stream_rewards"])
@@ -44,7 +44,7 @@ def test_rollouts_that_cannot(name, attributes, words):
     trainer = {"rollout_func": None, "tools": None, "environment_factories": None, "_is_vlm": False}
     args = SimpleNamespace(**{"stream_logprobs": False, "stream_rewards": False, name: True})
     trainer |= {"args": args, "accelerator": None, "processing_class": "", **attributes}
-    with pytest.raises(ConfigurationError, match=f"`{name}` \\(True\\) does not run with {words}"):
+    with pytest.raises(ConfigurationError, match=f"`{name}` \\(True\\) does not support {words}"):
         make_streams(SimpleNamespace(**trainer))
 
 

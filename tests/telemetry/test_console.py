@@ -103,13 +103,13 @@ SERVER = {"use_vllm": True, "vllm_mode": "server", "weight_sync": "filesystem"}
         (
             {"schedule": "partial_rollout", **SERVER},
             [
-                "waits for the first 4 of 8 prompts (others go on in the next rollout), ",
+                "waits for the first 4 of 8 prompts (others continue in the next rollout), ",
                 "1 vLLM server, weights through files.",
             ],
         ),
         (
             {"schedule": "tail_batching", **SERVER},
-            ["waits for the first 4 of 5 prompts (others begin anew in a long round)"],
+            ["waits for the first 4 of 5 prompts (others restart in a long round)"],
         ),
         ({"drop_uniform_groups": True, "rollout_ahead": 1}, ["samples ahead, replaces groups whose rewards are all"]),
     ],

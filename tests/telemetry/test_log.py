@@ -16,7 +16,7 @@ def test_last_attempt_counts(tmp_path):
     assert log["reward"].to_dict() == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
     assert settings["num_longest"] == 2
     assert restarted
-    assert notes == ["The run was started again with other settings. Those shown are the last."]
+    assert notes == ["The run was restarted with other settings. The last ones are shown."]
 
 
 def test_entries_of_evaluation_and_end_are_no_steps(tmp_path):

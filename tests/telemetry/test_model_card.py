@@ -50,7 +50,7 @@ def test_a_trained_model(model_dir, tmp_path):
 )
 def test_the_wait_that_was_used_is_named(tmp_path, patience, words):
     card = section(tmp_path, long_end_patience=patience)
-    assert "DARTS, by [trl_darts](https://pypi.org/project/trl-darts) " in card
+    assert "DARTS, by trl_darts " in card
     assert "with `schedule='darts'`, `num_generations=4`, " in card
     assert words in card
     assert "default" not in card
@@ -59,7 +59,7 @@ def test_the_wait_that_was_used_is_named(tmp_path, patience, words):
 def test_another_schedule_is_not_called_darts(model_dir, tmp_path):
     card = card_of(make_trainer(model_dir, make_args(tmp_path, schedule="grpo")), tmp_path)
     assert "This model was trained with GRPO" in card
-    assert "TRL's GRPO with the schedule `grpo`, by [trl_darts](https://pypi.org/project/trl-darts) " in card
+    assert "TRL's GRPO with the schedule `grpo`, by trl_darts " in card
     assert "`long_end_patience" not in card
     assert "2605.30859" not in card
     assert card.count("Cite GRPO as:") == 1
@@ -76,5 +76,5 @@ def test_paths_stay_off_the_card_and_the_origin_is_on_it(tmp_path):
     text = card.read_text()
     assert text.index("license: mit") < text.index("# Mine") < text.index("### Rollouts") < text.index("Cite GRPO as:")
     assert "`target_redundancy=1.25`" in text
-    assert "The training was set up with `hf://me/recipe@abc`, and what was given beside it." in text
+    assert "The run was configured with `hf://me/recipe@abc` and additional arguments." in text
     assert "curve.json" not in text

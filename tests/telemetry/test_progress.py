@@ -5,6 +5,7 @@ import sys
 import pytest
 from transformers import PrinterCallback, ProgressCallback
 
+from tests.policies import make_policies
 from tests.stub_engine import StubEngine
 from trl_darts.scheduling import (
     Abort,
@@ -16,7 +17,6 @@ from trl_darts.scheduling import (
     GroupSummary,
     Occupancy,
     Scheduler,
-    make_policies,
 )
 from trl_darts.scheduling.policies import FirstGroups
 from trl_darts.telemetry.metrics import RolloutRecord, rollout_metrics
@@ -35,7 +35,7 @@ class Bar:
 
 @pytest.fixture
 def ledger():
-    scheduler = Scheduler(make_policies("darts", 2, 4, num_longest=1), 2)
+    scheduler = Scheduler(make_policies("darts", 2), 2)
     StubEngine({0: [5, 90, 7, 30]}).run(scheduler, [GroupPlan(0, 4)])
     return scheduler.ledger
 
@@ -64,7 +64,7 @@ def test_without_a_bar_nothing_is_shown(ledger, capsys):
 @pytest.mark.parametrize("carries_over", [False, True])
 def test_the_bar_counts_the_candidates_that_the_log_counts_as_aborted(carries_over):
     """Group 0 calls two off, of which one ends by itself before it hears of it; group 1 is left over."""
-    scheduler = Scheduler(make_policies("darts", 2, 4, num_longest=1, batch_stop=FirstGroups(1)), 2)
+    scheduler = Scheduler(make_policies("darts", 2, batch_stop=FirstGroups(1)), 2)
     commands = scheduler.start([GroupPlan(0, 4), GroupPlan(1, 3)], [EngineLoad("one")], 0.0)
 
     def end(candidate, reason):

@@ -83,7 +83,7 @@ def test_files_that_can_not_be_read_are_noted(tmp_path):
             r"must have the columns that .*'length', 'start_seconds'.*Train again",
         ),
         (make_trace().assign(length="long"), "must have the columns that .*Train again"),
-        (pd.DataFrame({"step": []}), "must be a Parquet file, with candidates. It has no candidates"),
+        (pd.DataFrame({"step": []}), "must be a Parquet file with candidates. It has no candidates"),
     ],
 )
 def test_what_is_no_trace(tmp_path, broken, rule):

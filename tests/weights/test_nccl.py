@@ -243,7 +243,7 @@ def test_a_broadcast_that_fails_is_ended(generation, fleet, engine, servers, for
         "refuses": "answered 500: no memory left",
         "never answers": "did not answer `/update_weights` within 0.3 s",
         "killed": "did not answer `/update_weights`|answered 500",
-        "never takes part": r"NCCL came to no end within `vllm_server_timeout` \(0.3 s\)",
+        "never takes part": r"NCCL did not finish within `vllm_server_timeout` \(0.3 s\)",
     }[fault]
     assert re.search(reason, engine.members[bad.url].reason)
     assert communicator.disabled
@@ -409,7 +409,7 @@ def test_a_worker_that_never_joins(rendezvous, monkeypatch):
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", Stuck)
     monkeypatch.setattr(nccl, "GRACE_S", 0.1)
     rendezvous._timeout_s = 1.0
-    with pytest.raises(WeightSyncError, match=r"NCCL came to no end .*\(1 s\)\. Waiting for http.* to join"):
+    with pytest.raises(WeightSyncError, match=r"NCCL did not finish .*\(1 s\)\. Waiting for http.* to join"):
         rendezvous.init_communicator()
     assert all(communicator.left.wait(5) for communicator in made)
     missing.set()

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.engines.fake_server import answer, fake_server
 from tests.weights.stubs import answer_together
-from trl_darts import waiting
+from trl_darts.engines import waiting
 from trl_darts.engines.pool import State
 from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.errors import ConfigurationError, GenerationError, WeightSyncError
@@ -183,7 +183,7 @@ def test_a_cpu_server_without_our_plugin_is_lost(fleet, engine, servers):
 
 
 def test_servers_on_another_machine_need_a_directory_that_they_see(fleet_of, tmp_path):
-    with pytest.raises(ConfigurationError, match="`weight_sync_dir`, a directory that both see"):
+    with pytest.raises(ConfigurationError, match="`weight_sync_dir` to a directory that both can access"):
         fleet_of(["http://192.0.2.1:8000"], WeightDirectory())[0].init_communicator()
     fleet_of(["http://192.0.2.1:8000"], WeightDirectory(tmp_path))[0].init_communicator()
 
@@ -257,7 +257,7 @@ def test_a_server_that_takes_long_is_said(engine, servers, monkeypatch, caplog):
 def test_every_tensor_is_asked_for(fleet):
     """The processes that gather with us wait for each; and one that was not announced is an error."""
     rest = iter([*params(), ("c", torch.zeros(1))])
-    with pytest.raises(WeightSyncError, match="1 tensors were not announced, and not sent: c"):
+    with pytest.raises(WeightSyncError, match="1 tensors without metadata were not sent: c"):
         fleet.update_named_params(METADATA, rest)
     assert next(rest, None) is None
     rest = iter([("a", "not a tensor"), *params()])

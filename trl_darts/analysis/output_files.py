@@ -1,4 +1,4 @@
-"""Files that a command is to write, checked before it does the work for them."""
+"""Checks, before any work is done, that a command can write its files."""
 
 import os
 from pathlib import Path
@@ -7,17 +7,17 @@ from ..errors import ConfigurationError
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Refuses a file that can't be written, and names the argument. The file is left as it was."""
-    if os.path.isdir(path):  # unlike `Path.is_dir`, it takes names that are too long
+    """Refuses a file that can't be written, and names the argument. Leaves the file unchanged."""
+    if os.path.isdir(path):  # unlike `Path.is_dir`, it accepts names that are too long
         raise not_writable(name, path, "it is a directory")
     if not os.path.isdir(path.parent):
         raise not_writable(name, path, f"the directory {str(path.parent)!r} does not exist")
-    target = Path(os.path.realpath(path))  # a link that leads nowhere must not be taken for a file of our own
+    target = Path(os.path.realpath(path))  # the target of a broken link would be created, and must be removed
     is_new = not os.path.exists(target)
     if not is_new and not os.path.isfile(target):
-        return  # to open a pipe is to wait for its reader
+        return  # opening a pipe waits for its reader
     try:
-        # Permissions alone don't tell: not of /proc, of a read-only mount, nor of a name that is too long.
+        # Permissions say nothing of /proc, a read-only mount, or a name that is too long.
         with target.open("ab"):
             pass
         if is_new:
@@ -27,7 +27,7 @@ def check_writable(name: str, path: Path) -> None:
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Makes a directory if it is not there, and names the argument if it can't be made."""
+    """Creates a directory where it is missing, and names the argument if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

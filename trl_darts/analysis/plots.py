@@ -1,27 +1,20 @@
-"""Pictures of training runs and of simulations, on white: one file that is readable on light and on dark pages."""
+"""Pictures of training runs and of simulations, on white: one file that is readable on light and dark pages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..import_utils import require_matplotlib
 
 
 LogHistory = Sequence[Mapping[str, Any]]
-# "C0" to "C10" in what is drawn. The first is the baseline's grey, then blue, vermilion, green and so on.
+# "C0" to "C10" in what is drawn: the baseline's grey, then blue, vermilion, green and so on.
 COLORS = (
-    "#595959",
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#17a2d4",
-    "#8b1a1a",
-    "#7b4fb5",
-    "#7f7f00",
-    "#2fb59a",
+    *("#595959", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"),
+    *("#17a2d4", "#8b1a1a", "#7b4fb5", "#7f7f00", "#2fb59a"),
 )
 
 
@@ -47,8 +40,7 @@ def series(log_history: LogHistory, name: str) -> list[float]:
 
 def smooth(values: Sequence[float], window: int = 5) -> list[float]:
     """Trailing mean over up to `window` values."""
-    windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
-    return [sum(part) / len(part) for part in windows]
+    return [float(np.mean(values[max(0, end - window) : end])) for end in range(1, len(values) + 1)]
 
 
 def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
@@ -73,7 +65,7 @@ def _comparison(runs: Mapping[str, LogHistory]) -> Any:
     lengths.set(xlabel="step", ylabel="tokens", title="Response lengths", yscale="log")
     for axes in (by_step, by_time, lengths):
         axes.grid()
-    by_step.legend(frameon=False, fontsize=8)  # whose colors hold for all
+    by_step.legend(frameon=False, fontsize=8)  # the colors are those of all axes
     lines = [lengths.plot([], [], color="C0", linestyle=style)[0] for style in ("-", "--")]
     labels = ["rows trained on, mean", "all candidates, p99 (aborted ones: what they had)"]
     figure.legend(lines, labels, loc="outside lower right", ncols=2, frameon=False, fontsize=8)
@@ -83,7 +75,7 @@ def _comparison(runs: Mapping[str, LogHistory]) -> Any:
 
 
 def plot_simulation(outcomes: Sequence[Any], path: str | Path) -> None:
-    """Draws what a simulation compared: speed-ups over the first of the `outcomes`, and what they cost."""
+    """Draws a simulation's comparison: speed-ups over the first of the `outcomes`, and what they cost."""
     save_picture(lambda: _simulation(outcomes), path)
 
 

@@ -11,8 +11,9 @@ Only the main process knows what has been sampled; all know the rows of the data
 them.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -21,44 +22,41 @@ from accelerate.utils import gather_object
 from ..engines.batch import PromptBatch
 from ..engines.main_process import MainProcess
 from ..errors import GenerationError
-from ..rows import UNKNOWN, KeptRows
 from ..scheduling import (
     Admission,
     AdmissionPolicy,
     BatchStop,
+    FinishReason,
     GroupPlan,
     PromptInfo,
     RolloutResult,
     prompt_key,
 )
+from ..training.rows import UNKNOWN, KeptRows
 from .buffer import Lifecycle, SampledCandidate
 from .feed import EndlessFeed, PromptFeed, Rows
-from .rounds import Informative, RoundPolicy, TailBatching
+from .rounds import Informative, RoundPolicy, Settled, TailBatching
 
 
 @dataclass
-class BufferedRows:
-    """What a round yielded for the optimizer, on every process."""
+class BufferedRows(KeptRows):
+    """The rows of a batch that the buffer has given to the optimizer, on every process."""
 
-    kept: KeptRows  # completions and log-probs of the whole batch
-    entry_ids: list[int]  # (N,), the prompt of each group
-    left: list[int]  # prompts that have left the buffer, also those that were dropped
+    entry_ids: list[int] = field(default_factory=list)  # (N,), the prompt of each group
+    left: list[int] = field(default_factory=list)  # prompts that have left the buffer, dropped ones included
     # Of each row but the filler rows: how many steps old the policy was that sampled how many tokens in a row.
-    ages: list[list[tuple[int, int]]]
-    states: dict[str, int]  # how many prompts the buffer has now, by what has become of them
-    first_rows: dict[int, int]  # first row of each group that came to its end in this round, by its `group_id` there
+    ages: list[list[tuple[int, int]]] = field(default_factory=list)
+    states: dict[str, int] = field(default_factory=dict)  # number of prompts in the buffer, by lifecycle state
+    # First row of each group that ended in this round, by its `group_id` in it.
+    first_rows: dict[int, int] = field(default_factory=dict)
     is_long: bool | None = None  # whether the round was a long one, with tail batching
-
-    @property
-    def fillers(self) -> frozenset[int]:
-        return self.kept.fillers
 
     @property
     def groups(self) -> dict[int, list[list[int]]]:
         """Completions of each prompt."""
-        size = len(self.kept.completion_ids) // len(self.entry_ids)
+        size = len(self.completion_ids) // len(self.entry_ids)
         return {
-            entry_id: self.kept.completion_ids[place * size : (place + 1) * size]
+            entry_id: self.completion_ids[place * size : (place + 1) * size]
             for place, entry_id in enumerate(self.entry_ids)
         }
 
@@ -97,9 +95,9 @@ class BufferedBatches:
         self._version = 0  # of the policy that samples the round in progress: optimizer steps before it
 
     @property
-    def is_informative(self) -> bool:
-        """Whether groups without a spread of rewards leave before the batch is taken."""
-        return isinstance(self.policy, Informative)
+    def scores_first(self) -> bool:
+        """Whether groups are scored before the batch is taken, since those without a spread of rewards leave it."""
+        return isinstance(self.policy, Informative | Settled)
 
     # Prompts come in
 
@@ -159,14 +157,14 @@ class BufferedBatches:
         [`GenerationError`]. Where uniform groups leave first, a rollout alone yields no rows.
         """
         self._dropped += [entry.entry_id for entry in self.buffer.absorb(self._round, result, self._version)]
-        if result is not None and self.is_informative:
-            return BufferedRows(KeptRows([], None), [], [], [], {}, {})
+        if result is not None and self.scores_first:
+            return BufferedRows([], None)
         dropped, self._dropped = self._dropped, []
         num_sampled = len(dropped) + self.buffer.num_uniform
         # Where uniform groups leave, further prompts came for those that were dropped.
-        trained = self.buffer.take(self._round, 0 if self.is_informative else len(dropped))
+        trained = self.buffer.take(self._round, 0 if self.scores_first else len(dropped))
         size = self._round.num_groups
-        if not trained and self.is_informative:
+        if not trained and isinstance(self.policy, Informative):
             raise GenerationError(
                 f"`drop_uniform_groups` (True) leaves nothing to train on: of {num_sampled} prompts that were sampled "
                 "for this batch, none has rewards with a spread. Look at the rewards: a function that gives every "
@@ -179,8 +177,11 @@ class BufferedBatches:
         own = [entry.entry_id for entry in trained]
         places = {entry.entry_id: place for place, entry in enumerate(self._round.entries)}
         states = [entry.state.value for entry in self.buffer.entries.values()]
+        kept = KeptRows.of_groups(rows, repeated, self.num_generations)
         return BufferedRows(
-            kept=KeptRows.of_groups(rows, repeated, self.num_generations),
+            kept.completion_ids,
+            kept.logprobs,
+            kept.fillers,
             entry_ids=own + [own[other] for other in repeated.values()],
             left=own + dropped,
             ages=[
@@ -190,7 +191,7 @@ class BufferedBatches:
             ],
             states={state: states.count(state) for state in ("waiting", "partial", "complete")},
             first_rows={places[i]: row * self.num_generations for row, i in enumerate(own) if i in places},
-            is_long=self._round.long if isinstance(self.policy, TailBatching) else None,
+            is_long=self.buffer.was_long if isinstance(self.policy, TailBatching | Settled) else None,
         )
 
     def _repeat_last(self, dropped: list[int]) -> BufferedRows:
@@ -198,12 +199,9 @@ class BufferedBatches:
         last = self.last
         if last is None:
             raise GenerationError("There is nothing to train on: no prompt came to its end.")
-        kept = last.kept
-        logprobs = None if kept.logprobs is None else [[UNKNOWN] * len(tokens) for tokens in kept.completion_ids]
-        fillers = frozenset(range(len(kept.completion_ids)))
-        return BufferedRows(
-            KeptRows(kept.completion_ids, logprobs, fillers), last.entry_ids, dropped, [], last.states, {}
-        )
+        logprobs = None if last.logprobs is None else [[UNKNOWN] * len(tokens) for tokens in last.completion_ids]
+        fillers = frozenset(range(len(last.completion_ids)))
+        return BufferedRows(last.completion_ids, logprobs, fillers, last.entry_ids, dropped, [], last.states)
 
     # Groups are scored
 
@@ -230,6 +228,32 @@ class BufferedBatches:
             del self.rows[entry_id], self.prompt_ids[entry_id]
             self.buffer.entries.pop(entry_id, None)  # of a process that only counts
 
+    def settle(self, is_uniform: Callable[[int, float], bool]) -> tuple[int, int]:
+        """
+        Learns from the round that is over and defers its unsettled groups. Returns how many of how many. Called on the
+        main process. `is_uniform` tells of a prompt whether the rewards of its rows up to a length have no spread.
+        """
+        buffer, learned = self.buffer, self.buffer.long_rewards
+        done = [entry for entry in self._round.entries if entry.state is Lifecycle.COMPLETE]
+        if self._round.long:
+            rows = [row for entry in done for row in entry.candidates]
+            learned.observe_ends(sum(row.partial.finish_reason is FinishReason.LENGTH for row in rows), len(rows))
+            for entry in done:
+                uniform = is_uniform(entry.entry_id, math.inf), is_uniform(entry.entry_id, learned.usual_length)
+                learned.observe_long(entry.prompt.key, *uniform)
+            return 0, len(done)
+        deferred = [
+            entry.entry_id
+            for entry in done
+            if entry.was_cut
+            and is_uniform(entry.entry_id, math.inf)
+            and learned.defers(entry.prompt.key, entry.entry_id)
+        ]
+        longest = max((row.length for entry in done for row in entry.candidates), default=0)
+        learned.observe_short(longest, len(deferred), len(done))
+        buffer.defer(deferred)
+        return len(deferred), len(done)
+
     # Rows go out
 
     def finish(self, rows: BufferedRows, num_rows: int) -> tuple[Rows, KeptRows]:
@@ -245,7 +269,7 @@ class BufferedBatches:
             del self.rows[entry_id], self.prompt_ids[entry_id]
             self.buffer.entries.pop(entry_id, None)  # of a process that only counts
         inputs = [dict(self.trained[i][0]) for i in rows.entry_ids for _ in range(self.num_generations)][mine]
-        return inputs, rows.kept[mine]
+        return inputs, rows[mine]
 
     def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from ..policy.deferral import LongRewards
 from ..scheduling import (
     Admission,
     AdmissionPolicy,
@@ -72,6 +73,7 @@ class BufferEntry:
     state: Lifecycle = Lifecycle.WAITING
     num_candidates: int = 0
     num_deferrals: int = 0
+    was_cut: bool = False  # whether candidates were aborted once it was complete
     candidates: list[SampledCandidate] = field(default_factory=list)
 
     @property
@@ -87,7 +89,7 @@ class Round:
     num_groups: int  # prompts that the optimizer takes, those that are complete already included
     num_finishing: int  # how many of the entries the rollout brings to their end
     must_finish: frozenset[int] = frozenset()  # places of entries that must be among them
-    long: bool = False  # a long round of tail batching: no prompt gets more than `num_generations` candidates
+    long: bool = False  # no prompt gets more than `num_generations` candidates, and all are decoded to their end
 
     @property
     def batch_stop(self) -> FirstGroups:
@@ -100,16 +102,26 @@ class RolloutBuffer:
 
     With `keeps_tokens`, what has been sampled for a prompt is kept when a rollout ends without it. Otherwise it begins
     anew under the new weights. Of the complete prompts, those that are smallest in `order` are trained on first, by
-    default those that entered first.
+    default those that entered first. With `keeps_surplus`, complete prompts that a batch had no room for are trained
+    on with the next one, and deferred prompts count the batches that they wait for.
     """
 
-    def __init__(self, keeps_tokens: bool, order: Callable[[BufferEntry], float] | None = None) -> None:
+    def __init__(
+        self,
+        keeps_tokens: bool,
+        order: Callable[[BufferEntry], float] | None = None,
+        keeps_surplus: bool = False,
+    ) -> None:
         self.keeps_tokens = keeps_tokens
+        self.keeps_surplus = keeps_surplus
         self.order = order or (lambda entry: entry.entry_id)
         self.entries: dict[int, BufferEntry] = {}  # by ID, in the order in which they entered
         self.num_entered = 0
         self.num_uniform = 0  # prompts of the batch to come that have left for their rewards
         self.informative_share = 1.0  # of the groups of late, those whose rewards have a spread
+        self.num_rounds = 0  # since the last batch was taken
+        self.was_long = False  # whether the last of them was a long one
+        self.long_rewards = LongRewards()  # for `defer_unsettled_groups`
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -153,6 +165,7 @@ class RolloutBuffer:
         """
         if result is None:
             return []
+        self.num_rounds, self.was_long = self.num_rounds + 1, plan.long
         for group in [*result.groups, *result.deferred]:
             self._take_back(plan.entries[group.plan.group_id], group, version)
         dropped = [plan.entries[place] for place in result.dropped]
@@ -168,6 +181,12 @@ class RolloutBuffer:
         weight = SHARE_EMA**num_scored
         self.informative_share = weight * self.informative_share + (1 - weight) * (1 - len(entry_ids) / num_scored)
 
+    def defer(self, entry_ids: Sequence[int]) -> None:
+        """Returns complete groups to the waiting prompts: they are sampled again in a long round."""
+        for entry_id in entry_ids:
+            self.entries[entry_id].num_deferrals += 1
+            _begin_anew(self.entries[entry_id])
+
     def take(self, plan: Round, num_dropped: int = 0) -> list[BufferEntry]:
         """What is trained on now. It has left the buffer; `num_dropped` have left it in the same round."""
         done = self.select(Lifecycle.COMPLETE)
@@ -177,11 +196,14 @@ class RolloutBuffer:
         taken = sorted(done[:num_taken], key=lambda entry: entry.entry_id)
         for entry in taken:
             del self.entries[entry.entry_id]
-        if not self.keeps_tokens:  # what is complete and not taken was sampled by a policy that is the old one then
+        if self.keeps_surplus:
+            for entry in self.select(Lifecycle.WAITING):
+                entry.num_deferrals += entry.num_deferrals > 0
+        elif not self.keeps_tokens:  # what is complete and not taken was sampled by a policy that is the old one then
             for entry in done[num_taken:]:
                 entry.num_deferrals += 1
                 _begin_anew(entry)
-        self.num_uniform = 0
+        self.num_uniform = self.num_rounds = 0
         return taken
 
     def _take_back(self, entry: BufferEntry, group: GroupResult, version: int) -> None:
@@ -191,6 +213,7 @@ class RolloutBuffer:
         if group.complete:
             entry.state = Lifecycle.COMPLETE
             entry.candidates = [candidates[index] for index in group.selected]
+            entry.was_cut = any(c.finish_reason is FinishReason.ABORT for c in group.candidates)
             return
         entry.num_deferrals += 1
         if self.keeps_tokens and any(c.length for c in candidates):

@@ -12,8 +12,8 @@ from accelerate.logging import get_logger
 from numpy.typing import NDArray
 
 from ..errors import StateMismatchError
-from ..resume import BUFFER_FILE
 from ..scheduling import FinishReason, PartialCandidate, PromptInfo, prompt_key
+from ..training.resume import BUFFER_FILE
 from .batches import BufferedBatches
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate
 
@@ -84,6 +84,7 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     buffer.entries = {entry_id: entries[entry_id] for entry_id in sorted(entries)}
     buffer.num_entered = batches.buffer.num_entered
     buffer.informative_share = batches.buffer.informative_share
+    buffer.long_rewards = batches.buffer.long_rewards
     return buffer, [prompts[entry_id] for entry_id in buffer.entries]
 
 
@@ -118,7 +119,7 @@ def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]
         for entry in buffer.entries.values()
     ]
     own = {name: getattr(buffer, name) for name in ("keeps_tokens", "num_entered", "informative_share")}
-    return {**own, "entries": entries}, arrays
+    return {**own, "long_rewards": buffer.long_rewards.state_dict(), "entries": entries}, arrays
 
 
 def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -131,6 +132,7 @@ def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, N
     tokens, logprobs = (iter(arrays[name].tolist()) for name in ("tokens", "logprobs"))
     buffer.num_entered, buffer.entries = state["num_entered"], {}
     buffer.informative_share = state["informative_share"]
+    buffer.long_rewards.load_state_dict(state["long_rewards"])
     for saved in state["entries"]:
         entry = BufferEntry(**saved | {"prompt": PromptInfo(**saved["prompt"]), "state": Lifecycle(saved["state"])})
         entry.candidates = [_from_json(candidate, tokens, logprobs) for candidate in saved["candidates"]]

@@ -22,6 +22,10 @@ from ..scheduling import ScheduleSettings
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
 
 
+# Batches that a deferred prompt waits for at most, before its long round is filled up with other prompts.
+MAX_DEFERRALS = 16
+
+
 @dataclass(frozen=True)
 class RoundPolicy(ABC):
     """Which prompts go into the next rollout?"""
@@ -75,6 +79,51 @@ class Informative(RoundPolicy):
         likely = num_likely_enough(missing, max(buffer.informative_share, 1 / self.max_oversampling))
         left = math.floor(self.max_oversampling * self.num_groups) - buffer.num_uniform - num_complete
         return max(0, min(likely, left))
+
+
+@dataclass(frozen=True)
+class Settled(RoundPolicy):
+    """
+    Short rounds whose unsettled groups wait for a long round, see [`~trl_darts.policy.deferral.LongRewards`]. A batch
+    takes the settled groups of one round, and of further rounds only if it has none; filler rows stand for the others.
+    While too many answers never end, all rounds are long.
+    """
+
+    def buffer(self) -> RolloutBuffer:
+        return RolloutBuffer(keeps_tokens=False, keeps_surplus=True)
+
+    def lacking(self, buffer: RolloutBuffer) -> int:
+        new, deferred = _by_age(buffer)
+        if self._is_over(buffer):
+            return 0
+        if self._is_long(deferred):
+            return max(0, self.num_groups - len(deferred) - len(new))
+        return max(0, self._num_started(buffer) - len(new))
+
+    def next(self, buffer: RolloutBuffer) -> Round:
+        """At the end of an epoch, deferred prompts fill up the last batches."""
+        new, deferred = _by_age(buffer)
+        size, learned = self.num_groups, buffer.long_rewards
+        if self._is_over(buffer):
+            return Round([], size, 0)
+        if self._is_long(deferred) or not new:
+            entries = (deferred + new)[:size]
+            return Round(entries, size, len(entries), long=True)
+        entries = new[: self._num_started(buffer)]
+        return Round(entries, size, len(entries), long=learned.waits_for_all)
+
+    def _is_over(self, buffer: RolloutBuffer) -> bool:
+        """Whether the batch can be taken without another round."""
+        num_complete = len(buffer.select(Lifecycle.COMPLETE))
+        return num_complete >= self.num_groups or (buffer.num_rounds > 0 and num_complete > 0)
+
+    def _is_long(self, deferred: list[BufferEntry]) -> bool:
+        return len(deferred) >= self.num_groups or any(e.num_deferrals > MAX_DEFERRALS for e in deferred)
+
+    def _num_started(self, buffer: RolloutBuffer) -> int:
+        missing = self.num_groups - len(buffer.select(Lifecycle.COMPLETE))
+        learned = buffer.long_rewards
+        return missing if learned.waits_for_all else learned.num_started(missing)
 
 
 @dataclass(frozen=True)
@@ -200,6 +249,8 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
         return PartialRollout(num_groups, settings.prompt_oversampling or 0.0, settings.max_partial_age or 0)
     if settings.schedule == "sorted":
         return Sorted(num_groups, settings.sorted_group_batches or 0, settings.keeps_tokens)
+    if settings.defer_unsettled_groups:
+        return Settled(num_groups)
     if settings.drop_uniform_groups:
         return Informative(num_groups, settings.max_prompt_oversampling or 0.0)
     return InOrder(num_groups) if settings.rollout_ahead else None

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from ..engines.hf_generate import replaced
-from ..rows import Tokens
+from ..engines.in_process.hf_generate import replaced
+from ..training.rows import Tokens
 from .batches import BufferedBatches
+from .rounds import Informative
 
 
 @dataclass
@@ -68,6 +69,19 @@ class GroupScores:
         self._metrics["darts/uniform/sampled"] += len(new)
         self._metrics["darts/uniform/dropped"] += len(uniform)
 
+    def settle(self) -> None:
+        """Scores what the last round completed. Unsettled groups wait for a long round."""
+        self._score_new()
+
+        def is_uniform(entry_id: int, longest: float) -> bool:
+            score = self._scores[entry_id]
+            rows = [row for row, tokens in enumerate(score.completion_ids) if len(tokens) <= longest]
+            return self._is_uniform(score.rewards[rows])
+
+        num_deferred, num_scored = self.batches.main.broadcast(lambda: self.batches.settle(is_uniform))
+        self._metrics["darts/deferral/deferred"] += num_deferred
+        self._metrics["darts/deferral/sampled"] += num_scored
+
     def serve(self, num_rows: int) -> torch.Tensor:
         """
         The rewards of the batch that was taken, of shape `(N·M, F)`; this process has `num_rows` of its rows. Groups
@@ -87,7 +101,8 @@ class GroupScores:
     def pop_metrics(self, num_missing: int) -> dict[str, float]:
         """Rounds and prompts of the batch, see docs/metrics.md; `num_missing` groups are filler rows."""
         counts, self._metrics = self._metrics, Counter()
-        counts["darts/uniform/missing"] = num_missing
+        is_dynamic = isinstance(self.batches.policy, Informative)
+        counts["darts/uniform/missing" if is_dynamic else "darts/deferral/missing"] = num_missing
         return {name: float(count) for name, count in counts.items()}
 
     def _score_new(self, taken: Mapping[int, list[Tokens]] | None = None) -> dict[int, list[Tokens]]:

@@ -8,11 +8,12 @@ import typer
 
 from .. import __version__
 from ..engines.addresses import API_KEY_VARIABLE
-from . import config, profile, report, serve, simulate
+from . import config, profile, quickstart, report, serve, simulate
 from .exits import OneLineErrors
 
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.command()(quickstart.quickstart)
 app.command()(serve.serve)
 app.command()(profile.profile)
 app.command()(report.report)
@@ -20,8 +21,8 @@ app.command()(simulate.simulate)
 app.add_typer(config.app, name="config")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def hide_api_key() -> None:
-    """Starts this process anew without `--api-key` on its command line, which everyone on the machine can read."""
+    """Restarts this process without `--api-key` on its command line, which every user of the machine can read."""
     kept, key = without_api_key(sys.argv[1:])
     if key is not None:
         interpreter = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
@@ -50,11 +51,11 @@ def hide_api_key() -> None:
 
 
 def without_api_key(args: list[str]) -> tuple[list[str], str | None]:
-    """Arguments without `--api-key`, and its value if it has one. After `--`, arguments are vLLM's and stay."""
+    """Removes `--api-key` from the arguments before `--`, and returns them with its value, if any."""
     end = args.index("--") if "--" in args else len(args)
-    for at, word in enumerate(args[:end]):
-        if word.startswith("--api-key="):
-            return args[:at] + args[at + 1 :], word.partition("=")[2]
-        if word == "--api-key" and at + 1 < end:
-            return args[:at] + args[at + 2 :], args[at + 1]
+    for i, argument in enumerate(args[:end]):
+        if argument.startswith("--api-key="):
+            return args[:i] + args[i + 1 :], argument.partition("=")[2]
+        if argument == "--api-key" and i + 1 < end:
+            return args[:i] + args[i + 2 :], args[i + 1]
     return args, None

@@ -1,42 +1,42 @@
-"""`trl-darts config`: check recipes before they run, publish them, and fetch published ones."""
+"""`trl-darts config`: checks recipes before they run, publishes them, and fetches published ones."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import TRLDARTSError
-from ..fields import check_values, read_values, read_yaml
-from ..hub_connection import check_hub
-from .exits import USAGE_ERROR, fail
+from ..recipes.files import check_hub, read_yaml
+from .exits import USAGE_ERROR, announce_loading, fail
 
 
 app = typer.Typer(no_args_is_help=True, help="Check a config, publish it on the Hub, or fetch a published one.")
 
-# torch and TRL take seconds to load, for which `--help` should not wait: they are imported in the commands.
+# torch and TRL take seconds to load and are imported in the commands, so that `--help` is fast.
 
 
 @app.command()
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML files for `examples/train_grpo.py`.")],
     num_processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that train. Default: the accelerate config's, or 1.")
+        int | None, typer.Option(min=1, help="Number of training processes. Default: the accelerate config's, or 1.")
     ] = None,
     accelerate_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What `accelerate launch --config_file` gets.")
+        Path | None, typer.Option(metavar="FILE", help="Config file of `accelerate launch --config_file`.")
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts in the data set, where the recipe has no `num_prompts`.")
+        int | None, typer.Option(min=1, help="Prompts in the data set, if the recipe has no `num_prompts`.")
     ] = None,
     max_prompt_length: Annotated[int, typer.Option(min=0, help="Tokens of the longest prompt in the data set.")] = 0,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="What `trl-darts serve --max-model-len` gets.")
+        int | None, typer.Option(min=1, help="Value of `trl-darts serve --max-model-len`.")
     ] = None,
 ) -> None:
     """
-    Check recipes: fields, batch arithmetic, lengths, and what the trainer would refuse.
+    Check recipes: fields, batch arithmetic, lengths, and errors that the trainer would raise.
 
-    Nothing is loaded, and no GPU is needed. Exit code 2 if a training would fail.
+    No model is loaded, and no GPU is needed. Exits with code 2 if a run would fail.
 
     Example:
 
@@ -45,10 +45,11 @@ def check(
     launch = {} if accelerate_config is None else read_yaml(accelerate_config)
     num_processes = num_processes or int(launch.get("num_processes") or 1)
     has_failed = False
-    for path in files:  # all of them, also after one that fails
+    for path in files:  # continues after a failure
         try:
-            check_values(read_values(path), num_processes)  # most of what is wrong is told before they are loaded
-            from ..analysis.recipe import check_lengths, read_recipe
+            read_yaml(path)  # a missing file needs no TRL
+            announce_loading()
+            from ..recipes.recipe import check_lengths, read_recipe
 
             recipe = read_recipe(path, num_processes)
             check_lengths(recipe, max_prompt_length, max_model_len)
@@ -68,64 +69,65 @@ def check(
 @app.command()
 def push(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file for `--config` of the training script.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Repository, org/name. Made if there is none.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Repository, org/name. Created if missing.")],
     private: Annotated[
-        bool, typer.Option("--private", help="Make a new repository private, and refuse a public one.")
+        bool, typer.Option("--private", help="Create a private repository, and reject an existing public one.")
     ] = False,
     revision: Annotated[
-        str | None, typer.Option(help="Branch to commit to, made if there is none. By default main.", metavar="BRANCH")
+        str | None, typer.Option(help="Branch to commit to, created if missing. By default main.", metavar="BRANCH")
     ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(help="A field of the file to leave out. Repeat it for several.", metavar="FIELD"),
     ] = None,
     measured: Annotated[
-        str | None, typer.Option(help="What the card says of its effect: hardware, data, figures.", metavar="TEXT")
+        str | None, typer.Option(help="Measured effect, for the card: hardware, data, figures.", metavar="TEXT")
     ] = None,
-    message: Annotated[str, typer.Option(help="Of the commit.", metavar="TEXT")] = "Upload config",
+    message: Annotated[str, typer.Option(help="Message of the commit.", metavar="TEXT")] = "Upload config",
 ) -> None:
     """
-    Publish a config on the Hub: its fields, and a card.
+    Publish a config on the Hub, with a card.
 
-    Secrets, paths, addresses, accounts and what loads code never leave; docs/recipes.md has the list. The token is
-    that of `hf auth login`, or `HF_TOKEN`.
+    Secrets, paths, addresses, accounts and fields that load code are never published; docs/recipes.md has the list.
+    The token is that of `hf auth login`, or `HF_TOKEN`.
 
     Example:
 
         trl-darts config push configs/tiny_reasoner.yaml me/tiny --without model_name_or_path --without reward_funcs
     """
-    read_values(file)  # what is wrong with it, or with the network, is told before they are loaded
+    read_yaml(file)
     check_hub(repo_id)
-    from ..analysis.recipe import read_fields
-    from ..hub import push_config
+    announce_loading()
+    from ..recipes.hub import push_config
+    from ..recipes.recipe import read_fields
 
     pushed = push_config(
         read_fields(file),
         repo_id,
         without=without or (),
-        private=private or None,  # `None` leaves it to the organization's rule
+        private=private or None,  # `None` uses the organization's default
         revision=revision,
         commit_message=message,
         measured=measured,
     )
     if pushed.left_out:
-        typer.echo(f"Left out, to be set where the training is started: {', '.join(pushed.left_out)}", err=True)
+        typer.echo(f"Left out, to be set where the run is started: {', '.join(pushed.left_out)}", err=True)
     typer.echo(f"{repo_id}@{pushed.commit}")
 
 
 @app.command()
 def pull(
     repo_id: Annotated[
-        str, typer.Argument(metavar="REPO_ID[@REVISION]", help="Repository, and a branch, tag or commit of it.")
+        str, typer.Argument(metavar="REPO_ID[@REVISION]", help="Repository, with an optional branch, tag or commit.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The YAML file to write. It must not exist yet.", metavar="FILE")
+        Path, typer.Option("--output", "-o", help="YAML file to write. It must not exist yet.", metavar="FILE")
     ] = Path("darts_config.yaml"),
 ) -> None:
     """
     Fetch a published config, check it, and write it to a file for `--config` of the training script.
 
-    A config with an unknown field, or with one that could name a path, an address, an account or code, is refused.
+    A config with an unknown field, or with a path, an address, an account or code, is rejected.
 
     Example:
 
@@ -133,8 +135,9 @@ def pull(
     """
     name, _, revision = repo_id.removeprefix("hf://").partition("@")
     check_hub(name, revision or None, cached=True)
-    from ..analysis.recipe import read_fields
-    from ..hub import pull_config
+    announce_loading()
+    from ..recipes.hub import pull_config
+    from ..recipes.recipe import read_fields
 
     pulled = pull_config(repo_id)
     read_fields(pulled.path)
@@ -145,3 +148,27 @@ def pull(
         fail(f"`output` ({str(output)!r}) must be a new file, and exists. Choose another.")
     typer.echo(f"From {pulled.address}", err=True)
     typer.echo(output)
+
+
+@app.command()
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write, instead of printing it.", metavar="FILE")
+    ] = None,
+) -> None:
+    """
+    Write the JSON schema of recipes, with which an editor completes fields and shows their help.
+
+    The recipes in `configs` name it in their first line: `# yaml-language-server: $schema=recipe.schema.json`.
+
+    Example:
+
+        trl-darts config schema --output configs/recipe.schema.json
+    """
+    from ..recipes.schema import recipe_schema
+
+    text = json.dumps(recipe_schema(), indent=1, ensure_ascii=False)
+    if output is None:
+        typer.echo(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
-"""How a command or a script ends that can't do what it was asked for: one line on standard error, no traceback."""
+"""Messages of a command or a script on standard error: what it is loading, and errors as one line, not a traceback."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,22 +15,28 @@ from ..errors import ConfigurationError, TRLDARTSError
 USAGE_ERROR = 2
 
 
+def announce_loading() -> None:
+    """Says what the next seconds are for, once per launch."""
+    if "trl" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        typer.echo("Loading TRL …", err=True)
+
+
 def fail(message: str, exit_code: int = USAGE_ERROR) -> NoReturn:
-    """One line on standard error, and the exit code."""
+    """Prints one line to standard error and exits."""
     typer.echo(f"Error: {message}", err=True)
     sys.exit(exit_code)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error that may have several lines."""
+    """Returns an error's message as one line."""
     return " ".join(str(error).split())
 
 
 @contextmanager
 def one_line_errors(*others: type[Exception]) -> Iterator[None]:
     """
-    Ends that way after our own errors and `others`: exit code 2 where it was asked for what can't work, else the
-    error's own, or 1.
+    Ends the process with one line after our own errors and `others`. The exit code is the error's own, or else 2 for
+    [`ConfigurationError`] and `others`, 1 for the rest.
     """
     try:
         yield
@@ -41,9 +48,9 @@ def one_line_errors(*others: type[Exception]) -> Iterator[None]:
 
 
 class OneLineErrors(TyperGroup):
-    """Ends any command of the group that way."""
+    """A group of commands with [`one_line_errors`]."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. An optional package may be missing, or a file that can't be read or written."""
+        # ImportError: an optional package is missing. OSError: a file can't be read or written.
         with one_line_errors(ImportError, OSError):
             return super().invoke(ctx)

@@ -1,4 +1,4 @@
-"""`trl-darts profile`: parses, hands over to `trl_darts.analysis.profile`, and prints."""
+"""`trl-darts profile`: parses the options, calls `trl_darts.analysis.profile`, and prints."""
 
 from __future__ import annotations
 
@@ -11,22 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..analysis.output_files import check_writable, not_writable
 from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.waiting import repeated
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
 from ..policy import LatencyProfile
-from ..waiting import repeated
 from .exits import fail
 
 
@@ -39,50 +31,37 @@ LINE_INTERVAL_S = 10.0
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 
 
+option = partial(typer.Option, show_default=False)
+
+
 def profile(
     urls: Annotated[list[str], typer.Argument(metavar="URL", help="Running, idle vLLM servers of one model.")],
-    output: Annotated[
-        Path | None, typer.Option(help="The JSON file to write. By default latency.json.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, option(help="The JSON file to write. By default latency.json.")] = None,
     tail_of: Annotated[
         Path | None,
-        typer.Option(
+        option(
             help="A profile to which these servers are added as the tail servers, of another layout, beside the main "
-            "ones that it has. By default also the file to write.",
-            show_default=False,
+            "ones that it has. By default also the file to write."
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="The picture to write. By default beside the output, as .png.", show_default=False),
-    ] = None,
-    max_batch_size: Annotated[
-        int | None,
-        typer.Option(help="Largest batch. By default the server's max_num_seqs.", show_default=False),
-    ] = None,
+    plot: Annotated[Path | None, option(help="The picture to write. By default beside the output, as .png.")] = None,
+    max_batch_size: Annotated[int | None, option(help="Largest batch. By default the server's max_num_seqs.")] = None,
     batch_sizes: Annotated[
-        str | None,
-        typer.Option(help="Batch sizes, such as 1,8,64. By default powers of two.", metavar="LIST"),
+        str | None, option(help="Batch sizes, such as 1,8,64. By default powers of two.", metavar="LIST")
     ] = None,
     context_lengths: Annotated[
         str | None,
-        typer.Option(
-            help="Prompt lengths, such as 512,4096. By default 128 to 32768 by factors of 4.", metavar="LIST"
-        ),
+        option(help="Prompt lengths, such as 512,4096. By default 128 to 32768 by factors of 4.", metavar="LIST"),
     ] = None,
     max_context_tokens: Annotated[
-        int | None,
-        typer.Option(help="Most prompt tokens of a batch. By default 131072, if they fit.", show_default=False),
+        int | None, option(help="Most prompt tokens of a batch. By default 131072, if they fit.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Measurements of each point, in rounds of random order.")] = 3,
     hardware: Annotated[
         str | None,
-        typer.Option(help="What the servers run on, for the file. By default what they say.", metavar="TEXT"),
+        option(help="What the servers run on, for the file. By default what they say.", metavar="TEXT"),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="Key of the servers.", envvar=API_KEY_VARIABLE, show_default=False),
-    ] = None,
+    api_key: Annotated[str | None, option(help="Key of the servers.", envvar=API_KEY_VARIABLE)] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts, and of the order of measurements.")] = 0,
 ) -> None:
     """
@@ -130,7 +109,7 @@ def _check_outputs(output: Path, plot: Path | None) -> Path | None:
     """The picture's path, or `None` where none can be drawn. Before anything is measured."""
     if plot is not None and not is_matplotlib_available():
         raise ConfigurationError(
-            f"`plot` ({str(plot)!r}) needs matplotlib. `pip install 'trl-darts[plots]'`, or leave it out."
+            f"`plot` ({str(plot)!r}) needs matplotlib. `pip install 'trl-darts[report]'`, or leave it out."
         )
     check_writable("output", output)
     picture = plot or output.with_suffix(".png")
@@ -149,20 +128,19 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     console = Console(stderr=True)
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
         task = bar.add_task("asking the servers", total=None)
-        lines = repeated(partial(_print_line, bar.tasks[0]), LINE_INTERVAL_S)
-        with nullcontext() if console.is_terminal else lines:
+
+        def print_line() -> None:
+            now = bar.tasks[0]
+            counts = f"{now.completed:.0f} of {now.total:.0f} measurements, " if now.total else ""
+            left = "" if now.time_remaining is None else f", about {now.time_remaining:.0f} s left"
+            typer.echo(f"{counts}{now.elapsed or 0:.0f} s{left}: {now.description}", err=True)
+
+        with nullcontext() if console.is_terminal else repeated(print_line, LINE_INTERVAL_S):
             yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-def _print_line(task: Task) -> None:
-    counts = f"{task.completed:.0f} of {task.total:.0f} measurements, " if task.total else ""
-    left = "" if task.time_remaining is None else f", about {task.time_remaining:.0f} s left"
-    typer.echo(f"{counts}{task.elapsed or 0:.0f} s{left}: {task.description}", err=True)
-
-
 def _write(result: ProfileResult, output: Path, picture: Path | None, main: LatencyProfile | None) -> None:
-    from ..analysis.profile.picture import draw
-    from ..analysis.profile.summary import summarize, warn
+    from ..analysis.profile.display import draw, summarize, warn
 
     try:
         (result.profile if main is None else replace(main, tail=result.profile)).save(output)
@@ -170,7 +148,7 @@ def _write(result: ProfileResult, output: Path, picture: Path | None, main: Late
         raise not_writable("output", output, error.strerror) from error
     lines = [*summarize(result.profile), "", f"Written: {output}"]
     if picture is None:
-        lines.append("No picture, which needs matplotlib: `pip install 'trl-darts[plots]'`.")
+        lines.append("No picture, which needs matplotlib: `pip install 'trl-darts[report]'`.")
     else:
         try:
             draw(result.profile, picture)

@@ -1,4 +1,4 @@
-"""`trl-darts report`: parses, hands over to `trl_darts.analysis.report`, and prints."""
+"""`trl-darts report`: parses the options, calls `trl_darts.analysis.report`, and prints."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`trl-darts serve`: parses, hands over to `trl_darts.serving`, and prints."""
+"""`trl-darts serve`: parses the options, runs `trl_darts.serving` and prints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serve(
     model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a model of the Hugging Face Hub.")],
     vllm_flags: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vLLM, handed to every server.", show_default=False),
+        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vLLM for every server.", show_default=False),
     ] = None,
     num_servers: Annotated[int, typer.Option(help="Number of servers, all with the same model.")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share one copy of the model.")] = 1,
@@ -43,35 +43,37 @@ def serve(
         str | None,
         typer.Option(help="GPUs of all servers together, such as 0,1,2,3. By default the last ones.", metavar="LIST"),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Any but a loopback one needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the first server. The next server takes the next one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Requires a key unless it is a loopback address.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the first server. The others use the following ports.")] = 8000,
     speculative: Annotated[
         str | None,
         typer.Option(help="Speculative decoding without a draft model: suffix or ngram.", metavar="METHOD"),
     ] = None,
     draft_history: Annotated[
-        Path | None, typer.Option(help="Directory of answers that drafts begin with, and that new ones are added to.")
+        Path | None, typer.Option(help="Directory with earlier answers for drafts. New answers are added to it.")
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of prompt and completion together. The model's own limit by default.")
     ] = None,
     weight_sync: Annotated[
-        str, typer.Option(help="auto, nccl or filesystem: how the trainer's weights arrive.", metavar="WAY")
+        str, typer.Option(help="How the trainer sends weights: auto, nccl or filesystem.", metavar="WAY")
     ] = "auto",
     restart: Annotated[
-        bool, typer.Option("--restart", help="Start a server again that died, beside the others that go on.")
+        bool, typer.Option("--restart", help="Restart servers that die, while the others keep running.")
     ] = False,
     api_key: Annotated[
         str | None,
-        typer.Option(help="Key that requests must carry.", envvar=API_KEY_VARIABLE, show_default=False),
+        typer.Option(help="Key that requests must have.", envvar=API_KEY_VARIABLE, show_default=False),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds in which a server must be healthy.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds until a server must be healthy.")] = 600.0,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the servers' logs. A temporary one by default.")
+        Path | None, typer.Option(help="Directory for the servers' logs. A temporary one by default.")
     ] = None,
 ) -> None:
     """
-    Start vLLM servers for a trainer, and print the trainer's arguments. Ctrl-C ends all of them.
+    Start vLLM servers for a trainer, and print the trainer's arguments. Ctrl-C stops all servers.
 
     Progress goes to standard error, the arguments to standard output.
 
@@ -79,11 +81,11 @@ def serve(
 
         trl-darts serve Qwen/Qwen2.5-7B --num-servers 2 --devices 2,3 -- --gpu-memory-utilization 0.85
     """
-    start(ServeOptions(**locals()))  # its fields are these parameters
+    start(ServeOptions(**locals()))  # the parameters are its fields
 
 
 def start(options: ServeOptions) -> None:
-    """Check the options, and run the servers until a signal or a failure ends them."""
+    """Checks the options, and runs the servers until a signal or a failure."""
     from ..serving.supervisor import Server, Supervisor, counted_signals  # loads an HTTP client
 
     build = find_build()
@@ -115,7 +117,7 @@ def _log_dir(log_dir: Path | None) -> Path:
 
 
 class Display:
-    """What happens, on standard error, with a spinner while servers start; then the arguments on standard output."""
+    """Shows progress on standard error, and the arguments on standard output once all servers are healthy."""
 
     def __init__(self, supervisor: Supervisor, arguments: str) -> None:
         self.supervisor = supervisor
@@ -125,11 +127,11 @@ class Display:
         self._next_line_at = 0.0
 
     def print(self, text: str) -> None:
-        """A line, above the spinner if there is one."""
+        """Prints a line, above the spinner if there is one."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def report(self, messages: list[str]) -> None:
-        """After each look of the supervisor."""
+        """Prints messages of the supervisor, and the arguments once all servers are healthy."""
         for message in messages:
             self.print(message)
         if not self.supervisor.is_ready:
@@ -141,7 +143,7 @@ class Display:
             self._arguments = None
 
     def _progress(self) -> None:
-        """The spinner in a terminal, else a line every ten seconds."""
+        """Shows a spinner in a terminal, or prints a line every ten seconds."""
         if self.console.is_terminal:
             self.status.update("\n".join(self.supervisor.describe()))
             self.status.start()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .deadlines import Deadlines
-    from .hf_generate import SchedulerCriterion
+    from .in_process.hf_generate import SchedulerCriterion
     from .vllm_api import ServerPrompt
     from .vllm_server import VLLMServerEngine
 

@@ -1,11 +1,11 @@
-"""Addresses of vLLM servers, as settings name them."""
+"""Addresses of vLLM servers in settings."""
 
 from urllib.parse import urlsplit
 
 from ..errors import ConfigurationError
 
 
-API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name: its servers read the key there
+API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's servers read their key from it
 
 
 def split_addresses(text: str) -> list[str]:
@@ -13,11 +13,11 @@ def split_addresses(text: str) -> list[str]:
 
 
 def check_address(name: str, url: str) -> None:
-    """Refuses what a client would only stumble over at its first request, or take for another host."""
+    """Raises if a URL is malformed. A client would only notice at its first request, or use another host."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.count("://") == 1
-    except ValueError:  # the port is no number, or an IPv6 address has no brackets
+    except ValueError:  # the port is not a number, or an IPv6 address has no brackets
         valid = False
     if not valid:
         raise ConfigurationError(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from accelerate.utils import gather_object
 
-from ..rows import Tokens
 from ..scheduling import PromptInfo, prompt_key
+from ..training.rows import Tokens
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What the trainer asks of its vLLM servers, and the first contact with them."""
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +32,6 @@ class ServerSettings:
 
 def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerSettings:
     """The settings of a training. Images in the data set decide what a server must be able to do."""
-    if args.weight_sync_dir is not None and not os.path.isdir(args.weight_sync_dir):
-        raise ConfigurationError(
-            f"`weight_sync_dir` ({args.weight_sync_dir!r}) must be a directory that exists and that the servers see "
-            "under the same path. Make it, or correct the path."
-        )
     weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
     return ServerSettings(
         base_urls=[*args.server_urls, *args.tail_urls],

@@ -1,31 +1,29 @@
 """Which engine a trainer's settings ask for, and how transformers decodes for it."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from .batch import PromptBatch
-from .hf_generate import SchedulerCriterion, stopping_criterion
-from .in_process import InProcessEngine
+from .engine import Engine
+from .in_process.engine import InProcessEngine
+from .in_process.hf_generate import SchedulerCriterion, replaced, stopping_criterion
+from .in_process.share import Share, Slot
 from .main_process import MainProcess
 from .servers import ServerEngine
-from .share import Share, Slot
 
 
-def make_engine(
-    trainer: Any,
-    main: MainProcess,
-    generate: Callable[..., Any],
-    process_rows: Callable[[list[int]], tuple[Any, Any]],
-) -> ServerEngine | InProcessEngine:
-    """The engine of a trainer; `generate` and `process_rows` as in [`decode_with_transformers`]."""
+def make_engine(trainer: Any, main: MainProcess, generate: Callable[..., Any]) -> Engine:
+    """Returns the engine of a trainer. `generate` is TRL's `_generate_single_turn`."""
     args = trainer.args
     if args.uses_servers:
         return ServerEngine(trainer.vllm_generation)
     if not args.use_vllm:
-        decode = partial(decode_with_transformers, trainer, generate, process_rows)
-        return InProcessEngine(main, decode, args.submit_order)
-    from .vllm_colocated import decode_colocated  # imports vLLM
+        decode = partial(decode_with_transformers, trainer, generate)
+        num_positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        return InProcessEngine(main, decode, args.submit_order, num_positions=num_positions)
+    from .in_process.vllm_colocated import decode_colocated  # imports vLLM
 
     size = args.vllm_tensor_parallel_size
     group = trainer.vllm_generation.tp_group if size > 1 else None
@@ -35,23 +33,19 @@ def make_engine(
 def decode_with_transformers(
     trainer: Any,
     generate: Callable[..., Any],
-    process_rows: Callable[[list[int]], tuple[Any, Any]],
     batch: PromptBatch,
     share: Share,
     feed: list[Slot],
 ) -> None:
-    """
-    Has TRL generate for a share of the candidates instead of the rows: `generate` is its `_generate_single_turn`, and
-    `process_rows` gives images and the processor's fields for rows of this process.
-    """
+    """Has TRL generate for a share of the candidates instead of the rows."""
     rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
     images, fields = batch.images, batch.fields
     if batch.multimodal and rows != list(range(len(batch.rows)))[batch.mine]:
-        images, fields = process_rows([row - batch.mine.start for row in rows])
+        images, fields = process_rows(trainer, [row - batch.mine.start for row in rows])
     prompts = [batch.rows[row] for row in rows]
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if trainer.use_transformers_continuous_batching:
-        from .hf_continuous import scheduled_batching  # not in every supported transformers
+        from .in_process.hf_continuous import scheduled_batching  # not in every supported transformers
 
         with scheduled_batching(model, share, trainer.eos_token_ids):
             generate(prompts, images, fields, batch.num_generations)
@@ -60,3 +54,14 @@ def decode_with_transformers(
         with stopping_criterion(model, criterion):
             completions, _ = generate(prompts, images, fields, batch.num_generations)
         criterion.finish(completions)
+
+
+def process_rows(trainer: Any, rows: list[int]) -> Any:
+    """
+    Returns images and the processor's fields for some rows of this process, repeated as they are named. Each kind of
+    model cuts the fields of a batch in its own way, so the processor computes them again.
+    """
+    has_environments = trainer.environment_factories is not None
+    environments = [trainer._batch_environments[row] for row in rows] if has_environments else []
+    with replaced(trainer, "_batch_environments", environments):
+        return trainer._tokenize_prompts([trainer._prompts[row] for row in rows])[1:]

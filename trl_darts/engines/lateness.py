@@ -1,6 +1,6 @@
 """
-Who is late: a server, or one candidate. A queue is no silence: a server that sends tokens of any candidate, or counts
-new ones in its metrics, is alive.
+Detects servers and candidates that are late. A server is alive if it sends tokens of any candidate, or counts new ones
+in its metrics. Waiting in its queue does not count as late.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ Key = tuple[int, int]  # (candidate_id, segment): a candidate that moves to anot
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A candidate's request, until its answer is complete. Times are those of `time.perf_counter`."""
+    """A candidate's open request. Times are those of `time.perf_counter`."""
 
     command: Submit
-    heard: float  # when it was submitted, or its last tokens came
-    decodes: bool = False  # whether tokens have come
+    last_progress: float  # time of its submission, or of its last tokens
+    decodes: bool = False  # whether it has received tokens
     internal_id: str | None = None
     task: asyncio.Task[None] | None = None
-    called_off: float | None = None  # when its abort was commanded
+    aborted_at: float | None = None  # time of its abort command
 
     @property
     def key(self) -> Key:
@@ -32,22 +32,24 @@ class OpenRequest:
 
 
 def silence(member: Member, requests: Sequence[OpenRequest], now: float, deadlines: Deadlines) -> str | None:
-    """Why a server that should decode these is lost; `None` while it has shown in time that it decodes anything."""
-    heard = max(member.heard, min(request.heard for request in requests))
-    return _overdue(now - heard, any(request.decodes for request in requests), deadlines)
+    """Returns the reason why a server with these requests is lost, or `None` if it has shown progress in time."""
+    last_progress = max(member.last_progress, min(request.last_progress for request in requests))
+    return _overdue(now - last_progress, any(request.decodes for request in requests), deadlines)
 
 
-def late_ones(
+def stalled_requests(
     member: Member, requests: Sequence[OpenRequest], now: float, deadlines: Deadlines
 ) -> list[tuple[OpenRequest, str]]:
     """
-    Those that get no tokens from a server that decodes others, and why. One that waits in the server's queue, or was
-    put back there by a preemption, is not late; where the server does not say, one that has not begun may wait.
+    Returns the requests that get no tokens from a server that decodes others, with the reason. Requests in the
+    server's queue are not late, including preempted ones. If the server has no metrics, a request without tokens may
+    be queued.
     """
     late = []
     for request in requests:
-        may_be_late = request.heard < member.heard and (request.decodes or member.load is not None)
-        reason = _overdue(now - max(request.heard, member.queued), request.decodes, deadlines)
+        is_behind = request.last_progress < member.last_progress
+        may_be_late = is_behind and (request.decodes or member.load is not None)
+        reason = _overdue(now - max(request.last_progress, member.last_queued), request.decodes, deadlines)
         if may_be_late and reason is not None:
             late.append((request, f"{member.server.base_url}: {reason}, though it decodes others"))
     return late

@@ -1,9 +1,9 @@
 """
-Messages between processes without a collective: no process stands still because another one is busy decoding, or waits
-for a server.
+Messages between processes without collectives, so that no process blocks while another one decodes or waits for a
+server.
 
-The store asks nobody who they are, and messages are pickles, which can run code. So each one is signed with a key that
-only the training's own processes have, and one without a valid signature is an error before it is unpickled.
+The store has no authentication, and messages are pickles, which can run code. Each message is therefore signed with a
+key that only the run's processes have, and its signature is checked before it is unpickled.
 """
 
 import hmac
@@ -22,14 +22,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ..errors import GenerationError
 
 
-# A wait is renewed this often. The connection of a store whose process is gone breaks at once, whatever this is.
+# A wait is renewed this often. If the store's process dies, the wait fails at once.
 WAIT_S = 60.0
 POLL_S = 0.005
 KEY_BYTES = SIGNATURE_BYTES = 32  # of SHA-256
 
 
 class Mailbox:
-    """Signed messages in a key-value store that the main process holds."""
+    """Signed messages in a key-value store on the main process."""
 
     def __init__(self, store: Any, process_index: int, num_processes: int, key: bytes) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class Mailbox:
 
     @classmethod
     def open(cls, process_index: int, num_processes: int) -> "Mailbox":
-        """Opens this process's mailbox. Called on every process at once."""
+        """Opens this process's mailbox. Must be called on every process."""
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         box: list[Any] = [None, None]
         store = None
@@ -60,7 +60,7 @@ class Mailbox:
         self._set(f"inbox/{receiver}/{number}", pickle.dumps(message))
 
     def receive(self) -> list[Any]:
-        """The messages that came since the last call, in the order in which they were sent."""
+        """Returns the messages received since the last call, in the order in which they were sent."""
         inbox = f"inbox/{self.process_index}"
         messages = []
         for number in range(self._num_read + 1, self._store.add(inbox, 0) + 1):
@@ -70,12 +70,12 @@ class Mailbox:
         return messages
 
     def announce(self, message: bytes) -> None:
-        """Sends a message to all other processes, which wait for it, or will; returns at once."""
+        """Sends a message to `await_announcement` on all other processes; returns at once."""
         self._num_announced += 1
         self._set(f"announcement/{self._num_announced}", message)
 
     def await_announcement(self, meanwhile: Callable[[], None] | None = None) -> bytes:
-        """Waits for the next announcement, however long it takes. `meanwhile` is called every 5 ms until then."""
+        """Waits for the next announcement without a timeout, and calls `meanwhile` every 5 ms until then."""
         self._num_announced += 1
         name = f"announcement/{self._num_announced}"
         while meanwhile is not None and not self._store.check([name]):
@@ -83,8 +83,7 @@ class Mailbox:
             time.sleep(POLL_S)
         self._wait(name)
         message = self._get(name)
-        # The last reader deletes it. The main process can't tell: it does not wait for the others, not even in a
-        # broadcast over NCCL.
+        # The last reader deletes the message, because the main process does not know when all have read it.
         if self._store.add(f"{name}/read", 1) == self._num_processes - 1:
             self._store.delete_key(name)
             self._store.delete_key(f"{name}/read")
@@ -98,13 +97,13 @@ class Mailbox:
         signature, message = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._sign(name, message)):
             raise GenerationError(
-                f"The message {name!r} between the processes of this training is from none of them: someone else "
-                "writes into its key-value store. Keep the ports of the main process in a private network."
+                f"The message {name!r} has no valid signature of a process of this run: someone else writes to its "
+                "key-value store. Keep the ports of the main process in a private network."
             )
         return message
 
     def _sign(self, name: str, message: bytes) -> bytes:
-        """With its name: a message that is copied to another place is not one of ours."""
+        """Signs a message with its name, so that it is invalid under another name."""
         return hmac.digest(self._key, name.encode() + b"\0" + message, "sha256")
 
     def _wait(self, name: str) -> None:

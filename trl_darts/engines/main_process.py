@@ -1,4 +1,4 @@
-"""One process decides: run on rank 0, and broadcast the result or the exception."""
+"""Runs functions on the main process, and sends the result or the exception to the others."""
 
 import pickle
 import time
@@ -15,14 +15,14 @@ from .mailbox import POLL_S, Mailbox
 T = TypeVar("T")
 
 DONE = b"done"
-HEARD = (0, "heard")  # rollouts are counted from 1
-HEARING_S = 5.0
+RECEIVED = (0, "received")  # rollouts are counted from 1
+RECEIVED_TIMEOUT_S = 5.0
 
 
 class MainProcess:
     """
-    Runs functions on the main process while the others wait, outside of any collective: a rollout may take longer
-    than the process group's timeout. All methods but `fail` are called on every process at once.
+    Runs functions on the main process while the others wait without a collective: a rollout may take longer than the
+    process group's timeout. All methods except `fail` must be called on every process.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -51,12 +51,12 @@ class MainProcess:
 
     def run(self, compute: Callable[[], Any], meanwhile: Callable[[], None] | None = None) -> Any:
         """
-        Runs a function on the main process and returns its value there, and `None` on the others, which call
-        `meanwhile` again and again until it is done. Its exception is raised on every process.
+        Runs a function on the main process and returns its value there, and `None` on the others, which repeatedly
+        call `meanwhile` until it is done. Its exception is raised on every process.
         """
         if self.num_processes == 1:
             return compute()
-        mailbox = self.mailbox  # opened by all at once, and not after `compute`
+        mailbox = self.mailbox  # opened before `compute`, because all processes must open it together
         if self.is_here:
             try:
                 value = compute()
@@ -67,12 +67,12 @@ class MainProcess:
             return value
         announcement = mailbox.await_announcement(meanwhile)
         if announcement != DONE:
-            mailbox.post(0, HEARD)
+            mailbox.post(0, RECEIVED)
             raise pickle.loads(announcement)
         return None
 
     def broadcast(self, compute: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
-        """As `run`, with the value on every process."""
+        """As `run`, but returns the value on every process."""
         box: list[Any] = [self.run(compute, meanwhile)]
         if self.num_processes > 1:
             broadcast_object_list(box, from_process=0)
@@ -80,13 +80,13 @@ class MainProcess:
 
     def fail(self, error: Exception) -> None:
         """
-        Raises an error on the processes that wait, or will wait, for the main process, which calls this. It gives them
-        a moment to hear of it: the store ends with its process.
+        Raises an error on the other processes when they wait for the main process, which calls this. Returns once they
+        have received it, or after a timeout, because the store ends with this process.
         """
         self.mailbox.announce(_pickled(error))
-        deadline, waiting = time.monotonic() + HEARING_S, self.num_processes - 1
+        deadline, waiting = time.monotonic() + RECEIVED_TIMEOUT_S, self.num_processes - 1
         while waiting and time.monotonic() < deadline:
-            waiting -= self.mailbox.receive().count(HEARD)
+            waiting -= self.mailbox.receive().count(RECEIVED)
             time.sleep(POLL_S)
 
 
@@ -95,5 +95,5 @@ def _pickled(error: Exception) -> bytes:
         data = pickle.dumps(error)
         pickle.loads(data)
         return data
-    except Exception:  # an error that holds a lock or a socket, or that is not made of its arguments
+    except Exception:  # the error can't be pickled
         return pickle.dumps(GenerationError(f"{type(error).__name__}: {error}"))

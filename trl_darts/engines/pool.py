@@ -1,5 +1,5 @@
 """
-What is known of each server: the one record, in the engine's event loop. It lives longer than a rollout.
+The pool of servers, in the engine's event loop. It has the only record of each server, and outlives a rollout.
 
 ```
         fails, or does not answer in time                answers again
@@ -8,8 +8,8 @@ What is known of each server: the one record, in the engine's event loop. It liv
     └──────────────────── has the current weights ────────────────────────────┘
 ```
 
-A server that is not UP is asked for its health alone: one that comes back has old weights, or none of ours. It is
-UP again once it is shown to have those of the last weight sync (`version`), which are the rollout's.
+A server that is not UP only gets health checks: after a reconnect it may have old weights. It is UP again once it has
+the weights of the last weight sync (`version`), with which the rollout runs.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, server_load
 
 PROBE_INTERVAL_S = 2.0
 READY_POLL_S = 0.005
-TURN_TIMEOUT_S = 120.0  # a large model's weights go to the host's memory, or come from there
+TURN_TIMEOUT_S = 120.0  # a large model's weights are moved to the host's memory or back
 FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """Where a server is in its life."""
+    """State of a server."""
 
     UP = "up"
     DOWN = "down"
@@ -48,52 +48,52 @@ class State(Enum):
 
 
 class Listener(Protocol):
-    """Who must hear of changes while a rollout runs."""
+    """Gets notified of changes while a rollout runs."""
 
     def num_held(self, url: str) -> int:
-        """How many candidates a server has now."""
+        """Returns the number of candidates on a server."""
         ...
 
     def on_lost(self, url: str, reason: str) -> None:
-        """A server is lost."""
+        """Called when a server is lost."""
         ...
 
     def on_joined(self, url: str, capacity: int) -> None:
-        """A server has come back."""
+        """Called when a server has reconnected and has the current weights."""
         ...
 
     def on_resized(self, url: str, capacity: int) -> None:
-        """A server takes no new candidates, or some again."""
+        """Called when the capacity of a server changes."""
         ...
 
 
 @dataclass
 class Member:
-    """A server of the pool, with all that is known of it."""
+    """State of a server of the pool."""
 
     server: VLLMServer
-    tail: bool  # whether it is one of those that take over what is left
-    limit: ConcurrencyLimit | None = None  # once it has been asked how many slots it has; until then it gets nothing
+    tail: bool  # whether it is a tail server
+    limit: ConcurrencyLimit | None = None  # `None` until its number of slots was queried; it gets no candidates then
     state: State = State.UP
-    reason: str = ""  # why it was lost last
-    version: int = 0  # of the weights that it has: the number of the sync that brought them; 0 for those it loaded
-    waits: bool = False  # for the next weight sync: it is back, and can't be given the weights of the last one
+    reason: str = ""  # of its last loss
+    version: int = 0  # number of the sync that its weights come from; 0 for the weights loaded at its start
+    waits: bool = False  # whether it has reconnected, and must wait for the next weight sync
     draining: bool = False
-    asleep: bool | None = False  # unknown where two kinds take turns, until it has been told
+    asleep: bool | None = False  # `None` if unknown, before its first turn
     num_losses: int = 0
-    log: Path | None = None  # looked for while it is there
-    load: ServerLoad | None = None  # when it was asked last; `None` if it does not say
-    heard: float = 0.0  # when it last gave a sign that it decodes, by `time.perf_counter`
-    queued: float = 0.0  # when requests last waited in its queue, or were put back there by a preemption
+    log: Path | None = None  # found while the server is running
+    load: ServerLoad | None = None  # latest metrics; `None` if it has none
+    last_progress: float = 0.0  # last sign of decoding, by `time.perf_counter`
+    last_queued: float = 0.0  # last time that requests waited in its queue, including preempted ones
 
     @property
     def capacity(self) -> int:
-        """The most candidates at once."""
+        """Most candidates at once."""
         return 0 if self.draining or self.asleep is not False or self.limit is None else int(self.limit)
 
     @property
     def decodes(self) -> bool:
-        """Whether it is healthy and awake."""
+        """Whether the server is up and awake."""
         return self.state is State.UP and self.asleep is False
 
 
@@ -101,23 +101,23 @@ Refresh = Callable[[Member, int], Awaitable[bool]]
 
 
 async def has_loaded_weights(member: Member, version: int) -> bool:
-    """Without a weight sync, a server that comes back has the weights that it loads."""
+    """Whether no weight sync has happened, so that a server has the right weights after its start."""
     return version == 0
 
 
 async def shows_weights(member: Member, version: int) -> bool:
-    """Whether a server was given the weights of a version, and was not started again since."""
+    """Whether a server received the weights of a version, and was not restarted since."""
     if version == 0:
         return True
-    # What it shows is no proof by itself: an earlier run may have left it.
+    # The server's own version is not sufficient, because an earlier run may have set it.
     return member.version == version and await member.server.weight_version() == f"v{version}"
 
 
 class ServerPool:
     """
-    The servers of an engine. Must be used in the event loop alone, but for reading.
+    The servers of an engine. Outside the event loop, it may only be read.
 
-    `refresh` brings a server that has come back to the weights of the last sync, and returns whether it has them.
+    `refresh` updates a server that has reconnected to the weights of the last sync, and returns whether it has them.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class ServerPool:
         takes_turns: bool = False,
         refresh: Refresh = has_loaded_weights,
     ) -> None:
-        self._asleep_at_first = None if takes_turns else False  # also of one that comes back, as another process
+        self._asleep_at_first = None if takes_turns else False  # also after a reconnect, perhaps as a new process
         self.members = {
             url: Member(server, url in tail_urls, asleep=self._asleep_at_first) for url, server in servers.items()
         }
-        self.takes_turns = takes_turns  # whether those of the tail are on the others' GPUs
+        self.takes_turns = takes_turns  # whether main and tail servers share GPUs
         self.deadlines = deadlines
         self.version = 0  # of the last weight sync
-        self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a server that is back
+        self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a reconnected server
         self.listener: Listener | None = None
         self._most = most
         self._refresh = refresh
@@ -144,28 +144,28 @@ class ServerPool:
         self._returning: dict[str, asyncio.Task[None]] = {}
 
     def urls(self, state: State) -> list[str]:
-        """Addresses of the servers in a state."""
+        """Returns the addresses of the servers in a state."""
         return [url for url, member in self.members.items() if member.state is state]
 
     def watch(self) -> None:
-        """Begins to look after those servers that it does not yet look after."""
+        """Starts monitoring the servers that are not monitored yet."""
         for url in self.members.keys() - self._watchers.keys():
             self._watchers[url] = asyncio.create_task(self._watch(url))
 
     async def ready(self) -> None:
-        """Waits until each server that is up has said how many slots it has: the first to answer must not get all."""
+        """Waits until the slots of all servers that are up are known. Otherwise, the first gets all candidates."""
         while any(member.state is State.UP and member.limit is None for member in self.members.values()):
             await asyncio.sleep(READY_POLL_S)
 
     def add(self, url: str, server: VLLMServer) -> None:
-        """Adds a server that has answered, but has none of our weights yet."""
+        """Adds a server that was checked, but does not have our weights yet."""
         self.members[url] = Member(server, False, None, State.RETURNED, "it is new", asleep=self._asleep_at_first)
         self._share_connections()
 
     def remove(self, url: str) -> None:
-        """Forgets a server. What it still decodes goes on elsewhere."""
+        """Removes a server. Its candidates continue on other servers."""
         if self.listener is not None:
-            self.lose(url, "it has left the training")
+            self.lose(url, "it was removed")
         del self.members[url]
         self._share_connections()
         for tasks in (self._watchers, self._returning):
@@ -174,7 +174,7 @@ class ServerPool:
 
     @property
     def _connections(self) -> int:
-        """How many each server can have."""
+        """Number of connections per server."""
         return max(1, self._most // len(self.members))
 
     def _share_connections(self) -> None:
@@ -182,11 +182,11 @@ class ServerPool:
             limit.most = self._connections
 
     async def _ask_for_slots(self, url: str) -> None:
-        """A server that was started again may have others."""
+        """Queries the number of slots, which may change with a restart."""
         member = self.members[url]
         try:
             info = await member.server.get("/server_info?config_format=json", self.deadlines.info_s)
-        except FAILURES:  # what is wrong with it shows when it is used
+        except FAILURES:  # errors are handled when the server is used
             info = None
         slots = max_num_seqs((info or {}).get("vllm_config") or {})
         if member.limit is None or member.limit.slots != slots:
@@ -195,13 +195,13 @@ class ServerPool:
             self._tell(lambda listener: listener.on_resized(url, member.capacity))
 
     def lose(self, url: str, reason: str) -> None:
-        """Takes a server out until it answers again."""
+        """Stops using a server until it answers again."""
         member = self.members[url]
         reason = explain(reason, member.log)
         if member.state is not State.DOWN:
             logger.warning("The vLLM server at %s is lost: %s", url, reason)
         was_up = member.state is State.UP
-        member.state, member.reason = State.DOWN, reason  # before anyone asks who is left
+        member.state, member.reason = State.DOWN, reason  # before the listener is notified
         member.waits = False
         member.asleep = self._asleep_at_first
         if was_up:
@@ -209,7 +209,7 @@ class ServerPool:
             self._tell(lambda listener: listener.on_lost(url, reason))
 
     def join(self, url: str) -> None:
-        """Uses a server again that has the current weights."""
+        """Starts using a server that has the current weights."""
         member = self.members[url]
         member.version, member.waits = self.version, False
         if member.state is State.RETURNED:
@@ -217,7 +217,7 @@ class ServerPool:
             self._tell(lambda listener: listener.on_joined(url, member.capacity))
 
     def follow(self, version: int, up: Collection[str]) -> None:
-        """Takes over from the main process which servers have the weights of the last sync."""
+        """Copies the state from the main process: the version, and the servers that have its weights."""
         self.version = version
         for url, member in self.members.items():
             if url in up:
@@ -226,21 +226,21 @@ class ServerPool:
                 self.lose(url, "the main process does not use it")
 
     def drain(self, url: str, draining: bool = True) -> None:
-        """Sends a server nothing new, or something again; what it decodes goes on."""
+        """Stops or resumes sending candidates to a server. Running candidates continue."""
         member = self.members[url]
         member.draining = draining
         if member.state is State.UP:
             self._tell(lambda listener: listener.on_resized(url, member.capacity))
 
     def has_turn(self, tail: bool) -> bool:
-        """Whether the servers of the tail, or the main ones, are awake, and the others asleep."""
+        """Whether one kind of servers (tail or main) is awake, and the other kind asleep."""
         up = [member for member in self.members.values() if member.state is State.UP]
         return all(member.asleep == (member.tail != tail) for member in up)
 
     async def take_turns(self, tail: bool) -> None:
         """
-        Puts the servers of the other kind to sleep, which must decode nothing, and wakes those of the tail, or the
-        main ones. One that fails is lost.
+        Wakes one kind of servers (tail or main), after putting the other kind, which must be idle, to sleep. A server
+        that fails is lost.
         """
         for asleep in (True, False):
             turns = [url for url, member in self.members.items() if (member.tail != tail) == asleep]
@@ -250,7 +250,7 @@ class ServerPool:
         member = self.members[url]
         if member.state is not State.UP or member.asleep == asleep:
             return
-        member.asleep = None  # also after a call that is interrupted
+        member.asleep = None  # stays unknown if the call is interrupted
         self._tell(lambda listener: listener.on_resized(url, 0))
         try:
             await (member.server.sleep if asleep else member.server.wake_up)(TURN_TIMEOUT_S)
@@ -270,7 +270,7 @@ class ServerPool:
 
     async def _begin(self, url: str) -> None:
         await asyncio.gather(self._find_log(url), self._ask_for_slots(url))
-        if self.members[url].state is State.RETURNED:  # a new one
+        if self.members[url].state is State.RETURNED:  # a new server
             await self._bring_back(url)
 
     async def _keep_probing(self, url: str) -> None:
@@ -278,8 +278,8 @@ class ServerPool:
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
                 await self._probe(url)
-            except Exception:  # a server must not stay lost for good because of one strange answer
-                logger.exception("Probing the vLLM server at %s failed; it is probed again.", url)
+            except Exception:  # one invalid response must not end the probing
+                logger.exception("Probing the vLLM server at %s failed. It will be repeated.", url)
 
     async def _probe(self, url: str) -> None:
         member = self.members[url]
@@ -292,15 +292,15 @@ class ServerPool:
             await self._find_log(url)
             await self._ask_for_slots(url)
             member.state = State.RETURNED
-            self._returning[url] = asyncio.create_task(self._bring_back(url))  # it is probed meanwhile
+            self._returning[url] = asyncio.create_task(self._bring_back(url))  # probing continues meanwhile
         elif member.state is State.UP and self.listener is not None:
             await self._observe(url)
 
     async def _bring_back(self, url: str) -> None:
-        """Uses a server again that has come back, if it has the current weights, or can be given them now."""
+        """Refreshes the weights of a reconnected server and starts using it, or lets it wait for a weight sync."""
         async with self.updating:
             member = self.members[url]
-            if member.state is not State.RETURNED:  # a weight sync was first
+            if member.state is not State.RETURNED:  # a weight sync has handled it
                 return
             try:
                 fresh = await self._refresh(member, self.version)
@@ -309,21 +309,22 @@ class ServerPool:
                 return
             if member.state is not State.RETURNED:  # it was lost meanwhile
                 return
-            logger.warning("The vLLM server at %s is back%s.", url, "" if fresh else ", and waits for a weight sync")
+            suffix = "" if fresh else " and waits for a weight sync"
+            logger.warning("The vLLM server at %s has reconnected%s.", url, suffix)
             member.waits = not fresh
             if fresh:
                 self.join(url)
 
     async def _observe(self, url: str) -> None:
-        """A server that decodes anything is alive. One that is short of memory gets fewer candidates."""
+        """Reads a server's metrics to detect progress and to adapt its limit."""
         member, before = self.members[url], self.members[url].load
         member.load = load = await server_load(member.server, self.deadlines.health_s)
         if load is None or self.listener is None or member.limit is None:
             return
         if before is not None and load.num_tokens != before.num_tokens:
-            member.heard = time.perf_counter()
+            member.last_progress = time.perf_counter()
         if load.num_waiting:
-            member.queued = time.perf_counter()
+            member.last_queued = time.perf_counter()
         capacity = member.capacity
         member.limit.observe(load, self.listener.num_held(url))
         if member.capacity != capacity and member.state is State.UP:
@@ -334,7 +335,7 @@ class ServerPool:
 
 
 def describe(error: BaseException | None, waited_for: str) -> str:
-    """An error's message; a timeout has none."""
+    """Returns a message for an error. `waited_for` describes a timeout, which has no message."""
     if isinstance(error, ServerRefusedError):
         return str(error)
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:

@@ -1,6 +1,5 @@
 """
-What a vLLM server must be before a training may count on it. Asked before the model is loaded: a refusal costs
-seconds.
+Checks vLLM servers before the model is loaded, so that errors are raised within seconds.
 """
 
 import json
@@ -14,58 +13,58 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
-from ..waiting import INTERVAL_S, Waiting
 from .pool import FAILURES, describe
 from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, vocabulary_size
+from .waiting import INTERVAL_S, Waiting
 
 
 RETRY_INTERVAL_S = 1.0
 
 
 class ServerUnreachableError(TRLDARTSError, ConnectionError):
-    """No vLLM server answers at the address."""
+    """Raised when no vLLM server answers at an address."""
 
 
 IMAGE_ENDPOINTS = ("/v1/chat/completions/render", "/inference/v1/generate")
-# Sampling options that vLLM refuses, request by request, where it verifies drafts.
+# Sampling options that vLLM rejects per request with speculative decoding.
 NOT_WITH_DRAFTS = ("min_p", "logit_bias", "trace_decode_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What the training needs of each server."""
+    """Requirements of the run for each server."""
 
     max_completion_length: int
     model_config: PretrainedConfig
-    processed_logprobs: bool  # whether log-probs must be those of the distribution that was sampled from
-    weight_transfer: str | None  # backend of the weight-transfer engine that the server must have
-    timeout_s: float  # to wait for a server that is still starting
+    processed_logprobs: bool  # whether log-probs must be those of the sampling distribution
+    weight_transfer: str | None  # required backend of the weight-transfer engine
+    timeout_s: float  # to wait for a server that is starting
     images: bool = False  # whether prompts have images
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # by the name of the setting
-    sleep_mode: bool = False  # whether it must be able to sleep
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # sampling options by setting
+    sleep_mode: bool = False  # whether sleep mode is required
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What was learned: the served model's name and the most tokens of prompt and completion together."""
+    """Properties of a server."""
 
-    model: str
-    max_model_len: int
-    drafts: bool = False  # whether it decodes speculatively
-    max_num_seqs: int | None = None  # sequences that are decoded at once
-    dtype: str | None = None  # of its weights, as torch writes it; unknown, or not the same everywhere
+    model: str  # name of the served model
+    max_model_len: int  # most tokens of prompt and completion together
+    drafts: bool = False  # whether it uses speculative decoding
+    max_num_seqs: int | None = None  # sequences decoded at once
+    dtype: str | None = None  # of its weights, as torch writes it; `None` if unknown, or if servers differ
 
 
 async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
-    """Waits for a server and checks it."""
+    """Waits until a server is healthy, checks it and returns its properties."""
     await _wait_until_healthy(server, needs.timeout_s)
     info = await server.get("/server_info?config_format=json")
     if info is None:
         if await server.get("/version") is None:
             raise _no_vllm(server.base_url, "it has no `/version`")
         raise ConfigurationError(
-            f"The vLLM server at {server.base_url} does not expose its development endpoints, through which weights "
-            "are synchronized and requests aborted. Restart it with `VLLM_SERVER_DEV_MODE=1` in its environment."
+            f"The vLLM server at {server.base_url} does not expose its development endpoints, which are needed to "
+            "synchronize weights and abort requests. Restart it with `VLLM_SERVER_DEV_MODE=1` in its environment."
         )
     served = (await server.get("/v1/models"))["data"][0]
     drafts = info["vllm_config"].get("speculative_config") is not None
@@ -85,7 +84,7 @@ async def _wait_until_healthy(server: VLLMServer, timeout_s: float) -> None:
 
     def say(state: RetryCallState) -> None:
         error = None if state.outcome is None else state.outcome.exception()
-        waiting.say(f"Waiting for the vLLM server at {server.base_url}: {describe(error, '`/health`')}")
+        waiting.log(f"Waiting for the vLLM server at {server.base_url}: {describe(error, '`/health`')}")
 
     try:
         async for attempt in AsyncRetrying(
@@ -109,7 +108,7 @@ async def _wait_until_healthy(server: VLLMServer, timeout_s: float) -> None:
 
 
 def _is_of_another(error: BaseException) -> bool:
-    """Whether it is no vLLM server that answered: one that starts or is broken does so with 5xx."""
+    """Whether something other than a vLLM server answered. A vLLM server that starts or is broken answers 5xx."""
     if isinstance(error, ServerRefusedError):
         return error.status is not None and error.status < 500 and error.status not in (408, 429)
     return isinstance(error, aiohttp.ClientResponseError)
@@ -117,8 +116,8 @@ def _is_of_another(error: BaseException) -> bool:
 
 def _no_vllm(url: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"`vllm_server_base_url` must be the address of vLLM servers, and what answers at {url} is none: {reason}. "
-        "Correct the address, or start one with `trl-darts serve`."
+        f"`vllm_server_base_url` must be the address of vLLM servers, and {url} is not one: {reason}. Correct the "
+        "address, or start a server with `trl-darts serve`."
     )
 
 
@@ -132,9 +131,9 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
     num_apis = (config.get("parallel_config") or {}).get("_api_process_count", 1)
     if num_apis > 1:
         raise ConfigurationError(
-            f"The vLLM server at {url} has `--api-server-count` ({num_apis}), which must be 1: one API process can't "
-            "abort the requests of another one, and says that it did. Restart it with `--api-server-count 1`: the "
-            "default is one per data-parallel rank."
+            f"The vLLM server at {url} has `--api-server-count` ({num_apis}), which must be 1: an API process can't "
+            "abort the requests of another one. Restart it with `--api-server-count 1`; the default is one per "
+            "data-parallel rank."
         )
     mode = config["model_config"]["logprobs_mode"]
     if needs.processed_logprobs and mode != "processed_logprobs":
@@ -145,22 +144,22 @@ def _check_settings(url: str, config: Any, facts: ServerFacts, needs: Requiremen
         )
     if needs.sleep_mode and not config["model_config"].get("enable_sleep_mode"):
         raise ConfigurationError(
-            f"The vLLM server at {url} has no sleep mode, which `vllm_tail_shares_gpus` (True) needs of all servers: "
-            "those on the same GPUs take turns. Restart it with `--enable-sleep-mode` (not on a CPU), or give the "
-            "tail servers GPUs of their own, and set it to `False`."
+            f"The vLLM server at {url} has no sleep mode, which `vllm_tail_shares_gpus` (True) requires, because "
+            "servers on the same GPUs take turns. Restart it with `--enable-sleep-mode` (not on a CPU), or use "
+            "separate GPUs for the tail servers, and set it to `False`."
         )
     backend = (config.get("weight_transfer_config") or {}).get("backend")
     if needs.weight_transfer is not None and backend != needs.weight_transfer:
         found = "no weight-transfer engine" if backend is None else f"the weight-transfer backend {backend!r}"
         flag = f"""--weight-transfer-config '{{"backend": "{needs.weight_transfer}"}}'"""
         raise ConfigurationError(
-            f"The vLLM server at {url} has {found}, and this training needs {needs.weight_transfer!r}. Restart it "
-            f"with `{flag}`, or set `weight_sync`."
+            f"The vLLM server at {url} has {found}, and this run needs {needs.weight_transfer!r}. Restart it with "
+            f"`{flag}`, or set `weight_sync`."
         )
     refused = [name for name in NOT_WITH_DRAFTS if needs.sampling.get(name)] if facts.drafts else []
     if refused:
         raise ConfigurationError(
-            f"The vLLM server at {url} decodes speculatively, which vLLM can't do with `{refused[0]}` "
+            f"The vLLM server at {url} uses speculative decoding, which vLLM does not support with `{refused[0]}` "
             f"({needs.sampling[refused[0]]!r}). Leave it out, or restart the server without `--speculative`."
         )
 
@@ -179,17 +178,17 @@ async def _check_vocabulary(server: VLLMServer, facts: ServerFacts, config: Pret
 
 
 def _check_architecture(url: str, served_model: str, config: PretrainedConfig) -> None:
-    """Compares the models' shapes where the served one is a local directory; else the first weight sync tells."""
+    """Compares the models' shapes if the served one is a local directory. Otherwise, the first weight sync fails."""
     names = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
     path = Path(served_model) / "config.json"
     if not path.is_file():
         return
-    served = json.loads(path.read_text())  # as data: the directory may bring code along
+    served = json.loads(path.read_text())  # not with transformers, because the directory may contain code
     served = served.get("text_config", served)
-    own = config.get_text_config()
-    different = [n for n in names if n in served and served[n] != getattr(own, n, None)]
+    trained = config.get_text_config()
+    different = [n for n in names if n in served and served[n] != getattr(trained, n, None)]
     if different:
-        differences = ", ".join(f"`{n}` {served[n]} instead of {getattr(own, n, None)}" for n in different)
+        differences = ", ".join(f"`{n}` {served[n]} instead of {getattr(trained, n, None)}" for n in different)
         raise ConfigurationError(
             f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {differences}. "
             "Serve the model that you train."

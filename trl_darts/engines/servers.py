@@ -7,12 +7,12 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from ..errors import ConfigurationError, WeightsLostError
-from ..rows import KeptRows
 from ..scheduling import Admission, RolloutResult, SchedulePolicies, Scheduler, Submit, UniformAdmission
 from ..scheduling.ledger import Ledger
+from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
 from .connection import open_engine
-from .engine import OnProgress, RolloutPlan
+from .engine import Engine, OnProgress, RolloutPlan
 from .pool import State, shows_weights
 from .sampling import not_carried
 from .vllm_api import ServerPrompt
@@ -20,7 +20,7 @@ from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """An [`Engine`] on vLLM servers. The main process asks them; in later turns of a tool loop each process does."""
 
     def __init__(self, generation: SyncedGeneration) -> None:
@@ -31,20 +31,19 @@ class ServerEngine:
         self._launched: Any = None  # its plan and its future, on the main process
 
     def placement(self, admission: Admission, batch: PromptBatch) -> None:
-        """Servers take candidates at any time: the schedule's own placement."""
-        return None
+        """Servers take candidates at any time, so the schedule places them."""
 
     def run(
         self,
-        plan: Any,
+        plan: RolloutPlan | None,
         batch: PromptBatch,
         on_progress: OnProgress | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
+    ) -> RolloutResult | None:
         """See [`Engine`]."""
         images = gather_object(batch.images or [None] * batch.sizes[self._main.index]) if batch.multimodal else None
         self._in_flight = False
-        result = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
+        result: RolloutResult | None = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
         if self._main.num_processes > 1:
             up = self._main.broadcast(lambda: self._generation.engine.up)
             if not self._main.is_here:
@@ -58,23 +57,17 @@ class ServerEngine:
             self._generation.engine = open_engine(self._generation.settings, shows_weights)
         return self._generation.engine
 
-    def launch(self, plan: Any, batch: PromptBatch) -> None:
-        """
-        Starts a rollout of text, and returns at once: `run` with the same plan is then the wait for it. Called on
-        every process at once.
-        """
+    def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
+        """See [`Engine`]."""
         self._main.run(lambda: self._launch(plan, batch))
         self._in_flight = True
 
-    def _launch(self, plan: RolloutPlan, batch: PromptBatch) -> None:
+    def _launch(self, plan: Any, batch: PromptBatch) -> None:
         self._bring_back()
         self._launched = plan, self._own_engine.start(*self._request(plan, batch))
 
     def drain(self) -> None:
-        """
-        Waits for what was launched, and keeps it for `run`: weights must not change while it is under way, and servers
-        run one rollout at a time. Called on every process at once.
-        """
+        """See [`Engine`]. Servers run one rollout at a time."""
         if self._in_flight:
             self._main.run(self._drain)
             self._in_flight = False
@@ -89,10 +82,14 @@ class ServerEngine:
             self._launched = plan, failed  # for `run`
 
     def cancel(self) -> None:
-        """Ends what was launched, and its requests."""
+        """See [`Engine`]."""
         if self._launched is not None:
             self._launched[1].cancel()
         self._in_flight, self._launched = False, None
+
+    def settle(self) -> None:
+        """See [`Engine`]."""
+        self._own_engine.call(self._own_engine.idle())
 
     def later_turn(self, batch: PromptBatch) -> KeptRows:
         """
@@ -106,7 +103,7 @@ class ServerEngine:
         return KeptRows.of_result(self._run(plan, batch, batch.images, room=1), batch.num_generations)
 
     def check_prompts(
-        self, prompts: Sequence[Sequence[int]], where: str, first_index: int = 0, room: int | None = None
+        self, prompts: Sequence[Tokens], where: str, first_index: int = 0, room: int | None = None
     ) -> None:
         """Refuses prompts that leave no room for a completion."""
         max_completion_length = self._generation.max_completion_length
@@ -124,7 +121,7 @@ class ServerEngine:
 
     def _run(
         self,
-        plan: RolloutPlan,
+        plan: Any,
         batch: PromptBatch,
         images: Sequence[Any] | None,
         on_progress: OnProgress | None = None,

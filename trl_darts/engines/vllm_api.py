@@ -1,8 +1,8 @@
 """
 The single place that knows a vLLM server's HTTP API.
 
-What is asked of the server, and what comes back, was checked against vLLM 0.31. A success is a `finish_reason`: when
-the engine process behind the API dies, a stream ends like a normal one, only without it.
+Requests and responses were checked against vLLM 0.31. Only a `finish_reason` indicates success: when the engine
+process behind the API dies, a stream ends normally but without one.
 """
 
 import math
@@ -18,15 +18,15 @@ from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
 
 
-# The server closes an idle connection after 5 s. A client that keeps it longer sends requests into a closing socket.
+# The server closes idle connections after 5 s. A client that keeps one longer may send requests to a closing socket.
 KEEPALIVE_TIMEOUT_S = 3.0
 CONTROL_TIMEOUT_S = 30.0
-MAX_MESSAGE = 2000  # characters of a server's own in an error: they may be a proxy's web page
+MAX_MESSAGE = 2000  # characters of a server's message in an error: it may be a proxy's web page
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens that arrived together. `finish_reason` is set on the last one of a request."""
+    """Tokens that arrived together. `finish_reason` is set on the last chunk of a request."""
 
     tokens: list[int]
     logprobs: list[float] | None
@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ServerPrompt:
-    """A prompt as a server takes it: token IDs, and what it made of the prompt's images, if there are any."""
+    """A prompt for a server: token IDs, and the server's features of the prompt's images, if any."""
 
     tokens: Sequence[int]
     features: Mapping[str, Any] | None = None
@@ -62,7 +62,7 @@ class CompletionRequest:
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": True,
             }
-            # The server names the only prompt of a completion request so; a bare ID is ignored with status 200.
+            # The internal ID of the only prompt of a completion request. The server silently ignores other IDs.
             return cls("/v1/completions", body, f"cmpl-{request_id}-0")
         sampling = {name: value for name, value in options.items() if name != "model"}
         body = {
@@ -76,12 +76,12 @@ class CompletionRequest:
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """The sampling options, wherever the endpoint has them."""
+        """Sampling options, whose place depends on the endpoint."""
         options: Mapping[str, Any] = self.body.get("sampling_params", self.body)
         return options
 
     def streaming(self, interval: int) -> dict[str, Any]:
-        """The body of the same request, answered about every `interval` tokens."""
+        """Returns the body of the same request, streamed with a chunk about every `interval` tokens."""
         if "sampling_params" in self.body:
             sampling = {**self.body["sampling_params"], "stream_interval": interval}
             return {**self.body, "stream": True, "sampling_params": sampling}
@@ -89,19 +89,19 @@ class CompletionRequest:
 
 
 class ServerRefusedError(GenerationError):
-    """The server answered, and its answer was an error. The message is the server's own."""
+    """Raised when the server answers with an error or with invalid data. Has the server's own message."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.status = status  # of the HTTP response, where that is what is wrong
+        self.status = status  # of the HTTP response, if it is the cause
 
 
 class ServerBrokenError(ServerRefusedError):
-    """The server answered that it is broken, or in a way in which only a broken one answers."""
+    """Raised when the answer shows that the server itself is broken."""
 
 
 class VLLMServer:
-    """One vLLM server, as its development endpoints and its completions endpoint show it."""
+    """Client of one vLLM server: its development endpoints and its completions endpoint."""
 
     def __init__(self, base_url: str, session: aiohttp.ClientSession, connect_timeout_s: float = 10.0) -> None:
         self.base_url = base_url.rstrip("/")
@@ -109,25 +109,25 @@ class VLLMServer:
         self._session = session
 
     async def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """The JSON at a path; `None` where the server does not have it."""
+        """Returns the JSON at a path, `None` if the server does not have it."""
         data = await self._get(path, timeout_s)
         try:
             return None if data is None else orjson.loads(data) if data else {}
         except orjson.JSONDecodeError as error:
             raise ServerRefusedError(
-                f"{self.base_url} answered {path} with what is no JSON: {data!r:.60}", 200
+                f"{self.base_url} answered {path} with invalid JSON: {data!r:.60}", 200
             ) from error
 
     async def get_text(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
-        """The text at a path; empty where the server does not have it."""
+        """Returns the text at a path, empty if the server does not have it."""
         return (await self._get(path, timeout_s) or b"").decode(errors="replace")
 
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:
         """
-        The JSON that is answered; `{}` where the answer is empty. The server closes a connection after some errors,
-        and a request that reused it meanwhile would fail, so that no connection is used twice here.
+        Returns the JSON of the response, `{}` if it is empty. Connections are not reused here: the server closes them
+        after some errors, and a request that reuses one would fail.
         """
         async with self._post(path, body or {}, timeout_s, {"Connection": "close"}) as response:
             await self._check(response)
@@ -143,13 +143,13 @@ class VLLMServer:
             return await response.read()
 
     async def complete(self, request: CompletionRequest, timeout_s: float) -> Chunk:
-        """One completion, in one piece."""
+        """Requests one completion without streaming."""
         async with self._post(request.path, request.body, timeout_s) as response:
             await self._check(response)
             return parse_choice(orjson.loads(await response.read()))
 
     async def stream(self, request: CompletionRequest, interval: int, timeout_s: float) -> AsyncGenerator[Chunk]:
-        """One completion, about every `interval` tokens. Busy servers send more tokens in one chunk."""
+        """Streams one completion in chunks of about `interval` tokens. Busy servers send larger chunks."""
         finished = False
         room, logprobs = request.sampling.get("max_tokens"), request.sampling.get("logprobs") is not None
         async with self._post(request.path, request.streaming(interval), timeout_s) as response:
@@ -163,7 +163,7 @@ class VLLMServer:
                 if message.get("choices"):
                     chunk = parse_choice(message)
                     if logprobs and chunk.tokens and chunk.logprobs is None:
-                        raise ServerRefusedError("The server returned tokens without log-probs, which were asked for.")
+                        raise ServerRefusedError("The server returned tokens without the requested log-probs.")
                     if room is not None and (room := room - len(chunk.tokens)) < 0:
                         raise ServerRefusedError(f"The server returned {-room} tokens more than `max_tokens`.")
                     finished = finished or chunk.finish_reason is not None
@@ -172,7 +172,7 @@ class VLLMServer:
             raise ServerBrokenError(f"{self.base_url} ended a stream without a `finish_reason`: its engine stopped.")
 
     async def abort(self, internal_ids: Sequence[str], timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """Asks the server to end requests now. Each pending response then arrives with what it has."""
+        """Aborts requests. Their pending responses then arrive with the tokens so far. Returns whether supported."""
         async with self._post("/abort_requests", {"request_ids": list(internal_ids)}, timeout_s) as response:
             if response.status in (404, 405):
                 return False
@@ -180,16 +180,16 @@ class VLLMServer:
             return True
 
     async def weight_version(self) -> str | None:
-        """`"v<number>"` after an update, `"default"` after a start, `None` from a server without versions."""
+        """Returns `"v<number>"` after an update, `"default"` after a start, `None` if versions are not supported."""
         version: str | None = (await self.get("/weight_info") or {}).get("weight_version")
         return version
 
     async def sleep(self, timeout_s: float) -> None:
-        """Frees the GPU: weights go to the host's memory, the KV cache is dropped. Nothing may be decoded."""
+        """Moves the weights to the host's memory and drops the KV cache. The server must be idle."""
         await self.post("/sleep?level=1", timeout_s=timeout_s)
 
     async def wake_up(self, timeout_s: float, only_weights: bool = False) -> None:
-        """Takes the GPU again, with or without the KV cache."""
+        """Moves the weights back to the GPU, and allocates the KV cache unless `only_weights`."""
         await self.post("/wake_up?tags=weights" if only_weights else "/wake_up", timeout_s=timeout_s)
 
     def _post(
@@ -218,7 +218,7 @@ class VLLMServer:
 
 
 def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
-    """Sequences that a server decodes at once, all of its copies together; `None` if its `/server_info` lacks it."""
+    """Returns the number of sequences that a server decodes at once, over all copies of the model, if known."""
     per_copy = (vllm_config.get("scheduler_config") or {}).get("max_num_seqs")
     copies = (vllm_config.get("parallel_config") or {}).get("data_parallel_size")
     return per_copy * (copies or 1) if per_copy else None
@@ -226,8 +226,8 @@ def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
 
 async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
     """
-    Asks a server how many tokens its model knows; `None` if it takes any. No endpoint tells, but the refusal of a
-    token beyond the vocabulary does, without any decoding.
+    Returns the vocabulary size of a server's model, `None` if the server accepts any token. No endpoint has it, but
+    the error for a token beyond the vocabulary does, without any decoding.
     """
     options = {"model": model, "max_tokens": 1, "logit_bias": {str(10**9): 0.0}}
     try:
@@ -241,30 +241,30 @@ async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """What was drafted, since a server started or between two looks. The names are those of the counters."""
+    """Counters of speculative decoding, since a server's start or between two reads. Named as in vLLM's metrics."""
 
-    num_drafts: float = 0.0  # a draft is for one sequence in one step
+    num_drafts: float = 0.0  # drafts, each for one sequence in one step
     num_draft_tokens: float = 0.0
     num_accepted_tokens: float = 0.0
     generation_tokens: float = 0.0
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
-        """The difference, or all of it where the server was started anew."""
+        """Returns the difference, or all counts if the server was restarted."""
         if self.generation_tokens < before.generation_tokens:
             return self
         return DraftCounts(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
 
 
 async def draft_counts(server: VLLMServer, timeout_s: float = 2.0) -> DraftCounts | None:
-    """What a server has drafted so far; `None` if it does not say."""
+    """Reads a server's counters of speculative decoding, `None` if it has no metrics."""
     found = await _metrics(server, timeout_s)
     names = [field.name for field in fields(DraftCounts)]
     values = [found.get(name) or found.get(f"spec_decode_{name}") for name in names] if found else []
-    return DraftCounts(*(sum(own or ()) for own in values)) if found else None
+    return DraftCounts(*(sum(counts or ()) for counts in values)) if found else None
 
 
 async def server_load(server: VLLMServer, timeout_s: float = 2.0) -> ServerLoad | None:
-    """How busy a server is; `None` if it does not say."""
+    """Reads a server's load, `None` if it has no metrics."""
     found = await _metrics(server, timeout_s)
     names = ("num_requests_running", "num_requests_waiting", "num_preemptions", "generation_tokens")
     if not all(name in found for name in (*names, "kv_cache_usage_perc")):
@@ -275,8 +275,8 @@ async def server_load(server: VLLMServer, timeout_s: float = 2.0) -> ServerLoad 
 
 async def _metrics(server: VLLMServer, timeout_s: float) -> dict[str, list[float]]:
     """
-    A server's metrics, by their names without `vllm:` and `_total`, with one value for each of its engines (and for
-    each label); empty if it does not say.
+    Reads a server's metrics, by name without `vllm:` and `_total`, with one value per engine (and label). Empty if it
+    has none.
     """
     try:
         text = await server.get_text("/metrics", timeout_s)
@@ -291,7 +291,7 @@ async def _metrics(server: VLLMServer, timeout_s: float) -> dict[str, list[float
 
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
-    """A session for many long requests at once. Must be called inside the event loop that uses it."""
+    """Creates a session for many long concurrent requests. Must be called inside the event loop that uses it."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -299,10 +299,10 @@ def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
 
 
 def parse_choice(message: Mapping[str, Any]) -> Chunk:
-    """Reads the only choice of a completion or of a stream's chunk."""
+    """Parses the only choice of a completion or of a stream's chunk."""
     choices = message["choices"]
-    if len(choices) != 1 or choices[0].get("index", 0) != 0:  # tokens of another completion would be mixed in
-        raise ServerRefusedError(f"The server returned other choices than the one asked for: {str(choices)[:100]}.")
+    if len(choices) != 1 or choices[0].get("index", 0) != 0:  # otherwise, tokens of two completions would be mixed
+        raise ServerRefusedError(f"The server returned other choices than requested: {str(choices)[:100]}.")
     choice = choices[0]
     tokens = choice.get("token_ids")
     if tokens is None:
@@ -311,7 +311,7 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
     if logprobs is not None:
         content = logprobs.get("content")
         logprobs = logprobs["token_logprobs"] if content is None else [entry["logprob"] for entry in content]
-        # A server leaves out what is no JSON. TRL takes NaN for a log-prob that is not known: its ratio is 1.
+        # JSON has no NaN, so a server sends null. TRL treats NaN as an unknown log-prob with ratio 1.
         logprobs = logprobs and [math.nan if logprob is None else logprob for logprob in logprobs]
     _check_numbers(tokens, logprobs)
     return Chunk(tokens, logprobs, choice.get("finish_reason"))
@@ -319,10 +319,10 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
 
 def _check_numbers(tokens: Any, logprobs: Any) -> None:
     if not (isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)):
-        raise ServerRefusedError(f"The server returned `token_ids` that are none: {str(tokens)[:100]}.")
+        raise ServerRefusedError(f"The server returned invalid `token_ids`: {str(tokens)[:100]}.")
     if logprobs is None:
         return
-    # A log-prob above 0 by more than rounding is none; that of a token that was not known is NaN.
+    # Log-probs are at most 0 up to rounding. An unknown one is NaN.
     if wrong := [x for x in logprobs if not (type(x) in (float, int) and not x > 1e-3)]:
         raise ServerRefusedError(f"The server returned {wrong[0]!r} for a token's log-prob.")
     if len(logprobs) != len(tokens):
@@ -337,12 +337,12 @@ async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[by
         for line in (line for event in events for line in event.split(b"\n")):
             if line.startswith(b"data: "):
                 yield line[6:]
-            elif line and not line.startswith((b":", b"event:", b"id:", b"retry:")):  # it may have been tokens
-                raise ServerBrokenError(f"What came is no event of a stream: {line[:100].decode(errors='replace')!r}.")
+            elif line and not line.startswith((b":", b"event:", b"id:", b"retry:")):  # tokens may be lost
+                raise ServerBrokenError(f"The stream has an invalid line: {line[:100].decode(errors='replace')!r}.")
 
 
 def _error_of(message: Mapping[str, Any], raw: bytes) -> ServerRefusedError:
-    """An error that comes inside a stream has its status in the JSON: 4xx is the request's fault."""
+    """Builds the error of a stream from its JSON, which has the status: 4xx is the request's fault."""
     error = message["error"]
     code = error.get("code") if isinstance(error, dict) else None
     refused = isinstance(code, int) and 400 <= code < 500

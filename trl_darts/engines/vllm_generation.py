@@ -2,22 +2,22 @@
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
 import torch
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 
 from ..errors import ConfigurationError
+from ..trl_compat import VLLMGeneration, grpo_trainer
 from ..weights import SyncRecord
 from ..weights.client import image_features
 from ..weights.fleet import FleetVLLMClient
 from .addresses import check_address
-from .connection import ServerSettings
-from .hf_generate import replaced
+from .connection import ServerSettings, connect, server_settings
+from .in_process.hf_generate import replaced
 from .main_process import MainProcess
 from .pool import State
 from .preflight import ServerFacts, check_server
@@ -57,7 +57,7 @@ class SyncedGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.mode != "server":
             super()._init_vllm()
-            from .vllm_colocated import keep_expanded_images  # imports vLLM
+            from .in_process.vllm_colocated import keep_expanded_images  # imports vLLM
 
             keep_expanded_images(self.llm)
             return
@@ -198,15 +198,23 @@ def _dtype(facts: ServerFacts) -> torch.dtype | None:
     return getattr(torch, (facts.dtype or "").removeprefix("torch."), None)
 
 
-def synced_generation(
-    settings: ServerSettings | None, engine: VLLMServerEngine | None, facts: ServerFacts | None, pool_ratio: float
-) -> AbstractContextManager[None]:
+@contextmanager
+def synced_generation(args: Any, model: Any, train_dataset: Any) -> Iterator[None]:
     """
-    Inside, TRL's `GRPOTrainer.__init__` builds a [`SyncedGeneration`] where it would build its `VLLMGeneration`.
+    Inside, TRL's `GRPOTrainer.__init__` builds a [`SyncedGeneration`] where it would build its `VLLMGeneration`. The
+    main process connects to the servers first; an error inside closes the connections.
 
     The class is looked up as a global of TRL's module, and there is no other way to hand it another one; building
     TRL's first would open its NCCL communicator, which fails without CUDA. It can go when TRL takes the class as an
     argument.
     """
-    make = partial(SyncedGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=pool_ratio)
-    return replaced(grpo_trainer, "VLLMGeneration", make)
+    settings = server_settings(args, model, train_dataset) if args.uses_servers else None
+    engine, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
+    make = partial(SyncedGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=args.pool_ratio)
+    try:
+        with replaced(grpo_trainer, "VLLMGeneration", make):
+            yield
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise

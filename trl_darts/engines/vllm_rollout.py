@@ -1,9 +1,9 @@
 """
-One rollout on vLLM servers, inside the engine's event loop: each Submit is a task with one streamed request, each
-chunk an event, and each Abort makes the pending answer end with the tokens so far.
+One rollout on vLLM servers, inside the engine's event loop. Each Submit is a task with one streamed request, each
+chunk is an event, and each Abort ends the pending response with the tokens so far.
 
-Whatever is wrong with a server takes it out of the pool. Its candidates go on elsewhere from the tokens that have
-arrived, or wait until it is back with the current weights. What is wrong with a request is the rollout's failure.
+A server that fails is lost. Its candidates continue on other servers from the tokens that have arrived, or wait until
+a server with the current weights is back. A request that fails fails the rollout.
 """
 
 import asyncio
@@ -37,25 +37,21 @@ from ..scheduling import (
     TokensArrived,
 )
 from ..scheduling.scheduler import MAX_STALLS
-from ..waiting import Waiting
 from .deadlines import Deadlines
-from .lateness import Key, OpenRequest, late_ones, silence
+from .lateness import Key, OpenRequest, silence, stalled_requests
 from .pool import ServerPool, State, describe
 from .vllm_api import Chunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
+from .waiting import Waiting
 
 
-# A stream costs the server and this thread 3 to 20 times as much per token as one answer at the end; every 16 tokens,
-# the difference is gone. A bounded wait ends at most 16 tokens late, and a lost server takes at most 16 tokens along.
+# Streaming every token costs the server and this thread 3 to 20 times as much as one response at the end. With chunks
+# of 16 tokens there is no difference. A bounded wait ends at most 16 tokens late, and a lost server loses at most 16.
 STREAM_INTERVAL = 16
-# An abort can overtake its request: it is sent again until the answer is there.
-ABORT_RESEND_S = 0.1
-# A server that does not answer an abort is told by closing the connection. What the candidate had is lost then.
-ABORT_GRACE_S = 5.0
-# The same at the end of a rollout that failed, for one answer: one that is busy takes half a second.
-END_S = 2.0
+ABORT_RESEND_S = 0.1  # an abort can overtake its request, so it is repeated until the response arrives
+ABORT_GRACE_S = 5.0  # without a response to an abort, the connection is closed, and the last tokens are lost
+END_S = 2.0  # timeout of one abort at the end of a failed rollout; a busy server takes half a second
 CLOCK_S = 0.1
-# Deadlines of tokens are looked at so often within the shorter one.
-LOOKS = 8
+LOOKS = 8  # number of checks within the shorter token deadline
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +59,7 @@ Overrides = Callable[[Submit], Mapping[str, Any]]
 
 
 class RolloutRun:
-    """One rollout in flight: executes the scheduler's commands and reports what comes of them."""
+    """A running rollout: executes the scheduler's commands and reports events."""
 
     def __init__(
         self,
@@ -83,14 +79,14 @@ class RolloutRun:
         self.run_id = uuid.uuid4().hex
         self.requests: dict[Key, OpenRequest] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
-        self.next_look = 0.0  # at what is late
-        self.tail_turn = False  # whether its servers decode, where the two kinds take turns
+        self.next_look = 0.0  # time of the next check for late requests
+        self.tail_turn = False  # whether it is the tail servers' turn, if main and tail servers share GPUs
         self.turns: asyncio.Task[None] | None = None
-        self.tokens = Waiting(deadlines.first_token_s)  # the next ones
+        self.tokens = Waiting(deadlines.first_token_s)  # for the next tokens
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def execute(self, plans: Sequence[GroupPlan]) -> RolloutResult:
-        """Runs it to its end."""
+        """Runs the rollout and returns its result."""
         clock = asyncio.create_task(self._keep_time())
         try:
             if self.pool.takes_turns:
@@ -105,7 +101,7 @@ class RolloutRun:
             self.pool.listener = None
             clock.cancel()
             await self._cancel()
-        if self.pool.takes_turns:  # a weight sync finds them as it left them
+        if self.pool.takes_turns:  # a weight sync expects the main servers to be awake
             await self.pool.take_turns(tail=False)
         return self.scheduler.result()
 
@@ -120,17 +116,17 @@ class RolloutRun:
         self.pool.listener = self
         self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
 
-    # Of the pool
+    # Called by the pool
 
     def num_held(self, url: str) -> int:
-        """How many candidates a server has now."""
+        """Returns the number of candidates on a server."""
         return len(self._open(url))
 
     def _open(self, url: str) -> list[OpenRequest]:
         return [request for request in self.requests.values() if request.command.engine_id == url]
 
     def on_lost(self, url: str, reason: str) -> None:
-        """What a lost server decoded goes on elsewhere, or waits."""
+        """Reports a lost server and closes its requests."""
         lost = self._open(url)
         self._report(EngineLost(url, reason, time.perf_counter()))
         for request in lost:
@@ -138,12 +134,12 @@ class RolloutRun:
         self._keep_turns()
 
     def _keep_turns(self) -> None:
-        """Only the kind of servers whose turn it is may be awake."""
+        """Starts a task that puts the other kind of servers to sleep, if the two kinds take turns."""
         if self.pool.takes_turns and (self.turns is None or self.turns.done()):
             self.turns = asyncio.create_task(self._take_turns())
 
     async def _take_turns(self) -> None:
-        """The main servers have their turn again when none of the tail's wakes, or is left."""
+        """Wakes the servers whose turn it is. If no tail server wakes up, the turn returns to the main servers."""
         while not self.pool.has_turn(self.tail_turn) or (self.tail_turn and not self._decoding):
             await self.pool.take_turns(self.tail_turn)
             self.tail_turn = self.tail_turn and bool(self._decoding)
@@ -153,31 +149,31 @@ class RolloutRun:
         return [url for url, member in self.pool.members.items() if member.decodes]
 
     def on_joined(self, url: str, capacity: int) -> None:
-        """A server takes candidates again."""
+        """Reports a server that has reconnected."""
         self._report(EngineJoined(url, time.perf_counter(), capacity, self.pool.members[url].tail))
         self._keep_turns()
 
     def on_resized(self, url: str, capacity: int) -> None:
-        """A server is drained, or takes candidates again."""
+        """Reports a change of a server's capacity."""
         self._report(EngineResized(url, capacity, time.perf_counter()))
 
     async def _keep_time(self) -> None:
-        """Says what is waited for, and ends what takes too long, or what no server is left for."""
+        """Logs waits, and enforces the deadlines of tokens, of lost servers and of the rollout."""
         rollout, server = Waiting(self.deadlines.rollout_s), Waiting(self.deadlines.return_s)
         while not self.finished.done():
             await asyncio.sleep(CLOCK_S)
             if up := self._decoding:
                 server = Waiting(self.deadlines.return_s)
-                self.tokens.say(f"No new tokens; waiting for {', '.join(up)}")
+                self.tokens.log(f"No new tokens; waiting for {', '.join(up)}")
                 self._look_for_silence(up)
             else:
                 self.tokens = Waiting(self.deadlines.first_token_s)
-                server.say(f"No vLLM server left; waiting for {', '.join(self.pool.members)}")
+                server.log(f"No vLLM server left; waiting for {', '.join(self.pool.members)}")
             if server.seconds > self.deadlines.return_s:
                 reasons = "; ".join(f"{url}: {member.reason}" for url, member in self.pool.members.items())
                 self._fail(
                     GenerationError(
-                        f"No vLLM server is left, and none came back with the current weights within "
+                        f"All vLLM servers are lost, and none reconnected with the current weights within "
                         f"`vllm_server_timeout` ({self.deadlines.return_s:g} s). {reasons}"
                     )
                 )
@@ -195,16 +191,16 @@ class RolloutRun:
             return
         self.next_look = now + min(self.deadlines.first_token_s, self.deadlines.token_s) / LOOKS
         for url in urls:
-            wanted = [request for request in self._open(url) if request.called_off is None]
-            if wanted:
-                self._check_server(url, wanted, now)
+            running = [request for request in self._open(url) if request.aborted_at is None]
+            if running:
+                self._check_server(url, running, now)
 
     def _check_server(self, url: str, requests: Sequence[OpenRequest], now: float) -> None:
         member = self.pool.members[url]
         reason = silence(member, requests, now, self.deadlines)
         if reason is None:
-            for request, own in late_ones(member, requests, now, self.deadlines):
-                self._stall(request, own, now)
+            for request, message in stalled_requests(member, requests, now, self.deadlines):
+                self._stall(request, message, now)
             return
         candidates = self.scheduler.ledger.candidates
         stuck = [r for r in requests if candidates[r.command.candidate_id].num_empty_attempts >= MAX_STALLS]
@@ -214,14 +210,14 @@ class RolloutRun:
             self.pool.lose(url, reason)
 
     def _stall(self, request: OpenRequest, reason: str, now: float) -> None:
-        """It is tried elsewhere."""
+        """Closes a request without tokens, so that its candidate is tried on another server."""
         logger.warning("Candidate %d of prompt %d: %s", request.command.index, request.command.group_id, reason)
         self._close(request)
         self._report(CandidateStalled(*request.key, reason, now))
 
     def _fail(self, error: Exception) -> None:
         has_begun = self.pool.listener is self
-        if self.scheduler.drop_failed_groups and has_begun:  # what is complete by now will do, if anything is
+        if self.scheduler.drop_failed_groups and has_begun:  # the rollout ends with the groups complete by now
             self._report(RolloutExpired(str(error), time.perf_counter()))
         elif not self.finished.done():
             self.finished.set_exception(error)
@@ -238,7 +234,7 @@ class RolloutRun:
                 self.requests[request.key] = request
                 request.task = asyncio.create_task(self._decode(request))
             else:
-                self.requests[command.candidate_id, command.segment].called_off = time.perf_counter()
+                self.requests[command.candidate_id, command.segment].aborted_at = time.perf_counter()
                 aborter = self.aborters.get(command.engine_id)
                 if aborter is None or aborter.done():
                     self.aborters[command.engine_id] = asyncio.create_task(self._abort(command.engine_id))
@@ -248,16 +244,16 @@ class RolloutRun:
             return
         try:
             self._execute(self.scheduler.handle(event))
-        except Exception as error:  # a policy broke: the thread that waits must hear of it
+        except Exception as error:  # a policy failed: raised in the waiting thread
             self.finished.set_exception(error)
         else:
             if self.scheduler.done:
                 self.finished.set_result(None)
 
     def _close(self, request: OpenRequest) -> None:
-        """Its answer is not wanted, or will not come."""
-        self.requests.pop(request.key, None)  # here, since a task that has not begun ends without a step
-        request.called_off = None
+        """Closes a request whose response is not needed, or will not arrive."""
+        self.requests.pop(request.key, None)  # a task that is cancelled before it starts does not do this
+        request.aborted_at = None
         if request.task is not None and request.task is not asyncio.current_task():
             request.task.cancel()
 
@@ -268,7 +264,7 @@ class RolloutRun:
                 self._add(request, offset, chunk)
                 offset += len(chunk.tokens)
         except asyncio.CancelledError:
-            if request.called_off is None:
+            if request.aborted_at is None:
                 raise
             self._report(CandidateEnded(*request.key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
         except Exception as error:
@@ -277,12 +273,12 @@ class RolloutRun:
             self.requests.pop(request.key, None)
 
     def _report_error(self, request: OpenRequest, offset: int, error: Exception) -> None:
-        """Whose failure it is: of the server, which is lost, or of the request."""
-        if self.finished.done():  # the requests are being aborted: a stream that is aborted in its queue just ends
+        """Reports an error as the loss of the server, or as the failure of the request."""
+        if self.finished.done():  # all requests are being aborted
             return
         now = time.perf_counter()
-        if isinstance(error, aiohttp.ClientError | ServerBrokenError):  # also a connection not made in time
-            if request.called_off is not None:  # a stream that is aborted in its queue just ends
+        if isinstance(error, aiohttp.ClientError | ServerBrokenError):  # includes a connection timeout
+            if request.aborted_at is not None:  # a request aborted in the server's queue ends without a reason
                 self._report(CandidateEnded(*request.key, offset, (), None, FinishReason.ABORT, now))
             else:
                 self.pool.lose(request.command.engine_id, describe(error, "a connection"))
@@ -291,25 +287,25 @@ class RolloutRun:
         elif isinstance(error, TimeoutError):
             reason = f"no complete answer within `vllm_request_timeout_s` ({self.deadlines.request_s:g} s)"
             self._report(CandidateFailed(*request.key, reason, now))
-        else:  # an answer that makes no sense is the server's failure, not a hang
+        else:  # an invalid answer
             reason = f"the answer could not be read ({type(error).__name__}: {error})"
             self._report(CandidateFailed(*request.key, reason, now))
 
     def _add(self, request: OpenRequest, offset: int, chunk: Chunk) -> None:
         now = time.perf_counter()
         self.tokens = Waiting(self.deadlines.token_s)
-        request.heard = self.pool.members[request.command.engine_id].heard = now
+        request.last_progress = self.pool.members[request.command.engine_id].last_progress = now
         request.decodes = True
         if chunk.finish_reason is None:
             self._report(TokensArrived(*request.key, offset, chunk.tokens, chunk.logprobs, now))
             return
-        # vLLM's own cut, `repetition_detection`, is a cut like that at the limit.
+        # A completion that vLLM's `repetition_detection` cut off counts as one at the length limit.
         reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
         self._report(CandidateEnded(*request.key, offset, chunk.tokens, chunk.logprobs, reason, now))
 
     async def _chunks(self, request: OpenRequest) -> AsyncIterator[Chunk]:
         completion = self._request(request.command)
-        if completion is None:  # its server was lost between its last token and its end
+        if completion is None:  # its server was lost after the last token, but before the end
             yield Chunk([], None, "length")
             return
         request.internal_id = completion.internal_id
@@ -326,16 +322,15 @@ class RolloutRun:
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - len(command.prior_tokens))
         if body.get("seed") is not None:
-            # Without this, the candidates of a prompt would be copies of each other. The offsets are those by which
-            # the server itself tells the n samples of a request apart; a resumed one must not replay its random
-            # numbers.
+            # Without this, the candidates of a prompt would be equal. The offsets by index are those that the server
+            # uses for the n samples of a request. A resumed candidate must not reuse its random numbers.
             body["seed"] += command.index + 1_000_003 * command.segment
         prompts = self.prompts[command.group_id]
         request_id = f"{self.run_id}-{command.candidate_id}-{command.segment}"
         return CompletionRequest.of(request_id, prompts[command.index % len(prompts)], command.prior_tokens, body)
 
     async def _abort(self, url: str) -> None:
-        while pending := [request for request in self._open(url) if request.called_off is not None]:
+        while pending := [request for request in self._open(url) if request.aborted_at is not None]:
             try:
                 server = self.pool.members[url].server
                 supported = await server.abort(_internal_ids(pending), ABORT_GRACE_S)
@@ -343,13 +338,13 @@ class RolloutRun:
                 supported = False
             deadline = time.perf_counter() - ABORT_GRACE_S
             for request in pending:
-                late = request.called_off is not None and request.called_off < deadline
+                late = request.aborted_at is not None and request.aborted_at < deadline
                 if request.task is not None and (late or not supported):
                     request.task.cancel()
             await asyncio.sleep(ABORT_RESEND_S)
 
     async def _cancel(self) -> None:
-        """Closes what is still open, so that no server goes on decoding for nobody."""
+        """Closes all open requests, so that no server decodes in vain."""
         self.finished.cancel()
         requests = list(self.requests.values())
         for request in requests:
@@ -362,10 +357,10 @@ class RolloutRun:
 
     async def _end_requests(self) -> None:
         """
-        vLLM loses some of many connections that close at once, and decodes those requests to their limit. So they are
-        aborted first.
+        Aborts all requests before their connections are closed. vLLM misses some of many connections that close at
+        once, and would decode those requests to their limit.
         """
-        self.finished.cancel()  # nothing is reported any more
+        self.finished.cancel()  # stops reporting events
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*map(self._end_on, self.pool.urls(State.UP))), ABORT_GRACE_S)
 
@@ -381,5 +376,5 @@ class RolloutRun:
 
 
 def _internal_ids(requests: Sequence[OpenRequest]) -> list[str]:
-    """As far as they have been sent."""
+    """Returns the internal IDs of the requests that were sent."""
     return [request.internal_id for request in requests if request.internal_id is not None]

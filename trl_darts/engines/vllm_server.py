@@ -1,11 +1,10 @@
 """
-Decoding on vLLM servers: asyncio in one background thread, one request per candidate.
+Decodes on vLLM servers with asyncio in one background thread, and one request per candidate.
 
-The main thread hands over a scheduler and waits, at once or later. In the thread, each Submit becomes a task with one
-HTTP request; each answer goes to the scheduler as an event; each Abort it returns goes to the server, and the pending
-answer then arrives with the tokens so far. When the trainer's process dies, its connections close, and the servers
-drop what they were decoding. A server that was lost and answers again is brought back by the pool, also while the main
-thread is busy.
+The main thread passes a scheduler and waits, at once or later. In the background thread, each Submit becomes a task
+with one HTTP request, and each response an event for the scheduler. Each Abort is sent to the server, and the pending
+response then arrives with the tokens so far. If the trainer's process dies, its connections close, and the servers
+drop its requests. The pool reconnects lost servers, also while the main thread is busy.
 """
 
 import asyncio
@@ -30,18 +29,16 @@ from .vllm_rollout import Overrides, RolloutRun
 T = TypeVar("T")
 
 PROGRESS_INTERVAL_S = 0.1
-# The loop may be busy reading an answer; it is not waited for longer than this.
-SHUTDOWN_S = 5.0
-# File descriptors that are left to the rest of the trainer.
-RESERVED_FILES = 512
+SHUTDOWN_S = 5.0  # longest wait for the loop at shutdown
+RESERVED_FILES = 512  # file descriptors reserved for the rest of the trainer
 
 
 class VLLMServerEngine:
     """
-    Runs rollouts on one or several vLLM servers. Each prompt goes to the least loaded one that has room.
+    Runs rollouts on one or several vLLM servers. Each prompt goes to the least loaded server with room.
 
-    `tail_urls` are those of `base_urls` that are of another layout, and take over what is left. With `takes_turns`
-    they are on the others' GPUs, and asleep until these sleep. `refresh` is that of [`ServerPool`].
+    `tail_urls` are the tail servers among `base_urls`. Set `takes_turns` if they share the main servers' GPUs, so that
+    one kind sleeps while the other decodes. `refresh` is that of [`ServerPool`].
     """
 
     def __init__(
@@ -59,14 +56,14 @@ class VLLMServerEngine:
         self.deadlines = deadlines or Deadlines()
         self._api_key = api_key
         self._options = tail_urls, takes_turns, refresh
-        self._pool: ServerPool | None = None  # made by the loop
-        self._turn = asyncio.Lock()  # servers run one rollout at a time, its end included
+        self._pool: ServerPool | None = None  # created in the loop
+        self._turn = asyncio.Lock()  # one rollout at a time, including its cleanup
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trl_darts-engine", daemon=True)
         self._thread.start()
-        self._sessions: list[aiohttp.ClientSession] = []  # one, once the loop has made it
-        # Also at the interpreter's exit; holds no reference to the engine, so that a trainer can be dropped.
-        self._tasks: set[asyncio.Task[Any]] = set()  # that run, or end what they have begun
+        self._sessions: list[aiohttp.ClientSession] = []  # has one entry after the loop has created it
+        self._tasks: set[asyncio.Task[Any]] = set()  # running, or cleaning up
+        # Called at the interpreter's exit too. It holds no reference to the engine, so that a trainer can be freed.
         self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._sessions, self._tasks)
 
     def run(
@@ -81,11 +78,10 @@ class VLLMServerEngine:
         """
         Runs one rollout and waits for it: [`start`], then [`wait`].
 
-        `prompts`, of shape `(N, 1)` or `(N, M)`, has the prompt of each group by `group_id`, or of each of its
-        candidates where they differ. `body` are fields of the completion requests: `model`, `max_tokens`, sampling
-        options; `overrides` gives more of them for one candidate. `on_progress` is called ten times a second with the
-        scheduler's ledger. [`GenerationError`], with the server's own words, if one refuses a candidate, breaks or is
-        too slow.
+        `prompts` has shape `(N, 1)` or `(N, M)`: one prompt per group, by `group_id`, or one per candidate. `body` has
+        fields of the completion requests: `model`, `max_tokens` and sampling options. `overrides` returns further
+        fields for one candidate. `on_progress` is called ten times a second with the scheduler's ledger. Raises
+        [`GenerationError`] with the server's message if a server rejects a candidate, fails or is too slow.
         """
         rollout = self.start(scheduler, plans, prompts, body, overrides)
         return self.wait(rollout, None if on_progress is None else lambda: on_progress(scheduler.ledger))
@@ -98,7 +94,7 @@ class VLLMServerEngine:
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
     ) -> Future[RolloutResult]:
-        """Starts a rollout, and returns at once. To cancel what it returns ends all of its requests."""
+        """Starts a rollout and returns its future at once. Cancelling the future ends all of its requests."""
 
         async def rollout() -> RolloutResult:
             pool = await self.pool()
@@ -109,13 +105,13 @@ class VLLMServerEngine:
         return self.submit(rollout())
 
     async def idle(self) -> None:
-        """Waits until no rollout is under way; one that was cancelled may still be ending its requests."""
+        """Waits until no rollout is running. A cancelled one may still be ending its requests."""
         async with self._turn:
             pass
 
     @property
     def members(self) -> dict[str, Member]:
-        """What is known of each server, to be read."""
+        """State of each server, read-only."""
         pool = self._pool or self.call(self.pool())
         return dict(pool.members)
 
@@ -127,34 +123,34 @@ class VLLMServerEngine:
         return sum(member.num_losses for member in self.members.values())
 
     def lose(self, url: str, reason: str) -> None:
-        """Takes a server out until it answers again, for example one that does not take new weights."""
+        """Stops using a server until it answers again, for example after a failed weight update."""
         self._in_loop(lambda pool: pool.lose(url, reason))
 
     def join(self, url: str) -> None:
-        """Uses a server again that has come back, and has been given the current weights."""
+        """Starts using a reconnected server that has the current weights."""
         self._in_loop(lambda pool: pool.join(url))
 
     def follow(self, version: int, up: Collection[str]) -> None:
-        """Takes over from the main process which servers have the weights of the last sync, and their version."""
+        """Copies the state from the main process: the version, and the servers that have its weights."""
         self._in_loop(lambda pool: pool.follow(version, up))
 
     @property
     def up(self) -> tuple[int, list[str]]:
-        """What another process follows."""
+        """Arguments of `follow` on the other processes."""
         pool = self.call(self.pool())
         return pool.version, pool.urls(State.UP)
 
     def drain(self, url: str, draining: bool = True) -> None:
-        """Sends a server no new candidates, or some again; those that it decodes go on."""
+        """Stops or resumes sending candidates to a server. Running candidates continue."""
         self._in_loop(lambda pool: pool.drain(url, draining))
 
     def add(self, url: str, check: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> T:
         """
-        Adds a server and returns what `check` says of it. It is used once it has the current
-        weights, see `join`. Raises [`ConfigurationError`] if it is one of the servers already, or what `check` raises.
+        Adds a server and returns the result of `check`. The server is used once it has the current weights, see
+        `join`. Raises [`ConfigurationError`] if it is one of the servers already, or the exception of `check`.
         """
         if url in self.base_urls:
-            raise ConfigurationError(f"`url` ({url!r}) is one of the servers already. Each address once.")
+            raise ConfigurationError(f"`url` ({url!r}) must not be one of the servers already. Use another address.")
 
         async def run() -> T:
             pool = await self.pool()
@@ -169,13 +165,12 @@ class VLLMServerEngine:
 
     def remove(self, url: str) -> None:
         """
-        Forgets a server; what it decodes goes on elsewhere. Raises [`ConfigurationError`] if it is none of them, or
-        the last.
+        Removes a server. Its candidates continue on other servers. Raises [`ConfigurationError`] if it is not one of
+        the servers, or the last one.
         """
         if url not in self.base_urls or len(self.base_urls) == 1:
             raise ConfigurationError(
-                f"`url` ({url!r}) must be one of several servers. Those of this training are "
-                f"{', '.join(map(repr, self.base_urls))}."
+                f"`url` ({url!r}) must be one of several servers. This run has {', '.join(map(repr, self.base_urls))}."
             )
         self._in_loop(lambda pool: pool.remove(url))
         self.base_urls.remove(url)
@@ -187,7 +182,7 @@ class VLLMServerEngine:
         self.call(run())
 
     def query(self, function: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> list[T]:
-        """Runs `function` on each server at the same time and returns the answers in order."""
+        """Runs `function` on all servers in parallel and returns the results in order."""
 
         async def ask() -> list[T]:
             members = (await self.pool()).members.values()
@@ -196,11 +191,11 @@ class VLLMServerEngine:
         return self.call(ask())
 
     def close(self) -> None:
-        """Closes the connections and ends the thread. Safe to call twice; an engine that is dropped closes itself."""
+        """Closes the connections and ends the thread. Can be called twice. A freed engine closes itself."""
         self._finalizer()
 
     async def pool(self) -> ServerPool:
-        """The record of its servers; for the loop."""
+        """Returns the pool of servers. Must be called in the loop."""
         if self._pool is None:
             session = new_session(self._api_key)
             self._sessions.append(session)
@@ -213,7 +208,7 @@ class VLLMServerEngine:
         return self.wait(self.submit(coroutine))
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine in the engine's loop; once it is cancelled, it may still end what it has begun."""
+        """Runs a coroutine in the engine's loop. After a cancellation, it may still clean up."""
 
         async def run() -> T:
             task = asyncio.current_task()
@@ -227,15 +222,13 @@ class VLLMServerEngine:
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def wait(self, future: Future[T], on_poll: Callable[[], None] | None = None) -> T:
-        """
-        Waits in the calling thread for what was started; whatever interrupts it (Ctrl-C) ends that, and its requests.
-        """
+        """Waits for a future in the calling thread. An interruption such as Ctrl-C cancels the future."""
         try:
             while True:
                 try:
                     return future.result(timeout=None if on_poll is None else PROGRESS_INTERVAL_S)
                 except TimeoutError:
-                    if future.done():  # between the timeout and here; or it failed with a timeout of its own
+                    if future.done():  # just now, or the coroutine raised a TimeoutError itself
                         return future.result()
                     if on_poll is not None:
                         on_poll()
@@ -252,10 +245,10 @@ def _shut_down(
 ) -> None:
     async def close() -> None:
         for task in tasks:
-            if not task.cancelling():  # it may be aborting its requests: a second time would interrupt that
+            if not task.cancelling():  # a second cancellation would interrupt its cleanup
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}  # what looks after the servers
+        others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}  # tasks that monitor the servers
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -264,14 +257,14 @@ def _shut_down(
         loop.stop()
 
     asyncio.run_coroutine_threadsafe(close(), loop)
-    if threading.current_thread() is not thread:  # garbage can be collected anywhere
+    if threading.current_thread() is not thread:  # the finalizer can run in any thread
         thread.join(timeout=SHUTDOWN_S)
         if not thread.is_alive():
             loop.close()
 
 
 def max_open_files() -> int:
-    """How many connections this process can hold: its limit of open files, raised as far as is allowed."""
+    """Raises the limit of open files as far as allowed, and returns the number of connections it permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft < wanted:

@@ -1,8 +1,7 @@
 """
-The papers' maths: which candidates are kept, how many there are, what they cost, and what is remembered of their
-lengths.
+The papers' maths: selection of candidates, their number, the latency model, and statistics of response lengths.
 
-NumPy and the standard library only; fitting a latency loads scipy. Nothing here reads a clock or draws a random
+Uses NumPy and the standard library only; fitting a latency loads scipy. Nothing here reads a clock or draws a random
 number.
 """
 

@@ -1,7 +1,7 @@
 """
-How many candidates each prompt of a batch gets.
+Distributes a batch's candidates over its prompts.
 
-Invariants: the allocation sums to the total, stays within its bounds, minimises Eq. 5 and 10 of the paper, and a
+Invariants: the allocation sums to the total, stays within its bounds and minimises Eq. 5 and 10 of the paper. A
 prompt with a larger standard deviation never gets fewer candidates than one with a smaller.
 """
 
@@ -23,9 +23,9 @@ def allocate_redundancy(
     ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 5 and 10, Algorithm 1).
 
     The greedy algorithm gives one candidate at a time to the prompt with the largest marginal gain, which is optimal
-    because the objective is convex. Prompts of equal gain are served evenly, lower index first. The weights are
-    normalised to [0, 1] over the batch, so the calmest prompt has weight 0: it gets more than `low` only when all
-    others are at `high`.
+    because the objective is convex. Prompts of equal gain get candidates in turn, lower index first. The weights are
+    normalised to [0, 1] over the batch, so the prompt with the smallest standard deviation has weight 0: it gets more
+    than `low` only when all others are at `high`.
 
     Args:
         length_stds (`Sequence[float | None]` of shape `(N,)`):
@@ -38,8 +38,8 @@ def allocate_redundancy(
         high (`int`):
             Most candidates of a prompt, M_up.
         typical (`tuple[float, float]`, *optional*):
-            A range of standard deviations that counts for the normalisation as if the batch had both ends: where some
-            are predictions, which are closer to each other than the truth.
+            Range of standard deviations that the normalisation includes in addition to the batch's own. Useful when
+            some are predictions, which spread less than measured ones.
 
     Returns:
         `list[int]`: Number of candidates of each prompt, M'_i. Sums to `total`.
@@ -64,7 +64,7 @@ def allocate_redundancy(
 
 
 def _known_or_nan(length_stds: Sequence[float | None]) -> list[float]:
-    """Standard deviations as floats, NaN for prompts without history."""
+    """Returns the standard deviations as floats, NaN for prompts without history."""
     stds = [math.nan if std is None else float(std) for std in length_stds]
     for i, std in enumerate(stds):
         if std < 0 or std == math.inf:
@@ -76,7 +76,7 @@ def _known_or_nan(length_stds: Sequence[float | None]) -> list[float]:
 
 
 def _with_batch_mean(stds: Sequence[float]) -> list[float]:
-    """Prompts without history get the mean of the others, which Norm, being affine, turns into their mean weight."""
+    """Gives prompts without history the mean of the others. Norm is affine, so that is also the mean weight."""
     known = [std for std in stds if std == std]
     if not known:
         return [0.0] * len(stds)
@@ -95,8 +95,8 @@ def _normalised(stds: Sequence[float], typical: Sequence[float]) -> list[float]:
 
 def _greedy(weights: Sequence[float], stds: Sequence[float], remaining: int, low: int, high: int) -> list[int]:
     """
-    Lines 3 to 7 of Algorithm 1, all at once: gains fall with each candidate of a prompt, so that the greedy choice is
-    that of the largest gains of all prompts.
+    Runs lines 3 to 7 of Algorithm 1 in one step. A prompt's gains fall with each candidate, so the greedy choice
+    equals picking the largest gains over all prompts.
     """
     if low == high or not remaining:
         return [low] * len(weights)
@@ -104,8 +104,8 @@ def _greedy(weights: Sequence[float], stds: Sequence[float], remaining: int, low
     gains = np.asarray(weights)[:, None] / (sizes * (sizes + 1))  # (N, M_up - M_low)
     least = np.partition(gains, -remaining, axis=None)[-remaining]
     allocation: list[int] = (low + (gains > least).sum(axis=1)).tolist()
-    # Equal gains: fewer candidates first (zero weights are served evenly), then the larger weight and standard
-    # deviation (where rounding made gains or weights equal, the order must not turn round), then the lower index.
+    # Ties go to the prompt with fewer candidates (so that zero weights share evenly), then to the larger weight and
+    # standard deviation (rounding can make gains or weights equal), then to the lower index.
     ties = sorted((size, -weights[i], -stds[i], i) for i, size in np.argwhere(gains == least).tolist())
     for _, _, _, i in ties[: remaining - int((gains > least).sum())]:
         allocation[i] += 1

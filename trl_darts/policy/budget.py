@@ -1,9 +1,8 @@
 """
-How many candidates a batch gets in total.
+Chooses the total number of candidates of a batch.
 
-Invariants: a budget is always within [N·M, N·M_up], and at least N·M_low where spare candidates pay; it depends only
-on what was observed, in that order, so a restored controller goes on as the saved one would have, also on a slower
-machine.
+Invariants: a budget is always within [N·M, N·M_up], and at least N·M_low where spare candidates pay. It depends only
+on the observations and their order, never on time, so a restored controller gives the same budgets as the saved one.
 """
 
 import math
@@ -17,23 +16,24 @@ from .latency import LatencyCurve
 
 REFERENCE_STEPS = 8
 """
-Steps with history whose mean ρ and mean length are the reference. They are then held: a budget that makes prompts stop
-early makes responses look shorter, so a reference that followed would move with what it decides.
+Number of first steps with history whose mean ρ and mean length are the reference. It is fixed afterwards: the budget
+itself changes the observed lengths, so a moving reference would follow its own decisions.
 """
 
 BREAK_EVEN_SPREAD = 0.12
 """
-ρ at which spare candidates cost what they save, on engines with room for all: in simulation with the latencies that
-NVIDIA published for Llama-3.1-8B, rollouts with 0.5 spare ones per row are 0.90 times as fast as with none for
-ρ = 0.06, and 1.20 times for 0.26. With few slots a batch is decoded in N·M / slots waves. Spare candidates make
-each wave longer, and shorten the tail once: 1, 2, 4 and 8 waves break even at 0.26, 0.35, 0.6 and 1.3.
+ρ at which spare candidates cost as much time as they save, on engines with a slot for each. In a simulation with the
+latencies that NVIDIA published for Llama-3.1-8B, 0.5 spare candidates per row make rollouts 0.90 times as fast for
+ρ = 0.06, and 1.20 times as fast for 0.26. With few slots a batch is decoded in N·M / slots waves. Spare candidates
+make each wave longer but shorten the tail only once: 1, 2, 4 and 8 waves break even at 0.26, 0.35, 0.6 and 1.3.
 """
-USUAL_SPREAD = 1.0  # ρ before anything is known: of published answers 1.1 to 1.6
+DEFAULT_REDUNDANCY = 1.5  # M_total is about 1.5·N·M on average in the paper (Appendix B)
+USUAL_SPREAD = 1.0  # ρ without history; published data sets have 1.1 to 1.6
 
 
 def redundancy_budget(rho: float, cost_slope: float, cost_weight: float, low: int, high: int) -> int:
     """
-    The batch size of the highest utility ρ·ln M - λ·(k·M + c), within bounds
+    Compute the batch size that maximises the utility ρ·ln M - λ·(k·M + c) within bounds
     ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 8 and 9).
 
     Args:
@@ -69,31 +69,31 @@ def redundancy_budget(rho: float, cost_slope: float, cost_weight: float, low: in
 
 class BudgetController:
     """
-    Adaptive redundancy budget of the coming step ([DARTS](https://huggingface.co/papers/2605.30859), Appendix B).
+    Adaptive redundancy budget of the next step ([DARTS](https://huggingface.co/papers/2605.30859), Appendix B).
 
-    The paper doesn't say how it chose λ, only that the budget came out at about 1.5·N·M on average. With a λ that is
-    set such that Eq. 8 gives this target for the ρ of the first steps, k cancels:
+    The paper doesn't say how it chose λ, only that the budget was about 1.5·N·M on average. If λ is chosen such that
+    Eq. 8 gives this target for the ρ of the first steps, k cancels:
 
     ```
     M_total = target_redundancy · N · M · ρ / ρ_ref     within [N·M_low, N·M_up]
     ```
 
-    Longer tails than in the first steps raise the budget, shorter ones lower it. Where lengths hardly spread for the
-    slots that there are, the candidates beyond N·M shrink to none ([`BREAK_EVEN_SPREAD`]). With a λ of the user's own,
-    Eq. 8 is computed as it stands, with k from the latency curve.
+    Longer tails than in the first steps raise the budget, shorter ones lower it. If lengths spread too little for the
+    number of slots, no candidates beyond N·M are added ([`BREAK_EVEN_SPREAD`]). If the user sets λ, Eq. 8 is used as
+    published, with k from the latency curve.
     """
 
     def __init__(
         self,
         num_generations: int,
         max_num_generations: int,
-        target_redundancy: float = 1.5,  # budget over N·M for the ρ of the first steps; 1 for no over-provisioning
-        cost_weight: float | None = None,  # λ, instead of the target
-        latency_curve: LatencyCurve | None = None,  # of one engine, gives k: needed with λ, and read only then
-        num_engines: int = 1,  # that share a batch
+        target_redundancy: float = DEFAULT_REDUNDANCY,  # budget over N·M for the ρ of the first steps; 1 for no spares
+        cost_weight: float | None = None,  # λ, replaces the target
+        latency_curve: LatencyCurve | None = None,  # of one engine, gives k: required with λ, unused otherwise
+        num_engines: int = 1,  # number of engines that share a batch
         min_num_generations: int | None = None,  # M_low, M by default
-        num_slots: int | None = None,  # sequences that all engines together decode at once; `None`: without limit
-        keeps_spares: bool = False,  # whether M_low and the target hold also where spare candidates can't pay
+        num_slots: int | None = None,  # sequences that all engines together decode at once; `None`: no limit
+        keeps_spares: bool = False,  # whether M_low and the target also apply below the break-even
     ) -> None:
         if cost_weight is not None and latency_curve is None:
             raise ConfigurationError(
@@ -113,8 +113,8 @@ class BudgetController:
 
     def total(self, num_prompts: int, rho: float) -> int:
         """
-        Number of candidates of the coming step of `num_prompts` prompts, M_total (Eq. 8 and 9). ρ is NaN before there
-        is history: the budget is then the target.
+        Number of candidates M_total (Eq. 8 and 9) for a step of `num_prompts` prompts. Without history (`rho` is NaN),
+        the budget is the target.
         """
         low, high = num_prompts * self.min_num_generations, num_prompts * self.max_num_generations
         if self.cost_weight is not None and self._num_steps and not math.isnan(rho):
@@ -127,7 +127,7 @@ class BudgetController:
         return round(rows + self._paying_share(rows, rho) * (wanted - rows))
 
     def _paying_share(self, rows: int, rho: float) -> float:
-        """Share of the spare candidates that is worth its time: none up to the break-even, all from twice that on."""
+        """Share of the spare candidates to add: 0 up to the break-even, rising to 1 at twice the break-even."""
         if self.keeps_spares or self.cost_weight is not None:
             return 1.0
         waves = rows / self.num_slots if self.num_slots else 0.0
@@ -136,24 +136,24 @@ class BudgetController:
 
     def _cost_slope(self, low: int, high: int) -> float:
         """
-        k of Eq. 6, in seconds: over its length, a candidate makes each step of its engine slower by the slope of the
-        latency curve between the bounds of the batch.
+        Returns k of Eq. 6 in seconds: the slope of the latency curve between the bounds of the batch, times the mean
+        length.
         """
         assert self.latency_curve is not None
         fewest, most = low / self.num_engines, max(high, low + 1) / self.num_engines
         slope = (self.latency_curve(most) - self.latency_curve(fewest)) / (most - fewest)
         seconds = slope * self._length_sum / self._num_steps / self.num_engines
-        return max(seconds, sys.float_info.min)  # on a flat stretch candidates are free
+        return max(seconds, sys.float_info.min)  # 0 where the curve is flat
 
     def observe(self, rho: float, mean_length: float) -> None:
-        """Record the ρ and the mean response length L̃ after a step. Only the first ones with history count."""
+        """Record ρ and the mean response length L̃ after a step. Only the first steps with history count."""
         if self._num_steps < REFERENCE_STEPS and not math.isnan(rho):
             self._num_steps += 1
             self._rho_sum += rho
             self._length_sum += mean_length
 
     def state_dict(self) -> dict[str, Any]:
-        """What was observed, and the group sizes that it belongs to. Can be serialised as JSON."""
+        """Observations and the group sizes that they belong to, serialisable as JSON."""
         return {
             "num_generations": self.num_generations,
             "max_num_generations": self.max_num_generations,
@@ -164,15 +164,15 @@ class BudgetController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Go on from a saved state, with the `target_redundancy` and `cost_weight` of now.
-        [`StateMismatchError`] if the keys are others, or the state belongs to other group sizes.
+        Restore a saved state; `target_redundancy` and `cost_weight` stay as configured. Raises [`StateMismatchError`]
+        if the keys or the group sizes differ.
         """
         own = self.state_dict()
         sizes = ("num_generations", "max_num_generations")
         if set(state) != set(own) or any(state[name] != own[name] for name in sizes):
             raise StateMismatchError(
-                f"The state of this `BudgetController` is like {own}, and the saved one is {dict(state)}: its keys or "
-                "group sizes are others. Set them back, or start without the state."
+                f"`state` ({dict(state)}) must have the keys and group sizes of this `BudgetController` ({own}). "
+                "Restore the group sizes, or start without the state."
             )
         self._num_steps = int(state["num_steps"])
         self._rho_sum, self._length_sum = float(state["rho_sum"]), float(state["length_sum"])

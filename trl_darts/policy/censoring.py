@@ -1,18 +1,18 @@
 """
-Mean and variance of a group of response lengths of which some are only lower bounds.
+Estimates the mean and variance of a group of response lengths, some of which are only lower bounds.
 
-A candidate that was aborted, or that hit the length limit, is *censored*: it would have been longer than what was
-seen. Counted as observed, or left out, the censored candidates make the worst prompts look calm. Here they are filled
-in:
+A candidate that was aborted, or that hit the length limit, is *censored*: it would have been longer than observed.
+If censored lengths were used as they are, or left out, the variance of the prompts with the longest tails would be
+underestimated. They are imputed instead:
 
 1. a log-normal distribution is fitted by probability plotting: the logarithms of the complete lengths are regressed on
    the normal scores of their Kaplan-Meier positions (Michael and Schucany, 1986; Blom's constant), a closed form;
-2. its log-scale deviation is drawn towards that of the data set's groups: the slope through a few points is noisy, and
-   the variance grows with exp(2 sigma²), so that noise makes it larger;
-3. every censored length is replaced by its conditional mean, and second moment, beyond its bound under that fit, while
-   the complete lengths count as they are.
+2. its log-scale deviation is shrunk towards that of the data set's groups: a slope through a few points is noisy, and
+   because the variance grows with exp(2 sigma²), that noise inflates it;
+3. every censored length is replaced by its conditional mean and second moment beyond its bound under that fit. The
+   complete lengths are used unchanged.
 
-Without censoring the result is the plain sample mean and the plain sample variance, whatever the distribution.
+Without censoring, the result is the sample mean and the sample variance, whatever the distribution.
 """
 
 import math
@@ -27,22 +27,23 @@ BLOM = 0.375
 
 PRIOR_WEIGHT = 4
 """
-Complete lengths that the data set's log-scale deviation counts for in a group's. With half of each group cut off and
-sigma = 1, the median of the estimated deviation is 1.25 times the true one (1.7 without). More would hide differences
-between prompts: where half of them have sigma = 0.25 and half 1, the medians are 1.7 and 0.85 (2.2 and 0.6 with 8).
+Weight of the data set's log-scale deviation in a group's, in complete lengths. With half of each group cut off and
+sigma = 1, the median of the estimated deviation is 1.25 times the true one (1.7 without). A larger weight would hide
+differences between prompts: if half of them have sigma = 0.25 and half 1, the medians are 1.7 and 0.85 (2.2 and 0.6
+with 8).
 """
 
 DEFAULT_LOG_STD = 0.8
-"""Stands for the data set's before there is any: the standard deviation is then about the mean."""
+"""Used before the data set's is known. It makes the standard deviation about as large as the mean."""
 
 MIN_LOG_STD, MAX_LOG_STD = 0.05, 1.5
 """
-Bounds of a fit. Complete lengths that happen to be equal don't prove that an aborted candidate was about to end, and
-1.5 is a p99 of 33 times the median, the heaviest tail reported for reasoning models.
+Bounds of the fitted log-scale deviation. The lower one applies when a few complete lengths are equal by chance. The
+upper one gives a p99 of 33 times the median, the heaviest tail reported for reasoning models.
 """
 
 MAX_CACHED = 64  # lengths
-FAR_TAIL = 25.0  # normal score from which on a bound is beyond what the fit knows of; erfc underflows at 38
+FAR_TAIL = 25.0  # largest normal score of a bound: the fit says nothing beyond it, and erfc underflows at 38
 _SQRT2 = math.sqrt(2.0)
 
 
@@ -51,8 +52,8 @@ class GroupMoments(NamedTuple):
 
     mean: float  # tokens
     variance: float  # of the sample (divided by n - 1; 0 for one complete length), tokens²
-    square: float  # mean of the squares, tokens²: what pools over groups of different sizes
-    log_std: float  # log-scale deviation by the group's complete lengths alone; NaN for fewer than two
+    square: float  # mean of the squares, tokens²: can be pooled over groups of different sizes
+    log_std: float  # log-scale deviation of the group's complete lengths alone; NaN for fewer than two
     num_complete: int
 
 
@@ -63,13 +64,12 @@ def group_moments(
     horizon: float = math.inf,
 ) -> GroupMoments:
     """
-    Mean and variance of one prompt's response lengths, σ²_L(q_i) of
-    [DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2, with lower bounds taken for what they are.
+    Estimate mean and variance of one prompt's response lengths, σ²_L(q_i) of
+    [DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2, with some lengths being lower bounds.
 
-    `log_std` is the log-scale deviation within the data set's groups, NaN for `DEFAULT_LOG_STD`. No censored length is
-    taken to be longer than `horizon`: the second moment of a log-normal tail that is fitted to a few points is mostly
-    made of lengths that no engine would let happen. The moments are finite, and the mean is never below that of
-    `lengths`.
+    `log_std` is the log-scale deviation within the data set's groups, NaN for `DEFAULT_LOG_STD`. Censored lengths are
+    cut off at `horizon`, because the second moment of a log-normal tail fitted to a few points is dominated by lengths
+    that no engine allows. The moments are finite, and the mean is never below that of `lengths`.
     """
     num = len(lengths)
     if num == 0 or min(lengths) < 0:
@@ -79,7 +79,7 @@ def group_moments(
     if len(censored) != num:
         raise ValueError(f"`censored` has {len(censored)} entries and `lengths` has {num}. Give one flag per length.")
     filled, extra = list(map(float, lengths)), 0.0
-    mu, sigma, own, num_complete = log_normal_fit(lengths, censored, log_std)
+    mu, sigma, raw, num_complete = log_normal_fit(lengths, censored, log_std)
     if num_complete < num:
         beyond: dict[float, tuple[float, float]] = {}  # aborted candidates of a group mostly share their bound
         for i, is_censored in enumerate(censored):
@@ -93,7 +93,7 @@ def group_moments(
     spread = sum([(length - mean) ** 2 for length in filled])
     variance = spread / (num - 1) if num > 1 else 0.0
     # E[sample variance] of independent lengths with these means and variances
-    return GroupMoments(mean, variance + extra / num, mean * mean + (spread + extra) / num, own, num_complete)
+    return GroupMoments(mean, variance + extra / num, mean * mean + (spread + extra) / num, raw, num_complete)
 
 
 def log_normal_fit(
@@ -103,28 +103,29 @@ def log_normal_fit(
     min_log_std: float = MIN_LOG_STD,
 ) -> tuple[float, float, float, int]:
     """
-    Location and scale of the log-normal that lengths come from, some of them lower bounds; the scale before it was
-    drawn towards `log_std`, NaN for fewer than two complete lengths; and the number of these. The scale is at
-    least `min_log_std`: few lengths can be equal by chance, those of a whole rollout can't.
+    Fit a log-normal to lengths of which some are lower bounds. Returns its location and scale, the scale before it was
+    shrunk towards `log_std` (NaN for fewer than two complete lengths), and the number of complete lengths. The scale
+    is at least `min_log_std`, because a few lengths can be equal by chance.
     """
     num, ordered = len(lengths), sorted(zip(lengths, censored, strict=True))
     logs = [math.log(max(length, 1)) for length, is_censored in ordered if not is_censored]
-    # Small groups have few patterns, and see them again; those of whole rollouts would fill the memory.
+    # Patterns of small groups recur. Those of whole rollouts don't, and would fill the cache.
     scores = _plotting_scores if num <= MAX_CACHED else _plotting_scores.__wrapped__
     centred, score_mean, score_squares = scores(num, sum(cut << i for i, (_, cut) in enumerate(ordered)))
-    own = sum(map(float.__mul__, centred, logs)) / score_squares if len(logs) > 1 else math.nan
-    sigma = max(_shrunk(own, len(logs), log_std), min_log_std)
+    raw = sum(map(float.__mul__, centred, logs)) / score_squares if len(logs) > 1 else math.nan
+    sigma = max(_shrunk(raw, len(logs), log_std), min_log_std)
     if logs:
         mu = sum(logs) / len(logs) - sigma * score_mean
-    else:  # the bounds are taken for the median: anything bolder would dwarf every other prompt of the batch
+    else:  # the bounds serve as the median: a larger guess would outweigh every other prompt of the batch
         mu = sum(math.log(max(length, 1)) for length in lengths) / num
-    return mu, sigma, own, len(logs)
+    return mu, sigma, raw, len(logs)
 
 
 @lru_cache(maxsize=8192)
 def _plotting_scores(num: int, pattern: int) -> tuple[tuple[float, ...], float, float]:
     """
-    Normal scores of the complete lengths less their mean, that mean, and their sum of squares. Bit i = i-th censored.
+    Returns the centred normal scores of the complete lengths, their mean, and their sum of squares. Bit i of `pattern`
+    is set if the i-th length is censored.
     """
     inv_cdf = NormalDist().inv_cdf
     survival = (num - BLOM + 1) / (num - 2 * BLOM + 1)
@@ -138,14 +139,14 @@ def _plotting_scores(num: int, pattern: int) -> tuple[tuple[float, ...], float, 
     return centred, mean, sum(score * score for score in centred)
 
 
-def _shrunk(own: float, num_complete: int, prior: float) -> float:
-    """The log-scale deviation of a group: its own and the data set's, weighted."""
+def _shrunk(raw: float, num_complete: int, prior: float) -> float:
+    """Weighted mean of a group's own log-scale deviation and the data set's."""
     if math.isnan(prior):
         prior = DEFAULT_LOG_STD
-    if math.isnan(own):
-        own, num_complete = 0.0, 1
+    if math.isnan(raw):
+        raw, num_complete = 0.0, 1
     weight = num_complete - 1  # of a slope
-    sigma = (PRIOR_WEIGHT * prior + weight * own) / (PRIOR_WEIGHT + weight)
+    sigma = (PRIOR_WEIGHT * prior + weight * raw) / (PRIOR_WEIGHT + weight)
     return min(sigma, MAX_LOG_STD)
 
 

@@ -1,4 +1,4 @@
-"""How many tokens are drafted for a sequence: none where the engine is full, many for those that all wait for."""
+"""Chooses the number of draft tokens of a sequence: none on a full engine, many for the last running sequences."""
 
 import numpy as np
 
@@ -6,9 +6,8 @@ from ..errors import ConfigurationError
 from .latency import LatencyCurve
 
 
-MAX_DRAFT = 16  # beyond it hardly a draft survives, and vLLM reserves room for as many
-# An answer that outgrows what was expected of it is the one that the rollout waits for: its tokens may cost more than
-# those of an answer that is about to end.
+MAX_DRAFT = 16  # longer drafts are hardly ever accepted, and vLLM reserves memory for all of them
+# The rollout waits for completions that outgrow their expected length, so their drafts may cost more.
 LOWEST_PRIORITY, HIGHEST_PRIORITY = 0.5, 2.0
 
 
@@ -21,29 +20,29 @@ def draft_budget(
     limit: int = MAX_DRAFT,
 ) -> int:
     """
-    How many tokens to draft for one sequence in the next decoding step.
+    Choose how many tokens to draft for one sequence in the next decoding step.
 
     A step that computes `T` tokens takes `1 + T / knee` times as long as an almost empty one. If each of R sequences
-    drafts `n` tokens, this one advances `(1 + a + … + aⁿ) / (1 + R · (1 + n) / knee)` tokens per unit of time; `a` is
-    its acceptance. The `n` with the most is chosen. The knee counts up to twice for a sequence that is longer than
-    expected, and half for one that has just begun.
+    drafts `n` tokens, a sequence with acceptance `a` advances `(1 + a + … + aⁿ) / (1 + R · (1 + n) / knee)` tokens per
+    unit of time. The function returns the `n` with the highest rate. The knee is doubled at most for a sequence that
+    is longer than expected, and halved at most for a shorter one.
 
     Args:
         num_running (`int`):
-            Sequences that decode now.
+            Number of running sequences.
         knee (`float`):
             Number of tokens at which a step takes twice as long as an almost empty one.
         length (`float`):
-            Tokens that the sequence has.
+            Tokens of the completion so far.
         expected_length (`float`):
-            Tokens that answers to its prompt have on average.
+            Mean completion length of the prompt in tokens.
         acceptance (`float`):
             Probability that a drafted token is accepted once those before it are.
         limit (`int`, *optional*, defaults to `16`):
-            The most tokens.
+            Largest number of draft tokens.
 
     Returns:
-        `int`: Between 0 and `limit`. 0 where `num_running` alone reaches the knee.
+        `int`: Number of draft tokens, 0 to `limit`. 0 if `num_running` alone reaches the knee.
 
     Example:
 
@@ -58,9 +57,9 @@ def draft_budget(
         return 0
     priority = min(max(length / max(expected_length, 1), LOWEST_PRIORITY), HIGHEST_PRIORITY)
     room = priority * knee / num_running
-    gained, chance = 1.0, acceptance  # tokens of this step so far, and the odds that one more is accepted
+    gained, chance = 1.0, acceptance  # expected tokens of this step, and the probability that one more is accepted
     budget = 0
-    # One more helps while it adds to the tokens by a larger share than to the time. Both shares only shrink.
+    # One more draft pays while it increases the tokens by a larger factor than the time. Both factors only shrink.
     while budget < limit and chance * (room + 1 + budget) > gained:
         gained, chance = gained + chance, chance * acceptance
         budget += 1
@@ -69,21 +68,21 @@ def draft_budget(
 
 def drafted_latency(latency: LatencyCurve, acceptance: float, limit: int = MAX_DRAFT) -> LatencyCurve:
     """
-    Seconds per token where each sequence drafts as many tokens as pays.
+    Predict the latency curve of an engine with speculative decoding, with the best number of drafts at each size.
 
-    A step in which B sequences draft `n` tokens each is taken to last as long as one of `B · (1 + n)` sequences. Each
-    advances `1 + a + … + aⁿ` tokens; `a` is the acceptance.
+    A step in which B sequences draft `n` tokens each is assumed to take as long as one of `B · (1 + n)` sequences.
+    Each advances `1 + a + … + aⁿ` tokens, where `a` is the acceptance.
 
     Args:
         latency ([`LatencyCurve`]):
-            Without drafts.
+            Curve without drafts.
         acceptance (`float`):
             Probability that a drafted token is accepted once those before it are. More than 0 and less than 1.
         limit (`int`, *optional*, defaults to `16`):
-            The most tokens per sequence and step.
+            Largest number of draft tokens per sequence and step.
 
     Returns:
-        [`LatencyCurve`]: Nowhere slower.
+        [`LatencyCurve`]: Seconds per token with drafts, nowhere above `latency`.
 
     Raises:
         [`ConfigurationError`]: If the acceptance is out of bounds.

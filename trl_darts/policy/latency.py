@@ -1,9 +1,8 @@
 """
-How long a rollout takes: per-token latency as a function of the number of running sequences, and the cost model built
-on it.
+Per-token latency as a function of the number of running sequences, and the rollout time predicted from it.
 
-Invariants: a curve is positive, continuous and non-decreasing for every batch size, also beyond the measured ones;
-hence a rollout never gets faster by adding a response or lengthening one.
+Invariants: a curve is positive, continuous and non-decreasing for every batch size, also beyond the measured ones.
+Adding or lengthening a response therefore never makes a rollout faster.
 """
 
 from __future__ import annotations
@@ -27,43 +26,43 @@ from ..errors import ConfigurationError
 T = TypeVar("T")
 Array = NDArray[np.float64]
 
-PROFILE_KIND = "latency_profile"  # one file with a curve, a surface and a prefill line as entries
+PROFILE_KIND = "latency_profile"  # a file with a curve, a surface and a prefill curve as entries
 FILE_VERSION = 1
 
 HUBER_DELTA = 0.03
-"""Relative error up to which a measurement counts as noise (squared) and beyond which as an outlier (absolute)."""
+"""Relative error at which the loss of a fit changes from squared (noise) to absolute (outliers)."""
 
 MIN_LATENCY = 0.1
-"""Of the fastest measurement: keeps a fit positive whatever the noise."""
+"""Lower bound of a fit as a share of the fastest measurement, to keep it positive."""
 
 MAX_REPEATS = 8
-"""A median of n repeats weighs as much as n measurements, up to here: beyond, the model errs more than the median."""
+"""Largest weight of a median of n repeats. With more repeats, the model's error exceeds the median's."""
 
 MAX_COMBINATIONS = 500
-"""Of breakpoints that are tried: as many as 32 candidates make for three segments."""
+"""Number of breakpoint combinations to try: 32 candidates for three segments give as many."""
 
 _REWEIGHTINGS = 8
 _IMPOSSIBLE = 1e9  # loss of breakpoints that leave a segment with too few measurements
 
 
 class SavedModel:
-    """JSON with a `kind` and a `version`, in a file of its own or as an entry of what `trl-darts profile` wrote."""
+    """Base of models saved as JSON with a `kind` and a `version`, in a file of their own or in a latency profile."""
 
     kind: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dictionary that can be serialised as JSON."""
+        """Returns a dictionary that can be serialised as JSON."""
         return {"kind": self.kind, "version": FILE_VERSION, **asdict(cast(Any, self))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What [`to_dict`] described. Raises [`ConfigurationError`] if it is something else, or lacks an entry."""
+        """Builds the model from [`to_dict`]'s result. Raises [`ConfigurationError`] if `data` is anything else."""
         cls.check(data)
         return cls(**{name: data[name] for name in cls._entries() if data.get(name) is not None})
 
     @classmethod
     def check(cls, data: Any) -> None:
-        """Refuses data that describe something else, are of another version or lack an entry."""
+        """Raises [`ConfigurationError`] if `data` has another kind or version, or lacks an entry."""
         noun = _noun(cls.kind)
         if not isinstance(data, Mapping):
             raise ConfigurationError(f"A {noun} must be a mapping, and this is {type(data).__name__}.")
@@ -79,14 +78,14 @@ class SavedModel:
         return [entry.name for entry in fields(cast(Any, cls))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a JSON file."""
+        """Write the model to a JSON file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], name: str = "path") -> Self:
         """
-        Read it from a JSON file that `save` or `trl-darts profile` wrote, or raise a [`ConfigurationError`] that calls
-        the path `name`.
+        Read the model from a JSON file that `save` or `trl-darts profile` wrote. A [`ConfigurationError`] refers to
+        the path as `name`.
         """
         return read_json(path, cls.kind, cls._from_file, name)
 
@@ -102,7 +101,7 @@ class SavedModel:
 
 
 def read_json(path: str | os.PathLike[str], kind: str, parse: Callable[[Any], T], name: str = "path") -> T:
-    """Reads a file; a [`ConfigurationError`] names the path, the reason and the remedy."""
+    """Reads and parses a JSON file. Failures raise [`ConfigurationError`], which refers to `path` as `name`."""
     try:
         return parse(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError) as error:  # a `ConfigurationError` is a `ValueError`
@@ -123,7 +122,7 @@ class LatencyCurve(SavedModel):
     Per-token latency PTL in seconds as a continuous piecewise-linear function of the number of running sequences
     ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.1 and Appendix A).
 
-    Below the first knot the curve is flat, beyond the last one it goes on with the last segment's slope.
+    Below the first knot the curve is flat. Beyond the last one it continues with the last segment's slope.
 
     Args:
         knots (`Sequence[float]`):
@@ -131,8 +130,8 @@ class LatencyCurve(SavedModel):
         values (`Sequence[float]`):
             Seconds per token at the knots. Positive and non-decreasing.
         metadata (`dict`, *optional*):
-            What was measured, for humans: model, hardware, tensor parallel size. Must be serialisable as JSON. Curves
-            that differ only here are equal.
+            Description of the measurement: model, hardware, tensor parallel size. Must be serialisable as JSON. It is
+            ignored when curves are compared.
 
     Example:
 
@@ -175,8 +174,8 @@ class LatencyCurve(SavedModel):
         Fit the curve to a profile ([DARTS](https://huggingface.co/papers/2605.30859), Appendix A).
 
         Repeated measurements are reduced to their median. The fit then minimises the Huber loss of the relative errors
-        over all values and breakpoints, under the constraint that no segment falls. Few distinct batch sizes give
-        fewer segments: at most one per two of them, none (a constant) for a single one.
+        over all values and breakpoints, under the constraint that no segment decreases. There is at most one segment
+        per two distinct batch sizes. A single batch size gives a constant.
 
         Args:
             batch_sizes (`Sequence[float]` of shape `(P,)`):
@@ -212,7 +211,7 @@ class LatencyCurve(SavedModel):
         if isinstance(batch_size, np.ndarray):
             inside: Array = np.interp(batch_size, knots, values)
             return inside + self._last_slope * np.maximum(batch_size - knots[-1], 0.0)
-        i = bisect_right(knots, batch_size)  # a single number is what the simulator asks for, in its innermost loop
+        i = bisect_right(knots, batch_size)  # faster for a single number, in the simulator's innermost loop
         if i == 0:
             return values[0]
         if i == len(knots):
@@ -227,18 +226,18 @@ class LatencyCurve(SavedModel):
         return (self.values[-1] - self.values[-2]) / (self.knots[-1] - self.knots[-2])
 
     def is_of(self, model: Any) -> bool:
-        """Whether it was measured with a model (a name or a directory), as far as both tell their names."""
-        own = self.metadata.get("model")
-        return not own or not model or _base_name(own) == _base_name(model)
+        """Whether the curve was measured with `model` (a name or a directory). `True` if either name is unknown."""
+        measured = self.metadata.get("model")
+        return not measured or not model or _base_name(measured) == _base_name(model)
 
 
 def rollout_time(lengths: ArrayLike, latency: Callable[[NDArray[Any]], Any]) -> float:
     """
-    Predicted wall-clock time of one rollout batch on one engine ([DARTS](https://huggingface.co/papers/2605.30859),
+    Predict the wall-clock time of one rollout batch on one engine ([DARTS](https://huggingface.co/papers/2605.30859),
     Eq. 4).
 
-    All responses start together and each decodes one token per step, so the batch shrinks as they end. Under data
-    parallelism the batch is ready when its slowest engine is: take the maximum over the engines.
+    All responses start together and each decodes one token per step, so the batch shrinks as they end. With data
+    parallelism, the batch is ready when the slowest engine is done: take the maximum over the engines.
 
     Args:
         lengths (`Sequence[int]` of shape `(B,)`):
@@ -264,8 +263,8 @@ def rollout_time(lengths: ArrayLike, latency: Callable[[NDArray[Any]], Any]) -> 
 
 class _CurveFit:
     """
-    Distinct batch sizes, their latencies, and how many measurements each counts for. Breakpoints are places in the
-    list of batch sizes: 2.5 is in the middle between the third and the fourth.
+    Fits a curve to distinct batch sizes `x`, latencies `y` and numbers of measurements `counts`. Breakpoints are
+    positions in the list of batch sizes: 2.5 is the middle between the third and the fourth.
     """
 
     def __init__(self, x: Array, y: Array, counts: NDArray[np.int64], num_segments: int) -> None:
@@ -273,11 +272,11 @@ class _CurveFit:
         weights = np.minimum(counts, MAX_REPEATS)
         self.weights = weights / weights.sum()
         self.num_breakpoints = num_segments - 1
-        # Two batch sizes determine a segment, but through two goes every outlier at an end of the profile.
+        # Two batch sizes determine a segment, but then an outlier at an end of the profile is fitted exactly.
         self.min_points = 3 if len(x) >= 3 * num_segments else 2
 
     def best(self) -> tuple[Array, Array]:
-        """Knots and values of the smallest loss."""
+        """Returns the knots and values with the smallest loss."""
         from scipy.optimize import brute, fmin
 
         breakpoints = np.array([])
@@ -297,13 +296,13 @@ class _CurveFit:
         knots = self.knots(np.atleast_1d(breakpoints))
         if np.any(np.diff(knots) <= 0):
             return _IMPOSSIBLE
-        held = np.searchsorted(self.x, knots[1:], "right") - np.searchsorted(self.x, knots[:-1], "left")
-        return self.values(knots)[1] if held.min() >= self.min_points else _IMPOSSIBLE
+        counts = np.searchsorted(self.x, knots[1:], "right") - np.searchsorted(self.x, knots[:-1], "left")
+        return self.values(knots)[1] if counts.min() >= self.min_points else _IMPOSSIBLE
 
     def values(self, knots: Array) -> tuple[Array, float]:
         """
-        Best values at the knots, and their Huber loss. The curve is linear in its first value and its increments from
-        knot to knot, none of which may be negative.
+        Returns the best values at the knots, and their Huber loss. The curve is linear in its first value and the
+        increments between knots, none of which may be negative.
         """
         from scipy.optimize import nnls
         from scipy.special import huber
@@ -321,7 +320,7 @@ class _CurveFit:
 def robust_least_squares(
     design: Array, target: Array, weights: Array, solve: Callable[[Array, Array], Array]
 ) -> Array:
-    """Minimises the Huber loss of `design @ x - target`: least squares by `solve`, again with smaller weights."""
+    """Minimises the Huber loss of `design @ x - target` by iteratively reweighted least squares with `solve`."""
     root = np.sqrt(weights)
     for _ in range(_REWEIGHTINGS):
         solution = solve(design * root[:, None], target * root)
@@ -333,7 +332,7 @@ def robust_least_squares(
 
 
 def positive_columns(**columns: ArrayLike) -> list[Array]:
-    """Measurements as arrays of one length; a `ValueError` names those that can't be fitted."""
+    """Returns the measurements as arrays of one length. Raises `ValueError` unless all are positive and finite."""
     arrays = {name: np.asarray(column, float) for name, column in columns.items()}
     shapes = [array.shape for array in arrays.values()]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1 or shapes[0] == (0,):
@@ -341,7 +340,7 @@ def positive_columns(**columns: ArrayLike) -> list[Array]:
         raise ValueError(f"{given} must be lists of the same length, at least 1.")
     for name, array in arrays.items():
         if not (np.isfinite(array).all() and (array > 0).all()):
-            raise ValueError(f"`{name}` must be positive and finite, and holds {array.min():g} to {array.max():g}.")
+            raise ValueError(f"`{name}` ({array.min():g} to {array.max():g}) must be positive and finite.")
     return list(arrays.values())
 
 

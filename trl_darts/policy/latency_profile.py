@@ -1,7 +1,7 @@
 """
-What `trl-darts profile` learned of a server: the measurements, the models fitted to them, and how well these predict.
+Result of `trl-darts profile`: measurements of a server, the models fitted to them, and their prediction errors.
 
-One file holds it all. [`LatencyCurve.load`], [`LatencySurface.load`] and [`PrefillCurve.load`] take their part of it.
+All are saved in one file. [`LatencyCurve.load`], [`LatencySurface.load`] and [`PrefillCurve.load`] read their part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .latency_surface import LatencySurface
 Array = NDArray[Any]
 
 HELD_OUT_EVERY = 3
-"""Every third point is left out: three fits, and each inner point is predicted once."""
+"""Each of three fits leaves out every third inner point, so each inner point is predicted once."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class DecodePoint:
 
     batch_size: int  # sequences that decoded together
     context_length: int  # tokens of each one's prompt
-    context_tokens: float  # in all contexts, prompt and completion, in the middle of the measurement
-    seconds: float  # per token of each sequence; of several servers their median
-    spread: float  # the slowest repetition over the fastest one, minus 1; the largest of several servers'
+    context_tokens: float  # prompt and completion tokens of all sequences, halfway through the measurement
+    seconds: float  # per token of each sequence; the median over servers
+    spread: float  # slowest repetition over the fastest one, minus 1; the maximum over servers
     server_seconds: tuple[float, ...]  # per token, of each server
 
 
 @dataclass(frozen=True)
 class PrefillPoint:
-    """Seconds until the first token of a prompt of `num_tokens`, of which none is cached; `spread` as for decoding."""
+    """Seconds until the first token of an uncached prompt of `num_tokens`. `spread` as in [`DecodePoint`]."""
 
     num_tokens: int
     seconds: float
@@ -49,11 +49,11 @@ class PrefillPoint:
 
 @dataclass(frozen=True)
 class PrefillCurve:
-    """Seconds until the first token, quadratic in the tokens of a prompt that is not cached: attention is."""
+    """Seconds until the first token, quadratic in the number of uncached prompt tokens, as attention is."""
 
-    base_s: float  # that any prompt takes: the request's way, and one pass through the model
+    base_s: float  # for any prompt: latency of the request and of one forward pass
     per_token_s: float
-    per_square_s: float = 0.0  # times the square of the tokens
+    per_square_s: float = 0.0  # multiplied by the squared number of tokens
 
     def __post_init__(self) -> None:
         for name in ("base_s", "per_token_s", "per_square_s"):
@@ -63,32 +63,31 @@ class PrefillCurve:
     @classmethod
     def fit(cls, num_tokens: ArrayLike, seconds: ArrayLike) -> PrefillCurve:
         """
-        Least squares of the relative errors, a line through fewer than four lengths. Raises `ValueError` if an entry
-        is not positive and finite.
+        Fit by least squares of the relative errors; a line for fewer than four distinct lengths. Raises `ValueError`
+        if an entry is not positive and finite.
         """
         from scipy.optimize import nnls
 
         tokens, times = positive_columns(num_tokens=num_tokens, seconds=seconds)
-        scale = tokens.max()  # the columns' own units are too far apart
+        scale = tokens.max()  # for the condition of the least-squares problem
         powers = np.arange(3 if len(set(tokens.tolist())) > 3 else 2)
         solution, _ = nnls((tokens[:, None] / scale) ** powers / times[:, None], np.ones_like(times))
         return cls(*(solution / scale**powers).tolist())
 
     def __call__(self, num_tokens: Any) -> Any:
-        """Seconds until the first token of a prompt of which `num_tokens` (a number or an array) are not cached."""
+        """Seconds until the first token of a prompt with `num_tokens` (a number or an array) uncached tokens."""
         return self.base_s + (self.per_token_s + self.per_square_s * num_tokens) * num_tokens
 
     def batch(self, num_tokens: ArrayLike) -> float:
         """
-        Seconds for several prompts at once (PAT, Eq. 3 and 4): a batch of their root mean square has the same squares,
-        and so the same attention.
+        Seconds for several prompts in one batch (PAT, Eq. 3 and 4). The cost of attention is the sum of the squares.
         """
         tokens = np.asarray(num_tokens, float)
         return float(self.base_s + self.per_token_s * tokens.sum() + self.per_square_s * (tokens**2).sum())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PrefillCurve | None:
-        """The line of a file that `trl-darts profile` wrote. `None` if it has none, like a file with a curve alone."""
+        """Read the curve from a file that `trl-darts profile` wrote. Returns `None` if the file has none."""
 
         def parse(data: Any) -> PrefillCurve | None:
             is_profile = isinstance(data, Mapping) and data.get("kind") == PROFILE_KIND
@@ -99,7 +98,7 @@ class PrefillCurve:
 
 @dataclass(frozen=True)
 class HeldOutError:
-    """Relative errors |predicted / measured - 1| at `num_points` points that were left out of the fit, each once."""
+    """Relative errors |predicted / measured - 1| at `num_points` held-out points."""
 
     median: float
     worst: float
@@ -108,7 +107,7 @@ class HeldOutError:
 
 @dataclass(frozen=True)
 class LatencyProfile(SavedModel):
-    """Measurements of one kind of server, and what was fitted to them; and those of the tail servers beside it."""
+    """Measurements of one kind of server and the models fitted to them; `tail` is the profile of the tail servers."""
 
     kind = PROFILE_KIND
 
@@ -117,9 +116,9 @@ class LatencyProfile(SavedModel):
     curve: LatencyCurve  # at one context length ([DARTS](https://huggingface.co/papers/2605.30859), Appendix A)
     surface: LatencySurface | None  # PAT, Section 4.2; `None` if one context length was measured
     prefill: PrefillCurve | None
-    held_out: Mapping[str, HeldOutError]  # of "curve", "surface" and "prefill"; models with too few points have none
-    metadata: dict[str, Any] = field(default_factory=dict)  # for humans: model, hardware, vLLM's version
-    tail: LatencyProfile | None = None  # of servers of another layout
+    held_out: Mapping[str, HeldOutError]  # by "curve", "surface" and "prefill"; missing with too few points
+    metadata: dict[str, Any] = field(default_factory=dict)  # model, hardware, version of vLLM
+    tail: LatencyProfile | None = None  # profile of servers of another layout
 
     @classmethod
     def fit(
@@ -129,8 +128,8 @@ class LatencyProfile(SavedModel):
         metadata: Mapping[str, Any] | None = None,
     ) -> LatencyProfile:
         """
-        Fit everything to measurements, and measure how well that predicts. The curve takes the points of the context
-        length that the most batch sizes have; of several, the longest.
+        Fit all models to the measurements and compute their held-out errors. The curve is fitted at the context length
+        with the most batch sizes; at the longest of several such lengths.
         """
         if not points:
             raise ValueError("`points` (empty) must hold at least one measurement.")
@@ -178,9 +177,9 @@ class LatencyProfile(SavedModel):
 
 def held_out_error(fit: Callable[..., Any], columns: Array, inside: Array) -> HeldOutError | None:
     """
-    Leaves out every third inner point, fits, predicts it, and begins again with the next one. The last of `columns` is
-    what is predicted. Points at the edge stay: without them a fit would extrapolate, which is another question. `None`
-    where fewer than two are left: one tells nothing of the others.
+    Computes the error of a fit at points left out of it, by three-fold cross-validation. The last of `columns` is the
+    prediction target. Points at the edge are never left out, so that no fit extrapolates. Returns `None` for fewer
+    than two inner points.
     """
     *inputs, measured = columns
     order, errors = np.flatnonzero(inside), []
@@ -197,10 +196,10 @@ def _inside(numbers: Array) -> Array:
 
 
 def _inside_of_lines(points: Sequence[DecodePoint]) -> Array:
-    """Contexts between the shortest and the longest of their batch size."""
+    """Mask of the points whose context is neither the shortest nor the longest of their batch size."""
     sizes, lengths = np.array([(point.batch_size, point.context_length) for point in points]).T
     inside = np.zeros(len(points), bool)
     for size in set(sizes.tolist()):
         inside[sizes == size] = _inside(lengths[sizes == size])
-    # With two contexts only, whatever is left out leaves a batch size with one.
+    # With only two contexts per batch size, the inner batch sizes are used instead.
     return inside if inside.any() else _inside(sizes)

@@ -1,8 +1,7 @@
 """
 Per-token latency as a function of the number of running sequences and of the tokens in their contexts.
 
-Invariants: a surface is positive, continuous, and non-decreasing in either argument while the other one is held, also
-beyond what was measured.
+Invariants: a surface is positive, continuous, and non-decreasing in each argument, also beyond the measured range.
 """
 
 from __future__ import annotations
@@ -20,30 +19,29 @@ from .latency import MIN_LATENCY, Array, LatencyCurve, SavedModel, positive_colu
 
 
 _COLUMNS = ("batch_sizes", "base_latencies", "token_latencies", "reaches")
-_SMOOTHNESS = 1e-3  # weight of "neighbours have the same slope", which decides only where nothing was measured
+_SMOOTHNESS = 1e-3  # weight of "neighbours have the same slope": decides only slopes that were not measured
 
 
 @dataclass(frozen=True)
 class LatencySurface(SavedModel):
     """
-    Per-token latency in seconds as a function of the number of running sequences B and of the tokens T in all their
-    contexts together (PAT, "Accelerating Long-Tail Generation in Synchronous RLHF Training via Adaptive Tensor
-    Parallelism", Section 4.2).
+    Per-token latency in seconds as a function of the number of running sequences B and of the total tokens T in their
+    contexts (PAT, "Accelerating Long-Tail Generation in Synchronous RLHF Training via Adaptive Tensor Parallelism",
+    Section 4.2).
 
-    At each profiled batch size the latency is linear in the tokens, between two of them it is interpolated. Below the
-    first batch size it is that of the first one; beyond the last one, each further sequence adds as much as between
-    the last two, without context. Beyond its reach a line goes on with the smallest slope of its own and those of
-    larger batch sizes: a steep line that was measured over few tokens must not overtake the others where it is a
-    guess.
+    At each profiled batch size the latency is linear in the tokens; between batch sizes it is interpolated. Below the
+    first batch size it equals that of the first. Beyond the last one it grows with the slope between the last two
+    batch sizes without context. Beyond its reach a line continues with the smallest slope among itself and those of
+    larger batch sizes, so that a steep line measured over few tokens does not cross the others by extrapolation.
     """
 
     kind = "latency_surface"
 
     batch_sizes: Sequence[float]  # (K,), strictly increasing
     base_latencies: Sequence[float]  # seconds per token without context, non-decreasing
-    token_latencies: Sequence[float]  # seconds that each token of context adds
-    # Tokens in all contexts up to which each line holds, non-decreasing. Up to there, no line that `fit` returns lies
-    # above that of a larger batch size.
+    token_latencies: Sequence[float]  # seconds added by each token of context
+    # Largest total of context tokens at which each line holds, non-decreasing. Up to its reach, no line that `fit`
+    # returns lies above that of a larger batch size.
     reaches: Sequence[float]
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -62,9 +60,9 @@ class LatencySurface(SavedModel):
     @classmethod
     def fit(cls, batch_sizes: ArrayLike, context_tokens: ArrayLike, latencies: ArrayLike) -> LatencySurface:
         """
-        Fit the surface to measurements of batch sizes, tokens in all contexts together, and seconds per token: the
-        least Huber loss of the relative errors over all lines together, under the constraint that none falls and none
-        crosses the next one within its reach. A batch size with a single context takes the slope of its neighbour.
+        Fit the surface to measurements of batch sizes, total context tokens, and seconds per token. The fit minimises
+        the Huber loss of the relative errors over all lines, under the constraint that no line decreases or crosses
+        the next one within its reach. A batch size with a single context gets the slope of its neighbour.
         """
         columns = positive_columns(batch_sizes=batch_sizes, context_tokens=context_tokens, latencies=latencies)
         fit = _SurfaceFit(*columns)
@@ -76,7 +74,7 @@ class LatencySurface(SavedModel):
     @overload
     def __call__(self, batch_size: ArrayLike, context_tokens: ArrayLike) -> Array: ...
     def __call__(self, batch_size: Any, context_tokens: Any) -> float | Array:
-        """Seconds per token of each of `batch_size` sequences with `context_tokens` in all their contexts together."""
+        """Seconds per token of each of `batch_size` sequences with `context_tokens` tokens of context in total."""
         if np.ndim(batch_size) == np.ndim(context_tokens) == 0:
             return self._at(float(batch_size), float(context_tokens))
         return np.asarray(np.vectorize(self._at, otypes=[float])(batch_size, context_tokens))
@@ -99,18 +97,19 @@ class LatencySurface(SavedModel):
         return self.base_latencies[k] + self.token_latencies[k] * min(tokens, reach) + beyond
 
     def at_context(self, context_length: float) -> LatencyCurve:
-        """The curve of sequences that all have `context_length` tokens of prompt and completion."""
+        """Returns the curve for sequences that all have `context_length` tokens of prompt and completion."""
         if not context_length >= 0:
             raise ConfigurationError(f"`context_length` ({context_length:g}) must not be negative.")
         values = [self._at(size, size * context_length) for size in self.batch_sizes]
-        rising = np.maximum.accumulate(values).tolist()  # they rise but for rounding
+        rising = np.maximum.accumulate(values).tolist()  # removes rounding errors
         return LatencyCurve(self.batch_sizes, rising, {**self.metadata, "context_length": context_length})
 
 
 class _SurfaceFit:
     """
-    Unknowns are (base_0, …, end_0, …): values at no context and at the line's reach, over a floor, in units of the
-    line's own mean latency. The order of the lines is a set of linear inequalities in them.
+    Fits all lines in one constrained least-squares problem. The unknowns are (base_0, …, end_0, …): each line's values
+    without context and at its reach, minus a floor, in units of the line's mean latency. The order of the lines is a
+    set of linear inequalities in them.
     """
 
     def __init__(self, sizes: Array, tokens: Array, times: Array) -> None:
@@ -118,7 +117,7 @@ class _SurfaceFit:
         self.num_lines = len(self.batch_sizes)
         self.floor = MIN_LATENCY * float(times.min())
         self.scale = np.array([times[line == k].mean() for k in range(self.num_lines)])
-        # Beyond its own measurements a line reaches as far as those of a smaller batch: they must not cross before.
+        # A line reaches at least as far as those of smaller batches, so that they do not cross before.
         self.reaches = np.maximum.accumulate([tokens[line == k].max() for k in range(self.num_lines)])
         share = tokens / self.reaches[line]
         rows = np.arange(len(times))
@@ -128,7 +127,7 @@ class _SurfaceFit:
         self.target = 1 - self.floor / times
 
     def lines(self) -> tuple[Array, Array]:
-        """Seconds per token of each line without context, and per token of context."""
+        """Returns each line's seconds per token without context, and the seconds added per token of context."""
         smooth, order = self._smoothness(), self._order()
 
         def solve(design: Array, target: Array) -> Array:
@@ -137,7 +136,7 @@ class _SurfaceFit:
 
         weights = np.full(len(self.target), 1 / len(self.target))
         ends = robust_least_squares(self.design, self.target, weights, solve).reshape(2, -1) * self.scale + self.floor
-        # In order already, but for rounding.
+        # The constraints hold up to rounding; enforce them exactly.
         base = np.maximum.accumulate(np.maximum(ends[0], self.floor))
         slopes = np.maximum((ends[1] - ends[0]) / self.reaches, 0.0)
         for k, reach in enumerate(self.reaches[:-1]):
@@ -146,7 +145,7 @@ class _SurfaceFit:
         return base, slopes
 
     def _smoothness(self) -> Array:
-        """Neighbouring lines have the same slope, and the first one none: rows of little weight, (K, 2K)."""
+        """Rows of small weight (K, 2K) that draw each slope to that of its neighbour, and the first one to 0."""
         num = self.num_lines
         rise = np.eye(num, 2 * num, k=num) - np.eye(num, 2 * num)  # a slope times the reach, relative to the latency
         unit = self.scale / self.reaches
@@ -157,7 +156,7 @@ class _SurfaceFit:
         return unit_rows * _SMOOTHNESS
 
     def _order(self) -> Array:
-        """Rows g with g·x ≥ 0: positive, rising in the tokens, rising in the batch at no context and at the reach."""
+        """Rows g of g·x ≥ 0: lines are positive, rise in the tokens, and rise in the batch size at both ends."""
         num, scale = self.num_lines, self.scale[:, None]
         base, end = np.eye(num, 2 * num) * scale, np.eye(num, 2 * num, k=num) * scale
         share = (self.reaches[:-1] / self.reaches[1:])[:, None]
@@ -169,8 +168,8 @@ class _SurfaceFit:
 
 def _least_squares_in_cone(design: Array, target: Array, rows: Array) -> Array:
     """
-    x with rows·x ≥ 0 of the smallest ‖design·x - target‖, by non-negative least squares for the multipliers (Lawson
-    and Hanson, Solving Least Squares Problems, chapter 23). The columns of `design` must be independent.
+    Minimises ‖design·x - target‖ subject to rows·x ≥ 0, by non-negative least squares for the multipliers (Lawson and
+    Hanson, Solving Least Squares Problems, chapter 23). The columns of `design` must be independent.
     """
     from scipy.linalg import solve_triangular
     from scipy.optimize import nnls

@@ -1,11 +1,10 @@
 """
-What is remembered of response lengths: per prompt over the epochs, of the whole data set over the steps, and how they
-go with the length of the prompt.
+Statistics of response lengths: per prompt over epochs, of the data set over steps, and by the prompt's length.
 
-A prompt is known by a 64-bit key. 100,000 prompts take about 20 MB in memory and 2.8 MB on disk.
+Prompts are identified by 64-bit keys. 100,000 prompts take about 20 MB in memory and 2.8 MB on disk.
 
-Invariants: what a group adds to the tracker depends on earlier steps only, never on the order of the groups within a
-step; a restored tracker goes on exactly as the saved one would have.
+Invariants: a group's contribution depends on earlier steps only, never on the order of the groups within a step. A
+restored tracker behaves exactly like the saved one.
 """
 
 import math
@@ -28,24 +27,25 @@ PromptKey: TypeAlias = SupportsIndex | str
 """A 64-bit integer, or a string that is hashed to one."""
 
 HALF_LIFE = 1024
-"""Groups after which an observation counts half, because the policy's lengths drift: 16 steps of 64 prompts."""
+"""Number of groups (16 steps of 64) after which an observation's weight is halved, because lengths drift."""
 
 SHRINKAGE = 8
 """
-Prompts that speak for no trend, each at a distance of e from the mean prompt length: a few dozen prompts of about the
-same length say little of others.
+Pseudo-observations for a slope of zero, each at a log distance of 1 from the mean prompt length: a few dozen prompts
+of similar length say little about other lengths.
 """
 
+DEFAULT_EMA = 0.5  # weight of the newest observation
 _UNSEEN = (math.nan, math.nan)
 _PER_PROMPT = {"keys": np.uint64, "means": np.float64, "variances": np.float64}
-# Moving averages of (mean, mean square, log-scale deviation within groups, steps), and the step's sums of (count,
-# length, square, weight of a group's log-scale deviation, that times it); the sums of a `PromptLengthPrior`, and those
-# of the step.
+# "dataset": moving averages of mean, mean square and log-scale deviation within groups; number of steps.
+# "pending": this step's sums of count, length, square, weight of the log-scale deviation, weighted deviation.
+# "prior": the sums of a `PromptLengthPrior`, earlier ones and this step's.
 _PER_DATASET = {"dataset": (4,), "pending": (5,), "prior": (2, 10)}
 
 
 def _as_64_bits(key: PromptKey) -> int:
-    """Key modulo 2^64, or the BLAKE2b hash of a string: the same in every process, unlike `hash`."""
+    """Returns an integer modulo 2^64, or the BLAKE2b hash of a string. Unlike `hash`, equal in every process."""
     if isinstance(key, str):
         return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
     number = operator.index(key)
@@ -56,20 +56,21 @@ def _as_64_bits(key: PromptKey) -> int:
 
 class LengthTracker:
     """
-    Smoothed mean and standard deviation of response lengths, with censored lengths taken for lower bounds
+    Smoothed mean and standard deviation of response lengths, with censored lengths as lower bounds
     ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2 and Appendices B and C).
 
-    Per prompt, σ̃²_L(q_i) and the mean are exponential moving averages over epochs; the first epoch initialises them.
+    Per prompt, σ̃²_L(q_i) and the mean are exponential moving averages over epochs, initialised by the first epoch.
     For the data set, σ̃_L and L̃ come from moving averages over steps of the first two moments of all candidates.
 
     Args:
         ema (`float`, *optional*, defaults to `0.5`):
-            Weight of the newest observation, in (0, 1]: `1.0` remembers nothing but the last epoch.
+            Weight of the newest observation, in (0, 1]. `1.0` keeps only the last epoch.
         horizon (`float`, *optional*, defaults to infinity):
-            No censored length is taken to be longer than this many tokens, see [`group_moments`]. The trainer sets
-            twice its `max_completion_length`.
+            Upper bound of the estimate for a censored length in tokens, see [`group_moments`]. The trainer sets twice
+            its `max_completion_length`.
         source (`str`, *optional*, defaults to `""`):
-            Whose responses they are. Saved with them: the state of another source is refused.
+            Model and tokenizer of the responses. It is saved with the state, and a state of another source is
+            rejected.
 
     Example:
 
@@ -85,7 +86,7 @@ class LengthTracker:
     ```
     """
 
-    def __init__(self, ema: float = 0.5, horizon: float = math.inf, source: str = "") -> None:
+    def __init__(self, ema: float = DEFAULT_EMA, horizon: float = math.inf, source: str = "") -> None:
         if not 0 < ema <= 1:
             raise ConfigurationError(
                 f"`ema` ({ema}) must be above 0 and at most 1: it is the weight of the newest observation."
@@ -111,17 +112,18 @@ class LengthTracker:
         num_prompt_tokens: int | None = None,
     ) -> None:
         """
-        Add one epoch's candidates of one prompt: all of them, also the discarded and the aborted ones.
+        Add one epoch's candidates of one prompt, including the discarded and the aborted ones.
 
         Args:
             key (`int` or `str`):
-                The prompt's identity.
+                Identity of the prompt.
             lengths (`Sequence[int]` of shape `(B,)`):
                 Response lengths in tokens.
             censored (`Sequence[bool]` of shape `(B,)`, *optional*):
-                Whether the length is a lower bound: the candidate was aborted or hit the limit. By default none is.
+                Whether each length is a lower bound because the candidate was aborted or hit the limit. By default,
+                none is.
             num_prompt_tokens (`int`, *optional*):
-                Length of the prompt, from which other prompts' lengths are predicted.
+                Length of the prompt. Used to predict the completion lengths of unseen prompts.
 
         Raises:
             [`ValueError`]: If there are no lengths, one is negative, or `censored` has another length.
@@ -155,8 +157,8 @@ class LengthTracker:
     @property
     def rho(self) -> float:
         """
-        ρ = σ̃_L / L̃ of the data set ([DARTS](https://huggingface.co/papers/2605.30859), Appendix B), the step that
-        has not been ended included. NaN before there is data.
+        ρ = σ̃_L / L̃ of the data set ([DARTS](https://huggingface.co/papers/2605.30859), Appendix B), including the
+        current step. NaN before there is data.
         """
         mean, square, _, steps = map(float, self._folded())
         if not steps:
@@ -164,7 +166,7 @@ class LengthTracker:
         return math.sqrt(max(square - mean * mean, 0.0)) / mean if mean else 0.0
 
     def _folded(self) -> NDArray[np.float64]:
-        """The data set's averages with the pending step."""
+        """Returns the data set's averages, including the pending step."""
         num, total, squares, weight, log_stds = self._pending
         if not num:
             return self._dataset
@@ -175,12 +177,12 @@ class LengthTracker:
         return np.append(averages, steps + 1)
 
     def end_step(self) -> None:
-        """Fold the step's pooled moments into the data set's moving average, if it had data."""
+        """Add the step's pooled moments, if any, to the data set's moving averages."""
         self._dataset, self._pending = self._folded(), np.zeros(5)
         self.prior.end_step()
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Everything but the configuration, as copies: one array per quantity."""
+        """State without the configuration, as copied arrays."""
         rows = [(key, *values) for key, values in self._prompts.items()]
         columns = zip(*rows, strict=True) if rows else [()] * len(_PER_PROMPT)
         state = {
@@ -190,14 +192,14 @@ class LengthTracker:
         return {**state, **dataset, "source": np.array(self.source)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, or raise [`StateMismatchError`]. `ema` and `horizon` stay as configured."""
+        """Restore a saved state, or raise [`StateMismatchError`]. `ema` and `horizon` stay as configured."""
         num = len({int(key) for key in state.get("keys", ())})
         expected = dict.fromkeys(_PER_PROMPT, (num,)) | _PER_DATASET | {"source": ()}
         found = {name: np.shape(state[name]) for name in sorted(state)}
         if found != expected:
             raise StateMismatchError(
-                f"The state of a `LengthTracker` with {num} distinct prompts has the keys and shapes {expected}, and "
-                f"this one has {found}. Load the state that the tracker saved, or start without one."
+                f"`state` ({found}) must have the keys and shapes of a `LengthTracker` with {num} distinct prompts "
+                f"({expected}). Load a state that `LengthTracker` saved, or start without one."
             )
         self.check_source(str(state["source"]))
         keys, *values = (np.asarray(state[name], dtype).tolist() for name, dtype in _PER_PROMPT.items())
@@ -206,15 +208,15 @@ class LengthTracker:
         self.prior.load_state(prior)
 
     def check_source(self, source: str) -> None:
-        """[`StateMismatchError`] if lengths of `source` are not of this tracker's, as far as both are known."""
+        """Raise [`StateMismatchError`] if both sources are known and differ."""
         if source and self.source and source != self.source:
             raise StateMismatchError(
-                f"These are lengths of {source}, and this training is of {self.source}. Load lengths of the same "
-                "model and tokenizer, or start without."
+                f"`source` of the saved lengths ({source}) must be that of this run ({self.source}). Load lengths of "
+                "the same model and tokenizer, or start without."
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to exactly this path, as NumPy's `.npz` without pickles. Replaces the file at once."""
+        """Write the state to exactly this path in NumPy's `.npz` format without pickles, atomically."""
         arrays: dict[str, Any] = self.state_dict()
         partial = Path(f"{os.fspath(path)}.partial")
         with partial.open("wb") as file:
@@ -223,8 +225,8 @@ class LengthTracker:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """
-        Go on from the state in a file that [`~LengthTracker.save`] wrote. [`ConfigurationError`] if it is missing or
-        not in NumPy's `.npz` format, [`StateMismatchError`] if it holds something else.
+        Restore the state from a file that [`~LengthTracker.save`] wrote. Raises [`ConfigurationError`] if the file is
+        missing or not in NumPy's `.npz` format, [`StateMismatchError`] if it holds a different state.
         """
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
@@ -239,29 +241,30 @@ class LengthTracker:
 
 class PromptLengthPrior:
     """
-    Mean and standard deviation of the responses to a prompt never seen, by its length.
+    Predicts mean and standard deviation of the response lengths of an unseen prompt from the prompt's length.
 
-    The logarithms of the mean and of the deviation are regressed on that of the prompt's length, and the slopes are
-    drawn to zero: what is left then is the mean of the prompts seen. Beyond two deviations of the lengths seen, the
-    prediction is that of the end. Ours, for the budget and for the order of submission (StreamRL trains a model).
+    The logarithms of mean and standard deviation are regressed on that of the prompt's length. The slopes are shrunk
+    towards zero, which gives the mean of the seen prompts. Beyond two standard deviations of the seen prompt lengths,
+    the prediction is constant. The method is ours (StreamRL trains a model) and serves the budget and the order of
+    submission.
     """
 
     def __init__(self) -> None:
-        # 1, x, x², y, x·y, z, x·z, z², mean, deviation, where x, y, z are logarithms of prompt length, mean, deviation
+        # Sums of 1, x, x², y, x·y, z, x·z, z², mean, std; x, y, z are the logs of prompt length, mean and std.
         self._sums, self._pending = np.zeros(10), np.zeros(10)
 
     def update(self, num_prompt_tokens: int, mean: float, std: float) -> None:
-        """Add what is known of a prompt's responses by now."""
+        """Add the current estimates of one prompt."""
         x, y, z = (math.log(max(value, 1.0)) for value in (num_prompt_tokens, mean, std))
         self._pending += (1.0, x, x * x, y, x * y, z, x * z, z * z, mean, std)
 
     def end_step(self) -> None:
-        """Let what was known before the step fade."""
+        """Decay the observations of earlier steps."""
         self._sums = self._sums * 0.5 ** (self._pending[0] / HALF_LIFE) + self._pending
         self._pending = np.zeros(10)
 
     def predict(self, num_prompt_tokens: int) -> tuple[float, float]:
-        """Mean and standard deviation in tokens, NaN before the first update."""
+        """Returns mean and standard deviation in tokens, NaN before the first update."""
         count, averages = self._averages()
         if not count:
             return _UNSEEN
@@ -276,7 +279,7 @@ class PromptLengthPrior:
         return levels[0], levels[1]
 
     def typical_stds(self) -> tuple[float, float] | None:
-        """The range of most prompts' standard deviations, `None` before the first update."""
+        """Range of the standard deviations of most prompts, `None` before the first update."""
         count, averages = self._averages()
         if not count:
             return None
@@ -290,7 +293,7 @@ class PromptLengthPrior:
         return count, (sums / count).tolist() if count else []
 
     def state(self) -> NDArray[np.float64]:
-        """As an array, with [`load_state`]."""
+        """State as an array for [`load_state`]."""
         return np.array([self._sums, self._pending])
 
     def load_state(self, state: NDArray[np.float64]) -> None:

@@ -1,9 +1,8 @@
 """
-Which candidates of a prompt are trained on.
+Selects the candidates of a prompt to train on.
 
-Invariants: a selection has exactly the number of entries that was asked for; they are distinct, in ascending index
-order, so that the kept rows keep their order; an incomplete candidate is taken only where the complete ones don't
-suffice.
+Invariants: a selection has exactly the requested number of entries. They are distinct and in ascending order, so the
+kept rows keep their order. An incomplete candidate is selected only if there are too few complete ones.
 """
 
 from collections.abc import Sequence
@@ -16,26 +15,24 @@ def select_dual_end(
     Dual-end length sampling of one prompt's candidate pool ([DARTS](https://huggingface.co/papers/2605.30859),
     Section 4.1.2 and Algorithm 2, lines 7 to 9).
 
-    The shortest are taken from the complete candidates, then the longest from the complete ones that are left. Equal
-    lengths go to the lower index. Where there are too few complete candidates, incomplete ones fill up, shortest
-    first.
+    The shortest complete candidates are selected first, then the longest of the other complete ones. Equal lengths go
+    to the lower index. If there are too few complete candidates, incomplete ones are added, shortest first.
 
     Args:
         lengths (`Sequence[int]` of shape `(B,)`):
             Response lengths in tokens.
         complete (`Sequence[bool]` of shape `(B,)`):
-            Whether the candidate ended by itself: neither aborted nor at the length limit.
+            Whether each candidate ended by itself: neither aborted nor at the length limit.
         num_shortest (`int`):
-            Number of shortest candidates to take, K.
+            Number of shortest candidates to select, K.
         num_longest (`int`):
-            Number of longest candidates to take, L.
+            Number of longest candidates to select, L.
 
     Returns:
         `list[int]`: `num_shortest + num_longest` distinct indices into `lengths`, ascending.
 
     Raises:
-        [`ValueError`]: If there are fewer candidates than that, a number is negative, or `complete` has another
-        length.
+        [`ValueError`]: If there are too few candidates, a number is negative, or `complete` has another length.
     """
     if num_shortest < 0 or num_longest < 0:
         raise ValueError(f"`num_shortest` ({num_shortest}) and `num_longest` ({num_longest}) must not be negative.")
@@ -45,9 +42,9 @@ def select_dual_end(
             f"`complete` has {len(complete)} entries and `lengths` has {len(lengths)}. Give one per candidate."
         )
     if num > len(lengths):
-        raise ValueError(f"{num} candidates are to be selected out of {len(lengths)}. Generate at least {num}.")
+        raise ValueError(f"`lengths` ({len(lengths)} candidates) must have at least {num}. Generate more.")
     length_of = lengths.__getitem__
-    # Sorting is stable, also in reverse: equal lengths stay in index order.
+    # Sorting is stable, also with `reverse`, so equal lengths stay in index order.
     ranked = sorted([i for i, done in enumerate(complete) if done], key=length_of)
     selected = ranked[:num_shortest]
     if num_longest and len(ranked) > num_shortest:
@@ -60,10 +57,10 @@ def select_dual_end(
 
 def select_shortest(lengths: Sequence[int], complete: Sequence[bool], num: int) -> list[int]:
     """
-    The shortest candidates of one prompt's pool: tail pruning ([DARTS](https://huggingface.co/papers/2605.30859),
-    Section 4.3.1 and Algorithm 2, line 12).
+    Select the shortest candidates of one prompt's pool: tail pruning
+    ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.3.1 and Algorithm 2, line 12).
 
-    Complete candidates come first, then incomplete ones, each shortest first; equal lengths go to the lower index. The
+    Complete candidates come before incomplete ones, each shortest first. Equal lengths go to the lower index. The
     arguments and errors are those of [`select_dual_end`].
     """
     return select_dual_end(lengths, complete, num, 0)

@@ -1,13 +1,13 @@
 """
-Which layout is done sooner with what is left of a rollout: few sequences decode faster on engines of more GPUs each,
-many do not (PAT, "Accelerating Long-Tail Generation in Synchronous RLHF Training via Adaptive Tensor Parallelism",
-Algorithm 1).
+Predicts which layout finishes the rest of a rollout sooner: few sequences decode faster on engines with more GPUs
+each, many do not (PAT, "Accelerating Long-Tail Generation in Synchronous RLHF Training via Adaptive Tensor
+Parallelism", Algorithm 1).
 
-Three parts are compared: seconds per token in either layout, the time to read anew what has been decoded, and the time
-of the switch itself.
+The prediction has three parts: decoding time in either layout, the time to prefill the tokens decoded elsewhere, and
+the time of the switch itself.
 
-Invariants: no switch is worth it whose predicted gain is below [`MIN_GAIN`], or to a layout that is slower for the
-sequences of now; no remaining length is negative, or beyond the limit.
+Invariants: a switch never pays if its predicted gain is below [`MIN_GAIN`], or if the other layout is slower for the
+sequences running now. Remaining lengths are positive and within the limit.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from .latency_surface import LatencySurface
 
 Array: TypeAlias = NDArray[np.float64]
 Work: TypeAlias = tuple[Array, Array]
-"""Of one engine's sequences: tokens in their contexts, prompts included, and tokens that they lack."""
+"""Of one engine's sequences: tokens in their contexts, prompts included, and tokens left to decode."""
 
 MIN_GAIN = 0.1
-"""Share of the time left that a switch must save: the predictor's own error. What is worth less is noise."""
+"""Smallest share of the remaining time that a switch must save: about the predictor's own error."""
 
 HANDOVER_S = 0.1
-"""What a switch takes at least: aborts, their answers and new requests."""
+"""Minimum seconds of a switch: aborts, their responses and new requests."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """How fast one engine of a layout is. Without `prefill`, to read anew what others have decoded takes no time."""
+    """Speed of one engine of a layout. Without `prefill`, prefilling tokens decoded elsewhere takes no time."""
 
     latency: LatencySurface | LatencyCurve
     prefill: PrefillCurve | None = None
-    max_num_seqs: int | None = None  # that it decodes at once; the others wait
+    max_num_seqs: int | None = None  # sequences that it decodes at once; the others wait
 
     @classmethod
     def of(cls, profile: LatencyProfile) -> EngineTimes:
-        """As it was measured."""
+        """Builds the times from a measured profile."""
         return cls(profile.surface or profile.curve, profile.prefill, profile.curve.metadata.get("max_num_seqs"))
 
     def step(self, batch_size: float, context_tokens: float) -> float:
         """
-        Seconds per token of each of `batch_size` sequences with `context_tokens` in all their contexts. More than it
-        decodes at once take turns.
+        Seconds per token of each of `batch_size` sequences with `context_tokens` tokens of context in total. Sequences
+        beyond `max_num_seqs` take turns.
         """
         turns = 1.0 if self.max_num_seqs is None else max(1.0, batch_size / self.max_num_seqs)
         if isinstance(self.latency, LatencySurface):
@@ -66,7 +66,7 @@ class EngineTimes:
         return turns * self.latency(batch_size / turns)
 
     def decode(self, work: Work) -> float:
-        """Seconds until all sequences have ended: those that are left speed up, and their contexts grow."""
+        """Seconds until all sequences have ended. The batch shrinks and the contexts grow meanwhile."""
         order = np.argsort(work[1], kind="stable")
         contexts, remaining = work[0][order], work[1][order]
         running, tokens, seconds = len(order), float(contexts.sum()), 0.0
@@ -84,14 +84,14 @@ class EngineTimes:
 
 
 class Layout(NamedTuple):
-    """Engines of one kind: how many, and the GPUs of each."""
+    """Number of engines of one kind, and GPUs of each."""
 
     num_engines: int
     size: int
 
     @classmethod
     def parse(cls, name: str, text: str) -> tuple[Layout, Layout]:
-        """Main and tail engines, such as `4x1+1x4`. A [`ConfigurationError`] calls the text `name`."""
+        """Parses main and tail engines, such as `4x1+1x4`. A [`ConfigurationError`] refers to the text as `name`."""
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)x([1-9]\d*)", text)
         if match is not None:
             main, tail = (cls(int(match[i]), int(match[i + 1])) for i in (1, 3))
@@ -105,36 +105,36 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds until the batch is ready: `here`, or `there` with the switch."""
+    """Seconds until the batch is ready: without a switch (`here`), and with it (`there`)."""
 
     here: float
     there: float
 
     @property
     def pays(self) -> bool:
-        """Whether a switch saves enough to trust the prediction."""
+        """Whether the predicted saving exceeds [`MIN_GAIN`]."""
         return self.here - self.there > MIN_GAIN * self.here
 
 
 @dataclass(frozen=True)
 class TailTimes:
-    """What a switch from the main layout to the tail's is predicted from."""
+    """Predicts the time of a switch from the main layout to the tail layout."""
 
     main: EngineTimes
     tail: EngineTimes
-    switch_seconds: float = 0.0  # that engines which share GPUs take to sleep and to wake
+    switch_seconds: float = 0.0  # to put the main engines to sleep and wake the tail engines, if they share GPUs
 
     def faster_now(self, here: Sequence[Array], there: Sequence[Array]) -> bool:
         """
-        Whether the main engines' sequences, given as contexts by engine, would decode faster at this moment. PAT can
-        switch back; we switch once, and a switch that pays already pays more once it is also faster at the moment.
+        Whether the running sequences, given as contexts by engine, would decode faster in the tail layout right now.
+        PAT can switch back. We switch once, so a switch that already pays still waits for this condition.
         """
         contexts, num = np.concatenate([*here, *there]), len(there)
         merged = self.tail.step(max(1.0, len(contexts) / num), contexts.sum() / num)
-        return merged < max(self.main.step(len(own), own.sum()) for own in here if len(own))
+        return merged < max(self.main.step(len(tokens), tokens.sum()) for tokens in here if len(tokens))
 
     def forecast(self, here: Sequence[Work], there: Sequence[Work]) -> Forecast:
-        """For what each engine of either layout has now, if anything (PAT, Algorithm 1, lines 4 to 9)."""
+        """Predicts both times from each engine's current work (PAT, Algorithm 1, lines 4 to 9)."""
         contexts, remaining = (np.concatenate([work[i] for work in here]) for i in (0, 1))
         order = np.argsort(-remaining, kind="stable")
         seconds = []
@@ -154,29 +154,30 @@ def remaining_lengths(
     limit: int,
 ) -> Array:
     """
-    Tokens that the running ones of a rollout's candidates still lack: the quantiles of a log-normal that is fitted to
-    all of the rollout's lengths, relative to what was expected of their prompts, beyond what each has already.
+    Predicts the tokens left to decode for each running candidate of a rollout. A log-normal is fitted to the lengths
+    of all candidates, relative to the expected length of their prompts; the prediction is a quantile of it beyond the
+    current length.
 
-    All lists are of every candidate, but the result. The length of one that is not `complete` is a lower bound;
-    `expected` is the same number for all where nothing is known, and `limit` the most tokens of a completion.
+    The arguments have one entry per candidate, the result one per running candidate. The length of a candidate that is
+    not `complete` is a lower bound. `expected` is constant if nothing is known. `limit` is the longest completion.
     """
     tokens, means = np.asarray(lengths, float), np.maximum(np.asarray(expected, float), 1.0)
-    goes_on, ended = np.asarray(running, bool), np.asarray(complete, bool)
+    unfinished, ended = np.asarray(running, bool), np.asarray(complete, bool)
     unit = means / means.mean()
     mu, sigma, _, _ = log_normal_fit((tokens / unit).tolist(), (~ended).tolist(), min_log_std=0.0)
-    own, unit = tokens[goes_on], unit[goes_on]
-    num = len(own)
-    # The middles of as many equal parts of probability, spread evenly over neighbours, which are of one prompt.
+    current, unit = tokens[unfinished], unit[unfinished]
+    num = len(current)
+    # One evenly spaced level per candidate. Neighbours belong to one prompt, so consecutive levels are far apart.
     shares = (np.argsort(np.argsort(np.arange(num) * _GOLDEN % 1.0)) + 0.5) / max(1, num)
     finals = [
         scale * _quantile_beyond(length / scale, mu, sigma, share)
-        for length, scale, share in zip(own, unit, shares, strict=True)
+        for length, scale, share in zip(current, unit, shares, strict=True)
     ]
-    return np.asarray(np.maximum(np.minimum(finals, limit) - own, 1.0), np.float64)
+    return np.asarray(np.maximum(np.minimum(finals, limit) - current, 1.0), np.float64)
 
 
 def _quantile_beyond(bound: float, mu: float, sigma: float, share: float) -> float:
-    """The length that `share` of a log-normal's lengths beyond `bound` are below."""
+    """Returns the quantile of level `share` of a log-normal, given that the length exceeds `bound`."""
     bound = max(bound, 1.0)
     z = min((math.log(bound) - mu) / sigma, FAR_TAIL)
     survival = math.erfc(z / math.sqrt(2.0)) / 2

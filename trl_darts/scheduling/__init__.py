@@ -1,17 +1,8 @@
-"""Decisions about rollouts, without I/O: the scheduler, its policies and the ledger they read."""
+"""Decisions about rollouts, without I/O: the scheduler, its policies and the ledger that they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
 from .placement import AssignedPlacement, LengthOrder, balance
-from .policies import (
-    SCHEDULES,
-    BatchStop,
-    DualEnd,
-    FirstGroups,
-    Placement,
-    SchedulePolicies,
-    UniformPool,
-    make_policies,
-)
+from .policies import SCHEDULES, BatchStop, DualEnd, FirstGroups, Placement, SchedulePolicies, UniformPool
 from .scheduler import Scheduler
 from .settings import ScheduleSettings
 from .summary import GroupSummary, Occupancy, bubble_ratio
@@ -89,6 +80,5 @@ __all__ = [
     "VarianceAdmission",
     "balance",
     "bubble_ratio",
-    "make_policies",
     "prompt_key",
 ]

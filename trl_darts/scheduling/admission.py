@@ -1,8 +1,8 @@
 """
-Admission: how many candidates does each prompt of a batch get?
+Admission decides how many candidates each prompt of a batch gets.
 
-It is decided before a rollout, on the main process, from what earlier rollouts of the same prompts looked like, and it
-learns from each rollout afterwards.
+It decides before a rollout, on the main process, from the lengths in earlier rollouts, and learns from each rollout
+afterwards.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from .types import GroupPlan
 
 def prompt_key(token_ids: Sequence[int], image_digest: bytes = b"") -> int:
     """
-    Identity of a prompt over the whole training: an unsigned 64-bit hash of its tokens and images. Data set indices
-    would not survive shuffling, streaming or a changed file.
+    Returns a prompt's identity over the whole run: an unsigned 64-bit hash of its tokens and images. Data set indices
+    would change with shuffling, streaming or a changed file.
     """
     data = np.asarray(token_ids, dtype="<i8").tobytes() + image_digest
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
@@ -31,8 +31,8 @@ def prompt_key(token_ids: Sequence[int], image_digest: bytes = b"") -> int:
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
     """
-    What admission knows of a prompt: its identity and its length in tokens. A group whose rows have different prompts
-    is not `extendable`: each row has its own one candidate.
+    Identity and length of a prompt. A group whose rows have different prompts is not `extendable`: each row gets one
+    candidate of its own.
     """
 
     key: int
@@ -42,15 +42,15 @@ class PromptInfo:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The decision: candidates per prompt, and what it rests on."""
+    """Number of candidates per prompt, and the statistics behind it."""
 
     num_candidates: list[int]  # (N,), M'_i
     saturated: int = 0  # prompts at the upper bound M_up
-    rho: float | None = None  # σ̃_L / L̃ that the budget was computed from; `None` before anything is known
-    expected_lengths: list[float] | None = None  # (N,), tokens of one candidate; NaN for a prompt never seen
+    rho: float | None = None  # σ̃_L / L̃ used for the budget; `None` without history
+    expected_lengths: list[float] | None = None  # (N,), tokens of one candidate; NaN for an unseen prompt
 
     def plans(self, prompts: Sequence[PromptInfo]) -> list[GroupPlan]:
-        """One plan per prompt, by index."""
+        """Returns one plan per prompt, by index."""
         lengths = self.expected_lengths
         expected = [None] * len(prompts) if lengths is None else known_lengths(lengths)
         return [
@@ -60,28 +60,28 @@ class Admission:
 
 
 class AdmissionPolicy(Protocol):
-    """How many candidates, of which prompts?"""
+    """Decides how many candidates each prompt gets."""
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
         """Decides before a rollout."""
 
     def expected_lengths(self, prompts: Sequence[PromptInfo]) -> list[float] | None:
-        """Tokens that a candidate of each prompt is expected to have; `None` where nothing is ever known."""
+        """Returns the expected tokens of a candidate of each prompt. `None` if the policy does not track lengths."""
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:
         """Learns after a rollout."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training needs, beside the length tracker."""
+        """Returns the state that a resumed run needs in addition to the length tracker."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores it."""
+        """Restores a saved state."""
 
 
 class UniformAdmission:
     """
-    `num_generations` for each prompt: what GRPO does. With a tracker, which its callback saves, it learns how long the
-    responses to each prompt are, so that the longest can be started first.
+    Gives each prompt `num_generations` candidates, as GRPO does. With a tracker, it learns the lengths of responses,
+    so that the longest can be started first.
     """
 
     def __init__(self, num_generations: int, tracker: LengthTracker | None = None) -> None:
@@ -93,7 +93,7 @@ class UniformAdmission:
         return Admission(counts, expected_lengths=self.expected_lengths(prompts))
 
     def expected_lengths(self, prompts: Sequence[PromptInfo]) -> list[float] | None:
-        """Smoothed mean lengths; of a prompt never seen, what its own length says. `None` without a tracker."""
+        """Returns smoothed mean lengths, predicted from the prompt's length if unseen. `None` without a tracker."""
         if self.tracker is None:
             return None
         means = [(prompt, self.tracker.mean(prompt.key)) for prompt in prompts]
@@ -103,7 +103,7 @@ class UniformAdmission:
         if self.tracker is None:
             return
         for summary in summaries:
-            # A candidate that was called off before it was started says nothing.
+            # A candidate that was aborted before it started has no length.
             seen = [(n, cut) for n, cut in zip(summary.lengths, summary.censored, strict=True) if n or not cut]
             if seen:
                 lengths, censored = zip(*seen, strict=True)
@@ -114,20 +114,21 @@ class UniformAdmission:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores it; [`StateMismatchError`] if it was saved under another schedule."""
+        """Restores a saved state. Raises [`StateMismatchError`] if it was saved under another schedule."""
         own = self.state_dict()
         if set(state) != set(own):
             raise StateMismatchError(
-                f"`{type(self).__name__}` saves {sorted(own)}, but {sorted(state)} was saved, under another "
-                "`schedule`. Resume with that one, or delete `darts_admission.json` from the checkpoint to learn anew."
+                f"`state` ({sorted(state)}) must have the keys of `{type(self).__name__}` ({sorted(own)}). It was "
+                "saved under another `schedule`. Resume with that one, or delete `darts_admission.json` from the "
+                "checkpoint."
             )
 
 
 class VarianceAdmission(UniformAdmission):
     """
-    Variance-based adaptive redundancy ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2): a budget for
-    the batch by Eq. 8 and 9, spread over the prompts by Algorithm 1, between M_low and M_up for each. Where spare
-    candidates can't pay, they are fewer than M_low says.
+    Variance-based adaptive redundancy ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.2.2): Eq. 8 and 9
+    give the batch's budget, and Algorithm 1 distributes it over the prompts, M_low to M_up each. If spare candidates
+    don't pay, a prompt can get fewer than M_low.
     """
 
     tracker: LengthTracker
@@ -137,7 +138,7 @@ class VarianceAdmission(UniformAdmission):
         self.budget = budget
 
     def plan(self, prompts: Sequence[PromptInfo]) -> Admission:
-        """M'_i by the prompts' smoothed length deviation, or by the one that a prompt's length predicts."""
+        """Chooses M'_i from the smoothed length deviation of each prompt, or the predicted one if unseen."""
         high = self.budget.max_num_generations
         rho, extendable = self.tracker.rho, [prompt for prompt in prompts if prompt.extendable]
         extended = iter(self._allocate(extendable, self.budget.total(len(extendable), rho)) if extendable else ())
@@ -150,7 +151,7 @@ class VarianceAdmission(UniformAdmission):
         all_seen = not any(map(np.isnan, stds))
         stds = [prior.predict(p.num_tokens)[1] if np.isnan(std) else std for p, std in zip(prompts, stds, strict=True)]
         high = self.budget.max_num_generations
-        low = min(self.budget.min_num_generations, total // len(prompts))  # less where spare candidates can't pay
+        low = min(self.budget.min_num_generations, total // len(prompts))  # less if spare candidates don't pay
         return allocate_redundancy(stds, total, low, high, None if all_seen else prior.typical_stds())
 
     def observe(self, summaries: Sequence[GroupSummary]) -> None:

@@ -1,21 +1,21 @@
 """
-How many candidates a server holds at once: late binding. What is beyond that waits with the scheduler, and goes to
-whichever server is free first; what a server has taken, it keeps.
+Limits the number of candidates that a server holds at once (late binding). Further candidates wait in the scheduler
+and go to the first server with room. Candidates that a server holds stay there.
 
 Invariants (`tests/scheduling/test_concurrency.py` checks each under its name, over random loads):
 
 - bounded: the limit is at least 1 and at most the server's slots and a few more.
-- only_under_pressure: it falls where the server has preempted requests, or queues them with a full KV cache.
-- recovers: without pressure, a server that is at its limit gets back to all of its slots.
+- only_under_pressure: it only falls if the server preempted requests, or queues them with a full KV cache.
+- recovers: without pressure, a server at its limit returns to all of its slots.
 """
 
 from dataclasses import dataclass
 
 
-# Requests beyond the slots: where one ends, the next is there already, and no step waits for the round trip. A
-# sixteenth ends within a step only where answers have a handful of tokens.
+# Requests beyond the slots: when one ends, the next is already queued, so that no step waits for a round trip. Only
+# completions of a few tokens end so often that a sixteenth of the slots does not suffice.
 HEADROOM, HEADROOM_SHARE = 2, 16
-# Multiplicative down, additive up, as prime-rl's `ConcurrencyController`: a preempted request is computed anew, which
+# Multiplicative decrease, additive increase, as in prime-rl's `ConcurrencyController`: recomputing a preempted request
 # costs more than an empty slot.
 DECREASE = 0.8
 INCREASE_SHARE = 16
@@ -24,19 +24,19 @@ FULL_CACHE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """What a server tells of itself, of all of its engines together."""
+    """Metrics of a server, over all of its engines."""
 
     num_running: float
-    num_waiting: float  # those that were preempted included
-    num_preemptions: float  # since it started
-    kv_cache_usage: float  # of 1, where it is highest
-    num_tokens: float  # generated since it started
+    num_waiting: float  # includes preempted requests
+    num_preemptions: float  # since the server started
+    kv_cache_usage: float  # 0 to 1, the maximum over engines
+    num_tokens: float  # generated since the server started
 
 
 class ConcurrencyLimit:
     """
-    The most candidates of one server, which decodes `slots` sequences at once. Where it does not say (`None`), only
-    `most` bounds them, the connections that there can be.
+    Limits the candidates of one server with `slots` decoding slots. If `slots` is unknown (`None`), only `most`
+    applies, the maximum number of connections.
     """
 
     def __init__(self, slots: int | None, most: int) -> None:
@@ -50,7 +50,7 @@ class ConcurrencyLimit:
 
     @property
     def highest(self) -> int:
-        """Without pressure."""
+        """The limit without pressure."""
         return self.most if self.slots is None else min(self.most, self.slots + self._headroom)
 
     @property
@@ -58,12 +58,12 @@ class ConcurrencyLimit:
         return HEADROOM + (self.slots or 0) // HEADROOM_SHARE
 
     def observe(self, load: ServerLoad, num_held: int) -> None:
-        """Takes note of a server's load while it holds so many candidates of ours."""
+        """Updates the limit from the server's load while it holds `num_held` of our candidates."""
         before, self._load = self._load, load
         preempted = before is not None and load.num_preemptions > before.num_preemptions
         queues = load.kv_cache_usage >= FULL_CACHE and load.num_waiting > self._headroom
         if not (preempted or queues):
             if num_held >= int(self):
                 self._limit = min(self.highest, int(self) + max(1, self.highest // INCREASE_SHARE))
-        elif num_held <= int(self):  # else the last cut has not had its effect yet
+        elif num_held <= int(self):  # otherwise the last decrease has not taken effect yet
             self._limit = max(1.0, DECREASE * min(load.num_running, num_held))

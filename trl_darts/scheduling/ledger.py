@@ -1,7 +1,8 @@
 """
 The ledger of a rollout: every candidate's state, the counters that policies read, and the occupancy over time.
 
-Each transition is one method, so that a candidate can't end twice and a counter can't drift. Nothing is decided here.
+Each state transition is one method, so that a candidate can't end twice and the counters stay consistent. The ledger
+makes no decisions.
 """
 
 from bisect import insort
@@ -23,7 +24,7 @@ from .types import (
 )
 
 
-# Names of their own for what each event needs: before Python 3.12, looking up a member in its class calls a function.
+# Enum members used for every event: before Python 3.12, looking them up in their class calls a function.
 RUNNING, WAITING, ABORTING = CandidateState.RUNNING, CandidateState.WAITING, CandidateState.ABORTING
 FINISHED, ABORTED = CandidateState.FINISHED, CandidateState.ABORTED
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
@@ -38,17 +39,17 @@ class Ledger:
         self.engines: dict[str, EngineLoad] = {}
         self.timeline = Timeline()
         self.num_open = 0  # not in a final state
-        self.num_unfinished = 0  # of these, what is not called off
-        self.num_running = 0  # RUNNING or ABORTING: what the engines hold
+        self.num_unfinished = 0  # open, and not ABORTING
+        self.num_running = 0  # RUNNING or ABORTING, held by an engine
         self.num_complete = 0
         self.num_submitted = 0
-        self.num_resumed = 0  # submissions that went back to waiting because an engine was lost, or gave no tokens
+        self.num_resumed = 0  # submissions that returned to WAITING because an engine was lost or gave no tokens
         self.num_lost = 0
 
     def add_group(self, plan: GroupPlan, now: float) -> None:
-        """Enters a group with its candidates, those of an earlier rollout first."""
+        """Adds a group with its candidates, those of an earlier rollout first."""
         if plan.group_id in self.groups:
-            raise ConfigurationError(f"`group_id` ({plan.group_id}) occurs twice. Each group needs its own.")
+            raise ConfigurationError(f"`group_id` ({plan.group_id}) occurs twice. Give each group a different one.")
         group = self.groups[plan.group_id] = Group(plan, [])
         for index in range(plan.num_candidates):
             candidate = self.add_candidate(group)
@@ -56,7 +57,7 @@ class Ledger:
                 self._restore(candidate, plan.resumed[index], now)
 
     def _restore(self, candidate: Candidate, partial: PartialCandidate, now: float) -> None:
-        """WAITING with what it has; or FINISHED, where it had come to its end."""
+        """Restores a candidate with its tokens: to FINISHED if it had ended, else to WAITING."""
         tokens = partial.tokens
         candidate.tokens = tokens if isinstance(tokens, range) else list(tokens)
         candidate.logprobs = None if partial.logprobs is None else list(partial.logprobs)
@@ -66,7 +67,7 @@ class Ledger:
             self.finish(candidate, partial.finish_reason, now)
 
     def add_candidate(self, group: Group) -> Candidate:
-        """Enters one more candidate; it waits."""
+        """Adds a waiting candidate to a group."""
         candidate = Candidate(len(self.candidates), group.plan.group_id, len(group.candidates))
         self.candidates.append(candidate)
         group.candidates.append(candidate)
@@ -76,7 +77,7 @@ class Ledger:
         return candidate
 
     def live(self, candidate_id: int, segment: int) -> Candidate | None:
-        """The candidate, unless it has ended or has been submitted again since `segment`."""
+        """Returns the candidate, or `None` if it has ended or was submitted again since `segment`."""
         candidate = self.candidates[candidate_id]
         state = candidate.state
         live = candidate.segment == segment and (state is RUNNING or state is ABORTING)
@@ -94,7 +95,7 @@ class Ledger:
         engine = self.engines[engine_id]
         engine.num_running += 1
         expected, prior = self.groups[candidate.group_id].plan.expected_length, candidate.num_prior
-        # One where nothing is known. The plan's own number where there is no prior: no new one for each candidate.
+        # 1 if nothing is known. Without prior tokens, the plan's number object is shared by all candidates.
         candidate.expected_rest = 1.0 if expected is None else max(1.0, expected - prior if prior else expected)
         engine.expected_tokens += candidate.expected_rest
         self.num_running += 1
@@ -110,9 +111,9 @@ class Ledger:
 
     def append(self, candidate: Candidate, event: TokensArrived | CandidateEnded) -> str | None:
         """
-        Adds those tokens of a chunk that are new; says what is wrong with the chunk, if anything.
+        Adds the new tokens of a chunk. Returns a message if the chunk is invalid.
 
-        A completion that comes in one piece is not copied: its lists become the candidate's.
+        A completion that arrives in one piece is not copied: its lists become the candidate's.
         """
         tokens, logprobs = event.tokens, event.logprobs
         known = len(candidate.tokens) - event.offset
@@ -122,7 +123,7 @@ class Ledger:
             return f"{len(logprobs)} log-probs came for {len(tokens)} tokens"
         if not candidate.tokens:
             final = type(event) is CandidateEnded
-            # A range stands for tokens of which nothing but their number is known.
+            # A range represents tokens of which only the number is known.
             kept = tokens if final and isinstance(tokens, (list, range)) else list(tokens)
             candidate.tokens = kept
             if logprobs is not None:
@@ -139,7 +140,7 @@ class Ledger:
         return None
 
     def finish(self, candidate: Candidate, reason: FinishReason, now: float) -> None:
-        """RUNNING → FINISHED, or ABORTING → ABORTED: one that ends after it was called off stays called off."""
+        """RUNNING → FINISHED, or ABORTING → ABORTED if it was aborted before it ended."""
         if candidate.state is ABORTING:
             self._end(candidate, ABORTED, now)
         else:
@@ -151,31 +152,31 @@ class Ledger:
                 insort(group.complete_lengths, len(candidate.tokens))
         candidate.finish_reason = reason
 
-    def call_off(self, candidate: Candidate, now: float) -> bool:
-        """RUNNING → ABORTING, where an engine must be told; or WAITING → ABORTED. Returns whether one must be told."""
+    def request_abort(self, candidate: Candidate, now: float) -> bool:
+        """RUNNING → ABORTING, or WAITING → ABORTED. Returns whether the engine must be sent an abort."""
         if candidate.state is RUNNING:
             candidate.state = ABORTING
             self.groups[candidate.group_id].num_unfinished -= 1
             self.num_unfinished -= 1
-            return not candidate.moving  # else it has been told
+            return not candidate.moving  # otherwise the abort was already sent
         if candidate.state is WAITING:
             self.abort(candidate, now)
         return False
 
     def abort(self, candidate: Candidate, now: float) -> None:
-        """→ ABORTED, with what is known of it."""
+        """→ ABORTED, with the tokens so far."""
         self._end(candidate, ABORTED, now)
         candidate.finish_reason = ABORT
 
     def requeue(self, candidate: Candidate, now: float, keeps_tokens: bool = True) -> None:
-        """RUNNING → WAITING: its engine is lost or gives no tokens, or it moves to another one."""
+        """RUNNING → WAITING, because its engine is lost or gives no tokens, or because it moves to another engine."""
         if not candidate.moving:
             has_grown = candidate.length > candidate.num_prior
             candidate.num_empty_attempts = 0 if has_grown else candidate.num_empty_attempts + 1
             self.num_resumed += 1
         candidate.moving = False
         if keeps_tokens:
-            candidate.tokens = list(candidate.tokens)  # they may be an event's, and will grow
+            candidate.tokens = list(candidate.tokens)  # a copy, because they may belong to an event
             candidate.logprobs = None if candidate.logprobs is None else list(candidate.logprobs)
         elif candidate.tokens:
             candidate.tokens, candidate.logprobs = [], None
@@ -184,7 +185,7 @@ class Ledger:
         self._leave_engine(candidate, now)
 
     def lose(self, candidate: Candidate, now: float) -> None:
-        """→ LOST: it can't be completed."""
+        """→ LOST, because it can't be completed."""
         self.num_lost += 1
         self._end(candidate, CandidateState.LOST, now)
 
@@ -207,6 +208,6 @@ class Ledger:
         self.num_running -= 1
         self.timeline.add(now, self.num_running)
         engine = self.engines.get(candidate.engine_id or "")
-        if engine is not None:  # else it is lost
+        if engine is not None:  # otherwise it was lost
             engine.num_running -= 1
             engine.expected_tokens -= candidate.expected_rest

@@ -1,6 +1,6 @@
 """
-Placement over engines that each decode a part of the batch: which process runs which candidate, decided before the
-rollout, because a batch of `generate` can't be joined later.
+Placement over processes that each decode a part of the batch. It is decided before the rollout, because candidates
+can't be added to a running `generate`.
 """
 
 import heapq
@@ -15,16 +15,16 @@ from .types import Candidate, EngineLoad
 
 def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engines: int) -> list[list[int]]:
     """
-    Spreads M'_i candidates of each prompt over engines so that all are expected to end at about the same time: longest
-    expected first, each to the engine with the least work. Returns the engine of each candidate.
+    Distributes M'_i candidates of each prompt over engines so that all are expected to end at about the same time:
+    longest expected first, each to the engine with the least work. Returns the engine of each candidate.
 
-    A prompt's candidates stay together, since they share its cache, unless they are more than an engine's fair part:
-    then they are cut into parts that are not. No engine stays empty if there are at least as many candidates: the
-    heaviest parts are cut until there is one for each.
+    A prompt's candidates stay together to share its cache, unless they exceed an engine's fair share. They are then
+    split into smaller parts. The heaviest parts are split further until each engine has one, if there are enough
+    candidates.
     """
     lengths = known_lengths(expected_lengths)
     fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
-    # The small number: a part that is fair but for rounding is one part.
+    # 1e-9 keeps a part whole that exceeds the fair share only by rounding.
     parts = [
         min(count, max(1, math.ceil(count * length / fair - 1e-9)))
         for count, length in zip(counts, lengths, strict=True)
@@ -48,9 +48,9 @@ def balance(counts: Sequence[int], expected_lengths: Sequence[float], num_engine
 
 class LengthOrder(LeastLoaded):
     """
-    Longest or shortest expected first, each prompt on the engine with the least work. The longest decide when a
-    rollout ends that waits for all; the shortest are what a batch is made of that is ready with the first. Expected
-    tokens of one candidate are given by group, NaN where nothing is known.
+    Submits the longest or the shortest expected candidates first, each prompt to the engine with the least work.
+    Longest first suits a rollout that waits for all prompts, shortest first one that ends with the first prompts.
+    `expected_lengths` has the expected tokens of one candidate by group, NaN if unknown.
     """
 
     def __init__(self, expected_lengths: Sequence[float], longest_first: bool = True) -> None:
@@ -65,8 +65,8 @@ class LengthOrder(LeastLoaded):
 
 class AssignedPlacement(LengthOrder):
     """
-    Each candidate on the engine that was chosen for it, by group and index. In the order of the batch where no lengths
-    are given.
+    Submits each candidate to a given engine, by group and index. Without expected lengths, the order is that of the
+    batch.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AssignedPlacement(LengthOrder):
 
 
 def known_lengths(expected_lengths: Sequence[float]) -> list[float]:
-    """Expected lengths, with the mean of those that are known (1 if none is) in the place of the others."""
+    """Returns the expected lengths, with unknown ones replaced by the mean of the known ones, or by 1."""
     lengths = np.asarray(expected_lengths, dtype=float)
     known = np.isfinite(lengths) & (lengths > 0)
     mean = lengths[known].mean() if known.any() else 1.0

@@ -1,16 +1,15 @@
 """
-The four decisions of a rollout as protocols, the ones that GRPO and DARTS make, and the table of schedules.
+Protocols for the four decisions of a rollout, their implementations for GRPO and DARTS, and the table of schedules.
 
-A system of the literature is a choice of one object per protocol. Policies see groups and engines, never an engine's
-API, a clock or a random generator of their own.
+A published system is a choice of one object per protocol. Policies see groups and engines, but no engine API, clock or
+random generator.
 """
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..errors import ConfigurationError, did_you_mean
 from ..policy import select_dual_end, select_shortest
 from .tail import TailPolicy
 from .types import Candidate, CandidateState, EngineLoad, Group
@@ -19,7 +18,7 @@ from .types import Candidate, CandidateState, EngineLoad, Group
 AUTO = "auto"
 Patience = float | str | None
 
-# The schedules, and what each keeps of a prompt's candidates unless `selection` says something else.
+# The schedules with their default `selection`.
 SCHEDULES = {
     "grpo": "all",
     "darts": "dual_end",
@@ -31,49 +30,49 @@ SELECTIONS = ("dual_end", "uniform", "all")
 
 
 class GroupStop(Protocol):
-    """When has a prompt enough, and which of its candidates are kept?"""
+    """Decides when a prompt has enough candidates, and selects the rows."""
 
     @property
     def needs_progress(self) -> bool:
-        """Whether it must see tokens while they are decoded, not only ends."""
+        """Whether the policy needs tokens while they are decoded, not only finished candidates."""
 
     @property
     def follows_batch(self) -> bool:
-        """Whether a group with enough complete candidates goes on only as long as the batch waits for other groups."""
+        """Whether a group with enough complete candidates only continues while the batch waits for other groups."""
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
-        """Unfinished candidates that are not worth waiting for any more. Called after each event of the group."""
+        """Returns unfinished candidates to abort. Called after each event of the group."""
 
     def awaited(self, group: Group) -> tuple[int, float]:
         """
-        How many of its unfinished candidates must end before the group has enough, and the length beyond which none is
-        waited for. Only asked where tail servers take over.
+        Returns how many unfinished candidates must still end, and the length at which a candidate is aborted. Only
+        used with tail servers.
         """
 
     def select(self, group: Group) -> list[int]:
-        """Indices of the `num_generations` rows. Called once, when no candidate of the group is unfinished."""
+        """Returns the indices of the `num_generations` rows. Called once, when all candidates have ended."""
 
 
 class BatchStop(Protocol):
-    """When does the trainer get its batch? Groups that are not settled then are deferred with what they have."""
+    """Decides when the batch is ready. Groups that are not settled by then are deferred with their tokens."""
 
     def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
-        """Whether these groups, of all, are enough. Called after each that is done, or can't be completed."""
+        """Whether the `done` groups suffice. Called after each group that is done or dropped."""
 
 
 class Placement(Protocol):
-    """In which order do candidates start, and on which engine?"""
+    """Decides in which order and on which engine candidates start."""
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The order of submission."""
+        """Returns the candidates in the order of submission."""
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
-        """An engine for the candidate; `None` to let it wait for room."""
+        """Returns an engine for the candidate, or `None` to wait for room."""
 
 
 @dataclass(frozen=True)
 class WaitForAll:
-    """GRPO: every candidate is waited for and kept. `num_candidates` must equal `num_generations`."""
+    """GRPO: waits for every candidate and keeps them all. `num_candidates` must equal `num_generations`."""
 
     needs_progress = False
     follows_batch = False
@@ -95,36 +94,36 @@ class DualEnd:
     ([DARTS](https://huggingface.co/papers/2605.30859), Algorithm 2, Sections 4.1.2 and 4.3.1).
 
     A group with fewer than M_up candidates waits for all of them and keeps the shortest and the longest complete ones.
-    A group at M_up is one whose history is known to be heavy-tailed: it stops at its M-th complete candidate and keeps
-    those.
+    A group with M_up candidates has a heavy-tailed history. It stops at its M-th complete candidate and keeps the
+    first M.
 
-    `long_end_patience` bounds the wait for the long end. Once a group has M complete candidates, those that reach this
-    many times the M-th shortest complete length are aborted. With `"auto"` they go on as long as the batch waits for
-    another group to have M, and no longer: no step waits for them, but where engines are full or each candidate costs,
-    they still slow the others. `None`, the paper's rule, waits for the whole pool of a group that is not saturated.
+    `long_end_patience` limits the wait for the long end. Once a group has M complete candidates, others that reach
+    this multiple of the M-th shortest complete length are aborted. With `"auto"`, they continue only while the batch
+    waits for another group to have M complete candidates. They then delay no step, but can slow down other candidates
+    on busy engines. `None`, the paper's rule, waits for all candidates of a group that is not saturated.
     """
 
-    num_generations: int  # M, the rows that a group yields
-    max_num_generations: int  # M_up, the candidates at which a group is saturated
-    num_longest: int  # L, the rows that are the longest complete candidates; the other M - L are the shortest
+    num_generations: int  # M, rows of a group
+    max_num_generations: int  # M_up, number of candidates of a saturated group
+    num_longest: int  # L, rows taken from the longest complete candidates; the other M - L are the shortest
     tail_pruning: bool = True  # whether saturated groups stop early
     long_end_patience: Patience = None
 
     @property
     def _keeps_longer(self) -> bool:
-        """Whether candidates can be kept that are longer than the M-th shortest."""
+        """Whether candidates longer than the M-th shortest can be kept."""
         return self.num_longest > 0
 
     @property
     def length_bound(self) -> float | None:
-        """In multiples of the M-th shortest complete length: from there on, a candidate is not waited for."""
+        """Length at which a candidate is aborted, in multiples of the M-th shortest complete length."""
         if not self._keeps_longer:
             return 1.0
         return None if isinstance(self.long_end_patience, str) else self.long_end_patience
 
     @property
     def needs_progress(self) -> bool:
-        """Only a wait that is bounded by a length must see lengths grow."""
+        """Whether the wait is bounded by a length, so that growing lengths must be observed."""
         return self.length_bound is not None
 
     @property
@@ -136,7 +135,7 @@ class DualEnd:
         return self.tail_pruning and group.plan.num_candidates >= self.max_num_generations
 
     def surplus(self, group: Group) -> Sequence[Candidate]:
-        """All unfinished ones of a saturated group with M complete, or those beyond the bounded wait."""
+        """Returns all unfinished candidates of a saturated group with M complete, or those beyond the length bound."""
         if group.num_complete < self.num_generations or not group.num_unfinished:
             return ()
         if self.saturated(group):
@@ -165,12 +164,11 @@ class DualEnd:
 @dataclass(frozen=True)
 class UniformPool(DualEnd):
     """
-    As [`DualEnd`], but which candidates are kept does not depend on their lengths: of those that were not aborted,
-    the first ones by index. Where nothing is aborted, that is an unbiased sample of the policy. Otherwise those that
-    are left are the shorter ones, and that bias remains.
+    As [`DualEnd`], but keeps the first finished candidates by index, whatever their lengths. Without aborts, this is
+    an unbiased sample of the policy. Aborts leave the shorter candidates, and that bias remains.
     """
 
-    _keeps_longer = True  # whatever came to an end can be kept
+    _keeps_longer = True  # every finished candidate can be kept
 
     def select(self, group: Group) -> list[int]:
         finished = [c.index for c in group.candidates if c.state is CandidateState.FINISHED]
@@ -187,28 +185,28 @@ class AllGroups:
 
 @dataclass(frozen=True)
 class FirstGroups:
-    """The batch is ready with the first groups that are settled; the others are deferred."""
+    """The batch is ready with the first settled groups; the others are deferred."""
 
     num_groups: int
-    must_finish: frozenset[int] = frozenset()  # IDs of groups that must be among them, however long they take
+    must_finish: frozenset[int] = frozenset()  # IDs of groups that must be among them
 
     def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
-        """Dropped groups count, and need not finish."""
+        """Whether enough groups are done or dropped, including those that must finish."""
         closed = done | dropped if self.must_finish else done
         return len(done) >= max(1, self.num_groups - len(dropped)) and self.must_finish <= closed
 
 
 class LeastLoaded:
     """
-    In the order given, each prompt on the engine with the least work: expected tokens, or candidates where nothing is
-    known of their lengths. Ties go to the first engine.
+    Submits prompts in the given order, each to the engine with the least work: expected tokens, or candidates if
+    lengths are unknown. Ties go to the first engine.
 
-    The candidates of a prompt go to one engine, whose prefix cache then has it, as long as that one has room and no
-    more than its fair part of the candidates. The others of the prompt go where there is least to do.
+    The candidates of a prompt go to one engine, to share its prefix cache, as long as that engine has room and no more
+    than its fair share of all candidates. Further candidates of the prompt go to the engine with the least work.
     """
 
     def __init__(self) -> None:
-        self._homes: dict[int, str] = {}  # the engine of each group's last candidate
+        self._homes: dict[int, str] = {}  # engine of each group's last candidate
         self._num_candidates = 0
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -218,7 +216,7 @@ class LeastLoaded:
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         chosen, least = None, 0.0
         home = self._homes.get(candidate.group_id)
-        # Called once per candidate: a plain loop is twice as fast as `min` with a key, and few are asked for room.
+        # Called once per candidate: a plain loop is twice as fast as `min` with a key.
         for engine in engines:
             if engine.engine_id == home and engine.has_room and self._is_fair(engine, len(engines)):
                 return home
@@ -235,44 +233,9 @@ class LeastLoaded:
 
 @dataclass(frozen=True)
 class SchedulePolicies:
-    """The decisions of one rollout, one object each; the defaults are those of GRPO."""
+    """The policies of one rollout. The defaults are those of GRPO."""
 
     group_stop: GroupStop = field(default_factory=WaitForAll)
     batch_stop: BatchStop = field(default_factory=AllGroups)
     placement: Placement = field(default_factory=LeastLoaded)
     tail: TailPolicy | None = None
-
-
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """[`ConfigurationError`] unless a setting is one of its choices."""
-    if value not in (choices := list(choices)):
-        raise ConfigurationError(
-            f"`{name}` ({value!r}) must be one of {', '.join(map(repr, choices))}.{did_you_mean(value, choices)}"
-        )
-
-
-def make_policies(
-    schedule: str,
-    num_generations: int,
-    max_num_generations: int,
-    num_longest: int,
-    tail_pruning: bool = True,
-    long_end_patience: Patience = None,
-    selection: str | None = None,
-    batch_stop: BatchStop | None = None,
-    placement: Placement | None = None,
-    tail: TailPolicy | None = None,
-) -> SchedulePolicies:
-    """
-    The policies of a schedule within one rollout. The arguments are those of [`ScheduleSettings`] of the same names,
-    but that `long_end_patience` is the paper's by default. Which prompts go into the rollout, and how many of them it
-    waits for, is the business of the schedule's [`RoundPolicy`].
-    """
-    check_choice("schedule", schedule, SCHEDULES)
-    selection = selection or SCHEDULES[schedule]
-    check_choice("selection", selection, SELECTIONS)
-    stop: GroupStop = WaitForAll()
-    if selection != "all":
-        kind = DualEnd if selection == "dual_end" else UniformPool
-        stop = kind(num_generations, max_num_generations, num_longest, tail_pruning, long_end_patience)
-    return SchedulePolicies(stop, batch_stop or AllGroups(), placement or LeastLoaded(), tail)

@@ -1,22 +1,22 @@
 """
-The scheduler: a state machine without I/O. Events in, commands out.
+The scheduler: a state machine without I/O that turns events into commands.
 
-It knows no torch, no HTTP and no clock. An engine's driver calls `start`, executes the commands returned, reports what
-happens through `handle`, executes what that returns, and reads `result` once `done`. Asyncio against a real server, a
-stopping criterion inside `generate`, and virtual time all drive the same object.
+It uses no torch, HTTP or clock. An engine's driver calls `start`, executes the returned commands, reports events to
+`handle`, executes the commands that it returns, and reads `result` once `done`. Asyncio with real servers, a stopping
+criterion inside `generate`, and simulated time drive the same object.
 
 Invariants (`tests/scheduling/test_invariants.py` checks each under its name, over random orders of events with
 duplicates and late ones among them):
 
 - ends_once: every submitted candidate ends exactly once: finished, aborted or lost.
 - rows_per_group: a group that is not deferred yields exactly `num_generations` rows.
-- tokens_match_logprobs: `len(tokens) == len(logprobs)` for every candidate of an engine that gives log-probs.
-- nothing_outstanding: once `done`, no command waits for an answer.
+- tokens_match_logprobs: `len(tokens) == len(logprobs)` for every candidate of an engine that returns log-probs.
+- nothing_outstanding: once `done`, every command has been answered.
 - same_trace_same_commands: decisions depend on the events alone.
-- settled_is_final: once a group's rows are chosen, no later event changes them.
-- moves_once: what is left goes to the tail servers once, and back only if these are lost.
-- restarts_whole: where tokens can't be carried, no request has prior tokens, and no row has tokens of two requests.
-- dropped_or_complete: with `drop_failed_groups`, each group has its rows or the message of what went wrong with it.
+- settled_is_final: once a group's rows are selected, no later event changes them.
+- moves_once: the remaining candidates move to the tail servers once, and back only if these are lost.
+- restarts_whole: if tokens can't be carried, no request has prior tokens, and no row has tokens of two requests.
+- dropped_or_complete: with `drop_failed_groups`, each group has either its rows or an error message.
 """
 
 from collections import deque
@@ -50,27 +50,27 @@ from .types import (
 )
 
 
-# A candidate that has been lost with its engine so often, each time without a new token, is taken for the cause.
+# A candidate that is lost with its engine more often, each time without a new token, is considered the cause.
 MAX_EMPTY_ATTEMPTS = 8
-# One whose tokens are late for the third time in a row is late because of itself.
+# A candidate that stalls more often in a row is considered the cause.
 MAX_STALLS = 2
 
 
 class Scheduler:
     """
-    Runs one rollout: decides what engines decode, until the trainer has its batch.
+    Schedules one rollout: decides what the engines decode until the batch is ready.
 
     Args:
         policies ([`SchedulePolicies`]):
-            The decisions of the schedule.
+            Policies of the schedule.
         num_generations (`int`):
-            M, the rows that each group must yield.
+            Number of rows of each group, M.
         drop_failed_groups (`bool`, *optional*, defaults to `False`):
-            Whether a group that can't be completed is left out of the result, instead of ending the rollout. One that
-            has `num_generations` complete candidates by then keeps them.
+            Whether to drop a group that can't be completed, instead of ending the rollout. A group with
+            `num_generations` complete candidates keeps them.
         carries_tokens (`bool`, *optional*, defaults to `True`):
-            Whether a candidate whose engine is lost goes on elsewhere from its tokens. Otherwise it starts afresh:
-            some sampling options count within one request.
+            Whether a candidate whose engine is lost continues from its tokens. If `False`, it restarts, because some
+            sampling options only work within one request.
     """
 
     def __init__(
@@ -88,39 +88,39 @@ class Scheduler:
         self.error: str | None = None
         self._waiting: deque[Candidate] = deque()  # in the order in which they will be submitted
         self._settled: set[int] = set()  # group IDs
-        self._ready: set[int] = set()  # settled, or with enough complete candidates; kept where a policy asks for it
+        self._ready: set[int] = set()  # settled, or with enough complete candidates if the policy follows the batch
         self._dropped: set[int] = set()
         self._batch_ready = False
         self._tail_switch: TailSwitch | None = None
-        self._given_back = False  # whether the engines that took over were lost
-        self._turns_over = False  # whether engines must take turns, once those of now decode nothing
+        self._given_back = False  # whether all tail engines were lost after the switch
+        self._turns_over = False  # whether engines must take turns once no candidate runs
 
     @property
     def needs_progress(self) -> bool:
-        """Whether engines must report tokens while they decode, not only ends."""
+        """Whether engines must report tokens while they decode, not only finished candidates."""
         return self.policies.group_stop.needs_progress
 
     @property
     def weighs_switch(self) -> bool:
-        """Whether a switch may follow from the next end, which should then know how long the others are by now."""
+        """Whether the next finished candidate may cause a switch, for which current lengths are needed."""
         return self._may_switch(self.ledger.num_unfinished - 1)
 
     @property
     def done(self) -> bool:
-        """Whether the batch is decided and nothing runs any more."""
+        """Whether every candidate has ended."""
         return self.ledger.num_open == 0
 
     def start(self, plans: Sequence[GroupPlan], engines: Sequence[EngineLoad], now: float) -> list[Command]:
         """
-        Begins the rollout and returns what to submit first. Results come in the order of the plans. Without an engine,
-        all candidates wait for one to join. [`ConfigurationError`] if a plan has fewer candidates than rows.
+        Starts the rollout and returns the first commands. Results have the order of the plans. Without an engine, all
+        candidates wait for one to join. Raises [`ConfigurationError`] if a plan has fewer candidates than rows.
         """
         self.ledger.engines = {engine.engine_id: engine for engine in engines}
         for plan in plans:
             if plan.num_candidates < self.num_generations:
                 raise ConfigurationError(
                     f"`num_candidates` ({plan.num_candidates}) of group {plan.group_id} must be at least "
-                    f"`num_generations` ({self.num_generations}), the rows that it must yield."
+                    f"`num_generations` ({self.num_generations}). Raise it."
                 )
             self.ledger.add_group(plan, now)
         waiting = [c for c in self.ledger.candidates if c.state is WAITING]
@@ -131,8 +131,8 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[Command]:
         """
-        Returns what the engines are to do after an event. Events that repeat, or that come after their candidate has
-        ended, change nothing.
+        Handles an event and returns commands for the engines. Repeated events, and events of a candidate that has
+        ended, have no effect.
         """
         commands = _HANDLERS[type(event)](self, event)
         if self._turns_over and not self.ledger.num_running:
@@ -143,8 +143,8 @@ class Scheduler:
 
     def result(self) -> RolloutResult:
         """
-        The outcome, once `done`. [`GenerationError`], with the engine's message, if the rollout failed or every group
-        was dropped.
+        Returns the result once `done`. Raises [`GenerationError`] with the engine's message if the rollout failed or
+        every group was dropped.
         """
         if not self.done:
             raise GenerationError(f"The rollout is not done: {self.ledger.num_open} candidates are still open.")
@@ -212,7 +212,7 @@ class Scheduler:
             c for c in self.ledger.candidates if c.engine_id == event.engine_id and c.state in (RUNNING, ABORTING)
         ]
         for candidate in orphans:
-            if candidate.state is ABORTING:  # nobody waits for it: what is known of it will do
+            if candidate.state is ABORTING:  # its tokens so far suffice
                 self.ledger.abort(candidate, event.now)
         for candidate in reversed([c for c in orphans if c.state is RUNNING]):
             candidate.moving = False
@@ -243,7 +243,7 @@ class Scheduler:
     # Decisions
 
     def _decide(self, group: Group, now: float) -> list[Command]:
-        """What the group's new state means for its other candidates and, once it is settled, for the batch."""
+        """Aborts surplus candidates of the group, settles it if all have ended, and checks the batch."""
         if group.closed or self._batch_ready or self.error is not None:
             return []
         commands: list[Command] = []
@@ -259,7 +259,7 @@ class Scheduler:
         return commands
 
     def _check_batch(self, now: float) -> list[Command]:
-        """Whether the batch is ready now that a group is closed, or could be; if so, the others are called off."""
+        """Checks whether the batch is ready after a change of a group. If so, aborts all other candidates."""
         batch_stop, dropped, num_groups = self.policies.batch_stop, self._dropped, len(self.ledger.groups)
         commands: list[Command] = []
         if self.policies.group_stop.follows_batch and batch_stop.ready(self._ready, dropped, num_groups):
@@ -276,7 +276,7 @@ class Scheduler:
         if len(selected) != self.num_generations:
             raise GenerationError(
                 f"`{type(self.policies.group_stop).__name__}.select` returned {len(selected)} rows for group "
-                f"{group.group_id}; it must return `num_generations` ({self.num_generations})."
+                f"{group.group_id}, and must return `num_generations` ({self.num_generations})."
             )
         group.selected = selected
         self._settled.add(group.group_id)
@@ -290,7 +290,7 @@ class Scheduler:
         commands: list[Command] = []
         engines = list(self.ledger.engines.values())
         kinds = [[engine for engine in engines if engine.tail == tail] or engines for tail in (False, True)]
-        passed: list[Candidate] = []  # that wait for an engine of their own, while others have room
+        passed: list[Candidate] = []  # candidates whose engine has no room, while others have
         while waiting:
             candidate = waiting[0]
             if candidate.state is WAITING:
@@ -301,25 +301,27 @@ class Scheduler:
                     passed.append(candidate)
                 else:
                     break
-            waiting.popleft()  # submitted just now, passed over, or called off before it could be submitted
+            waiting.popleft()  # submitted, passed over, or aborted before its submission
         waiting.extendleft(reversed(passed))
         return commands
 
     def _engines_for(self, candidate: Candidate, kinds: Sequence[list[EngineLoad]]) -> list[EngineLoad]:
-        """Of its kind, without the one that gave it no tokens, unless there is no other."""
+        """Returns the engines of the candidate's kind, without the one on which it stalled if there are others."""
         engines = kinds[self._belongs_to_tail(candidate)]
         if candidate.stalled_on is None:
             return engines
         return [engine for engine in engines if engine.engine_id != candidate.stalled_on] or engines
 
     def _requeue(self, candidate: Candidate, now: float) -> None:
-        """It goes on elsewhere, before any that has not begun."""
+        """Puts the candidate first in the queue, so that it continues on another engine."""
         self.ledger.requeue(candidate, now, self.carries_tokens)
         self._waiting.appendleft(candidate)
 
     def _abort(self, candidates: Sequence[Candidate], now: float) -> list[Command]:
         return [
-            Abort(c.candidate_id, c.engine_id or "", c.segment) for c in candidates if self.ledger.call_off(c, now)
+            Abort(c.candidate_id, c.engine_id or "", c.segment)
+            for c in candidates
+            if self.ledger.request_abort(c, now)
         ]
 
     def _abort_unfinished(self, now: float) -> list[Command]:
@@ -340,7 +342,7 @@ class Scheduler:
         return tail.is_due(num_unfinished, self.ledger.engines.values())
 
     def _consider_switch(self, now: float) -> list[Command]:
-        """Calls the running candidates of the main engines off, to go on on tail servers, where it is time."""
+        """Aborts the running candidates of the main engines if it is time to move them to the tail servers."""
         tail, batch_stop = self.policies.tail, self.policies.batch_stop
         if tail is None or not self._may_switch(self.ledger.num_unfinished):
             return []
@@ -358,7 +360,7 @@ class Scheduler:
         return commands
 
     def _move(self, candidate: Candidate, now: float) -> list[Command]:
-        """One has been called off to go on elsewhere."""
+        """Requeues a candidate that was aborted to move to a tail server."""
         assert self._tail_switch is not None
         self._tail_switch.num_moved += 1
         plan = self.ledger.groups[candidate.group_id].plan
@@ -369,7 +371,7 @@ class Scheduler:
     # Failures
 
     def _fail(self, candidate: Candidate, problem: str, now: float) -> list[Command]:
-        if candidate.state is ABORTING:  # it was not wanted any more
+        if candidate.state is ABORTING:  # no longer needed
             self.ledger.abort(candidate, now)
             return self._submit(now)
         where = f"candidate {candidate.index} of prompt {candidate.group_id} on {candidate.engine_id}"
@@ -380,7 +382,7 @@ class Scheduler:
         return self._end_with(message, now)
 
     def _drop(self, group: Group, message: str, now: float) -> list[Command]:
-        """Goes on without what is unfinished of a group, and without the group unless it has enough."""
+        """Aborts a group's unfinished candidates, and drops the group unless it has enough complete ones."""
         commands = self._abort(group.unfinished, now)
         if group.closed or self._batch_ready or self.error is not None:
             return commands
@@ -390,19 +392,19 @@ class Scheduler:
             group.error = message
             self._ready.discard(group.group_id)
             self._dropped.add(group.group_id)
-            if len(self._dropped) == len(self.ledger.groups):  # there is nothing to train on
+            if len(self._dropped) == len(self.ledger.groups):  # nothing to train on
                 self.error = message
                 return commands
         return commands + self._check_batch(now)
 
     def _end_with(self, message: str, now: float) -> list[Command]:
-        """Ends the rollout: a group of it can't be completed."""
+        """Ends the rollout with an error."""
         if self.error is None:
             self.error = message
         return self._abort_unfinished(now)
 
 
-# Outside of the object, which would be part of a reference cycle otherwise: a rollout's candidates are many.
+# Not an attribute of the scheduler, which would create a reference cycle and delay freeing a rollout's candidates.
 _HANDLERS: dict[type, Callable[[Scheduler, Any], list[Command]]] = {
     TokensArrived: Scheduler._on_tokens,
     CandidateEnded: Scheduler._on_ended,

@@ -1,59 +1,96 @@
 """
-A field of a config, as TRL declares its own, with the check of its type, and the values that a config computes for
-fields that nobody set.
+How a config declares a field: its help, its type, the rule that its values follow, and the mark of a default that was
+computed.
 """
 
 import os
-from dataclasses import field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, did_you_mean
 
 
 def setting(default: Any, help: str) -> Any:
-    """One with its help, which the command line and the documentation show."""
+    """Declares a field with its help text, which the command line and the documentation show."""
     return field(default=default, metadata={"help": help})
 
 
-def check_types(config: Any, declared: type) -> None:
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be. It stands in a field's annotation: `share: Annotated[float, Rule(...)]`."""
+
+    allows: Callable[[Any], bool]
+    text: str  # follows "must be"
+    choices: tuple[str, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises [`ConfigurationError`] if the value is not allowed."""
+        if not self.allows(value):
+            remedy = did_you_mean(value, self.choices) if self.choices else " Correct it, or leave it unset."
+            raise ConfigurationError(f"`{name}` ({value!r}) must be {self.text}.{remedy}")
+
+
+def one_of(choices: Iterable[str]) -> Rule:
+    choices = tuple(choices)
+    return Rule(choices.__contains__, f"one of {', '.join(map(repr, choices))}", choices)
+
+
+def at_least(least: int) -> Rule:
+    return Rule(lambda value: value >= least, f"at least {least}")
+
+
+POSITIVE = Rule(lambda value: value > 0, "positive")
+
+
+def check_fields(config: Any, *declared: type) -> None:
     """
-    Raises [`ConfigurationError`] if a field of the dataclass `declared` has a value of another type than declared.
-    NumPy scalars and paths are replaced by Python's numbers and text, which is what files have.
+    Raises [`ConfigurationError`] if a field that one of the dataclasses `declared` adds has a value of another type,
+    or one that breaks its rule. NumPy scalars and paths are replaced by Python's numbers and strings, because config
+    files hold nothing else.
     """
-    hints = _hints(declared)
-    for own in fields(declared):
-        given = getattr(config, own.name)
-        value = _plain(given)
-        kinds = get_args(hints[own.name]) or (hints[own.name],)
-        if own.default is None:
-            kinds += (NoneType,)  # also where a value is filled in, and the field's type does not say so
-        numbers = (int,) if float in kinds else ()
-        if not isinstance(value, kinds + numbers) or (isinstance(value, bool) and bool not in kinds):
-            names = " or ".join(dict.fromkeys("None" if kind is NoneType else kind.__name__ for kind in kinds))
-            raise ConfigurationError(
-                f"`{own.name}` ({given!r:.60}) must be of type {names}. Correct it, or leave it out."
-            )
-        if value is not given:
-            setattr(config, own.name, value)
+    for cls in declared:
+        for name, kinds, rule in _fields(cls):
+            given = getattr(config, name)
+            value = given.item() if isinstance(given, np.generic) else given
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
+            numbers = (int,) if float in kinds else ()
+            if not isinstance(value, kinds + numbers) or (isinstance(value, bool) and bool not in kinds):
+                names = " or ".join(dict.fromkeys("None" if kind is NoneType else kind.__name__ for kind in kinds))
+                raise ConfigurationError(
+                    f"`{name}` ({given!r:.60}) must be of type {names}. Correct it, or leave it out."
+                )
+            if rule is not None and value is not None:
+                rule.check(name, value)
+            if value is not given:
+                setattr(config, name, value)
 
 
-_hints = cache(get_type_hints)  # the fields' own types won't do: a parser that is built changes those
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+@cache
+def _fields(cls: type) -> list[tuple[str, tuple[type, ...], Rule | None]]:
+    """
+    Name, types and rule of each field that a class itself declares. `dataclasses.fields` would not do: building a
+    parser changes the types there.
+    """
+    found = []
+    hints = get_type_hints(cls, include_extras=True)
+    for name in cls.__annotations__:
+        kind, rule = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name], None)
+        kinds = get_args(kind) or (kind,)
+        if getattr(cls, name) is None:
+            kinds += (NoneType,)  # also where the annotation is that of the value that is filled in
+        found.append((name, kinds, rule))
+    return found
 
 
 class FilledIn:
     """
-    Marks a value that a config has computed for a field that nobody set. `dataclasses.replace` hands on the values of
-    all fields: those with this mark are computed again.
+    Marks a value that a config has computed for a field that nobody set. `dataclasses.replace` passes the values of
+    all fields on: those with this mark are computed again.
     """
 
 
@@ -70,11 +107,11 @@ _MARKED: dict[type, type] = {int: _Int, float: _Float, str: _Str}
 
 
 def filled_in(value: Any) -> Any:
-    """A value with the mark. Others than numbers and text stay as they are."""
+    """The value with the mark. Values that are neither numbers nor strings stay as they are."""
     return _MARKED.get(type(value), lambda same: same)(value)
 
 
 def unmarked(value: Any) -> Any:
-    """A value without the mark, for files: YAML's safe dumper knows plain types alone."""
+    """The value without the mark. YAML's safe dumper only knows plain types."""
     plain = next((plain for plain, marked in _MARKED.items() if type(value) is marked), None)
     return value if plain is None else plain(value)

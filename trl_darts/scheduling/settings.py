@@ -1,63 +1,91 @@
 """
-The settings of a schedule: declared, documented, checked and turned into policies here, and nowhere else. The
-trainer's config inherits them, the simulator uses them by themselves.
+`ScheduleSettings`: what shapes a rollout. Each setting is declared, documented and checked here, and turned into
+policies. The trainer's config inherits them; the simulator uses them alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
+from ..policy.budget import DEFAULT_REDUNDANCY
+from ..policy.lengths import DEFAULT_EMA
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
-from .batch_settings import BatchSettings
 from .placement import LengthOrder, known_lengths
 from .policies import (
     AUTO,
     SCHEDULES,
     SELECTIONS,
+    AllGroups,
     BatchStop,
+    DualEnd,
+    GroupStop,
+    LeastLoaded,
     Placement,
     SchedulePolicies,
-    check_choice,
-    make_policies,
+    UniformPool,
+    WaitForAll,
 )
-from .setting import FilledIn, check_types, filled_in, setting
+from .setting import FilledIn, Rule, at_least, check_fields, filled_in, one_of, setting
 from .tail import TailPolicy, TailServers
 
 
-# M_total is about 1.5·N·M on average in the paper (Appendix B).
-DEFAULT_REDUNDANCY = 1.5
-# Candidates beyond M of the calmest prompt where the wait is bounded. In simulation with 1 % of never-ending answers
-# rollouts are 2.5 times as fast with 2 as with none, and hardly faster with 3.
+# With `long_end_patience="auto"`, the prompt with the least spread of lengths gets this many candidates beyond M. In
+# simulation with 1 % of never-ending answers, rollouts are 2.5 times as fast with 2 as with none; 3 add little.
 SPARE_CANDIDATES = 2
-# A response that was aborted or cut off is taken to be at most this many times as long as the limit. At the limit
-# itself, a prompt whose responses are all cut off would look calm.
+# The length of an aborted or truncated response is estimated up to this many times the limit. If it were the limit
+# itself, a prompt whose responses are all truncated would seem to have no spread of lengths.
 HORIZON = 2
-SUBMIT_ORDERS = ("longest", "shortest", "arrival")
+# Settings that only matter where more is sampled of a prompt than is kept, with the values that change nothing
+# elsewhere. "M" stands for `num_generations`.
+OF_SELECTION: dict[str, tuple[Any, ...]] = {
+    "max_num_generations": ("M", None),
+    "min_num_generations": ("M", None),
+    "target_redundancy": (1, None),
+    "redundancy_cost_weight": (None,),
+    "num_longest": (1,),
+    "tail_pruning": (True, False),
+    "long_end_patience": (AUTO, None),  # with both, no candidate is aborted
+    "long_end_every": (None,),
+}
+# Defaults of settings that only some schedules read.
+SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "prompt_oversampling": {"tail_batching": 1.25, "partial_rollout": 2.0},
+    "max_partial_age": {"partial_rollout": 4},
+    "mask_stale_after": {"partial_rollout": None, "sorted": None},
+    "sorted_group_batches": {"sorted": 4},
+    "sorted_mode": {"sorted": "on_policy"},
+}
+SUBMIT_ORDERS = {"grpo": "arrival", "sorted": "shortest"}  # 'longest' for other schedules
+MAX_OVERSAMPLING = 4.0  # with `drop_uniform_groups`: most batches are full although 3 groups of 4 are uniform
+OVERSAMPLING = Rule(lambda value: 1 < value < math.inf, "greater than 1 and finite: the prompts per trained prompt")
 
 
 @dataclass
-class ScheduleSettings(BatchSettings):
+class ScheduleSettings:
     """
-    What shapes rollouts: what is sampled, what is waited for and what is kept. The symbols in brackets are those of
-    [DARTS](https://huggingface.co/papers/2605.30859). Each field's help says what it means.
+    What shapes rollouts: what is sampled, what is waited for, what is kept, and which prompts make a batch. The
+    symbols in brackets are those of [DARTS](https://huggingface.co/papers/2605.30859). Each field's help says what it
+    means.
 
     Raises:
         [`ConfigurationError`]: If a setting can't work. Names it, its value, the rule and a remedy.
     """
 
-    # Before `num_generations`, for those who give them by position.
-    schedule: str = setting(
+    # First, so that it can be given by position, and `num_generations` after it.
+    schedule: Annotated[str, one_of(SCHEDULES)] = setting(
         "darts",
         "Which system decides about rollouts, see docs/schedules.md. 'darts' samples up to `max_num_generations` "
         "candidates per prompt and keeps the shortest and the longest complete ones; 'grpo' samples and keeps "
         "`num_generations`, as TRL does; 'tail_batching' defers the slowest prompts to rounds of their own; "
-        "'partial_rollout' goes on with unfinished candidates in the next step; 'sorted' takes several batches at "
-        "once and trains on those first that finish first.",
+        "'partial_rollout' continues unfinished candidates in the next step; 'sorted' starts several batches at once "
+        "and trains first on the prompts that finish first.",
     )
-    num_generations: int = setting(8, "Number of generations per prompt that are trained on [M].")
+    num_generations: Annotated[int, at_least(1)] = setting(
+        8, "Number of generations per prompt that are trained on [M]."
+    )
 
     # What is sampled
     max_num_generations: int = setting(
@@ -68,115 +96,210 @@ class ScheduleSettings(BatchSettings):
         "Fewest candidates of one prompt [M_low]. With `long_end_patience='auto'` defaults to `num_generations + 2`, "
         "or to what `target_redundancy` and `max_num_generations` allow where that is less: a prompt without a spare "
         "candidate waits for each of its own. Otherwise defaults to `num_generations`, as in the paper. Where lengths "
-        "hardly spread, or engines are full, spare candidates can't pay, and there are none unless it is set.",
+        "hardly vary, or engines are full, spare candidates don't pay, and prompts get none unless this is set.",
     )
     target_redundancy: float = setting(
         None,
-        "Candidates per row trained on, on average over a batch, while response lengths spread as they did in the "
-        "first steps [M_total / (N·M)]. The budget follows their spread from there. Between 1 and "
-        "`max_num_generations / num_generations`. Defaults to 1.5, or to the upper end where that is less.",
+        "Candidates per trained row, on average over a batch, while response lengths vary as they did in the first "
+        "steps [M_total / (N·M)]. From there, the budget follows their spread. Between 1 and "
+        f"`max_num_generations / num_generations`. Defaults to {DEFAULT_REDUNDANCY}, or to the upper end where that "
+        "is less.",
     )
-    redundancy_cost_weight: float | None = setting(
+    redundancy_cost_weight: Annotated[
+        float | None, Rule(lambda value: 0 < value < math.inf, "positive and finite")
+    ] = setting(
         None,
         "Weight of rollout time, in seconds, against variety in the budget [λ]. A larger one makes the budget "
-        "smaller. Needs `latency_curve`, and replaces `target_redundancy`. Unset, the budget is that of "
-        "`target_redundancy`.",
+        "smaller. Needs `latency_curve`, and replaces `target_redundancy`. If it is unset, `target_redundancy` sets "
+        "the budget.",
     )
-    length_ema: float = setting(0.5, "Weight of the newest observation in the moving averages of response lengths.")
+    length_ema: Annotated[float, Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1")] = setting(
+        DEFAULT_EMA, "Weight of the newest observation in the moving averages of response lengths."
+    )
 
     # What is waited for and kept
-    num_longest: int = setting(
+    num_longest: Annotated[int, at_least(0)] = setting(
         1,
         "How many of a prompt's `num_generations` rows are its longest complete candidates [L]. The others are its "
         "shortest ones.",
     )
     tail_pruning: bool = setting(
         True,
-        "Whether a prompt that was given `max_num_generations` candidates stops at its `num_generations`-th complete "
-        "one, keeps those and aborts the rest.",
+        "Whether a prompt with `max_num_generations` candidates stops at its `num_generations`-th complete one, keeps "
+        "those that are complete and aborts the rest.",
     )
-    # In this order, `str` is what a command line's value is: `HfArgumentParser` takes the type in the middle.
+    # `str` stands in the middle because that is the type `HfArgumentParser` gives to a command line's value.
     long_end_patience: float | str | None = setting(
         AUTO,
         "Bound on the wait for the long end. With 'auto', a prompt that has `num_generations` complete candidates "
-        "goes on as long as another prompt is still short of them, and no longer. A number, at least 1, aborts those "
-        "that reach this many times the `num_generations`-th shortest complete length. None ('none' on a command "
-        "line), the paper's rule, waits for the whole pool of every prompt that `tail_pruning` does not stop.",
+        "continues only while another prompt has fewer. A number, at least 1, aborts candidates that reach this many "
+        "times the `num_generations`-th shortest complete length. None ('none' on a command line), the paper's rule, "
+        "waits for all candidates of every prompt that `tail_pruning` does not stop.",
     )
-    long_end_every: int | None = setting(
+    long_end_every: Annotated[int | None, at_least(2)] = setting(
         None,
-        "One rollout in so many waits for the long end as in the paper, as if `long_end_patience` were None: long "
-        "wrong answers are then trained on, and lengths are known to their end. At least 2. Unset, none does.",
+        "One rollout in this many waits for the long end as in the paper, as if `long_end_patience` were None: long "
+        "wrong answers are then trained on, and all lengths are observed in full. At least 2. If it is unset, no "
+        "rollout does.",
     )
-    selection: str = setting(
+    selection: Annotated[str, one_of(SELECTIONS)] = setting(
         None,
-        "What is kept of a prompt's candidates: 'dual_end', the shortest and the longest complete ones; 'uniform', "
-        "those that came to an end, whatever their length; 'all', where no more are sampled than are kept. Defaults "
-        "to 'dual_end' with `schedule='darts'` and to 'all' otherwise. Tail batching, partial rollouts and sorted "
+        "Which of a prompt's candidates are kept: 'dual_end', the shortest and the longest complete ones; 'uniform', "
+        "those that finished, whatever their length; 'all', where no more are sampled than are kept. Defaults to "
+        "'dual_end' with `schedule='darts'` and to 'all' otherwise. Tail batching, partial rollouts and sorted "
         "batches can be combined with any.",
     )
 
     # Where candidates run
-    submit_order: str = setting(
+    submit_order: Annotated[str, one_of(("longest", "shortest", "arrival"))] = setting(
         None,
-        "In which order candidates start, by the lengths that are expected of them: 'longest' first, 'shortest' "
-        "first, or in that of their 'arrival'. Matters where engines have no room for all at once. Defaults to "
-        "'shortest' with `schedule='sorted'`, whose batches are those that finish first, to 'arrival' with 'grpo', as "
-        "in TRL, and to 'longest' otherwise.",
+        "In which order candidates start, by their expected lengths: 'longest' first, 'shortest' first, or in order "
+        "of 'arrival'. Matters where engines have no room for all at once. Defaults to 'shortest' with "
+        "`schedule='sorted'`, whose batches are those that finish first, to 'arrival' with 'grpo', as in TRL, and to "
+        "'longest' otherwise.",
     )
-    tail_switch_at: int | None = setting(
-        None,
-        "Unfinished candidates at which what is left of a rollout moves to `vllm_tail_server_url`. Unset, it moves "
-        "when that is predicted to pay, from the profile of both kinds of servers in `latency_curve`. 0 for never.",
+    tail_switch_at: Annotated[int | None, Rule(lambda value: value >= 0, "at least 1 candidate, or 0 for never")] = (
+        setting(
+            None,
+            "Number of unfinished candidates at which the rest of a rollout moves to `vllm_tail_server_url`. If it is "
+            "unset, the rest moves when that is predicted to pay, from the profile of both kinds of servers in "
+            "`latency_curve`. 0 for never.",
+        )
     )
-    tail_share: float = setting(
+    tail_share: Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and less than 1")] = setting(
         0.0,
-        "Share of prompts, those that are expected to be longest, whose candidates `vllm_tail_server_url` decodes "
+        "Share of prompts, those with the longest expected answers, whose candidates `vllm_tail_server_url` decodes "
         "from the start.",
     )
 
+    # Which prompts make a batch
+    prompt_oversampling: Annotated[float | None, OVERSAMPLING] = setting(
+        None,
+        "Prompts that are started for each trained prompt, with 'tail_batching' (defaults to "
+        "{tail_batching}) and 'partial_rollout' (defaults to {partial_rollout:g}).".format(
+            **SCHEDULE_DEFAULTS["prompt_oversampling"]
+        ),
+    )
+    max_partial_age: Annotated[int | None, at_least(1)] = setting(
+        None,
+        "Number of rollouts that may end while a prompt of 'partial_rollout' is unfinished; the next waits for it. "
+        f"Defaults to {SCHEDULE_DEFAULTS['max_partial_age']['partial_rollout']}.",
+    )
+    mask_stale_after: Annotated[int | None, at_least(0)] = setting(
+        None,
+        "Tokens sampled by a policy more than this many optimizer steps old are masked in the loss. Only with "
+        "schedules that keep tokens. If it is unset, all are trained on, with TRL's importance sampling correction.",
+    )
+    sorted_group_batches: Annotated[int | None, at_least(2)] = setting(
+        None,
+        "Number of batches of prompts that start together with 'sorted'. Defaults to "
+        f"{SCHEDULE_DEFAULTS['sorted_group_batches']['sorted']}.",
+    )
+    sorted_mode: Annotated[str | None, one_of(("on_policy", "partial"))] = setting(
+        None,
+        "What happens to unfinished prompts with 'sorted': 'on_policy' restarts them, 'partial' keeps their tokens. "
+        "Defaults to 'on_policy'.",
+    )
+    rollout_ahead: Annotated[int, Rule((0, 1).__contains__, "0 or 1: at most one batch is sampled ahead")] = setting(
+        0,
+        "1 samples the next batch while the optimizer steps on this one, so that servers and trainer work at the same "
+        "time. Each batch then comes from the weights of one batch before, with TRL's importance sampling "
+        "correction. 0 waits for each rollout. Only with `vllm_mode='server'`.",
+    )
+    drop_uniform_groups: bool = setting(
+        False,
+        "Whether groups whose rewards are all equal, which teach nothing, are replaced by further prompts until all "
+        "groups of the batch have a spread of rewards (DAPO's dynamic sampling). Only with `schedule` 'darts' or "
+        "'grpo' and `vllm_mode='server'`.",
+    )
+    max_prompt_oversampling: Annotated[float | None, OVERSAMPLING] = setting(
+        None,
+        "Prompts sampled for each trained prompt, at most, with `drop_uniform_groups`. Filler rows with zero loss "
+        f"weight stand in for groups that are missing then. Defaults to {MAX_OVERSAMPLING:g}.",
+    )
+    defer_unsettled_groups: bool = setting(
+        False,
+        "Whether a group whose kept rewards are all equal waits for a long round if some of its candidates were "
+        "aborted: long answers could have given it a spread. A long round decodes `num_generations` candidates of "
+        "each prompt to their end. Only with `schedule='darts'`, a bounded `long_end_patience` and "
+        "`vllm_mode='server'`.",
+    )
+
     def __post_init__(self) -> None:
-        self.check_types()
-        patience = self.long_end_patience
-        if isinstance(patience, str) and patience.replace(".", "", 1).isdigit():  # of a command line
-            self.long_end_patience = float(patience)
-        elif patience == "none":
-            self.long_end_patience = None
-        self._check_schedule()
         self.forget_filled_in()
-        self._fill_in_batches()
+        check_fields(self, ScheduleSettings)  # first: 'false' would count as true, and '1.5' end in a `TypeError`
+        self._check_patience()
         self._fill_in()
         self._check_selection()
-        self._check_patience()
-        self._check_long_end_every()
+        self._check_unread()
         self._check_budget()
-        self._check_batches()
-        self._check_placement()
+        self._check_prompts()
+        if self.tail_share and not self.ranks:
+            raise ConfigurationError(
+                f"`tail_share` ({self.tail_share}) needs expected lengths, which `submit_order` "
+                f"({self.submit_order!r}) does not use. Set `submit_order='longest'`, or leave `tail_share` unset."
+            )
 
-    def check_types(self) -> None:
-        """Before anything is computed of the values: `'false'` would count as true, and `'1.5'` end in a TypeError."""
-        check_types(self, ScheduleSettings)
+    def forget_filled_in(self) -> None:
+        """Unsets the values that another config filled in: this one may have other fields."""
+        for name, value in vars(self).items():
+            if isinstance(value, FilledIn):
+                setattr(self, name, None)
 
-    def _check_schedule(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
-        if self.num_generations < 1:
-            raise ConfigurationError(f"`num_generations` ({self.num_generations}) must be at least 1.")
+    def _check_patience(self) -> None:
+        patience = self.long_end_patience
+        if isinstance(patience, str) and patience != AUTO:  # of a command line
+            try:
+                patience = None if patience == "none" else float(patience)
+            except ValueError:
+                raise ConfigurationError(
+                    f"`long_end_patience` ({patience!r}) must be a number, 'auto' or None."
+                ) from None
+            self.long_end_patience = patience
+        if isinstance(patience, float | int) and not patience >= 1:
+            raise ConfigurationError(
+                f"`long_end_patience` ({patience}) must be at least 1, in multiples of the `num_generations`-th "
+                "shortest complete length. Set it to None for the paper's rule, which has no bound."
+            )
+        if self.long_end_every is not None and patience is None:
+            raise ConfigurationError(
+                f"`long_end_every` ({self.long_end_every}) has no effect with `long_end_patience` (None), with which "
+                "every rollout waits for the long end. Leave it unset."
+            )
 
     def _fill_in(self) -> None:
-        if self.max_num_generations is None:
-            self.max_num_generations = filled_in(2 * self.num_generations)
-        if self.target_redundancy is None:
-            most = self.max_num_generations / self.num_generations
-            self.target_redundancy = filled_in(min(DEFAULT_REDUNDANCY, most))
-        if self.submit_order is None:
-            order = {"grpo": "arrival", "sorted": "shortest"}.get(self.schedule, "longest")
-            self.submit_order = filled_in(order)
+        """Computes the defaults that depend on other fields."""
+        low = self.num_generations
         if self.selection is None:
             self.selection = filled_in(SCHEDULES[self.schedule])
+        if self.submit_order is None:
+            self.submit_order = filled_in(SUBMIT_ORDERS.get(self.schedule, "longest"))
+        if self.max_num_generations is None:
+            self.max_num_generations = filled_in(2 * low if self.over_provisions else low)
+        if self.target_redundancy is None:
+            self.target_redundancy = filled_in(min(DEFAULT_REDUNDANCY, self.max_num_generations / low))
+        if self.min_num_generations is None:
+            spare = SPARE_CANDIDATES if self.over_provisions and self.long_end_patience == AUTO else 0
+            self.min_num_generations = filled_in(min(low + spare, self.max_num_generations, self._affordable))
+        if self.drop_uniform_groups and self.max_prompt_oversampling is None:
+            self.max_prompt_oversampling = filled_in(MAX_OVERSAMPLING)
+        for name, defaults in SCHEDULE_DEFAULTS.items():
+            value = getattr(self, name)
+            if value is None:
+                setattr(self, name, filled_in(defaults.get(self.schedule)))
+            elif self.schedule not in defaults:
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) has no effect with `schedule` ({self.schedule!r}). Leave it unset, or set "
+                    f"`schedule` to {' or '.join(map(repr, defaults))}."
+                )
+
+    @property
+    def _affordable(self) -> int:
+        """Candidates per prompt that the budget allows on average."""
+        return math.floor(self.target_redundancy * self.num_generations + 1e-9)  # 1.1 × 10 is 11
 
     def _check_selection(self) -> None:
         schedule, selection = self.schedule, self.selection
-        check_choice("selection", selection, SELECTIONS)
         if (schedule == "grpo") != (selection == "all") and schedule in ("grpo", "darts"):
             other = {"grpo": "darts", "darts": "grpo"}[schedule]
             raise ConfigurationError(
@@ -184,121 +307,89 @@ class ScheduleSettings(BatchSettings):
                 f"{'keeps all that it samples' if schedule == 'grpo' else 'samples more than it keeps'}. Set "
                 f"`schedule={other!r}`, or leave `selection` unset."
             )
-        self._check_unread()
-        if self.max_num_generations < self.num_generations:
-            raise ConfigurationError(
-                f"`max_num_generations` ({self.max_num_generations}) must be at least `num_generations` "
-                f"({self.num_generations}). Raise it, or leave it unset for 2 × `num_generations`."
-            )
-        if not 0 <= self.num_longest < self.num_generations:
+        if selection == "dual_end" and self.num_longest >= self.num_generations:
             raise ConfigurationError(
                 f"`num_longest` ({self.num_longest}) must be at least 0 and less than `num_generations` "
-                f"({self.num_generations}): the other rows are the shortest ones. The paper uses 1."
+                f"({self.num_generations}), because the other rows are the shortest ones. The paper uses 1."
             )
 
     def _check_unread(self) -> None:
-        """Where all that is sampled is kept, values are refused that say something else."""
-        if self.over_provisions:
-            return
-        rows = self.num_generations
-        said_anyhow: dict[str, tuple[Any, ...]] = {
-            "max_num_generations": (rows, None),
-            "min_num_generations": (rows, None),
-            "target_redundancy": (1, None),
-            "redundancy_cost_weight": (None,),
-            "num_longest": (1,),  # the default; the others' default is filled in, or says what happens
-            "long_end_patience": (AUTO, None),  # both mean the same: what is wanted is waited for
-            "long_end_every": (None,),
-        }
-        for name, values in said_anyhow.items():
+        """Refuses values that nothing reads, unless they say what happens anyway."""
+        if not self.over_provisions:
+            remedy = "schedule='darts'" if self.schedule == "grpo" else "selection='dual_end'"
+            reason = f"`schedule` ({self.schedule!r}) and `selection` ('all'), which keep every candidate"
+            self._refuse_unread(OF_SELECTION, reason, remedy)
+        if self.selection == "uniform":
+            reason = "`selection` ('uniform'), which does not look at lengths"
+            self._refuse_unread({"num_longest": (1,)}, reason, "selection='dual_end'")
+        if not self.reads_lengths:
+            reason = f"`schedule` ({self.schedule!r}) and `submit_order` ('arrival'), which do not depend on lengths"
+            self._refuse_unread({"length_ema": (DEFAULT_EMA,)}, reason, "submit_order='longest'")
+
+    def _refuse_unread(self, unread: Mapping[str, tuple[Any, ...]], reason: str, remedy: str) -> None:
+        for name, choices in unread.items():
             value = getattr(self, name)
+            values = [self.num_generations if choice == "M" else choice for choice in choices]
             if value not in values and not isinstance(value, FilledIn):
-                remedy = "schedule='darts'" if self.schedule == "grpo" else "selection='dual_end'"
                 raise ConfigurationError(
-                    f"`{name}` ({value!r}) has no effect with `schedule` ({self.schedule!r}) and `selection` ('all'): "
-                    f"all that is sampled is kept. Leave it unset or at {values[0]!r}, or set `{remedy}`."
+                    f"`{name}` ({value!r}) has no effect with {reason}. Leave it unset or at {values[0]!r}, or set "
+                    f"`{remedy}`."
                 )
 
-    def _check_patience(self) -> None:
-        patience = self.long_end_patience
-        if patience in (None, AUTO):
-            return
-        if isinstance(patience, str):
-            raise ConfigurationError(f"`long_end_patience` ({patience!r}) must be a number, 'auto' or None.")
-        if not (patience or 0) >= 1:
-            raise ConfigurationError(
-                f"`long_end_patience` ({patience}) must be at least 1, in multiples of the `num_generations`-th "
-                "shortest complete length. Set it to None for the paper's rule, which has no bound."
-            )
-
-    def _check_long_end_every(self) -> None:
-        every = self.long_end_every
-        if every is None:
-            return
-        if every < 2:
-            raise ConfigurationError(
-                f"`long_end_every` ({every}) must be at least 2. Set `long_end_patience=None` for a wait in every "
-                "rollout, or leave it unset for none."
-            )
-        if self.long_end_patience is None:
-            raise ConfigurationError(
-                f"`long_end_every` ({every}) has no effect with `long_end_patience` (None): every rollout waits so. "
-                "Leave it unset."
-            )
-
     def _check_budget(self) -> None:
-        highest = self.max_num_generations / self.num_generations
-        if not 1 <= self.target_redundancy <= highest:
+        low, high = self.num_generations, self.max_num_generations
+        if high < low:
+            raise ConfigurationError(
+                f"`max_num_generations` ({high}) must be at least `num_generations` ({low}). Raise it, or leave it "
+                "unset for 2 × `num_generations`."
+            )
+        if not 1 <= self.target_redundancy <= high / low:
             raise ConfigurationError(
                 f"`target_redundancy` ({self.target_redundancy}) must be between 1 and `max_num_generations` / "
-                f"`num_generations` ({highest:g}). Lower it, or raise `max_num_generations`."
+                f"`num_generations` ({high / low:g}). Correct it, or raise `max_num_generations`."
             )
-        if self.redundancy_cost_weight is not None and not 0 < self.redundancy_cost_weight < math.inf:
-            raise ConfigurationError(
-                f"`redundancy_cost_weight` ({self.redundancy_cost_weight}) must be positive and finite. Leave it "
-                "unset for a budget by `target_redundancy`."
-            )
-        self._set_minimum()
-        if not 0 < self.length_ema <= 1:
-            raise ConfigurationError(
-                f"`length_ema` ({self.length_ema}) must be greater than 0 and at most 1, the weight of the newest "
-                "observation."
-            )
-
-    def _set_minimum(self) -> None:
-        low, high = self.num_generations, self.max_num_generations
-        affordable = math.floor(self.target_redundancy * low + 1e-9)  # 1.1 × 10 is 11
-        if self.min_num_generations is None:
-            spare = SPARE_CANDIDATES if self.over_provisions and self.long_end_patience == AUTO else 0
-            self.min_num_generations = filled_in(min(low + spare, high, affordable))
         if not low <= self.min_num_generations <= high:
             raise ConfigurationError(
                 f"`min_num_generations` ({self.min_num_generations}) must be between `num_generations` ({low}) and "
                 f"`max_num_generations` ({high}). Correct it, or leave it unset."
             )
-        if self.redundancy_cost_weight is None and self.min_num_generations > affordable:
+        if self.redundancy_cost_weight is None and self.min_num_generations > self._affordable:
             raise ConfigurationError(
                 f"`min_num_generations` ({self.min_num_generations}) must be at most `target_redundancy` × "
-                f"`num_generations` ({self.target_redundancy * low:g}), what there is for each prompt. Lower it, "
-                "or raise `target_redundancy`."
+                f"`num_generations` ({self.target_redundancy * low:g}), the average per prompt. Lower it, or raise "
+                "`target_redundancy`."
             )
 
-    def _check_placement(self) -> None:
-        check_choice("submit_order", self.submit_order, SUBMIT_ORDERS)
-        if self.tail_switch_at is not None and self.tail_switch_at < 0:
+    def _check_prompts(self) -> None:
+        if self.mask_stale_after is not None and not self.keeps_tokens:
             raise ConfigurationError(
-                f"`tail_switch_at` ({self.tail_switch_at}) must be at least 1 candidate, or 0 for never. Leave it "
-                "unset for a switch when it is predicted to pay."
+                f"`mask_stale_after` ({self.mask_stale_after}) has no effect with `sorted_mode` "
+                f"({self.sorted_mode!r}), with which all tokens are of the newest policy. Leave it unset."
             )
-        if not 0 <= self.tail_share < 1:
+        if self.drop_uniform_groups and self.schedule not in ("darts", "grpo"):
             raise ConfigurationError(
-                f"`tail_share` ({self.tail_share}) must be at least 0 and less than 1: the main servers decode the "
-                "other prompts."
+                f"`drop_uniform_groups` (True) does not run with `schedule` ({self.schedule!r}), which chooses its "
+                "prompts itself. Set it to `False`, or use `schedule='darts'` or 'grpo'."
             )
-        if self.tail_share and not self.ranks:
+        if self.defer_unsettled_groups:
+            self._check_deferral()
+        if self.max_prompt_oversampling is not None and not self.drop_uniform_groups:
             raise ConfigurationError(
-                f"`tail_share` ({self.tail_share}) needs expected lengths, which nothing asks for with `submit_order` "
-                f"({self.submit_order!r}). Set `submit_order='longest'`, or leave it out."
+                f"`max_prompt_oversampling` ({self.max_prompt_oversampling}) has no effect without "
+                "`drop_uniform_groups`. Leave it unset, or set that to `True`."
+            )
+
+    def _check_deferral(self) -> None:
+        cause = None
+        if self.schedule != "darts":
+            cause = f"`schedule` ({self.schedule!r}): only 'darts' aborts candidates of groups that it trains on"
+        elif self.long_end_patience is None:
+            cause = "`long_end_patience` (None), which waits for all candidates"
+        elif self.drop_uniform_groups:
+            cause = "`drop_uniform_groups` (True), which replaces uniform groups"
+        if cause is not None:
+            raise ConfigurationError(
+                f"`defer_unsettled_groups` (True) does not run with {cause}. Set one of them to another value."
             )
 
     @property
@@ -313,8 +404,42 @@ class ScheduleSettings(BatchSettings):
 
     @property
     def ranks(self) -> bool:
-        """Whether the order of submission asks for expected lengths."""
+        """Whether the order of submission depends on expected lengths."""
         return self.submit_order != "arrival"
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether any decision depends on the lengths of earlier responses."""
+        return self.over_provisions or self.ranks
+
+    @property
+    def buffers_prompts(self) -> bool:
+        """Whether prompts are taken before their turn, or outlive a rollout. The rollout buffer then makes batches."""
+        own = self.schedule in ("tail_batching", "partial_rollout", "sorted")
+        return own or self.rollout_ahead > 0 or self.drop_uniform_groups or self.defer_unsettled_groups
+
+    @property
+    def own_prompts(self) -> str:
+        """The beginning of an error about a schedule that `buffers_prompts`."""
+        if self.rollout_ahead:
+            return f"`rollout_ahead` ({self.rollout_ahead}) samples each batch before its turn, and does not run"
+        flags = [name for name in ("drop_uniform_groups", "defer_unsettled_groups") if getattr(self, name)]
+        given = f"`{flags[0]}` (True)" if flags else f"`schedule` ({self.schedule!r})"
+        return f"{given} trains on other prompts than the data loader's next ones, and does not run"
+
+    @property
+    def without_own_prompts(self) -> str:
+        """What to set instead."""
+        if self.rollout_ahead:
+            return "`rollout_ahead=0`"
+        if self.defer_unsettled_groups:
+            return "`defer_unsettled_groups=False`"
+        return "`drop_uniform_groups=False`" if self.drop_uniform_groups else "`schedule='darts'`"
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether candidates that are unfinished when a batch is ready continue in the next rollout."""
+        return self.schedule == "partial_rollout" or self.sorted_mode == "partial"
 
     def policies(
         self,
@@ -325,29 +450,31 @@ class ScheduleSettings(BatchSettings):
         tail: TailServers | None = None,
     ) -> SchedulePolicies:
         """
-        The policies of one rollout, complete. Groups start in `submit_order` by their expected lengths (NaN where
-        nothing is known), unless their `placement` is decided already. `batch_stop` defaults to the end of all groups;
-        see [`Round`]. `rollout` counts from 0, for `long_end_every`. `tail` is what is known of tail servers, where
-        there are any.
+        The policies of one rollout. Groups start in `submit_order` of their expected lengths (NaN where nothing is
+        known), unless a `placement` is given. `batch_stop` defaults to the end of all groups, see [`Round`]. `rollout`
+        counts from 0, for `long_end_every`. `tail` is what is known of the tail servers, if there are any.
         """
         if placement is None and self.ranks and expected_lengths is not None:
             placement = LengthOrder(expected_lengths, self.submit_order == "longest")
         every = self.long_end_every
-        return make_policies(
-            self.schedule,
-            self.num_generations,
-            self.max_num_generations,
-            self.num_longest,
-            self.tail_pruning,
-            None if every and (rollout + 1) % every == 0 else self.long_end_patience,
-            self.selection,
-            batch_stop,
-            placement,
+        stop: GroupStop = WaitForAll()
+        if self.over_provisions:
+            stop = (DualEnd if self.selection == "dual_end" else UniformPool)(
+                self.num_generations,
+                self.max_num_generations,
+                self.num_longest,
+                self.tail_pruning,
+                None if every and (rollout + 1) % every == 0 else self.long_end_patience,
+            )
+        return SchedulePolicies(
+            stop,
+            batch_stop or AllGroups(),
+            placement or LeastLoaded(),
             None if tail is None else TailPolicy(tail, self.tail_switch_at, self._long_groups(expected_lengths)),
         )
 
     def _long_groups(self, expected_lengths: Sequence[float] | None) -> frozenset[int]:
-        """Those that tail servers decode from the start (StreamRL's skewness-aware dispatching)."""
+        """The groups that tail servers decode from the start (StreamRL's skewness-aware dispatching)."""
         if not self.tail_share or expected_lengths is None:
             return frozenset()
         lengths = known_lengths(expected_lengths)
@@ -368,9 +495,9 @@ class ScheduleSettings(BatchSettings):
     ) -> AdmissionPolicy:
         """
         The policy that gives each prompt its candidates, for `num_engines` that decode a batch together, `num_slots`
-        sequences of it at once (no limit by default). The curve is that of one engine, and [`ConfigurationError`] is
-        raised if it is missing where `redundancy_cost_weight` needs it. A switch to `tail` servers is predicted from
-        lengths, which are learned for it under any schedule.
+        sequences of it at once (no limit by default). The curve is that of one engine;
+        [`ConfigurationError`] is raised if `redundancy_cost_weight` needs it and it is missing. Where a switch to
+        `tail` servers is predicted, lengths are learned under any schedule.
         """
         if not self.over_provisions:
             learns = self.ranks or (tail is not None and tail.times is not None)
@@ -384,6 +511,6 @@ class ScheduleSettings(BatchSettings):
             num_engines,
             self.min_num_generations,
             num_slots,
-            not isinstance(self.min_num_generations, FilledIn),  # a user asks for the spare candidates
+            not isinstance(self.min_num_generations, FilledIn),  # the user asked for the spare candidates
         )
         return VarianceAdmission(tracker, budget)

@@ -1,4 +1,4 @@
-"""What is remembered of a rollout once its tokens are gone: lengths, ends and choices per group, and occupancy."""
+"""Summary of a rollout without its tokens: lengths, finish reasons and selections per group, and occupancy."""
 
 from dataclasses import dataclass, field
 
@@ -10,23 +10,23 @@ from .types import FinishReason, GroupResult, RolloutResult
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
     """
-    A group without its tokens. `times` has when each candidate was submitted first and when it ended, in seconds on
-    the engine's clock; equal for one that was called off before it was submitted.
+    A group without its tokens. `times` has each candidate's first submission and end in seconds on the engine's clock.
+    They are equal for a candidate that was aborted before its submission.
     """
 
     group_id: int
     prompt_key: int
-    lengths: list[int]  # (M'_i,), also of the aborted ones
+    lengths: list[int]  # (M'_i,), including aborted ones
     finish_reasons: list[str]  # (M'_i,), the values of `FinishReason`
     selected: list[int]  # (M,)
     num_prompt_tokens: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)  # (M'_i, 2)
-    carried: list[int] = field(default_factory=list)  # (M'_i,), tokens of an earlier rollout; empty for none
+    carried: list[int] = field(default_factory=list)  # (M'_i,), tokens from an earlier rollout; empty if none
     expected_length: float | None = None
 
     @classmethod
     def of(cls, group: GroupResult) -> "GroupSummary":
-        resumed = [len(partial.tokens) for partial in group.plan.resumed]  # they have the first indices
+        resumed = [len(partial.tokens) for partial in group.plan.resumed]  # these come first
         return cls(
             group_id=group.plan.group_id,
             prompt_key=group.plan.prompt_key,
@@ -45,15 +45,15 @@ class GroupSummary:
 
     @property
     def censored(self) -> list[bool]:
-        """For each candidate, whether its length is only a lower bound."""
+        """Whether each candidate's length is only a lower bound."""
         return [reason != FinishReason.STOP for reason in self.finish_reasons]
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How busy the engines were."""
+    """Occupancy of the engines."""
 
-    peak: int  # most candidates that ran at once
+    peak: int  # most candidates running at once
     area: float  # running candidates integrated over time, in candidate-seconds
     seconds: float  # from the first submission to the last end
 
@@ -66,14 +66,14 @@ class Occupancy:
         return cls(int(running.max()), area, float(times[-1] - times[0]))
 
     def then(self, later: "Occupancy") -> "Occupancy":
-        """Of both rollouts, one after the other."""
+        """Returns the occupancy of two consecutive rollouts."""
         return Occupancy(max(self.peak, later.peak), self.area + later.area, self.seconds + later.seconds)
 
 
 def bubble_ratio(occupancy: Occupancy) -> float:
     """
-    Share of the decoding slots that stood idle (SortedRL, Eq. 4), between 0 and 1; 0 for an empty rollout. The queue
-    size Q of the equation is the most candidates that ran at once, over all engines.
+    Share of idle decoding slots (SortedRL, Eq. 4), between 0 and 1; 0 for an empty rollout. The queue size Q of the
+    equation is the peak number of running candidates over all engines.
     """
     slots = occupancy.peak * occupancy.seconds
     return 1.0 - occupancy.area / slots if slots > 0 else 0.0

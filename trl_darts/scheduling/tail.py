@@ -1,6 +1,6 @@
 """
-Tail servers: engines of another layout beside the main ones. Which candidates they decode from the start, and when
-they take over what is left, is decided here; the scheduler moves the candidates.
+Tail servers are engines of another layout. This policy decides which candidates they decode from the start, and when
+they take over the remaining ones. The scheduler moves the candidates.
 """
 
 import math
@@ -16,30 +16,30 @@ from .ledger import RUNNING, Ledger
 from .types import Candidate, EngineLoad, Group, TailSwitch
 
 
-# A switch is considered at each end of the last so many candidates; before, whenever a sixteenth of them have ended.
-LOOKS = 16
+LOOKS = 16  # a switch is considered when 1 / LOOKS of the unfinished candidates, at least one, has ended
 
 
 @dataclass(frozen=True)
 class TailServers:
-    """What a training knows of its tail servers. Without `times`, no switch can be predicted."""
+    """Properties of the tail servers. Without `times`, no switch can be predicted."""
 
     times: TailTimes | None = None
     max_completion_length: int = 1 << 31  # tokens
-    takes_turns: bool = False  # whether they are on the main servers' GPUs, and asleep until these sleep
+    takes_turns: bool = False  # whether they share the main servers' GPUs, so that only one kind is awake
 
 
 class TailPolicy:
     """
-    The tail servers' part in one rollout.
+    Policy for the tail servers in one rollout.
 
     Args:
         servers ([`TailServers`]):
-            What is known of them.
+            Properties of the tail servers.
         switch_at (`int`, *optional*):
-            Unfinished candidates at which what is left moves; 0 for never. By default when it is predicted to pay.
+            Number of unfinished candidates at which the switch happens; 0 for never. By default, it happens when it is
+            predicted to pay.
         long_groups (`Set[int]`, *optional*):
-            IDs of groups that they decode from the start.
+            IDs of groups that the tail servers decode from the start.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TailPolicy:
         self._next_look = math.inf  # number of unfinished candidates
 
     def is_due(self, num_unfinished: int, engines: Iterable[EngineLoad]) -> bool:
-        """Whether `decide` should be asked with so many candidates left."""
+        """Whether to call `decide` with this number of unfinished candidates."""
         threshold: float = self._next_look if self.servers.times is not None else 0
         if self.switch_at is not None:
             threshold = self.switch_at
@@ -67,22 +67,22 @@ class TailPolicy:
         ready: AbstractSet[int],
     ) -> TailSwitch | None:
         """
-        The switch, if it is time. `awaited` is the group stop's, `is_batch` says whether groups are enough for the
-        trainer, and those that are `ready` have enough themselves.
+        Returns the switch, or `None` if it is not time. `awaited` is the group stop's method. `is_batch` tells whether
+        a set of groups completes the batch. The `ready` groups have enough candidates.
         """
         num, times = ledger.num_unfinished, self.servers.times
         self._next_look = num - max(1, num // LOOKS)
         if times is None:
             return TailSwitch(num)
         main, tail = (_candidates_of(ledger, kind) for kind in (False, True))
-        if not any(main):  # what is left waits for an engine
+        if not any(main):  # the unfinished candidates wait for an engine
             return None
         if self.switch_at is None:
-            contexts = ([_contexts(ledger, own) for own in engines] for engines in (main, tail))
+            contexts = ([_contexts(ledger, running) for running in engines] for engines in (main, tail))
             if not times.faster_now(*contexts):
                 return None
         rest = self._remaining(ledger, awaited, is_batch, ready)
-        work = ([(_contexts(ledger, own), _rests(own, rest)) for own in engines] for engines in (main, tail))
+        work = ([(_contexts(ledger, running), _rests(running, rest)) for running in kind] for kind in (main, tail))
         forecast = times.forecast(*work)
         return TailSwitch(num, forecast) if self.switch_at is not None or forecast.pays else None
 
@@ -93,17 +93,17 @@ class TailPolicy:
         is_batch: Callable[[AbstractSet[int]], bool],
         ready: AbstractSet[int],
     ) -> dict[int, float]:
-        """Tokens that each running candidate will still decode, by its ID: none does once the batch is ready."""
+        """Returns the tokens that each running candidate will decode until the batch is ready, by its ID."""
         candidates, groups = ledger.candidates, ledger.groups
         running = [c for c in candidates if c.state is RUNNING]
-        lacking = remaining_lengths(
+        lengths = remaining_lengths(
             [c.length for c in candidates],
             [c.state is RUNNING for c in candidates],
             [c.complete for c in candidates],
             [groups[c.group_id].plan.expected_length or 1.0 for c in candidates],
             self.servers.max_completion_length,
         )
-        rest = {c.candidate_id: float(tokens) for c, tokens in zip(running, lacking, strict=True)}
+        rest = {c.candidate_id: float(tokens) for c, tokens in zip(running, lengths, strict=True)}
         steps = {
             group_id: _steps_left(group, awaited, rest)
             for group_id, group in groups.items()
@@ -119,7 +119,7 @@ class TailPolicy:
 
 
 def _steps_left(group: Group, awaited: Callable[[Group], tuple[int, float]], rest: Mapping[int, float]) -> float:
-    """Tokens until the group has enough, as far as its candidates run."""
+    """Returns the decoding steps until the group has enough complete candidates, by its running ones."""
     num, bound = awaited(group)
     running = [c for c in group.unfinished if c.state is RUNNING]
     tokens = sorted(min(rest[c.candidate_id], max(1.0, bound - c.length)) for c in running)
@@ -127,16 +127,16 @@ def _steps_left(group: Group, awaited: Callable[[Group], tuple[int, float]], res
 
 
 def _candidates_of(ledger: Ledger, tail: bool) -> list[list[Candidate]]:
-    """What each engine of a kind runs."""
-    own: dict[str | None, list[Candidate]] = {name: [] for name, load in ledger.engines.items() if load.tail == tail}
+    """Returns the running candidates of each main or tail engine."""
+    found: dict[str | None, list[Candidate]] = {name: [] for name, load in ledger.engines.items() if load.tail == tail}
     for candidate in ledger.candidates:
-        if candidate.state is RUNNING and candidate.engine_id in own:
-            own[candidate.engine_id].append(candidate)
-    return list(own.values())
+        if candidate.state is RUNNING and candidate.engine_id in found:
+            found[candidate.engine_id].append(candidate)
+    return list(found.values())
 
 
 def _contexts(ledger: Ledger, candidates: Sequence[Candidate]) -> Array:
-    """Tokens of prompt and completion."""
+    """Returns the tokens of prompt and completion of each candidate."""
     return np.array([ledger.groups[c.group_id].plan.num_prompt_tokens + c.length for c in candidates], float)
 
 

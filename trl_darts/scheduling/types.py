@@ -1,5 +1,5 @@
 """
-The nouns of a rollout: candidates, groups, engines, results, events and commands.
+Types of a rollout: candidates, groups, engines, results, events and commands.
 
 A *group* is one prompt and all the answers sampled for it. A *candidate* is one of those answers. `num_generations` of
 a group's candidates become the rows that TRL trains on.
@@ -9,7 +9,7 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
    │                          ├── Abort ──▶ ABORTING ──▶ ABORTED
    │◀─ engine lost, moved ────┤
    │                          └── can't be completed ──▶ LOST
-   └── not wanted any more ──▶ ABORTED
+   └── no longer needed ──▶ ABORTED
 ```
 """
 
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 
 class CandidateState(StrEnum):
-    """Where a candidate is in its life. The last three are final."""
+    """State of a candidate. The last three are final."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -41,7 +41,7 @@ class CandidateState(StrEnum):
 
 
 FINAL_STATES = frozenset({CandidateState.FINISHED, CandidateState.ABORTED, CandidateState.LOST})
-# Before Python 3.12, looking up a member in its class calls a function: too slow where each candidate is asked.
+# Before Python 3.12, looking up an enum member in its class calls a function, which is too slow per candidate.
 _WAITING, _RUNNING, _FINISHED = CandidateState.WAITING, CandidateState.RUNNING, CandidateState.FINISHED
 _STOP = FinishReason.STOP
 
@@ -51,27 +51,27 @@ class Candidate:
     """
     One answer being sampled.
 
-    `tokens` holds everything sampled so far, prior segments included; `logprobs` is as long, or `None` where the
-    engine gives none. `segment` counts the submissions: an event of an older segment is stale and ignored.
-    `num_empty_attempts` counts the submissions in a row that were lost without a new token. `started` and `ended` are
-    when it was submitted first and when it ended, in seconds.
+    `tokens` holds all tokens sampled so far, including prior segments. `logprobs` has the same length, or is `None` if
+    the engine returns none. `segment` counts submissions: an event of an older segment is ignored.
+    `num_empty_attempts` counts consecutive submissions that were lost without a new token. `started` and `ended` are
+    the times of the first submission and of the end, in seconds.
     """
 
     candidate_id: int
     group_id: int
     index: int
-    tokens: Sequence[int] = ()  # a list of its own once there are tokens, or it has ended: a rollout has thousands
+    tokens: Sequence[int] = ()  # becomes a list with the first tokens, or at the end
     logprobs: list[float] | None = None
     state: CandidateState = CandidateState.WAITING
     finish_reason: FinishReason | None = None
     engine_id: str | None = None
     segment: int = -1
-    num_prior: int = 0  # tokens that it had when it was submitted last
-    expected_rest: float = 0.0  # tokens that it was expected to need then
+    num_prior: int = 0  # number of tokens at the last submission
+    expected_rest: float = 0.0  # tokens expected to follow at the last submission
     num_empty_attempts: int = 0
-    moving: bool = False  # whether it is aborted to go on on another engine
-    stalled_on: str | None = None  # the engine that gave it no tokens: it goes on on another one, if there is one
-    num_restarts: int = 0  # how often its tokens were thrown away, because they can't go on in another request
+    moving: bool = False  # whether it was aborted to continue on another engine
+    stalled_on: str | None = None  # engine that gave it no tokens; it continues on another one if possible
+    num_restarts: int = 0  # how often its tokens were discarded, because requests can't carry them
     started: float | None = None
     ended: float | None = None
 
@@ -81,7 +81,7 @@ class Candidate:
 
     @property
     def complete(self) -> bool:
-        """Whether it came to its natural end (and was not called off just before)."""
+        """Whether it ended by itself and was not aborted before."""
         return self.state is _FINISHED and self.finish_reason is _STOP
 
 
@@ -90,31 +90,28 @@ class PartialCandidate:
     """A candidate carried over from an earlier rollout."""
 
     tokens: Sequence[int]
-    logprobs: Sequence[float] | None = None  # `None` from an engine that gives none
-    finish_reason: FinishReason | None = None  # set where it has come to its end: it is not resumed
-    num_segments: int = 0  # how often it was submitted: an engine with a seed must not draw the same numbers again
+    logprobs: Sequence[float] | None = None  # `None` if the engine returns none
+    finish_reason: FinishReason | None = None  # set if it has ended, so that it is not resumed
+    num_segments: int = 0  # number of submissions, so that an engine with a seed does not reuse random numbers
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """
-    What admission decided for one prompt. Its `resumed` candidates take the first indices, and the other
-    `num_candidates - len(resumed)` start afresh.
-    """
+    """Plan for one prompt. The `resumed` candidates come first; the other `num_candidates - len(resumed)` are new."""
 
     group_id: int  # unique within the rollout
-    num_candidates: int  # M'_i, at least the `num_generations` rows that the group must yield
-    prompt_key: int = 0  # of the whole training, see `prompt_key` in admission.py
+    num_candidates: int  # M'_i, at least `num_generations`
+    prompt_key: int = 0  # identity over the whole run, see `prompt_key` in admission.py
     num_prompt_tokens: int = 0
     resumed: tuple[PartialCandidate, ...] = ()
-    expected_length: float | None = None  # tokens of one candidate, where something is known
+    expected_length: float | None = None  # tokens of one candidate, if known
 
 
 @dataclass(slots=True)
 class Group:
     """
-    One prompt and its candidates. The counters are kept by the scheduler, so that policies decide in O(1). `error` is
-    the engine's message where the group was dropped because it can't be completed.
+    One prompt and its candidates. The ledger updates the counters, so that policies decide in O(1). `error` is the
+    engine's message if the group was dropped because it can't be completed.
     """
 
     plan: GroupPlan
@@ -131,7 +128,7 @@ class Group:
 
     @property
     def settled(self) -> bool:
-        """Whether its rows are chosen. Nothing that arrives later changes them."""
+        """Whether its rows are selected. Later events do not change them."""
         return self.selected is not None
 
     @property
@@ -141,12 +138,12 @@ class Group:
 
     @property
     def unfinished(self) -> list[Candidate]:
-        """Candidates that wait or run, and are not called off."""
+        """Candidates that are WAITING or RUNNING."""
         return [c for c in self.candidates if c.state is _RUNNING or c.state is _WAITING]
 
 
 class Timeline:
-    """How many candidates ran, and since when. Two arrays: a long rollout has hundreds of thousands of entries."""
+    """Number of running candidates over time, in arrays: a long rollout has hundreds of thousands of entries."""
 
     __slots__ = ("running", "times")
 
@@ -155,7 +152,7 @@ class Timeline:
         self.running = array("q")  # candidates running from then on
 
     def add(self, now: float, num_running: int) -> None:
-        """Notes a change; of several at the same time, the last one counts."""
+        """Records a change. Of several changes at the same time, the last one counts."""
         times = self.times
         if times and times[-1] == now:
             self.running[-1] = num_running
@@ -166,13 +163,13 @@ class Timeline:
 
 @dataclass(slots=True)
 class EngineLoad:
-    """What placement sees of an engine."""
+    """Load of an engine, for placement."""
 
     engine_id: str
-    capacity: int | None = None  # the most candidates at once; `None` for no limit
+    capacity: int | None = None  # most candidates at once; `None` for no limit
     num_running: int = 0
-    expected_tokens: float = 0.0  # that those which it runs were expected to need when they were submitted
-    tail: bool = False  # whether it is one of those that take over what is left
+    expected_tokens: float = 0.0  # expected tokens of its running candidates, as of their submission
+    tail: bool = False  # whether it is a tail server
 
     @property
     def has_room(self) -> bool:
@@ -182,8 +179,8 @@ class EngineLoad:
 @dataclass(frozen=True, slots=True)
 class GroupResult:
     """
-    What a group yielded. `selected` are the indices of its `num_generations` rows in `candidates`, ascending. A group
-    that was deferred is not `complete`: it has no rows, and its candidates carry what was sampled so far.
+    Result of a group. `selected` are the indices of its `num_generations` rows in `candidates`, ascending. A deferred
+    group is not `complete`: it has no rows, and its candidates have the tokens sampled so far.
     """
 
     plan: GroupPlan
@@ -193,28 +190,28 @@ class GroupResult:
 
     @property
     def rows(self) -> list[Candidate]:
-        """The `num_generations` candidates that are trained on."""
+        """The `num_generations` candidates to train on."""
         return [self.candidates[i] for i in self.selected]
 
 
 @dataclass
 class TailSwitch:
-    """A switch to tail servers. It is made once, and counts what it moves."""
+    """A switch to tail servers, at most one per rollout, with counters of the moved candidates."""
 
-    num_unfinished: int  # candidates, when it was decided
-    forecast: Forecast | None = None  # what was predicted of it, where layouts were measured
+    num_unfinished: int  # unfinished candidates at the decision
+    forecast: Forecast | None = None  # predicted times, if the layouts were profiled
     begun: float = 0.0  # seconds on the engine's clock
     num_moved: int = 0
-    num_tokens: int = 0  # that tail servers read anew, prompts included
+    num_tokens: int = 0  # tokens that tail servers prefill, prompts included
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
     """
-    What a rollout yielded: the groups in the order in which they were given, and how many candidates ran over time.
-    `num_resumed` counts submissions that had to be made again because an engine was lost or gave no tokens. `dropped`
-    has, by `group_id`, why a group could not be completed; there are none unless `drop_failed_groups` is set.
-    `tail_switch` is set if tail servers took over.
+    Result of a rollout: the groups in their given order, and the number of running candidates over time. `num_resumed`
+    counts submissions that were repeated because an engine was lost or gave no tokens. `dropped` has the errors of
+    groups that could not be completed, by `group_id`; it is empty unless `drop_failed_groups` is set. `tail_switch` is
+    set if tail servers took over.
     """
 
     groups: list[GroupResult]
@@ -225,13 +222,13 @@ class RolloutResult:
     tail_switch: TailSwitch | None = None
 
 
-# What engines report, and what they are told. `now` is in seconds on the engine's clock; `segment` is that of the
-# command which an event answers.
+# Events from engines and commands to them. `now` is in seconds on the engine's clock. The `segment` of an event is
+# that of the command that it answers.
 
 
 @dataclass(slots=True)
 class TokensArrived:
-    """New tokens of a running candidate. `offset` is how many it had before, so that a repeated chunk does no harm."""
+    """New tokens of a running candidate. `offset` is its previous number of tokens, so that repeats are detected."""
 
     candidate_id: int
     segment: int
@@ -243,7 +240,7 @@ class TokensArrived:
 
 @dataclass(slots=True)
 class CandidateEnded:
-    """A candidate stopped decoding, with its last tokens (those after `offset`)."""
+    """A candidate has ended, with its last tokens (those after `offset`)."""
 
     candidate_id: int
     segment: int
@@ -256,7 +253,7 @@ class CandidateEnded:
 
 @dataclass(slots=True)
 class CandidateFailed:
-    """An engine refused a candidate or broke while decoding it; `error` is its own message."""
+    """An engine rejected a candidate or failed while decoding it. `error` is the engine's message."""
 
     candidate_id: int
     segment: int
@@ -267,8 +264,8 @@ class CandidateFailed:
 @dataclass(slots=True)
 class CandidateStalled:
     """
-    A candidate got no tokens for too long from an engine that decodes others; its request has been closed. It goes on
-    elsewhere, and the engine stays.
+    A candidate got no tokens for too long from an engine that decodes others, and its request was closed. It continues
+    on another engine.
     """
 
     candidate_id: int
@@ -279,7 +276,7 @@ class CandidateStalled:
 
 @dataclass(slots=True)
 class EngineLost:
-    """An engine is gone, with everything that it was decoding. What it decoded goes on elsewhere, or waits."""
+    """An engine is lost. Its candidates continue on other engines, or wait for one."""
 
     engine_id: str
     error: str
@@ -288,7 +285,7 @@ class EngineLost:
 
 @dataclass(slots=True)
 class EngineJoined:
-    """An engine is ready to take candidates."""
+    """An engine is ready for candidates."""
 
     engine_id: str
     now: float
@@ -298,9 +295,7 @@ class EngineJoined:
 
 @dataclass(slots=True)
 class EngineResized:
-    """
-    An engine takes more candidates at once than before, or fewer: 0 while it is drained. What it decodes goes on.
-    """
+    """The capacity of an engine has changed, to 0 while it is drained. Its running candidates continue."""
 
     engine_id: str
     capacity: int | None
@@ -309,7 +304,7 @@ class EngineResized:
 
 @dataclass(slots=True)
 class RolloutExpired:
-    """Nothing more will come: a deadline has passed, or no engine is left. `error` says what."""
+    """The rollout must end, because a deadline has passed or no engine remains. `error` is the reason."""
 
     error: str
     now: float
@@ -329,7 +324,7 @@ Event = (
 
 @dataclass(slots=True)
 class Submit:
-    """Decode a candidate, after its `prior_tokens` where there are any."""
+    """Decode a candidate, continuing from its `prior_tokens` if any."""
 
     candidate_id: int
     group_id: int
@@ -341,7 +336,7 @@ class Submit:
 
 @dataclass(slots=True)
 class Abort:
-    """Stop decoding a candidate and report what it has."""
+    """Stop decoding a candidate and report its tokens."""
 
     candidate_id: int
     engine_id: str
@@ -350,7 +345,7 @@ class Abort:
 
 @dataclass(slots=True)
 class TakeTurns:
-    """Put the main engines to sleep, which decode nothing now, and wake the tail's on the same GPUs."""
+    """Put the idle main engines to sleep, and wake the tail engines on the same GPUs."""
 
 
 Command = Submit | Abort | TakeTurns

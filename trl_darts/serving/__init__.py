@@ -1,7 +1,6 @@
 """
-Starting vLLM servers for a trainer, watching them and ending them. No command line, and nothing is printed here.
+Starts vLLM servers for a trainer, monitors them and stops them. This package has no command line and prints nothing.
 
-What is asked for ([`ServeOptions`]) and what is installed ([`VLLMBuild`]) become one [`ServerCommand`] per server, or
-a `ConfigurationError` before any process exists. [`Server`] runs one command behind a guard, [`Supervisor`] runs them
-all.
+The user's options ([`ServeOptions`]) and the installed vLLM ([`VLLMBuild`]) give one [`ServerCommand`] per server, or
+a `ConfigurationError` before any process exists. [`Server`] runs one command under a guard, [`Supervisor`] runs all.
 """

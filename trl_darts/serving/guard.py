@@ -1,15 +1,15 @@
 """
-The process between us and a server: it ends the server, and everything that the server started, when we are gone.
+A process between `trl-darts serve` and a server. It stops the server and all its descendants when `serve` is gone.
 
 Its standard input is a pipe to which nothing is ever written. The kernel closes it when `trl-darts serve` closes its
-end *or dies*, SIGKILL included: stopping on purpose and dying are one mechanism. On that end, on a signal, or when the
-server ends by itself, the guard sends the server SIGTERM, waits, and kills what is left of it.
+end *or dies*, even by SIGKILL, so one mechanism covers both cases. When the pipe closes, on a signal, or when the
+server exits, the guard sends the server SIGTERM, waits, and kills all remaining processes.
 
-It leads the server's process session and is the "subreaper" of its descendants: a process whose parent died becomes a
-child of the guard, also if it opened a session of its own. vLLM's engine process outlives its API process otherwise.
+The guard leads the server's process session and is the "subreaper" of its descendants: a process whose parent died
+becomes a child of the guard, even in a session of its own. Otherwise vLLM's engine process outlives its API process.
 
-What this can't cover: the guard killed by SIGKILL at the same time as the process that started it. The API process
-then still dies with the guard (PR_SET_PDEATHSIG), but its engine processes may stay.
+Not covered: the guard and the process that started it are killed by SIGKILL at the same time. The API process then
+still dies with the guard (PR_SET_PDEATHSIG), but its engine processes may survive.
 """
 
 import ctypes
@@ -26,13 +26,13 @@ import psutil
 
 
 POLL_S = 0.1
-KILL_TIMEOUT_S = 10.0  # a process in an uninterruptible wait, of a GPU's driver say, may need some of it
+KILL_TIMEOUT_S = 10.0  # a process may be in an uninterruptible wait, for example of a GPU driver
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-_LIBC = ctypes.CDLL(None)  # loaded here, since nothing should be loaded between fork and exec
+_LIBC = ctypes.CDLL(None)  # loaded at import, because nothing should be loaded between fork and exec
 
 
 def family(leader: int) -> list[psutil.Process]:
-    """The running processes of a leader's session, and its descendants. Without the leader."""
+    """Returns the running processes of a leader's session and its descendants, without the leader."""
     found = set()
     for process in psutil.process_iter():
         with suppress(OSError):
@@ -44,7 +44,7 @@ def family(leader: int) -> list[psutil.Process]:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a process has not ended; one that its parent did not collect yet has."""
+    """Whether a process is running. A zombie is not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -52,7 +52,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def kill_family(leader: int) -> None:
-    """Kill the leader's family until none of it is left, or time is up."""
+    """Kill the leader's family until no process remains, or the timeout expires."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (members := family(leader)) and time.monotonic() < deadline:
         for process in members:
@@ -62,15 +62,15 @@ def kill_family(leader: int) -> None:
 
 
 def run(grace_s: float, argv: list[str]) -> int:
-    """Run a server to its end or ours, and return its exit code; 128 + signal if one killed it, as in a shell."""
-    asked: list[int] = []
+    """Run a server until it or `serve` ends. Returns its exit code, or 128 + signal as in a shell."""
+    received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: asked.append(number))  # not SIG_IGN: the server would inherit that
+        signal.signal(number, lambda number, frame: received.append(number))  # the server would inherit SIG_IGN
     _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     server: subprocess.Popen[Any] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
-    while server.poll() is None and not asked and not select.select([0], [], [], POLL_S)[0]:
+    while server.poll() is None and not received and not select.select([0], [], [], POLL_S)[0]:
         pass
-    server.terminate()  # it alone: vLLM's API process ends its engine in order
+    server.terminate()  # only the API process, which shuts its engine down in order
     with suppress(subprocess.TimeoutExpired):
         server.wait(grace_s)
     kill_family(os.getpid())

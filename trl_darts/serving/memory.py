@@ -1,4 +1,4 @@
-"""How much of a GPU servers may take that share it, and take turns by sleeping."""
+"""Limits the memory of servers that share GPUs and take turns by sleeping."""
 
 from __future__ import annotations
 
@@ -14,53 +14,52 @@ from .options import ServeOptions
 GIB = 1 << 30
 DEFAULT = 0.92  # vLLM's own
 FLAG = "--gpu-memory-utilization"
-# What a sleeping server keeps (its CUDA context, CUDA graphs, NCCL's buffers), and weights that are on their way. An
-# estimate: we had no GPU with vLLM to measure it.
+# Memory of a sleeping server (CUDA context, CUDA graphs, NCCL buffers) and of weights in transfer: an estimate, not
+# measured.
 KEPT = 4 * GIB
 
 
 def shared_utilization(options: ServeOptions) -> float | None:
     """
-    `--gpu-memory-utilization` of main and tail servers on the same GPUs, refused where there is none that fits; `None`
-    where the weights are not here yet.
+    Returns the `--gpu-memory-utilization` of main and tail servers on the same GPUs, or `None` if the weights are not
+    on this machine. Raises [`ConfigurationError`] if no value fits.
 
-    With the bytes per GPU of its memory, of the main and tail servers' weights, and of `KEPT`, and the utilization u,
-    a server that is awake has u · memory for weights, activations and KV cache. A weight sync finds the main servers
-    awake, and wakes the tail's without their KV cache. Hence
+    A server that is awake uses u · memory bytes per GPU for weights, activations and KV cache. During a weight sync,
+    the main servers are awake, and the tail servers are awake without their KV cache. With the bytes of their weights
+    per GPU, this requires
 
         u · memory + tail + KEPT <= memory     and     max(main, tail) < u · memory.
 
-    The first also holds while a server decodes and all others sleep. The model's bytes are divided by the GPUs that
-    share one copy of it.
+    The first condition also holds while one server decodes and all others sleep.
     """
     weights = weight_bytes(options)
     if weights is None:
         return None
-    main, tail = (weights / own.gpus_per_copy for own in options.sets)
+    main, tail = (weights / part.gpus_per_copy for part in options.sets)
     memory = gpu_bytes()
     most = math.floor(100 * min(DEFAULT, 1 - (tail + KEPT) / memory)) / 100
     sizes = f"{main / GIB:.1f} and {tail / GIB:.1f} GiB of weights on each GPU of {memory / GIB:.0f} GiB"
     if max(main, tail) >= most * memory:
         raise ConfigurationError(
-            f"`layout` ({options.layout!r}) must leave room for a KV cache: main and tail servers have {sizes}, both "
-            f"at once in a weight sync, which takes {KEPT / GIB:.0f} GiB more. Use more GPUs per server, or start two "
-            "commands with `--devices` of their own."
+            f"`layout` ({options.layout!r}) must leave room for a KV cache: main and tail servers have {sizes}, and a "
+            f"weight sync holds both and {KEPT / GIB:.0f} GiB more. Use more GPUs per server, or run two commands "
+            "with different `--devices`."
         )
     try:
         chosen = float(options.flags.get(FLAG, most))
     except ValueError:
-        return most  # vLLM's own message is the best
+        return most  # vLLM raises a better error
     if chosen > most:
         raise ConfigurationError(
-            f"`{FLAG}` ({chosen:g}) must be at most {most:g} with `layout` ({options.layout!r}): main and "
-            f"tail servers have {sizes}, and a weight sync needs both beside the main servers' KV cache. Lower it, or "
+            f"`{FLAG}` ({chosen:g}) must be at most {most:g} with `layout` ({options.layout!r}): main and tail "
+            f"servers have {sizes}, and a weight sync holds both next to the main servers' KV cache. Lower it, or "
             "leave it out."
         )
     return most
 
 
 def weight_bytes(options: ServeOptions) -> int | None:
-    """Bytes of the model's weights on the GPUs; `None` where they are not here, or are quantized while they load."""
+    """Bytes of the loaded weights. `None` if they are not on this machine, or are quantized while loading."""
     directory = _directory(options.model)
     if directory is None or {"--quantization", "-q"} & options.flags.keys():
         return None
@@ -75,7 +74,7 @@ def weight_bytes(options: ServeOptions) -> int | None:
 
 
 def _directory(model: str) -> Path | None:
-    """Where the files of a model are: its directory, or that of the Hub's cache."""
+    """Returns the model's directory, or that in the Hub's cache."""
     from huggingface_hub import try_to_load_from_cache  # loads an HTTP client
     from huggingface_hub.errors import HFValidationError
 
@@ -94,5 +93,5 @@ def _stored_width(directory: Path) -> int:
 
 
 def _served_width(options: ServeOptions) -> int:
-    """Unless told otherwise, vLLM has float32 weights as bfloat16."""
+    """Bytes per weight in vLLM, which loads float32 weights as bfloat16 by default."""
     return 4 if options.flags.get("--dtype") in ("float", "float32") else 2

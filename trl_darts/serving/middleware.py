@@ -1,4 +1,4 @@
-"""Runs inside a server, and asks for its key on every path. vLLM itself leaves its development endpoints out."""
+"""Middleware that requires the server's key on every path. vLLM does not protect its development endpoints."""
 
 import hmac
 import os
@@ -10,18 +10,18 @@ from starlette.responses import JSONResponse
 from ..engines.addresses import API_KEY_VARIABLE
 
 
-FREE_PATH = "/health"  # tells nothing else, and probes have no key
+FREE_PATH = "/health"  # harmless, and health probes have no key
 
 
 class RequireKey:
-    """For vLLM's `--middleware`. The key is that of the environment, and without one the server does not start."""
+    """For vLLM's `--middleware`. Reads the key from the environment; without one, the server does not start."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self._key = os.environ.get(API_KEY_VARIABLE, "").encode()
         if not self._key:
             raise ValueError(
-                f"`{API_KEY_VARIABLE}` must be set in the server's environment: it is the key to ask for."
+                f"`{API_KEY_VARIABLE}` must be set in the server's environment. Set it to the server's key."
             )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

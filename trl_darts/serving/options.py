@@ -1,4 +1,4 @@
-"""What `trl-darts serve` is asked for, and what it refuses before a process exists."""
+"""Options of `trl-darts serve`, and their checks before any process is started."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError
 from ..policy import Layout
 from ..policy.drafts import MAX_DRAFT
-from ..scheduling.policies import check_choice
+from ..recipes.files import unreachable
+from ..scheduling.setting import one_of
 from ..weights import WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
 
 
 DRAFTER = "trl_darts.speculation.drafter.SuffixDrafter"
-# Methods without a draft model, which would go stale with every weight update. The numbers of `ngram` are those of
+# No method with a draft model, which would be outdated after every weight update. The numbers of `ngram` are from
 # vLLM's documentation.
 SPECULATIVE = {
     "suffix": {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": MAX_DRAFT},
@@ -31,7 +32,7 @@ SPECULATIVE = {
 }
 HUB_TIMEOUT_S = 5.0
 CONFIG_FILES = ("config.json", "params.json")  # transformers' and Mistral's
-# What to do instead of handing these flags to vLLM: they decide something that we decide.
+# Flags of vLLM that can't be passed on because `trl-darts serve` sets them, by remedy.
 _REMEDIES = {
     "the model is the argument before `--`": ("--model",),
     "use `--host` before `--`": ("--host",),
@@ -44,18 +45,18 @@ _REMEDIES = {
         *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
     ),
     "use `--weight-sync` before `--`": ("--weight-transfer-config",),
-    "the trainer needs the value that is set here. Leave it out": (
+    "the trainer needs the value that `trl-darts serve` sets. Leave it out": (
         *("--logprobs-mode", "--max-logprobs", "--enable-prefix-caching"),
     ),
-    "of several API processes, one that is asked to abort a request knows its own alone. Leave it out": (
+    "with several API processes, each can only abort its own requests. Leave it out": (
         *("--api-server-count", "-asc"),
     ),
     "everyone on the machine can read a command line. Set HF_TOKEN in the environment": ("--hf-token",),
-    "answers would not be the model's own. Leave it out": ("--watermark-config",),
+    "completions would not follow the model's distribution. Leave it out": ("--watermark-config",),
     "the trainer's resumed candidates need the prefix cache. Leave it out": ("--no-enable-prefix-caching",),
     "the trainer connects to host and port. Leave it out": ("--uds", "--headless", "--grpc"),
-    "the servers speak plain HTTP. Put a proxy that ends TLS in front of them": ("--ssl-certfile", "--ssl-keyfile"),
-    "a file could contradict what is set here. Give its flags one by one": ("--config",),
+    "the servers use plain HTTP. Put a proxy that ends TLS in front of them": ("--ssl-certfile", "--ssl-keyfile"),
+    "a file could contradict the flags set here. Pass its flags one by one": ("--config",),
 }
 _REMEDY = {flag: remedy for remedy, flags in _REMEDIES.items() for flag in flags}
 _FLAG = re.compile(r"-(?!\d)")
@@ -63,7 +64,7 @@ _FLAG = re.compile(r"-(?!\d)")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The parameters of `trl-darts serve`, whose help documents each. Nothing is checked before `check_options`."""
+    """Options of `trl-darts serve`, documented in its help. `check_options` checks them."""
 
     model: str
     vllm_flags: Sequence[str] | None = None
@@ -84,36 +85,36 @@ class ServeOptions:
 
     @property
     def ports(self) -> range:
-        return range(self.port, self.port + sum(own.num_servers for own in self.sets))
+        return range(self.port, self.port + sum(one.num_servers for one in self.sets))
 
     @property
     def sets(self) -> list[ServeOptions]:
-        """Those of the main servers and, with a `layout`, those of the tail's, for each by itself."""
+        """Returns separate options for the main servers and, with a `layout`, for the tail servers."""
         if self.layout is None:
             return [self]
         main, tail = (
-            replace(self, layout=None, num_servers=own.num_engines, tensor_parallel_size=own.size)
-            for own in Layout.parse("layout", self.layout)
+            replace(self, layout=None, num_servers=engines.num_engines, tensor_parallel_size=engines.size)
+            for engines in Layout.parse("layout", self.layout)
         )
         return [main, replace(tail, port=self.port + main.num_servers)]
 
     def takes_turns(self, build: VLLMBuild) -> bool:
-        """Whether main and tail servers are on the same GPUs. On a CPU the numbers of a layout are threads."""
+        """Whether main and tail servers share GPUs. On a CPU, the sizes of a layout are numbers of threads."""
         return self.layout is not None and not build.cpu
 
     @property
     def flags(self) -> dict[str, str]:
-        """vLLM's flags with their values, under the names that its parser reads: `--a_b.c=1` is `--a-b`."""
+        """Returns vLLM's flags with their values, by the names that its parser uses: `--a_b.c=1` is `--a-b`."""
         values = {}
-        for word, following in pairwise([*(self.vllm_flags or ()), "-"]):
-            if _FLAG.match(word):
-                value = word.partition("=")[2] or ("" if _FLAG.match(following) else following)
-                values[re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")] = value
+        for token, following in pairwise([*(self.vllm_flags or ()), "-"]):
+            if _FLAG.match(token):
+                value = token.partition("=")[2] or ("" if _FLAG.match(following) else following)
+                values[re.split("[=.]", token, maxsplit=1)[0].replace("_", "-")] = value
         return values
 
     @property
     def gpus_per_copy(self) -> int:
-        """GPUs that share one copy of the model."""
+        """Number of GPUs that share one copy of the model."""
         return self.tensor_parallel_size * self._size("--pipeline-parallel-size", "-pp")
 
     def split_devices(self, build: VLLMBuild) -> list[tuple[str, ...]]:
@@ -130,14 +131,14 @@ class ServeOptions:
 
 
 def check_options(options: ServeOptions, build: VLLMBuild) -> None:
-    """Refuses what can't work with this vLLM, naming the argument, its value, the rule and the remedy."""
+    """Raises [`ConfigurationError`] for options that can't work with this vLLM."""
     for name in ("num_servers", "tensor_parallel_size", "max_model_len", "timeout"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigurationError(f"`{name}` ({value:g}) must be positive.")
     _check_flags(options)
     _check_layout(options, build)
-    check_choice("weight_sync", options.weight_sync, WEIGHT_SYNCS)
+    one_of(WEIGHT_SYNCS).check("weight_sync", options.weight_sync)
     if options.weight_sync == "nccl" and build.cpu:
         raise ConfigurationError(
             "`weight_sync` ('nccl') needs CUDA, and the vLLM here is a CPU build. Use 'filesystem'."
@@ -146,8 +147,8 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
         _check_speculative(options.speculative, build)
     if options.draft_history is not None and options.speculative != "suffix":
         raise ConfigurationError(
-            f"`draft_history` ({str(options.draft_history)!r}) needs `speculative='suffix'`: nothing else drafts from "
-            "it. Add `--speculative suffix`, or leave it out."
+            f"`draft_history` ({str(options.draft_history)!r}) needs `speculative='suffix'`, the only method that "
+            "uses it. Add `--speculative suffix`, or leave it out."
         )
     _check_key(options)
     check_ports(options.host, options.ports)
@@ -156,8 +157,8 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
         from ..speculation.store import Store  # loads transformers
 
         Store(options.draft_history, options.flags.get("--tokenizer", options.model))
-    for own in options.sets:
-        own.split_devices(build)
+    for part in options.sets:
+        part.split_devices(build)
 
 
 def _check_layout(options: ServeOptions, build: VLLMBuild) -> None:
@@ -166,31 +167,31 @@ def _check_layout(options: ServeOptions, build: VLLMBuild) -> None:
     for name in ("num_servers", "tensor_parallel_size"):
         if getattr(options, name) != 1:
             raise ConfigurationError(
-                f"`{name}` ({getattr(options, name)}) does not go with `layout` ({options.layout!r}), which has it "
+                f"`{name}` ({getattr(options, name)}) must be unset with `layout` ({options.layout!r}), which sets it "
                 "for both kinds of servers. Leave it out."
             )
-    main, tail = (own.num_servers * own.tensor_parallel_size for own in options.sets)
+    main, tail = (part.num_servers * part.tensor_parallel_size for part in options.sets)
     if options.takes_turns(build) and main != tail:
         raise ConfigurationError(
-            f"`layout` ({options.layout!r}) must have the same GPUs for both kinds of servers, which take turns on "
-            f"them, and has {main} and {tail}. Change it, or start two commands with `--devices` of their own."
+            f"`layout` ({options.layout!r}) must have the same number of GPUs for both kinds of servers, which share "
+            f"them, and has {main} and {tail}. Change it, or run two commands with different `--devices`."
         )
     if options.takes_turns(build) and options.restart:
         raise ConfigurationError(
-            f"`restart` (True) does not go with `layout` ({options.layout!r}): a server that is started again finds "
-            "its GPUs in use. Leave it out."
+            f"`restart` (True) must be unset with `layout` ({options.layout!r}): a restarted server would find its "
+            "GPUs in use. Leave it out."
         )
 
 
 def _check_flags(options: ServeOptions) -> None:
-    """A message never has a flag's value: it could be a key."""
+    # The messages do not show a flag's value, because it could be a key.
     if options.vllm_flags and not _FLAG.match(options.vllm_flags[0]):
         raise ConfigurationError(
             f"`{options.vllm_flags[0]}` is one argument too many: there is one model. Flags of vLLM follow `--` and "
-            "begin with a dash."
+            "start with a dash."
         )
     for name in options.flags:
-        # vLLM's parser completes a flag from its beginning, so `--weight` would be one of ours too.
+        # vLLM's parser accepts abbreviations, so `--weight` would be one of ours too.
         completes = len(name) > 2 and name.startswith("--")
         ours = next((flag for flag in _REMEDY if flag == name or (completes and flag.startswith(name))), None)
         if ours is not None:
@@ -198,10 +199,10 @@ def _check_flags(options: ServeOptions) -> None:
 
 
 def _check_speculative(method: str, build: VLLMBuild) -> None:
-    check_choice("speculative", method, SPECULATIVE)
+    one_of(SPECULATIVE).check("speculative", method)
     if method == "suffix" and not _takes_a_drafter():
         raise ConfigurationError(
-            f"`speculative` ('suffix') needs a vLLM that takes a class for its drafts, and {build.version} does not. "
+            f"`speculative` ('suffix') needs a vLLM that supports custom draft classes, and {build.version} does not. "
             "Install vLLM 0.31, or use 'ngram'."
         )
 
@@ -215,18 +216,18 @@ def _takes_a_drafter() -> bool:
 def _check_key(options: ServeOptions) -> None:
     if options.api_key is not None and (not options.api_key.isascii() or not options.api_key.strip()):
         raise ConfigurationError(
-            f"`api_key` must be one or more ASCII characters: it travels in an HTTP header. Set {API_KEY_VARIABLE}, "
-            "or leave it out."
+            f"`api_key` must be one or more ASCII characters, because it is sent in an HTTP header. Set "
+            f"{API_KEY_VARIABLE}, or leave it out."
         )
     if options.api_key is None and not is_loopback(options.host):
         raise ConfigurationError(
-            f"`host` ({options.host!r}) must be a loopback address without `api_key`: others could reach servers "
-            f"whose development endpoints replace weights. Use `--host 127.0.0.1`, or set {API_KEY_VARIABLE}."
+            f"`host` ({options.host!r}) must be a loopback address without `api_key`: anyone could reach the servers' "
+            f"development endpoints, which replace weights. Use `--host 127.0.0.1`, or set {API_KEY_VARIABLE}."
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. A name counts if all its addresses are."""
+    """Whether a host's addresses are all loopback addresses."""
     try:
         addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
@@ -235,7 +236,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_ports(host: str, ports: range) -> None:
-    """Refuses ports that are taken, and an address that is not one of this machine."""
+    """Raises if a port is in use, or if the host is not an address of this machine."""
     if ports[0] < 1 or ports[-1] > 65535:
         raise ConfigurationError(
             f"`port` ({ports[0]}) must leave {len(ports)} port(s), one per server, between 1 and 65535."
@@ -245,20 +246,20 @@ def check_ports(host: str, ports: range) -> None:
     except OSError as error:
         raise ConfigurationError(
             f"`host` ({host!r}) must be an address of this machine, and `port` ({ports[0]}) one that this user may "
-            f"open: {error.strerror}. Use 127.0.0.1 for trainers here, and a port of 1024 or more."
+            f"open: {error.strerror}. Use 127.0.0.1 for trainers on this machine, and a port of 1024 or more."
         ) from error
     if taken:
         raise ConfigurationError(
-            f"`port` ({ports[0]}) must be the first of {len(ports)} free port(s), one per server, and something "
-            f"listens on {', '.join(taken)} already. Choose another `--port`, or end what runs there."
+            f"`port` ({ports[0]}) must be the first of {len(ports)} free port(s), one per server, and "
+            f"{', '.join(taken)} is in use. Choose another `--port`, or stop the process that uses it."
         )
 
 
 def _is_free(host: str, port: int) -> bool:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as sock:
-        # As vLLM does, so that a server which ended a moment ago does not count. vLLM also sets SO_REUSEPORT: two
-        # servers would then share one port without an error, which is why nobody but us finds a port that is taken.
+        # As vLLM does, so that the port of a server that has just ended is free. vLLM also sets SO_REUSEPORT, with
+        # which two servers share a port without an error, so only this check finds a port in use.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(address)
@@ -270,18 +271,18 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def check_model(model: str) -> None:
-    """Refuses what is neither a checkpoint's directory nor in the Hub's cache nor, unless offline, on the Hub."""
+    """Raises unless the model is a checkpoint's directory, in the Hub's cache or (unless offline) on the Hub."""
     path = Path(model).expanduser()
     if model and path.is_dir():
         if not any((path / name).is_file() for name in CONFIG_FILES):
             raise ConfigurationError(
                 f"`model` ({model!r}) must be the directory of a checkpoint, and it has no {CONFIG_FILES[0]}. Save "
-                "the model there with `save_pretrained`, or name the directory that has it."
+                "the model there with `save_pretrained`, or use the directory that has it."
             )
         return
     if path.is_file() or "://" in model:
-        return  # a GGUF file, or an object store: vLLM's own message is the best
-    # Here, because they load an HTTP client, for which errors of other arguments should not wait.
+        return  # a GGUF file, or an object store: vLLM raises a better error
+    # These load an HTTP client, and errors in other arguments should be raised first.
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         HFValidationError,
@@ -295,23 +296,19 @@ def check_model(model: str) -> None:
         raise ConfigurationError(
             f"`model` ({model!r}) must be a directory that exists, or a model of the Hub. Correct the path."
         ) from error
-    if cached or os.environ.get("VLLM_USE_MODELSCOPE"):  # vLLM then asks another hub
+    if cached or os.environ.get("VLLM_USE_MODELSCOPE"):  # vLLM then uses another hub
         return
     if constants.HF_HUB_OFFLINE:
         raise ConfigurationError(
-            f"`model` ({model!r}) must be a directory that exists, or a model that the Hub's cache holds: "
-            "HF_HUB_OFFLINE is set. Correct the path, or unset HF_HUB_OFFLINE to download a model of that name."
+            f"`model` ({model!r}) must be a directory that exists, or a model in the Hub's cache, because "
+            "HF_HUB_OFFLINE is set. Correct the path, or unset HF_HUB_OFFLINE to download the model."
         )
     start = f"`model` ({model!r}) must be a directory that exists, or a model of the Hub"
     try:
         HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
     except RepositoryNotFoundError as error:
         raise ConfigurationError(
-            f"{start}, which shows no such model. Correct the name, or log in (`hf auth login`) if it is private."
+            f"{start}, which has no such model. Correct the name, or log in (`hf auth login`) if it is private."
         ) from error
     except (HTTPError, OSError) as error:
-        words = " ".join(str(error).split()).rstrip(".")
-        raise ConfigurationError(
-            f"{start}: there is no such directory, and {constants.ENDPOINT} can't be asked ({words}). Correct the "
-            "path, or check the network."
-        ) from error
+        raise ConfigurationError(f"{start}. There is no such directory, and {unreachable(error)}") from error

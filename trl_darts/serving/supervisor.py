@@ -1,13 +1,12 @@
 """
-Servers as processes: start them, wait until they are healthy, watch them, start a dead one again, end them all.
+Starts servers as processes, waits until they are healthy, monitors and restarts them, and stops them all.
 
-    WAITING ── its time comes ──> STARTING ── /health ──> HEALTHY
+    WAITING ── delay is over ───> STARTING ── /health ──> HEALTHY
        ^                             │                       │
        └──────── it died, with `restart` and once all were healthy ┘
 
-Servers that take turns on the same GPUs start in two sets: the tail's once the main ones are healthy and asleep.
-
-Single-threaded: one look at every server, then a short sleep.
+Servers that take turns on the same GPUs start in two sets: the tail servers once the main servers are healthy and
+asleep. The supervisor is single-threaded: it polls every server, then sleeps briefly.
 """
 
 import asyncio
@@ -31,43 +30,42 @@ from ..engines.vllm_api import ServerRefusedError, VLLMServer, new_session
 from ..errors import TRLDARTSError
 from . import guard
 from .command import ServerCommand
-from .log import last_words
+from .log import last_message
 
 
 POLL_S = 0.2
 GRACE_S = 10.0  # from SIGTERM to SIGKILL: vLLM takes about 2 s when idle
-KILL_MARGIN_S = 15.0  # what a guard may need beyond that, to kill and to collect
+KILL_MARGIN_S = 15.0  # additional time for a guard to kill and collect processes
 HEALTH_TIMEOUT_S = 2.0
-TURN_TIMEOUT_S = 120.0  # to sleep or to wake
+TURN_TIMEOUT_S = 120.0  # to sleep or to wake up
 FIRST_BACKOFF_S = 1.0
-# A server that stays healthy this long did not fail because of how it was started: its failures are counted anew.
-STABLE_S = 10.0
-MAX_FAILURES = 5  # in a row. With the backoff, the last start comes 31 s of waiting after the first failure
+STABLE_S = 10.0  # a server that was healthy for this long did not fail at its start; its failure count is reset
+MAX_FAILURES = 5  # in a row: with the backoff, the last restart is 31 s of waiting after the first failure
 NO_ANSWER = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
 T = TypeVar("T")
 
 
 class ServerFailedError(TRLDARTSError, RuntimeError):
-    """A server died, or did not become healthy. Has the reason and what the command should exit with."""
+    """Raised when a server died or did not become healthy. Has the exit code for the command."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.exit_code = exit_code or 1  # a server that ended with 0 was not asked to
+        self.exit_code = exit_code or 1  # a server's exit code of 0 is also a failure
 
 
 class State(StrEnum):
-    """What a server is doing."""
+    """State of a server."""
 
     WAITING = "waiting to start"
     STARTING = "starting"
     HEALTHY = "healthy"
-    GONE = "gone"  # for good
+    GONE = "gone"  # permanently
 
 
 @dataclass(eq=False)
 class Server:
-    """One server: its process behind a guard, its log, and what it has been doing since when."""
+    """One server: its guard process, its log and its state."""
 
     command: ServerCommand
     log_path: Path
@@ -76,22 +74,22 @@ class Server:
     since: float = 0.0
     failures: int = 0  # in a row
     restart_at: float = 0.0
-    log_offset: int = 0  # of what its log says since it took its state
+    log_offset: int = 0  # start of the log lines written in the current state
     process: subprocess.Popen[bytes] | None = None  # the guard's
 
     def start(self, now: float) -> None:
-        """Start it, or start it again; the log then goes on."""
-        self.ask_to_stop()  # the ended guard's pipe is still open here
+        """Start or restart the server. A restart appends to the log."""
+        self.ask_to_stop()  # closes the pipe of the previous guard
         with self.log_path.open("wb" if self.process is None else "ab") as log:
             self.enter(State.STARTING, now)
             self.process = subprocess.Popen(
-                # -P: the file's directory is no place to import from.
+                # -P keeps the file's directory out of `sys.path`.
                 [sys.executable, "-P", guard.__file__, str(self.grace_s), *self.command.argv],
                 stdin=subprocess.PIPE,  # never written to, closed by `ask_to_stop` or our death
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.command.env},
-                start_new_session=True,  # Ctrl-C in the terminal is for us
+                start_new_session=True,  # Ctrl-C in the terminal reaches only this process
             )
 
     def enter(self, state: State, now: float) -> None:
@@ -99,11 +97,11 @@ class Server:
         self.log_offset = self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def poll(self) -> int | None:
-        """The exit code, 128 + signal if one killed it. `None` while it runs, or if it was never started."""
+        """Returns the exit code, or 128 + signal. `None` while it runs, or if it was never started."""
         if self.process is None:
             return None
         if self.process.returncode is None and (self.process.poll() or 0) < 0:
-            guard.kill_family(self.process.pid)  # someone killed the guard, which would have done this
+            guard.kill_family(self.process.pid)  # the guard was killed and could not do this
         code = self.process.returncode
         return 128 - code if code is not None and code < 0 else code
 
@@ -113,9 +111,9 @@ class Server:
         return False
 
     def take_turn(self, asleep: bool) -> None:
-        """Have it sleep, or wake up. [`ServerFailedError`] if it does not."""
+        """Put the server to sleep, or wake it up. Raises [`ServerFailedError`] if it does not respond."""
         try:
-            self._ask(lambda own: own.sleep(TURN_TIMEOUT_S) if asleep else own.wake_up(TURN_TIMEOUT_S))
+            self._ask(lambda server: server.sleep(TURN_TIMEOUT_S) if asleep else server.wake_up(TURN_TIMEOUT_S))
         except NO_ANSWER as error:
             raise ServerFailedError(
                 f"The vLLM server at {self.command.base_url} did not {'go to sleep' if asleep else 'wake up'} "
@@ -131,13 +129,13 @@ class Server:
         return asyncio.run(ask())
 
     def ask_to_stop(self) -> None:
-        """Let the guard end the server. Returns at once; safe to call twice."""
+        """Have the guard stop the server. Returns at once and can be called twice."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """End every process of the server now, the guard last: while it lives, none can get another parent."""
+        """Kill every process of the server. The guard is last, because orphans are reparented to it."""
         self.ask_to_stop()
         if self.process is not None and self.poll() is None:
             guard.kill_family(self.process.pid)
@@ -147,7 +145,7 @@ class Server:
 
 @contextmanager
 def counted_signals() -> Iterator[list[int]]:
-    """Collects SIGINT, SIGTERM and SIGHUP instead of dying of them: one asks to stop, two to hurry."""
+    """Collects SIGINT, SIGTERM and SIGHUP in a list. One asks to stop, a second one to kill."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda number, frame: received.append(number))
@@ -163,31 +161,31 @@ def counted_signals() -> Iterator[list[int]]:
 @dataclass(eq=False)
 class Supervisor:
     """
-    Runs servers until it is told to stop, or until none is left.
+    Runs servers until `stop` has a signal, or until all have died.
 
-    Once all were healthy, a server that dies leaves the others alone; with `restart` it is started again. One that
-    dies before ends all: a second try would not make a wrong flag right, and no trainer has been told of it.
+    Before all servers have been healthy once, a server that dies ends all: a retry would not fix a wrong flag, and no
+    trainer uses the servers yet. Later, the others keep running, and with `restart` the dead server is restarted.
     """
 
     servers: Sequence[Server]
     timeout_s: float
     restart: bool = False
     clock: Callable[[], float] = time.monotonic
-    takes_turns: bool = False  # whether the tail's servers are on the GPUs of the main ones
+    takes_turns: bool = False  # whether main and tail servers share GPUs
     was_ready: bool = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether all servers that are left are healthy now."""
+        """Whether all servers are healthy, except those gone."""
         return all(server.state in (State.HEALTHY, State.GONE) for server in self.servers)
 
     def describe(self) -> list[str]:
-        """What each server is doing, and for how long."""
+        """Returns each server's state and its duration."""
         now = self.clock()
         return [f"{one.command.base_url} {one.state.value} for {now - one.since:.0f} s" for one in self.servers]
 
     def run(self, stop: Sequence[int], report: Callable[[list[str]], None]) -> None:
-        """Start all, report what each look finds until `stop` has a signal, and end all, whatever happens."""
+        """Start all servers, report changes until `stop` has a signal, and finally stop all servers."""
         try:
             for server in self.servers:
                 if self.takes_turns and server.command.tail:
@@ -198,14 +196,14 @@ class Supervisor:
             while not stop:
                 report(self.look())
                 time.sleep(POLL_S)
-            report(["Stopping. Once more to kill." if len(stop) == 1 else "Killing."])
+            report(["Stopping. Repeat to kill." if len(stop) == 1 else "Killing."])
         finally:
             self.end(stop)
 
     def look(self) -> list[str]:
         """
-        One look at every server, and what follows from it. Returns what a user wants to know. [`ServerFailedError`] if
-        a server died or did not become healthy, and no other is left, or none was ready.
+        Poll every server, start or restart those that are due, and return messages for the user. Raises
+        [`ServerFailedError`] if a server fails before all were healthy, or if the last one fails.
         """
         messages = [message for server in self.servers if (message := self._look_at(server))]
         if self.takes_turns and not self.was_ready:
@@ -214,8 +212,8 @@ class Supervisor:
         return messages
 
     def _take_turns(self) -> None:
-        """Make room for the tail's servers once the main ones are there, and let these have it in the end."""
-        main, tail = ([own for own in self.servers if own.command.tail == kind] for kind in (False, True))
+        """Put the main servers to sleep while the tail servers start, then swap their roles."""
+        main, tail = ([server for server in self.servers if server.command.tail == kind] for kind in (False, True))
         if self.is_ready:
             for server in tail:
                 server.take_turn(asleep=True)
@@ -228,7 +226,7 @@ class Supervisor:
                 server.restart_at = 0.0
 
     def end(self, stop: Sequence[int]) -> None:
-        """End all servers at the same time: politely, then surely; surely at once if asked twice."""
+        """Stop all servers at once. Kill them after the grace period, or on a second signal."""
         for server in self.servers:
             server.ask_to_stop()
         deadline = self.clock() + max(server.grace_s for server in self.servers) + KILL_MARGIN_S
@@ -262,27 +260,27 @@ class Supervisor:
         return None
 
     def _failed(self, server: Server, what: str, exit_code: int) -> str:
-        """The one place that decides what a failure means: the end of all or of this one, or its restart."""
+        """Decides the consequence of a failure: a restart, the loss of this server, or an error."""
         now = self.clock()
         stable = server.state is State.HEALTHY and now - server.since >= STABLE_S
         server.failures = 1 if stable else server.failures + 1
         if server.failures > MAX_FAILURES:
             what += f", {server.failures} times in a row and each within {STABLE_S:g} s of being healthy"
-        words = f"The vLLM server at {server.command.base_url} {what} (log: {server.log_path})"
-        if exit_code != 128 + signal.SIGKILL:  # of which the log does not know
-            words += f": {last_words(server.log_path, server.log_offset).rstrip('.')}"
-        words += "."
+        message = f"The vLLM server at {server.command.base_url} {what} (log: {server.log_path})"
+        if exit_code != 128 + signal.SIGKILL:  # leaves no trace in the log
+            message += f": {last_message(server.log_path, server.log_offset).rstrip('.')}"
+        message += "."
         if self.restart and self.was_ready and server.failures <= MAX_FAILURES:
             delay_s = FIRST_BACKOFF_S * 2 ** (server.failures - 1)
             server.restart_at = now + delay_s
             server.enter(State.WAITING, now)
-            return f"{words} It is started again in {delay_s:g} s."
+            return f"{message} It restarts in {delay_s:g} s."
         server.enter(State.GONE, now)
-        left = [other.command.base_url for other in self.servers if other.state is not State.GONE]
-        if not self.was_ready or not left:
-            raise ServerFailedError(words, exit_code)
-        remedy = "" if self.restart else " With `--restart`, a server that dies is started again."
-        return f"{words} Still there: {', '.join(left)}.{remedy}"
+        running = [other.command.base_url for other in self.servers if other.state is not State.GONE]
+        if not self.was_ready or not running:
+            raise ServerFailedError(message, exit_code)
+        remedy = "" if self.restart else " Use `--restart` to restart servers that die."
+        return f"{message} Still running: {', '.join(running)}.{remedy}"
 
 
 def _signal_of(code: int) -> str:

@@ -1,4 +1,4 @@
-"""Drafts for the sequences that a vLLM server decodes."""
+"""The drafter that runs in a vLLM server."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.trl_darts")
 
-HISTORY_VARIABLE = "TRL_DARTS_DRAFT_HISTORY"  # a directory, in the server's environment
+HISTORY_VARIABLE = "TRL_DARTS_DRAFT_HISTORY"  # environment variable of the server that names a directory
 
-# A sequence can be missing from a batch for a while: vLLM preempts some, and leaves some out where a prefill is long.
+# A sequence can be missing from a batch for a while: vLLM preempts some, and skips some during a long prefill.
 STEPS_BETWEEN_SWEEPS = 64
-# Acceptance begins at 1/2. What was seen counts less with each step: with the first where tokens were drafted, since
-# answers wander from their siblings; with the second where none were, so that a sequence is tried again.
+# The estimated acceptance starts at 1/2. Its counts decay by the first factor in steps with drafts, because answers
+# diverge from their siblings, and by the second in steps without, so that drafting is eventually tried again.
 MEMORY_DRAFTED, MEMORY_IDLE = 0.9, 0.98
-MAX_INDEXED = 2**23  # tokens in all indexes from which on there is no new one: about 1 GiB
+MAX_INDEXED = 2**23  # total tokens of all indexes, about 1 GiB; no index is created beyond it
 
 
 @dataclass(slots=True)
 class Answering:
-    """A sequence that decodes."""
+    """A running sequence."""
 
     prompt: Prompt
     tokens: list[int]  # from `prompt.context_start` on
-    end: int  # tokens of the request that are known, its prompt included
+    end: int  # number of the request's tokens seen so far, its prompt included
     last_step: int
     text: int | None = None  # in the prompt's index
     num_drafted: int = 0  # in the last step
@@ -46,11 +46,11 @@ class Answering:
 
     @property
     def acceptance(self) -> float:
-        """Odds that a token is accepted once those before it are."""
+        """Probability that a drafted token is accepted once those before it are."""
         return (self.accepted + 1) / (self.accepted + self.rejected + 2)
 
     def learn(self, num_new: int) -> None:
-        """The step's outcome: the accepted tokens, and one that the model sampled itself."""
+        """Updates the acceptance from a step's `num_new` tokens, the last of which the model sampled itself."""
         if not self.num_drafted:
             self.accepted, self.rejected = MEMORY_IDLE * self.accepted, MEMORY_IDLE * self.rejected
             return
@@ -60,10 +60,10 @@ class Answering:
 
 class SuffixDrafter:
     """
-    Drafts what followed in other answers to the same prompt: those that are being decoded, and those of earlier
-    rollouts. vLLM loads it as the `model` of its speculative method `"custom_class"`.
+    Drafts the continuation found in other answers to the same prompt, running ones and those of earlier rollouts. vLLM
+    loads it as the `model` of its speculative method `"custom_class"`.
 
-    Every failure is survived without drafts, and counted: drafts can make decoding faster, and never wrong.
+    Failures are counted and never raised; decoding then continues without drafts.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -75,7 +75,7 @@ class SuffixDrafter:
         self._store: Store | None = None
         parallel = vllm_config.parallel_config
         directory = os.environ.get(HISTORY_VARIABLE)
-        if directory and parallel.rank % parallel.tensor_parallel_size == 0:  # the others see the same
+        if directory and parallel.rank % parallel.tensor_parallel_size == 0:  # the other ranks have the same answers
             with self._surviving():
                 from .store import Store  # loads transformers and pyarrow
 
@@ -84,14 +84,14 @@ class SuffixDrafter:
                 self._store = store
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is none. vLLM's CPU build calls it unasked."""
+        """Does nothing: there is no model, but vLLM's CPU build calls this method."""
 
     def propose(self, sampled_token_ids: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-        """vLLM's own call says nothing of which sequence is which; without our plugin there are no drafts."""
+        """Returns no drafts: vLLM's own call does not identify the sequences. Our plugin calls `draft` instead."""
         return [[] for _ in sampled_token_ids]
 
     def new_policy(self) -> None:
-        """The weights have changed. What was decoded until now is of the policy before."""
+        """Called after a weight update. Stores the previous policy's answers."""
         with self._surviving():
             self._sweep(max_age=0)
             if self._store is not None:
@@ -100,8 +100,8 @@ class SuffixDrafter:
 
     def draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """
-        Drafts for the next step of each sequence in vLLM's `InputBatch`, with the tokens that were just sampled: none
-        for one whose prompt is not through yet.
+        Returns drafts for the next step of each sequence in vLLM's `InputBatch`. `sampled_token_ids` holds the tokens
+        just sampled, none for a sequence still in prefill.
         """
         with self._surviving():
             return self._draft(batch, sampled_token_ids)
@@ -109,16 +109,16 @@ class SuffixDrafter:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Inside, a failure costs what is known, and nothing else."""
+        """Catches any exception inside the block and resets the drafter's state."""
         try:
             yield
         except Exception as error:
             self.num_failures += 1
-            self._forget()  # it may be half changed
+            self._forget()  # the state may be inconsistent
             if self.num_failures == 1:
                 logger.warning(
-                    "Drafting failed (%s: %s). Answers are right all the same, but slower. Further failures are "
-                    "counted, and not reported.",
+                    "Drafting failed (%s: %s). Answers stay correct, but decoding is slower. Further failures are "
+                    "counted but not logged.",
                     type(error).__name__,
                     error,
                 )
@@ -149,7 +149,7 @@ class SuffixDrafter:
         return drafts
 
     def _follow(self, batch: Any, row: int, name: str, end: int, sampled: Sequence[int]) -> Answering:
-        """The sequence of a row, with its new tokens."""
+        """Returns the sequence of a row, after adding its new tokens."""
         answering = self._answering.get(name)
         if answering is None:
             return self._begin(batch, row, name, end)
@@ -171,7 +171,7 @@ class SuffixDrafter:
         return answering
 
     def _time_step(self, decoding: dict[int, Answering], only_decoding: bool) -> None:
-        """Steps with prefills say nothing. To be called before tokens are drafted anew."""
+        """Records the last step's duration, unless it had prefills. Must be called before the next drafts are made."""
         now, before = time.perf_counter(), self._last_time
         self._last_time = now
         if before is not None and decoding and only_decoding:
@@ -196,7 +196,7 @@ class SuffixDrafter:
         return prompt.index.propose(answering.text, budget)
 
     def _index(self, prompt: Prompt) -> None:
-        """From now on what is decoded for a prompt is found at once by all its sequences, if there is room."""
+        """Creates the prompt's index if there is room, and adds its running sequences."""
         if prompt.index is None:
             others = {one.prompt.index for one in self._answering.values()} - {None}
             if sum(index.num_tokens for index in others if index is not None) > MAX_INDEXED:
@@ -207,7 +207,7 @@ class SuffixDrafter:
                 answering.text = prompt.index.add(answering.tokens)
 
     def _sweep(self, max_age: int) -> None:
-        """Sequences that were not seen for so many steps become answers."""
+        """Moves sequences that were absent for `max_age` steps to the history."""
         gone = [name for name, one in self._answering.items() if one.last_step <= self._step - max_age]
         for name in gone:
             answering = self._answering.pop(name)

@@ -1,4 +1,4 @@
-"""What prompts have been answered with, within a limit of memory."""
+"""Prompts with their answers, within a memory limit."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,18 +10,17 @@ from numpy.typing import NDArray
 from .index import GRAM, SuffixIndex
 
 
-MAX_ANSWERS = 32  # of a prompt: older ones are of a policy that has moved on
+MAX_ANSWERS = 32  # per prompt: older ones come from an outdated policy
 MAX_TOKENS = 2**28  # 1 GiB, at four bytes each
-NUM_INDEXED = 2**16  # tokens of earlier answers that a prompt's index begins with
-# What is left when the limit is reached: one look over all answers frees many.
-_AFTER_EVICTION = 0.9
+NUM_INDEXED = 2**16  # most tokens of earlier answers in a new index
+_AFTER_EVICTION = 0.9  # share of the limit kept by an eviction, so that evictions are rare
 
 Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that is complete, or was called off. Its first `GRAM` tokens are the prompt's last."""
+    """A complete or aborted answer. Its first `GRAM` tokens are the prompt's last ones."""
 
     version: int  # of the policy
     tokens: Tokens
@@ -29,7 +28,7 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt. It has an index while sequences of it decode, from the first draft on."""
+    """A prompt. It has an index from its first draft until its last running sequence ends."""
 
     tokens: Tokens
     answers: list[Answer] = field(default_factory=list)  # oldest first
@@ -38,7 +37,7 @@ class Prompt:
 
     @property
     def context_start(self) -> int:
-        """Where the text of an answer begins: a little before it, so that its first tokens can be drafted too."""
+        """Position where an answer's text starts: before its first token, so that this one can be drafted too."""
         return max(0, len(self.tokens) - GRAM)
 
     @property
@@ -46,7 +45,7 @@ class Prompt:
         return sum(len(answer.tokens) for answer in self.answers) / len(self.answers) if self.answers else None
 
     def make_index(self) -> SuffixIndex:
-        """Of the prompt and its newest answers."""
+        """Builds an index of the prompt and its newest answers."""
         index, room = SuffixIndex(), NUM_INDEXED
         chosen: list[Tokens] = []
         for answer in reversed(self.answers):
@@ -61,8 +60,8 @@ class Prompt:
 
 class History:
     """
-    Prompts with their answers. Where they exceed `max_tokens`, answers of the oldest policy go first, and among
-    those the longest.
+    Prompts with their answers. Beyond `max_tokens`, answers of the oldest policy are evicted first, the longest among
+    them first.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
@@ -74,8 +73,8 @@ class History:
 
     def prompt_of(self, tokens: Tokens) -> Prompt:
         """
-        The longest prompt that a request's tokens begin with, or a new one. A request that goes on elsewhere, or is a
-        later turn, has a part of an answer behind its prompt.
+        Returns the longest known prompt that a request's tokens start with, or a new one. A resumed request and a
+        later turn have part of an answer after their prompt.
         """
         lengths = [len(tokens)] if len(tokens) in self._lengths else []
         for length in lengths + sorted((n for n in self._lengths if n < len(tokens)), reverse=True):
@@ -89,7 +88,7 @@ class History:
         return prompt
 
     def add(self, prompt: Prompt, tokens: Any) -> None:
-        """An answer of the current policy."""
+        """Adds an answer of the current policy."""
         prompt.answers.append(Answer(self.version, np.array(tokens, dtype=np.int32)))
         self.num_tokens += len(tokens)
         if len(prompt.answers) > MAX_ANSWERS:

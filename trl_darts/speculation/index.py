@@ -1,33 +1,33 @@
-"""Where the last tokens of a text have occurred before, in several texts that grow."""
+"""An index that finds earlier occurrences of a text's last tokens, in several growing texts."""
 
 from collections.abc import Sequence
 
 
-GRAM = 3  # tokens that must agree at least
-MAX_MATCH = 16  # how far back agreement is looked for
-MAX_PLACES = 8  # how many earlier places are looked at, newest first
-_TOKEN_BITS = 21  # more than any vocabulary needs
+GRAM = 3  # fewest tokens of a match
+MAX_MATCH = 16  # longest match that is compared
+MAX_PLACES = 8  # earlier places that are compared, newest first
+_TOKEN_BITS = 21  # enough for any vocabulary
 _GRAM_MASK = (1 << GRAM * _TOKEN_BITS) - 1
 _PLACE_BITS = 32
 
 
 class SuffixIndex:
     """
-    Drafts what followed the longest suffix of a text where it occurred before, in the text itself or in another one.
+    Drafts the tokens that followed an earlier occurrence of a text's longest matching suffix, in any text.
 
-    For each sequence of `GRAM` tokens it has the newest place where one ended, and for each place the next older one,
-    as in the hash chains of LZ77. Adding a token takes constant time.
+    For each sequence of `GRAM` tokens it stores the newest place where it ended, and for each place the next older
+    one, as in the hash chains of LZ77. Adding a token takes constant time.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0  # of all texts
         self._texts: list[list[int]] = []
         self._grams: list[int] = []  # by text: its last `GRAM` tokens
-        self._newest: dict[int, int] = {}  # by gram: text and number of tokens before the place
-        self._older: list[list[int]] = []  # by text, and number of tokens before the place - 1
+        self._newest: dict[int, int] = {}  # place by gram; a place is a text and the number of tokens before it
+        self._older: list[list[int]] = []  # next older place by text and number of tokens before the place, minus 1
 
     def add(self, tokens: Sequence[int]) -> int:
-        """A new text. Returns its number."""
+        """Adds a text and returns its number."""
         self._texts.append([])
         self._grams.append(0)
         self._older.append([])
@@ -35,21 +35,21 @@ class SuffixIndex:
         return len(self._texts) - 1
 
     def extend(self, text: int, tokens: Sequence[int]) -> None:
-        """More tokens of a text."""
-        words, older, newest = self._texts[text], self._older[text], self._newest
-        gram, place = self._grams[text], (text << _PLACE_BITS) + len(words)
+        """Appends tokens to a text."""
+        target, older, newest = self._texts[text], self._older[text], self._newest
+        gram, place = self._grams[text], (text << _PLACE_BITS) + len(target)
         for token in tokens:
-            gram = (gram << _TOKEN_BITS | token + 1) & _GRAM_MASK  # 0 is no token: a text begins with it
+            gram = (gram << _TOKEN_BITS | token + 1) & _GRAM_MASK  # 0 stands for no token, before the text's start
             place += 1
             older.append(newest.get(gram, -1))
             newest[gram] = place
-        words += tokens
+        target += tokens
         self.num_tokens += len(tokens)
         self._grams[text] = gram
 
     def propose(self, text: int, num_tokens: int) -> list[int]:
-        """What may follow a text, at most `num_tokens`: by a vote of the places that agree with most of its end."""
-        words = self._texts[text]
+        """Proposes at most `num_tokens` next tokens of a text, by a vote of the places with the longest match."""
+        target = self._texts[text]
         place = self._newest.get(self._grams[text], -1)
         longest = GRAM
         places: list[tuple[list[int], int]] = []
@@ -59,9 +59,9 @@ class SuffixIndex:
             other, end = place >> _PLACE_BITS, place & (1 << _PLACE_BITS) - 1
             source = self._texts[other]
             place = self._older[other][end - 1]
-            if end == len(source):  # nothing follows; the text itself is among these
+            if end == len(source):  # nothing follows, for example in the text itself
                 continue
-            length = _common_suffix(words, source, end)
+            length = _common_suffix(target, source, end)
             if length > longest:
                 longest, places = length, []
             if length == longest:
@@ -69,15 +69,15 @@ class SuffixIndex:
         return _follow(places, num_tokens)
 
 
-def _common_suffix(words: list[int], source: list[int], end: int) -> int:
-    length, most = 0, min(len(words), end, MAX_MATCH)
-    while length < most and words[-1 - length] == source[end - 1 - length]:
+def _common_suffix(target: list[int], source: list[int], end: int) -> int:
+    length, most = 0, min(len(target), end, MAX_MATCH)
+    while length < most and target[-1 - length] == source[end - 1 - length]:
         length += 1
     return length
 
 
 def _follow(places: list[tuple[list[int], int]], num_tokens: int) -> list[int]:
-    """The most frequent next token again and again; of equally frequent ones the newest."""
+    """Repeatedly drafts the most frequent next token. Ties go to the newest place."""
     draft: list[int] = []
     while len(places) > 1 and len(draft) < num_tokens:
         votes: dict[int, int] = {}

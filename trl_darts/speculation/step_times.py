@@ -1,4 +1,4 @@
-"""What a decoding step costs on this machine, learned while it decodes."""
+"""Measures the cost of decoding steps during decoding."""
 
 import math
 from collections import deque
@@ -9,16 +9,16 @@ import numpy as np
 
 UNKNOWN_KNEE = 32.0  # until steps of different sizes have been seen
 HIGHEST_KNEE = 1024.0
-NUM_RECENT = 31  # steps of each size; a median of so many does not mind a pause
+NUM_RECENT = 31  # steps of each size: their median is robust to pauses
 NUM_NEEDED = 8
 REFIT_EVERY = 64  # steps
 
 
 class StepTimes:
     """
-    Finds the knee: the number of tokens at which a step takes twice as long as an almost empty one.
+    Estimates the knee: the number of tokens at which a step takes twice as long as an almost empty one.
 
-    A line is fitted through the medians of recent steps, by size; sizes are powers of √2.
+    Fits a line through the median times of recent steps by size, rounded to powers of √2.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StepTimes:
         self._num_steps = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """One step that did nothing but decode."""
+        """Records a step without prefill."""
         size = round(2 * math.log2(num_tokens))
         self._recent.setdefault(size, deque(maxlen=NUM_RECENT)).append(seconds)
         self._num_steps += 1

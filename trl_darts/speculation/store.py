@@ -1,4 +1,4 @@
-"""Answers in files, for servers that begin with those of earlier ones."""
+"""Saves answers in files, for servers that start later."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from ..errors import ConfigurationError
 from .history import History
 
 
-MAX_FILES = 256  # one for each server and policy; the oldest go
+MAX_FILES = 256  # one per server and policy; the oldest are deleted
 _SCHEMA = pa.schema({"prompt": pa.list_(pa.int32()), "text": pa.list_(pa.int32())})
 
 
@@ -30,7 +30,7 @@ class Store:
         vocabulary = AutoTokenizer.from_pretrained(tokenizer).get_vocab()
         self._vocabulary = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
         if directory.exists() and not directory.is_dir():
-            raise ConfigurationError(f"`draft_history` ({str(directory)!r}) must be a directory, and is a file.")
+            raise ConfigurationError(f"`draft_history` ({str(directory)!r}) must be a directory, not a file.")
         for path in self._files():
             self._check(path)
 
@@ -39,17 +39,17 @@ class Store:
             metadata = pq.read_schema(path).metadata or {}
         except (OSError, pa.ArrowException) as error:
             raise ConfigurationError(
-                f"`draft_history` ({str(self.directory)!r}) must have files that drafts can be read from, and reading "
-                f"{path.name!r} failed: {error}. Remove this file."
+                f"`draft_history` ({str(self.directory)!r}) must have readable files, and reading {path.name!r} "
+                f"failed: {error}. Remove this file."
             ) from error
         if metadata.get(b"vocabulary", b"").decode() != self._vocabulary:
             raise ConfigurationError(
-                f"`draft_history` ({str(self.directory)!r}) must be of a model with the same tokenizer, and "
-                f"{path.name!r} is of another. Name another directory."
+                f"`draft_history` ({str(self.directory)!r}) must come from a model with the same tokenizer, and "
+                f"{path.name!r} has a different one. Use another directory."
             )
 
     def load(self, history: History) -> None:
-        """Fills a history, policy by policy."""
+        """Adds the stored answers to a history, policy by policy."""
         for path in self._files():
             table = pq.read_table(path)
             for prompt, text in zip(table["prompt"], table["text"], strict=True):
@@ -71,5 +71,5 @@ class Store:
             old.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
-        """Oldest first: their names begin with the time."""
+        """Returns the files, oldest first: their names start with the time."""
         return sorted(self.directory.glob("answers-*.parquet"))

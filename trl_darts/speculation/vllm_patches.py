@@ -1,4 +1,4 @@
-"""What vLLM must be taught to draft with [`SuffixDrafter`], and to sample rightly on a CPU. Applied by our plugin."""
+"""Patches that let vLLM draft with [`SuffixDrafter`] and sample correctly on a CPU. Applied by our plugin."""
 
 import functools
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from typing import Any
 
 def show_batch(module: ModuleType) -> None:
     """
-    Hand our drafter the whole batch. vLLM tells a custom one neither which sequence is which nor where a prompt ends.
+    Pass the whole batch to our drafter. vLLM tells a custom drafter neither the request IDs nor the prompts' lengths.
 
-    It also stops asking for drafts as soon as one sequence is near the model's limit: each then drafts token 0 only,
-    and on a CPU the server crashes. Our drafter and `ngram` look at each sequence themselves.
+    vLLM also stops drafting for the whole batch once one sequence is near the model's length limit: every sequence
+    then drafts token 0 only, and on a CPU the server crashes. Our drafter and `ngram` check the limit per sequence.
     """
     from .drafter import SuffixDrafter
 
@@ -40,11 +40,11 @@ def show_batch(module: ModuleType) -> None:
 
 def cure_expand(module: ModuleType) -> None:
     """
-    Replace a kernel of vLLM's CPU build that forgets its result (seen with 0.31.0): it fills a temporary copy unless
-    the output is `int64`. Temperature, top-k and top-p of drafted tokens then stay uninitialized, and what is sampled
-    is wrong.
+    Replace a kernel of vLLM's CPU build that loses its result (seen with 0.31.0): unless the output is `int64`, it
+    fills a temporary copy. Temperature, top-k and top-p of drafted tokens then stay uninitialized, and sampling is
+    wrong.
 
-    Tried out before its first use, so this can go with the last supported version that has the fault.
+    The bug is tested for before first use. Remove this with the last supported version that has it.
     """
     original = module._expand_kernel_impl
     if hasattr(original, "__wrapped__"):
@@ -67,7 +67,7 @@ def cure_expand(module: ModuleType) -> None:
 
 @functools.cache
 def _forgets(expand: Callable[..., Any]) -> bool:
-    """Whether a kernel fails to repeat 0.5, 0.5 and 2.0 as it should, in what is not an `int64`."""
+    """Whether the kernel fails to write 0.5, 0.5 and 2.0 to a float tensor."""
     import torch
 
     output = torch.full((3,), -1.0)
@@ -76,7 +76,7 @@ def _forgets(expand: Callable[..., Any]) -> bool:
 
 
 def count_policies(worker: Any) -> None:
-    """Tell our drafter of new weights, whichever way they come."""
+    """Notify our drafter after each weight update, by either method."""
     for name in {"reload_weights", "finish_weight_update"} & vars(worker).keys():
         setattr(worker, name, _then_new_policy(getattr(worker, name)))
 

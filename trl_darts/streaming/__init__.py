@@ -1,4 +1,4 @@
-"""What the trainer does while candidates still decode: their log-probs, and the rewards of complete groups."""
+"""Computes log-probs of candidates and rewards of complete groups while other candidates still decode."""
 
 from .rewards import decode_completions
 from .streams import Streams, make_streams

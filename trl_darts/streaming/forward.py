@@ -1,11 +1,11 @@
 """
-Forward passes over nothing but new tokens
+Forward passes over new tokens only
 ([DARTS](https://huggingface.co/papers/2605.30859), Appendix E: a KV cache per trajectory, processed tokens padded).
 
 ```
 row 0   · · · · k k k k k k | n n n n n        k: cached, right-aligned     n: new, left-aligned
-row 1   k k k k k k k k k k | n n ·            so that each row's own tokens are next to each other, as sliding
-row 2   · · · · · · · · · · | n n n n n        windows need them
+row 1   k k k k k k k k k k | n n ·            so that the tokens of each row are adjacent, as sliding
+row 2   · · · · · · · · · · | n n n n n        windows require
 ```
 """
 
@@ -24,7 +24,7 @@ from ..errors import ConfigurationError
 from .plan import Chunk, Round, Tokens
 
 
-IGNORED = -100  # no log-prob is computed for such a label
+IGNORED = -100  # label without a log-prob
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # by layer, of shape (tokens, heads, size)
 
 
@@ -32,14 +32,14 @@ KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # by layer, of shape (token
 class NewTokens:
     """One row of a forward pass."""
 
-    past: KeyValues | None  # of the tokens before; `None` where there are none
+    past: KeyValues | None  # of the previous tokens; `None` if there are none
     inputs: Sequence[int]
-    labels: Sequence[int] | None = None  # for each input, the token after it; `None` where no log-probs are wanted
-    ends: bool = False  # no tokens follow: the keys and values are not wanted
+    labels: Sequence[int] | None = None  # the token after each input; `None` if no log-probs are needed
+    ends: bool = False  # no tokens follow, so the keys and values are not needed
 
 
 def row_digest(prompt: Sequence[int], completion: Sequence[int]) -> bytes:
-    """Identity of a row: equal tokens have equal log-probs."""
+    """Returns a hash that identifies a row by its tokens."""
     digest = hashlib.sha1(array("q", prompt).tobytes(), usedforsecurity=False)
     digest.update(b"|" + array("q", completion).tobytes())
     return digest.digest()
@@ -53,8 +53,8 @@ def forward_new(
     model: Callable[..., Any], rows: Sequence[NewTokens], device: torch.device, routes: bool = False
 ) -> tuple[list[torch.Tensor], list[KeyValues | None]]:
     """
-    For each row, log-probs of its labels, and the keys and values of all its tokens so far. There must be at least one
-    row, each with at least one input.
+    Runs one forward pass. Returns each row's log-probs of its labels, and the keys and values of all its tokens so
+    far. There must be at least one row, each with at least one input.
     """
     lengths = [num_cached(row.past) for row in rows]
     context, width = max(lengths), max(len(row.inputs) for row in rows)
@@ -69,7 +69,7 @@ def forward_new(
             labels[b, :count] = torch.tensor(row.labels)
     positions = torch.tensor(lengths)[:, None] + torch.arange(width)
     cache = _batched_cache([row.past for row in rows])
-    # Experts' auxiliary loss is of no use here, and can't be computed from new tokens alone.
+    # The auxiliary loss of experts is not needed here, and can't be computed from new tokens alone.
     extra = {"output_router_logits": False} if routes else {}
     output = model(
         input_ids=inputs.to(device),
@@ -90,7 +90,7 @@ def forward_new(
 
 
 def _batched_cache(pasts: Sequence[KeyValues | None]) -> DynamicCache:
-    cache = DynamicCache()  # without the model's config: a layer with a sliding window would cut what it gets
+    cache = DynamicCache()  # without the model's config: a layer with a sliding window would truncate its input
     like = next((past for past in pasts if past is not None), None)
     if like is not None:
         for index, (keys, values) in enumerate(like):
@@ -105,22 +105,22 @@ def _batched(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _own(batched: torch.Tensor, row: int, start: int, end: int) -> torch.Tensor:
-    return batched[row, :, start:end].transpose(0, 1).clone()  # no view, which would keep the whole batch
+    return batched[row, :, start:end].transpose(0, 1).clone()  # a view would keep the whole batch alive
 
 
 def _layers(cache: DynamicCache, length: int) -> KeyValues:
     layers: list[Any] = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
     if not layers or any(keys is None or keys.shape[-2] != length for keys, _ in layers):
         raise ConfigurationError(
-            "`stream_logprobs` (True) needs a model whose layers all keep the keys and values of every token, and "
-            "this one's do not. Set it to `False`."
+            "`stream_logprobs` (True) needs a model whose layers all keep the keys and values of every token. Set it "
+            "to `False` for this model."
         )
     return layers
 
 
 @dataclass(slots=True)
 class _Scoring:
-    """A candidate whose scoring has begun."""
+    """Scoring state of one candidate."""
 
     past: KeyValues | None
     tokens: Tokens = field(default_factory=list)
@@ -129,10 +129,12 @@ class _Scoring:
 
 class Scorer:
     """
-    What one process scores with one model: the caches of its candidates, and the log-probs of those that are complete.
+    Scores candidates with one model on one process. Holds the caches of running candidates, and the log-probs of
+    complete ones.
 
-    The model has TRL's fused LM head, and is called inside of `within()`, for example without its adapter. `routes`:
-    it has experts. `sharded`: a forward pass is a collective, and is run also where there is nothing to score here.
+    The model must have TRL's fused LM head. It is called inside `within()`, for example without its adapter. Set
+    `routes` for a model with experts. Set `sharded` if a forward pass is a collective operation, so that it also runs
+    without rows on this process.
     """
 
     def __init__(
@@ -157,19 +159,19 @@ class Scorer:
         self._prefixes: dict[int, KeyValues | None] = {}
         self._open: dict[int, _Scoring] = {}
         self.complete: dict[bytes, torch.Tensor] = {}  # by `row_digest`
-        self.peak_tokens = 0  # whose keys and values were kept
+        self.peak_tokens = 0  # most tokens in the cache at once
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose keys and values are kept now."""
+        """Number of tokens in the cache."""
         return sum(map(num_cached, [*self._prefixes.values(), *(scoring.past for scoring in self._open.values())]))
 
     def forget(self) -> None:
-        """Lets go of everything: the weights will change."""
+        """Drops all caches and log-probs before the weights change."""
         self._begin(self._rollout)
 
     def execute(self, work: Round) -> None:
-        """Scores one round. The first one of another rollout makes the scorer forget the last."""
+        """Scores one round. The first round of a new rollout drops everything of the previous one."""
         if work.rollout != self._rollout:
             self._begin(work.rollout)
         for candidate_id in work.dropped:
@@ -186,7 +188,7 @@ class Scorer:
                 self._close(chunk)
 
     def _prefill(self, prompts: Mapping[int, Tokens]) -> None:
-        """The tokens that all candidates of a group share; the prompt's last one has another label for each."""
+        """Caches the prompts without their last token, whose label differs between candidates."""
         self._prompts.update(prompts)
         self._prefixes.update(dict.fromkeys(prompts))
         long = [group_id for group_id, prompt in prompts.items() if len(prompt) > 1]
@@ -203,15 +205,15 @@ class Scorer:
             scoring.tokens.extend(chunk.tokens)
             scorings.append(scoring)
             rows.append(NewTokens(scoring.past, [last, *chunk.tokens[:-1]], chunk.tokens, chunk.final))
-        for scoring, own, cache in zip(scorings, *self._forward(rows), strict=True):
-            scoring.log_probs.append(own.clone())  # no view, which would keep the whole pass
+        for scoring, log_probs, cache in zip(scorings, *self._forward(rows), strict=True):
+            scoring.log_probs.append(log_probs.clone())  # a view would keep the whole output alive
             scoring.past = cache
 
     def _forward(self, rows: Sequence[NewTokens]) -> tuple[list[torch.Tensor], list[KeyValues | None]]:
         if not rows and not self._sharded and self.bytes_per_token:
             return [], []
         with torch.no_grad(), self._within():
-            padded = rows or [NewTokens(None, [0], [0])]  # a token that means nothing
+            padded = rows or [NewTokens(None, [0], [0])]  # a dummy token
             log_probs, caches = forward_new(self._model, padded, self._device, self._routes)
         if not self.bytes_per_token:
             pairs = caches[0] or []
@@ -219,7 +221,7 @@ class Scorer:
         return (log_probs, caches) if rows else ([], [])
 
     def _close(self, chunk: Chunk) -> None:
-        """Keeps the log-probs of a candidate that has come to its end, and frees its cache."""
+        """Stores the log-probs of a complete candidate, and frees its cache."""
         scoring = self._open.pop(chunk.candidate_id, None)
         if scoring is not None:
             key = row_digest(self._prompts[chunk.group_id], scoring.tokens)

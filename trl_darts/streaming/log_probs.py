@@ -1,7 +1,6 @@
 """
-Log-probs that are computed while answers are still being written
-([DARTS](https://huggingface.co/papers/2605.30859), Section 4.3.2 and Appendix E), and served to TRL when it asks for
-them.
+Computes log-probs while candidates still decode ([DARTS](https://huggingface.co/papers/2605.30859), Section 4.3.2 and
+Appendix E), and returns them to TRL when it asks for them.
 
 ```
 servers ──tokens──▶ ledger ──▶ ScoringPlan ──Round──▶ Scorer               this process
@@ -27,19 +26,17 @@ from .plan import Limits, Round, ScoringPlan, Tokens
 
 GIB = 2**30
 POLICY, REFERENCE = "policy", "reference"
-# TRL's `_get_per_token_logps_and_entropies`, for some of the rows: input IDs and attention mask to log-probs.
+# TRL's `_get_per_token_logps_and_entropies` for some of the rows: from input IDs and attention mask to log-probs.
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# The thread that scores is the one that shows progress and takes back servers: it returns to that this often.
-TURN_S = 0.5
+TURN_S = 0.5  # longest time of scoring before the thread shows progress and reconnects servers
 POLL_S = 0.002
-# Rounds that another process may have in front of it: with one, it would wait for the next.
-AHEAD = 2
+AHEAD = 2  # rounds queued on another process: with one, it would idle between rounds
 
 
 @dataclass(frozen=True, slots=True)
 class RoundDone:
-    """A process's answer to a round: done, or what went wrong."""
+    """A process's reply to a round, with an error if it failed."""
 
     rollout: int
     process: int
@@ -48,8 +45,8 @@ class RoundDone:
 
 class LogprobStream:
     """
-    Scores the candidates of each rollout while they decode, with each model whose log-probs TRL will ask for: the
-    policy, the reference, or both.
+    Scores the candidates of each rollout while they decode, with each model whose log-probs TRL needs: the policy, the
+    reference, or both.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class LogprobStream:
         sharded: bool = False,
     ) -> None:
         self.scorers = scorers
-        self.num_missed = 0  # rows of the last call of `log_probs` that TRL computed
+        self.num_missed = 0  # rows that TRL had to compute in the last call of `log_probs`
         self._num_generations = num_generations
         self._chunk_tokens, self._batch_tokens = chunk_tokens, batch_tokens
         self._cache_bytes = int(cache_gib * GIB)
@@ -72,23 +69,23 @@ class LogprobStream:
         self._mailbox = mailbox
         self._sharded = sharded
         self._rollout = 0
-        self._plan: ScoringPlan | None = None  # of the rollout that runs, on the main process
-        self._outstanding = [0] * num_processes  # rounds that are not answered
-        self._active = False  # whether what was scored is of the weights that TRL asks about
-        self._digests: list[bytes] | None = None  # of the rows that TRL asks about
+        self._plan: ScoringPlan | None = None  # of the current rollout, on the main process
+        self._outstanding = [0] * num_processes  # rounds without a reply
+        self._active = False  # whether the log-probs belong to the current weights
+        self._digests: list[bytes] | None = None  # of the rows that TRL requests
         self._known: dict[str, dict[bytes, torch.Tensor]] = {}
-        # On the main process: of all forward passes while candidates decode, and of the end of the rollout.
+        # Seconds of scoring on the main process, while candidates decode and after the rollout's end.
         self._hidden_seconds = self._exposed_seconds = 0.0
         self._num_chunks = 0
 
     # While candidates decode
 
     def watch(self, prompts: Sequence[Tokens]) -> Callable[[Ledger], None]:
-        """Begins a rollout, on the main process. What it returns is to be called again and again while it runs."""
+        """Starts a rollout on the main process. Returns a function to call repeatedly while the rollout runs."""
         self._rollout += 1
         self._outstanding = [0] * self._num_processes
         if not self._bytes_per_token:
-            # A first pass over a token that means nothing: how many bytes one takes.
+            # A first pass over a dummy token measures the cache's bytes per token.
             self._send({process: Round(self._rollout, prefills=True) for process in self._collective([0])})
         limits = Limits(self._chunk_tokens, self._batch_tokens, self._cache_bytes // self._bytes_per_token)
         self._plan = ScoringPlan(
@@ -97,7 +94,7 @@ class LogprobStream:
         return self._step
 
     def _step(self, ledger: Ledger) -> None:
-        """Scores what has arrived, for at most half a second."""
+        """Scores the tokens that have arrived, for at most `TURN_S`."""
         assert self._plan is not None
         deadline = time.perf_counter() + TURN_S
         while ledger.num_open and (start := time.perf_counter()) < deadline:
@@ -112,8 +109,8 @@ class LogprobStream:
 
     def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> None:
         """
-        Scores what is left of the rows that are trained on, once the rollout is over. On the main process.
-        `completion_ids` are those rows, where they are not all that the rollout gave.
+        Scores the remaining tokens of the rows to train on, after the rollout, on the main process. `completion_ids`
+        are these rows, if they are only some of the rollout's.
         """
         assert self._plan is not None
         plan, self._plan = self._plan, None
@@ -131,7 +128,7 @@ class LogprobStream:
         self._exposed_seconds = time.perf_counter() - end
 
     def _advance(self, plan: ScoringPlan) -> bool:
-        """One round on each process that has something to do; whether there was any."""
+        """Starts one round on each process with tokens to score. Returns whether there was any."""
         self._count_done()
         free = [process for process, number in enumerate(self._outstanding) if number < AHEAD]
         rounds = plan.rounds(self._collective(free))
@@ -142,7 +139,7 @@ class LogprobStream:
         return list(range(self._num_processes)) if self._sharded else processes
 
     def _send(self, rounds: Mapping[int, Round]) -> None:
-        for process in sorted(rounds, reverse=True):  # this one last: its pass takes time, or waits for the others
+        for process in sorted(rounds, reverse=True):  # this process last, because its pass blocks
             if process == 0:
                 self._score(rounds[process])
             else:
@@ -167,28 +164,28 @@ class LogprobStream:
                 self._outstanding[message.process] -= 1
 
     def execute(self, work: Round) -> None:
-        """What the other processes do: a round that the main one has planned."""
+        """Executes a round on another process."""
         assert self._mailbox is not None
         error = None
         try:
             self._score(work)
-        except Exception as failure:  # the main process waits for an answer
+        except Exception as failure:  # reported to the main process, which waits for a reply
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
             self._mailbox.post(0, RoundDone(work.rollout, self._mailbox.process_index, error))
 
-    # When TRL asks
+    # When TRL requests log-probs
 
     def open(self) -> None:
-        """From now on, TRL is served when it asks. Called on every process before a batch is generated."""
+        """Starts serving TRL's requests. Called on every process before a batch is generated."""
         self._active = True
         self._digests, self._known, self.num_missed = None, {}, 0
         self._hidden_seconds = self._exposed_seconds = 0.0
         self._num_chunks = 0
 
     def close(self) -> dict[str, float]:
-        """Forgets the rollout: the weights will change. Returns its metrics on this process."""
+        """Drops the rollout before the weights change. Returns its metrics on this process."""
         peak_bytes = sum(scorer.peak_tokens * scorer.bytes_per_token for scorer in self.scorers.values())
         self._active, self._known = False, {}
         for scorer in self.scorers.values():
@@ -203,13 +200,13 @@ class LogprobStream:
 
     @property
     def active(self) -> bool:
-        """Whether TRL may be asking for what was streamed: before the loss, and not in it."""
+        """Whether streamed log-probs can be used: before the loss, but not in it."""
         return self._active and not torch.is_grad_enabled()
 
     def log_probs(
         self, name: str, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_logits: int, compute: Compute
     ) -> torch.Tensor:
-        """The log-probs of a batch, called on every process at once."""
+        """Returns the log-probs of a batch. Must be called on every process."""
         lengths = attention_mask[:, -num_logits:].sum(1).tolist()
         if self._digests is None:
             rows = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
@@ -224,23 +221,23 @@ class LogprobStream:
             elif length:
                 missing.append(b)
         self.num_missed = len(missing)
-        if asked := self._filled_up(missing, len(lengths)):
-            output[asked] = compute(input_ids[asked], attention_mask[asked]).to(output.dtype)
+        if computed := self._filled_up(missing, len(lengths)):
+            output[computed] = compute(input_ids[computed], attention_mask[computed]).to(output.dtype)
         return output
 
     def _with_others(self, digests: Sequence[bytes]) -> dict[str, dict[bytes, torch.Tensor]]:
-        """What this process has scored, and what others have of its rows: a group can straddle processes."""
-        own = {name: scorer.complete for name, scorer in self.scorers.items()}
+        """Returns the log-probs scored here, and those of our rows scored elsewhere: a group can span processes."""
+        local = {name: scorer.complete for name, scorer in self.scorers.items()}
         if self._num_processes == 1:
-            return own
-        missing = {digest for digest in digests if any(digest not in complete for complete in own.values())}
+            return local
+        missing = {digest for digest in digests if any(digest not in complete for complete in local.values())}
         wanted = set().union(*gather_object([missing]))
-        lent = {name: {d: complete[d] for d in wanted & complete.keys()} for name, complete in own.items()}
-        shares = gather_object([lent])
-        return {name: {d: v for share in [*shares, own] for d, v in share[name].items()} for name in own}
+        found = {name: {d: complete[d] for d in wanted & complete.keys()} for name, complete in local.items()}
+        shares = gather_object([found])
+        return {name: {d: v for share in [*shares, local] for d, v in share[name].items()} for name in local}
 
     def _filled_up(self, missing: list[int], num_rows: int) -> list[int]:
-        """As many rows on each process, where a forward pass is a collective."""
+        """Adds rows so that each process has the same number, if a forward pass is a collective operation."""
         if not self._sharded or self._num_processes == 1:
             return missing
         most = max(gather_object([len(missing)]))

@@ -1,11 +1,11 @@
 """
-Which candidates are scored next, and with how many tokens: decisions without torch, made on the main process for all.
+Plans which candidates are scored next, and how many tokens of each. The main process decides for all, without torch.
 
-A candidate's log-probs are computed in chunks while it decodes. A chunk of n tokens takes n inputs: the token before
-the first, up to the one before the last. Its keys and values stay in a cache, so that no token is computed twice.
+A candidate's log-probs are computed in chunks while it decodes. A chunk of n tokens has n inputs: from the token
+before the first to the one before the last. Keys and values are cached, so that no token is computed twice.
 
-Each group belongs to one process. Where the model is sharded, a forward pass is a collective, and all processes go
-through the same passes; otherwise each has its own pace.
+Each group belongs to one process. If the model is sharded, a forward pass is a collective operation, and all processes
+run the same passes. Otherwise the processes are independent.
 """
 
 from bisect import bisect_left
@@ -17,15 +17,14 @@ from ..scheduling import Candidate, CandidateState, Group
 
 Tokens = list[int]
 
-# Planning is done beside the thread that reads what servers send: it looks at no more candidates than a pass can take.
-MAX_TRIED = 512
+MAX_TRIED = 512  # candidates considered for one pass: planning must not slow down the thread that reads responses
 NUM_WIDTHS = 8
 NEVER_KEPT = (CandidateState.ABORTING, CandidateState.ABORTED, CandidateState.LOST)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one candidate: those that follow the ones sent before. The last ones where it is `final`."""
+    """The next tokens of one candidate. A `final` chunk has its last ones."""
 
     candidate_id: int
     group_id: int
@@ -35,14 +34,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one process does next. A round of a new `rollout` begins with nothing."""
+    """The next work of one process. The first round of a new `rollout` clears its state."""
 
     rollout: int
     prompts: dict[int, Tokens] = field(default_factory=dict)  # of groups that are new to the process
     chunks: list[Chunk] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)  # candidates whose caches can go
-    released: list[int] = field(default_factory=list)  # groups whose candidates have all begun, after this round
-    prefills: bool = False  # whether there is a forward pass of prompts; with a sharded model, on any process
+    dropped: list[int] = field(default_factory=list)  # candidates whose caches can be freed
+    released: list[int] = field(default_factory=list)  # groups whose prompts can be freed after this round
+    prefills: bool = False  # whether to run a forward pass of prompts; with a sharded model, if any process has one
     scores: bool = False  # the same for chunks
 
     def __bool__(self) -> bool:
@@ -51,38 +50,38 @@ class Round:
 
 @dataclass(slots=True)
 class Track:
-    """How far the scoring of one candidate is, as long as there is something to score."""
+    """Progress of scoring one candidate, until it is closed."""
 
     candidate_id: int
     group_id: int
     num_prompt: int
-    available: int = 0  # tokens of the completion that have arrived
-    scored: int = 0  # those of them that have log-probs
+    available: int = 0  # tokens of the completion received so far
+    scored: int = 0  # tokens with log-probs
     chance: float = 1.0  # see `keep_chance`
-    final: bool = False  # no token will be added
+    final: bool = False  # no more tokens will arrive
 
     @property
     def pending(self) -> int:
-        """Tokens that wait for their log-probs."""
+        """Number of tokens without log-probs."""
         return self.available - self.scored
 
     @property
     def cached(self) -> int:
-        """Tokens in its cache; none before its first chunk, whose prompt belongs to the whole group."""
+        """Number of tokens in its cache; 0 before its first chunk, when only the group's prompt is cached."""
         return self.cached_after(0) if self.scored else 0
 
     def cached_after(self, num_tokens: int) -> int:
-        """Tokens in its cache once that many more are scored."""
+        """Number of tokens in its cache after scoring `num_tokens` more."""
         return self.num_prompt - 1 + self.scored + num_tokens
 
     def due(self, chunk_tokens: int) -> bool:
-        """Whether it is worth a place in a batch."""
+        """Whether there are enough tokens for a chunk, or the candidate has ended."""
         return self.final or self.pending >= chunk_tokens
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one forward pass: the `stream_*` fields, and how many tokens' keys and values fit."""
+    """Limits of one forward pass: the `stream_*` fields, and the number of tokens that fit in the cache."""
 
     chunk_tokens: int
     batch_tokens: int
@@ -91,16 +90,16 @@ class Limits:
     @property
     def room(self) -> int:
         """
-        Tokens that can be kept, or padded to a batch: a third. A pass has the rows padded to one batch, and what comes
-        out of it before it replaces what was kept.
+        Number of tokens that can be stored, or padded to a batch: a third of the cache. The other two thirds hold the
+        padded batch of a pass and its output, until the output replaces the stored tokens.
         """
         return self.cache_tokens // 3
 
 
 def keep_chance(group: Group, candidate: Candidate, num_generations: int) -> float:
     """
-    How likely a candidate is to be among its group's rows, however they are selected: 1 for what is selected, or
-    complete and among the M shortest; 0 for what is discarded. Only the order of scoring depends on it.
+    Estimates the probability that a candidate will be selected: 1 if it is selected, or complete and among the M
+    shortest; 0 if it is discarded. Only the order of scoring depends on it.
     """
     if group.selected is not None:
         return float(candidate.index in group.selected)
@@ -108,22 +107,22 @@ def keep_chance(group: Group, candidate: Candidate, num_generations: int) -> flo
         return 0.0
     if candidate.state is CandidateState.FINISHED:
         return 1.0 if bisect_left(group.complete_lengths, candidate.length) < num_generations else 0.25
-    missing = max(0.5, num_generations - group.num_complete)  # a long end may still take one
+    missing = max(0.5, num_generations - group.num_complete)  # one may still be selected for the long end
     return min(1.0, missing / max(1, group.num_unfinished))
 
 
 def hopeless(tracks: Iterable[Track], limits: Limits) -> list[Track]:
-    """Candidates that are too long for a pass, even alone. TRL computes them as without streaming."""
+    """Returns candidates that are too long even for a pass of their own. TRL computes their log-probs."""
     return [track for track in tracks if track.cached_after(track.pending) > limits.room]
 
 
 def plan_batch(tracks: Iterable[Track], limits: Limits, prefixes: Mapping[int, int]) -> list[tuple[Track, int]]:
     """
-    The next forward pass of one process: candidates with the number of tokens to score, zero for one that has come to
-    its end with nothing left to score. `prefixes` are the tokens that it keeps of prompts, by group.
+    Plans the next forward pass of one process. Returns candidates with the number of tokens to score, 0 for one that
+    has ended without tokens to score. `prefixes` has the number of cached prompt tokens by group.
 
-    First come candidates that have ended, whose caches are freed, then those that are likely to be kept, and among
-    them those with most to do. One whose cache has no room to grow waits with what it has; at its end it needs none.
+    Candidates that have ended come first, because their caches are freed, then those most likely to be selected, and
+    among them those with the most tokens. A candidate whose cache has no room to grow waits.
     """
     tracks = list(tracks)
     held = sum(track.cached for track in tracks) + sum(prefixes.values())
@@ -132,7 +131,7 @@ def plan_batch(tracks: Iterable[Track], limits: Limits, prefixes: Mapping[int, i
     due = [track for track in due if track.pending]
     due.sort(key=lambda track: (not track.final, -track.chance, -track.pending, track.candidate_id))
     due = due[:MAX_TRIED]
-    # The width decides how many rows there can be: a few are tried, and the pass with most to do is taken.
+    # The width limits the number of rows. Several widths are tried, and the pass with the most tokens is chosen.
     widths = sorted({min(track.pending, limits.batch_tokens) for track in due}, reverse=True)
     batches = [_fill(due, width, limits, held, prefixes) for width in widths[:: max(1, len(widths) // NUM_WIDTHS)]]
     return closing + max(batches, key=lambda batch: sum(num for _, num in batch), default=[])
@@ -141,7 +140,7 @@ def plan_batch(tracks: Iterable[Track], limits: Limits, prefixes: Mapping[int, i
 def _fill(
     due: Sequence[Track], width: int, limits: Limits, held: int, prefixes: Mapping[int, int]
 ) -> list[tuple[Track, int]]:
-    """As many rows as fit a pass of this width, in order."""
+    """Fills a pass of this width with rows in order, as many as fit."""
     batch: list[tuple[Track, int]] = []
     context, new, prompt_width = 0, set[int](), 0
     for track in due:
@@ -156,7 +155,7 @@ def _fill(
         padded = (len(batch) + 1) * max(context, track.cached_after(num_tokens))
         new_prompts = (len(new) + first) * max(prompt_width, first * track.num_prompt)
         fits_prompts = new_prompts <= min(limits.batch_tokens, limits.room) or not first or not new
-        # One that ends frees its cache: it may not wait for the room that it takes itself.
+        # A candidate that ends frees its cache, so it must not wait for that room.
         if padded > limits.room or (growth > 0 and held + growth > limits.room) or not fits_prompts:
             continue
         batch.append((track, num_tokens))
@@ -169,7 +168,7 @@ def _fill(
 
 
 class ScoringPlan:
-    """What every process has scored of one rollout, and scores next."""
+    """Tracks the scoring of one rollout on all processes, and plans the next rounds."""
 
     def __init__(
         self,
@@ -186,15 +185,15 @@ class ScoringPlan:
         self._num_generations = num_generations
         self._sharded = sharded
         self._candidates: dict[int, Candidate] = {}
-        self._seen: dict[int, tuple[bool, int, CandidateState, bool, int]] = {}  # candidates as they were noted last
+        self._seen: dict[int, tuple[bool, int, CandidateState, bool, int]] = {}  # last state of each candidate
         self._closed: set[int] = set()
-        self._tracks: list[dict[int, Track]] = [{} for _ in range(num_processes)]  # by candidate; the open ones
-        self._prefixes: list[dict[int, int]] = [{} for _ in range(num_processes)]  # tokens of prompts, by group
+        self._tracks: list[dict[int, Track]] = [{} for _ in range(num_processes)]  # open candidates
+        self._prefixes: list[dict[int, int]] = [{} for _ in range(num_processes)]  # cached prompt tokens by group
         self._dropped: list[list[int]] = [[] for _ in range(num_processes)]
 
     def note(self, candidate: Candidate, group: Group) -> None:
-        """Looks at a candidate that may have changed."""
-        # The engine's thread goes on meanwhile. `ended` is read first: an end that is seen comes with all its tokens.
+        """Updates the state of a candidate that may have changed."""
+        # The engine's thread changes candidates concurrently. `ended` must be read before the tokens.
         now = (candidate.ended is not None, candidate.length, candidate.state, group.closed, candidate.num_restarts)
         key = candidate.candidate_id
         if key in self._closed or self._seen.get(key) == now:
@@ -203,12 +202,12 @@ class ScoringPlan:
         track = self._track(candidate)
         track.final, track.available = now[:2]
         track.chance = keep_chance(group, candidate, self._num_generations)
-        # One that began anew was scored for tokens that were thrown away: TRL computes its log-probs.
+        # A restarted candidate was scored for tokens that were discarded. TRL computes its log-probs.
         if candidate.num_restarts or not track.chance or (track.final and not track.available):
             self._close(track)
 
     def finish(self, rows: Sequence[Candidate]) -> None:
-        """The rollout is over and these rows are trained on: their rests are scored, the other candidates let go."""
+        """Ends the rollout. The remaining tokens of `rows` will be scored, other candidates are closed."""
         kept = {row.candidate_id for row in rows}
         for track in self._open():
             if track.candidate_id not in kept:
@@ -220,17 +219,17 @@ class ScoringPlan:
         self._limits = replace(self._limits, chunk_tokens=1)
 
     def give_up(self) -> None:
-        """Lets go of what is left: together, these candidates do not fit, whatever the order."""
+        """Closes the remaining candidates, which do not fit in the cache together."""
         for track in self._open():
             self._close(track)
 
     def rounds(self, processes: Iterable[int]) -> dict[int, Round]:
-        """The next rounds of these processes; none where there is nothing to do. They count as done from now on."""
+        """Returns the next rounds of these processes, and marks their tokens as scored. Empty rounds are left out."""
         rounds = {process: self._round(process) for process in processes}
         if self._sharded:
             prefills, scores = any(r.prefills for r in rounds.values()), any(r.scores for r in rounds.values())
             rounds = {process: replace(r, prefills=prefills, scores=scores) for process, r in rounds.items()}
-        return {process: own for process, own in rounds.items() if own}
+        return {process: work for process, work in rounds.items() if work}
 
     def _round(self, process: int) -> Round:
         tracks, prefixes = self._tracks[process], self._prefixes[process]
@@ -273,7 +272,7 @@ class ScoringPlan:
         return tracks[key]
 
     def _close(self, track: Track, scored: bool = False) -> None:
-        """It needs no more scoring. Where it is not scored as a whole, its cache is of no use any more."""
+        """Stops scoring a candidate. Its cache is dropped unless it was scored completely."""
         process = self._process_of(track.group_id)
         self._closed.add(track.candidate_id)
         del self._tracks[process][track.candidate_id]

@@ -1,9 +1,9 @@
 """
-Calls of reward functions on some rows of a batch, and where they run: async functions in one event loop, all at once;
-the others in one thread beside it, one call after another, since they are often not thread-safe.
+Runs calls of reward functions on some rows of a batch. Async functions run concurrently in one event loop. The others
+run one after another in one thread, because they are often not thread-safe.
 
-A call ends once, whichever comes first: with rewards or an error, late, or cancelled. Whoever waits for it waits no
-longer, even where the function itself goes on.
+A call ends with rewards, an error, a timeout or a cancellation, whichever comes first. Its future is then done, even
+if the function itself still runs.
 """
 
 import asyncio
@@ -14,9 +14,8 @@ from concurrent.futures import Future, InvalidStateError
 from queue import SimpleQueue
 from typing import Any
 
-from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
-
-from ..rewards import check_rewards
+from ..training.rewards import check_rewards
+from ..trl_compat import is_async_callable, start_event_loop_in_daemon
 
 
 RewardFunction = Callable[..., Any]
@@ -26,8 +25,8 @@ GRACE_S = 1.0
 
 class RewardCall:
     """
-    One call of a reward function on some rows, with TRL's arguments for them but for `log_extra` and `log_metric`. The
-    future has the rewards, the function's error, or `None` for a call that is late.
+    One call of a reward function on some rows, with TRL's arguments except `log_extra` and `log_metric`. The future
+    has the rewards, the function's exception, or `None` after a timeout.
     """
 
     def __init__(self, function: RewardFunction, name: str, rows: list[int], arguments: dict[str, Any]) -> None:
@@ -37,7 +36,7 @@ class RewardCall:
         self.future: Future[Rewards | BaseException | None] = Future()
         self.started_at: float | None = None
         self.ended_at = 0.0
-        self.columns: dict[tuple[str, int], list[Any]] = {}  # by name, and how often it was logged before
+        self.columns: dict[tuple[str, int], list[Any]] = {}  # by name and number of earlier logs under this name
         self.metrics: list[tuple[str, float]] = []
         self._arguments = {**arguments, "log_extra": self._log_extra, "log_metric": self._log_metric}
 
@@ -56,7 +55,7 @@ class RewardCall:
             self._end(error)
 
     def expire(self) -> bool:
-        """Ends the call without rewards, unless it has ended. Returns whether this did it."""
+        """Ends the call without rewards, unless it has ended. Returns whether it was still running."""
         return self._end(None)
 
     def _end(self, outcome: Rewards | BaseException | None) -> bool:
@@ -72,8 +71,8 @@ class RewardCall:
         if len(rewards) != len(self.rows):
             raise ValueError(
                 f"The reward function '{self.name}' returned {len(rewards)} rewards, but {len(self.rows)} were "
-                "expected in this call. With `stream_rewards` it is called for some rows of the batch at a time, and "
-                "must return exactly one reward for each of their completions."
+                "expected in this call. With `stream_rewards`, each call gets some rows of the batch, and must return "
+                "exactly one reward for each of their completions."
             )
         return rewards
 
@@ -92,22 +91,22 @@ class RewardCall:
 
 class RewardLoop:
     """
-    An event loop in a thread of its own, and a worker thread beside it. A deadline counts from the moment when a
-    call's turn has come. A late call keeps its thread, and the next ones get another.
+    An event loop in its own thread, and a worker thread for functions that are not async. The timeout of a call starts
+    with its execution. After a timeout, the next calls run in a new worker thread.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._thread, self._loop, _ = start_event_loop_in_daemon("trl_darts-reward-loop")
-        self._turn = asyncio.Lock()  # of functions that are not async
+        self._turn = asyncio.Lock()  # serialises functions that are not async
         self._worker = _Worker()
 
     def submit(self, call: RewardCall) -> None:
-        """Starts a call when its turn comes; returns at once."""
+        """Schedules a call and returns at once."""
         asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
 
     def close(self) -> None:
-        """Ends the threads, at once or when what blocks them ends. Calls are to be cancelled first. Safe to repeat."""
+        """Ends the threads once they are not blocked. Cancel all calls first. Can be called twice."""
         if self._loop.is_closed():
             return
         self._worker.calls.put(None)
@@ -121,10 +120,10 @@ class RewardLoop:
             if not call.future.done():
                 task = asyncio.create_task(call.run_async())
                 await self._within_deadline(call)
-                task.cancel()  # and not awaited: a coroutine can refuse
+                task.cancel()  # not awaited, because a coroutine can ignore its cancellation
             return
         async with self._turn:
-            if call.future.done() or call.started_at is not None:  # cancelled; or in the loop that took this one over
+            if call.future.done() or call.started_at is not None:  # cancelled, or started by a newer loop
                 return
             self._worker.calls.put(call)
             if not await self._within_deadline(call):
@@ -132,7 +131,7 @@ class RewardLoop:
                 self._worker = _Worker()
 
     async def _within_deadline(self, call: RewardCall) -> bool:
-        """Waits for the end of a call. Returns whether its function has ended too."""
+        """Waits until a call ends or times out. Returns whether its function has ended."""
         await asyncio.wait({asyncio.wrap_future(call.future)}, timeout=self._timeout_s)
         return not call.expire() and not call.future.cancelled()
 
@@ -146,7 +145,7 @@ class RewardLoop:
 
 
 class _Worker:
-    """A thread that makes calls until it is given `None`."""
+    """A thread that runs calls until it gets `None`."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[RewardCall | None] = SimpleQueue()

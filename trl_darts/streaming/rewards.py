@@ -1,4 +1,4 @@
-"""Sample-level streaming of rewards: reward functions score the groups that are complete while others still decode."""
+"""Sample-level streaming of rewards: reward functions score complete groups while others still decode."""
 
 import copy
 import logging
@@ -10,27 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from trl.chat_template_utils import parse_response
-from trl.data_utils import is_conversational
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.utils import get_callable_name
+from trl import GRPOTrainer, is_conversational  # type: ignore[attr-defined]  # exported lazily
 
-from ..engines.hf_generate import replaced
+from ..engines.in_process.hf_generate import replaced
 from ..engines.mailbox import Mailbox
 from ..scheduling import GroupResult, RolloutResult
 from ..scheduling.ledger import Ledger
+from ..trl_compat import get_callable_name, parse_completion
 from .plan import Tokens
 from .reward_calls import GRACE_S, RewardCall, RewardFunction, RewardLoop, Rewards
 
 
 logger = logging.getLogger(__name__)
 
-OF_THE_BATCH = ("trainer_state", "log_extra", "log_metric")  # TRL's arguments that are not lists of rows
+OF_THE_BATCH = ("trainer_state", "log_extra", "log_metric")  # TRL's arguments without one value per row
 
 
 @dataclass(frozen=True, slots=True)
 class SettledRows:
-    """Rows of one process whose completions are final: their numbers, see `RewardStream`, and their tokens."""
+    """Rows of one process with final completions. `rows` are their numbers, see [`RewardStream`]."""
 
     rows: list[int]
     completion_ids: list[Tokens]
@@ -38,16 +36,17 @@ class SettledRows:
 
 class RewardStream:
     """
-    Calls reward functions on rows as they become final, and serves TRL's `_calculate_rewards` from the results.
+    Scores rows with TRL's reward functions as they become final, and returns the cached rewards when TRL's
+    `_calculate_rewards` calls the functions.
 
-    A function is called as TRL calls it, but with some rows at a time: one call for each group, and at the end one for
-    all rows that were never submitted or have changed since. So its rewards must not depend on which other rows it
-    sees. What it logs with `log_extra` is put together in the order of rows; `log_metric` is passed on call by call,
-    so TRL's mean of it is one over calls. Reward models are left to TRL.
+    A function gets the same arguments as from TRL, but for some rows at a time: one call per group, and at the end one
+    call for all rows that were not submitted or have changed. Its rewards must therefore not depend on other rows.
+    `log_extra` values are merged in the order of rows. `log_metric` values are passed on per call, so TRL averages
+    them over calls. Reward models are left to TRL.
 
-    A row's number is its place on this process, or what tells it from all others in a rollout buffer.
+    A row's number is its position on this process, or a number unique within a rollout buffer.
 
-    A call that is late gives its rows no reward. An async one is cancelled; any other goes on in its thread.
+    After a timeout, the rows of a call get no reward. An async function is cancelled; others keep running.
     """
 
     def __init__(self, trainer: Any, timeout_s: float, num_processes: int = 1, mailbox: Mailbox | None = None) -> None:
@@ -57,24 +56,24 @@ class RewardStream:
         self._mailbox = mailbox
         self._loop = RewardLoop(timeout_s)
         self._num_groups = 0
-        self._open_groups: set[int] = set()  # those of the rollout whose rows are not chosen
-        self._entry_ids: Sequence[int] | None = None  # in the buffer, by group
-        self.owners: dict[int, int] = {}  # by entry ID, the process that scores it
+        self._open_groups: set[int] = set()  # groups of the rollout whose rows are not selected yet
+        self._entry_ids: Sequence[int] | None = None  # IDs in the buffer, by group
+        self.owners: dict[int, int] = {}  # process that scores an entry, by entry ID
         self._input_of: Callable[[int], dict[str, Any]] = dict[int, dict[str, Any]]().__getitem__
-        self._functions: dict[int, tuple[RewardFunction, str]] = {}  # with their names, by place
+        self._functions: dict[int, tuple[RewardFunction, str]] = {}  # with their names, by index
         self._calls: list[RewardCall] = []
-        self._call_of: dict[tuple[int, int], RewardCall] = {}  # by place of the function and row: the last one
-        self._completion_ids: dict[int, Tokens] = {}  # by row, as submitted
+        self._call_of: dict[tuple[int, int], RewardCall] = {}  # latest call, by index of the function and row
+        self._completion_ids: dict[int, Tokens] = {}  # submitted completions, by row
         self._served_at: float | None = None
         self._hidden_s = self._exposed_s = 0.0
         self._num_late = 0
 
     def begin(self, input_of: Callable[[int], dict[str, Any]]) -> None:
-        """Begins a batch, with the data of a row by its number. What is left of the one before is cancelled."""
+        """Starts a batch, and cancels calls of the previous one. `input_of` returns a row's data by its number."""
         self._forget()
         self._input_of = input_of
         named = enumerate(zip(self.trainer.reward_funcs, self.trainer.reward_func_names, strict=True))
-        self._functions = {place: own for place, own in named if not isinstance(own[0], nn.Module)}
+        self._functions = {index: pair for index, pair in named if not isinstance(pair[0], nn.Module)}
         self._hidden_s = self._exposed_s = 0.0
         self._num_late = 0
 
@@ -82,27 +81,27 @@ class RewardStream:
 
     def watch(self, num_groups: int, entry_ids: Sequence[int] | None = None) -> Callable[[Ledger], None]:
         """
-        Begins a rollout, on the main process. What it returns is to be called again and again while it runs. Groups of
-        a buffer, with these entry IDs, go to all processes in turn: who trains on them is not known yet.
+        Starts a rollout on the main process. Returns a function to call repeatedly while the rollout runs. Groups of a
+        buffer, with these entry IDs, are assigned to the processes in turn.
         """
         self._num_groups, self._open_groups, self._entry_ids = num_groups, set(range(num_groups)), entry_ids
         return self._step
 
     def _step(self, ledger: Ledger) -> None:
-        # The engine's thread may be adding groups: those that are waited for are looked up, one by one.
+        # Groups are looked up one by one, because the engine's thread may be adding some.
         for group_id in sorted(self._open_groups):
             group = ledger.groups.get(group_id)
             if group is not None and group.selected is not None:
                 self._settle(GroupResult(group.plan, group.candidates, group.selected))
 
     def finish(self, result: RolloutResult) -> None:
-        """Submits the groups that have only been settled at the end of the rollout, on the main process."""
+        """Submits the remaining groups at the end of the rollout, on the main process."""
         for group in result.groups:
             if group.plan.group_id in self._open_groups:
                 self._settle(group)
 
     def _settle(self, group: GroupResult) -> None:
-        """Sends a group's rows to the processes that they belong to."""
+        """Sends a group's rows to the processes that score them."""
         group_id, size = group.plan.group_id, len(group.selected)
         self._open_groups.remove(group_id)
         shares: dict[int, SettledRows] = {}
@@ -119,46 +118,46 @@ class RewardStream:
                 self._mailbox.post(process, share)
 
     def _place(self, group_id: int, index: int, size: int) -> tuple[int, int]:
-        """The process that scores a row, and the row's number."""
+        """Returns the process that scores a row, and the row's number."""
         if self._entry_ids is None:
             return divmod(group_id * size + index, self._num_groups * size // self._num_processes)
         entry_id = self._entry_ids[group_id]
         return self.owners.setdefault(entry_id, len(self.owners) % self._num_processes), entry_id * size + index
 
     def submit(self, settled: SettledRows) -> None:
-        """Starts every function on rows of this process. Decodes them, and does not wait for the functions."""
+        """Decodes rows of this process and starts every function on them, without waiting for results."""
         final = dict(sorted(zip(settled.rows, settled.completion_ids, strict=True)))
         self._completion_ids.update(final)
         rows, completion_ids = list(final), list(final.values())
         inputs = [self._input_of(row) for row in rows]
-        prompts = [own["prompt"] for own in inputs]
+        prompts = [example["prompt"] for example in inputs]
         columns = [key for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")]
         arguments = {
             "prompts": prompts,
             "completions": decode_completions(self.trainer, prompts, completion_ids),
             "completion_ids": completion_ids,
-            **{key: [own[key] for own in inputs] for key in columns},
+            **{key: [example[key] for example in inputs] for key in columns},
             "trainer_state": self.trainer.state,
         }
         self._start(rows, arguments)
 
     def _start(self, rows: list[int], arguments: Mapping[str, Any]) -> None:
         for place, (function, name) in self._functions.items():
-            # Lists of its own: functions run beside each other, and may change them.
-            own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-            call = RewardCall(function, name, rows, own)
+            # Each function gets copies of the lists, because functions run concurrently and may change them.
+            copies = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
+            call = RewardCall(function, name, rows, copies)
             self._calls.append(call)
             self._call_of |= {(place, row): call for row in rows}
             self._loop.submit(call)
 
-    # When TRL asks
+    # When TRL requests rewards
 
     @contextmanager
     def serving(self, rows: Sequence[int] | None = None) -> Iterator[None]:
         """
-        Inside, TRL's `_calculate_rewards` is served from the calls that were started, for the rows of these numbers,
-        by default 0, 1, 2, …. It waits for them, and for one call with the rows that are missing. An error of a
-        function is raised there. Results are served once.
+        Inside this context, TRL's `_calculate_rewards` gets the results of the started calls for `rows` (0, 1, 2, … by
+        default). It waits for them, and for one more call with the missing rows. A function's exception is raised
+        there. Results can be used once.
         """
         functions = list(self.trainer.reward_funcs)
         for place, (function, _) in self._functions.items():
@@ -172,8 +171,8 @@ class RewardStream:
 
     def metrics(self) -> dict[str, float]:
         """
-        What streaming did for the last batch on this process: seconds that functions ran before serving, seconds that
-        serving waited, and calls that were late.
+        Metrics of the last batch on this process: seconds that functions ran before TRL requested their rewards,
+        seconds that TRL waited, and the number of timeouts.
         """
         return {
             "darts/stream/reward_hidden_seconds": self._hidden_s,
@@ -182,17 +181,17 @@ class RewardStream:
         }
 
     def close(self) -> None:
-        """Ends the threads. Calls that still run are left behind."""
+        """Ends the threads, without waiting for running calls."""
         self._forget()
         self._loop.close()
 
     def _forget(self) -> None:
-        for call in reversed(self._calls):  # else the next one would begin as soon as the first is cancelled
+        for call in reversed(self._calls):  # in forward order, a cancellation would start the next call
             call.future.cancel()
         self._calls, self._call_of, self._completion_ids, self.owners = [], {}, {}, {}
 
     def _server(self, place: int, name: str, numbers: Sequence[int] | None) -> RewardFunction:
-        """What TRL calls instead of a function, with all rows. Not async: the first one waits for all functions."""
+        """Returns the replacement of a function that TRL calls with all rows. The first one waits for all calls."""
 
         def serve(**arguments: Any) -> Rewards:
             rows = range(len(arguments["completion_ids"])) if numbers is None else numbers
@@ -207,15 +206,15 @@ class RewardStream:
         return serve
 
     def _start_missing(self, rows: Sequence[int], arguments: Mapping[str, Any]) -> None:
-        """One call of each function with the rows that were not submitted, or have changed since."""
+        """Calls each function with the rows that were not submitted, or have changed since."""
         known = [self._completion_ids.get(row) for row in rows]
-        missing = [place for place, ids in enumerate(arguments["completion_ids"]) if known[place] != list(ids)]
+        missing = [i for i, ids in enumerate(arguments["completion_ids"]) if known[i] != list(ids)]
         if missing:
-            own = {key: [value[i] for i in missing] for key, value in arguments.items() if key not in OF_THE_BATCH}
-            self._start([rows[i] for i in missing], {**own, "trainer_state": arguments["trainer_state"]})
+            columns = {key: [value[i] for i in missing] for key, value in arguments.items() if key not in OF_THE_BATCH}
+            self._start([rows[i] for i in missing], {**columns, "trainer_state": arguments["trainer_state"]})
 
     def _wait(self, rows: Sequence[int]) -> None:
-        """Waits for their calls. An event loop that an async function blocks is left behind, with that function."""
+        """Waits for the calls of these rows. If an async function blocks the event loop, a new loop is started."""
         pending = {self._call_of[place, row].future for place in self._functions for row in rows}
         while pending:
             done, pending = wait(pending, self._timeout_s + GRACE_S, FIRST_COMPLETED)
@@ -229,18 +228,18 @@ class RewardStream:
                         self._loop.submit(call)
 
     def _merge(self, place: int, rows: Sequence[int], arguments: Mapping[str, Any]) -> Rewards:
-        """A function's rewards in the order of rows. Passes on what it logged, or raises its first error."""
+        """Returns a function's rewards in the order of rows, and passes on its logs. Raises its first exception."""
         calls = [self._call_of[place, row] for row in rows]
         rewards = {call: self._rewards(call) for call in dict.fromkeys(calls)}
         cells = [(call, call.rows.index(row)) for row, call in zip(rows, calls, strict=True)]
-        in_time = [call for call, own in rewards.items() if own is not None]
+        in_time = [call for call, values in rewards.items() if values is not None]
         for key in dict.fromkeys(key for call in in_time for key in call.columns):
             columns = {call: call.columns[key] for call in in_time if key in call.columns}
             arguments["log_extra"](key[0], [columns[call][i] if call in columns else None for call, i in cells])
         for call in in_time:
             for name, value in call.metrics:
                 arguments["log_metric"](name, value)
-        return [None if (own := rewards[call]) is None else own[i] for call, i in cells]
+        return [None if (values := rewards[call]) is None else values[i] for call, i in cells]
 
     def _rewards(self, call: RewardCall) -> Rewards | None:
         outcome = call.future.result()
@@ -251,15 +250,15 @@ class RewardStream:
         if outcome is None:
             self._num_late += 1
             logger.warning(
-                f"The reward function '{call.name}' did not score {len(call.rows)} rows within {self._timeout_s:g} s "
-                "(`stream_reward_timeout_s`). They have no reward from it. A call that hangs can't be stopped: make "
-                "the function async, and run what can hang in a subprocess that it kills."
+                f"The reward function '{call.name}' did not score {len(call.rows)} rows within "
+                f"`stream_reward_timeout_s` ({self._timeout_s:g} s), so they get no reward from it. A hanging call "
+                "can't be stopped: make the function async, and run code that can hang in a subprocess."
             )
         return outcome
 
 
 def decode_completions(trainer: Any, prompts: list[Any], completion_ids: list[Tokens]) -> list[Any]:
-    """As TRL does in `_generate`, which has no function for it."""
+    """Decodes completions as TRL does inside `_generate`."""
     processing_class: Any = trainer.processing_class
     if not is_conversational({"prompt": prompts[0]}):
         return list(processing_class.batch_decode(completion_ids, skip_special_tokens=True))
@@ -267,7 +266,7 @@ def decode_completions(trainer: Any, prompts: list[Any], completion_ids: list[To
     if any(getattr(processing_class, name, None) is not None for name in names):
         prompt_ids, _, _ = GRPOTrainer._tokenize_prompts(trainer, copy.deepcopy(prompts))
         return [
-            [parse_response(processing_class, ids, prefix=prefix, tools=trainer.tools)]
+            [parse_completion(processing_class, ids, prefix, trainer.tools)]
             for ids, prefix in zip(completion_ids, prompt_ids, strict=True)
         ]
     contents = processing_class.batch_decode(completion_ids, skip_special_tokens=True)

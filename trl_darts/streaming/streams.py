@@ -1,4 +1,4 @@
-"""What is done while candidates decode, on all processes: one object for the trainer and its rollouts."""
+"""The streams of log-probs and rewards behind one object, on all processes."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
 
 from ..engines.mailbox import Mailbox
 from ..errors import ConfigurationError
-from ..positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
 from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
+from ..training.positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
+from ..trl_compat import disable_gradient_checkpointing, use_adapter
 from .forward import Scorer
 from .log_probs import POLICY, REFERENCE, LogprobStream
 from .plan import Round, Tokens
@@ -23,7 +22,7 @@ from .rewards import RewardStream, SettledRows
 
 
 class Streams:
-    """The streams of a trainer. Without any, all of this does nothing."""
+    """The streams of a trainer. All methods do nothing if there is no stream."""
 
     def __init__(
         self,
@@ -38,14 +37,14 @@ class Streams:
     def __bool__(self) -> bool:
         return self.log_probs is not None or self.rewards is not None
 
-    # Of the trainer, on every process
+    # On every process
 
     @contextmanager
     def serving(self, input_of: Callable[[int], dict[str, Any]] | None) -> Iterator[dict[str, float]]:
         """
-        Inside, TRL generates and scores a batch, and is served with what is ready by then. `input_of` has the data of
-        a row by its number, see [`RewardStream`]. `None` in evaluation: nothing is done. The metrics are filled in at
-        the end, see `docs/metrics.md`.
+        Inside this context, TRL generates and scores a batch, and gets the streamed results. `input_of` returns the
+        data of a row by its number, see [`RewardStream`]. It is `None` in evaluation, which is not streamed. The
+        yielded metrics are filled at the end, see `docs/metrics.md`.
         """
         metrics: dict[str, float] = {}
         if input_of is None:
@@ -64,11 +63,11 @@ class Streams:
                 metrics |= self.rewards.metrics()
 
     def serving_rewards(self, rows: Sequence[int] | None = None) -> AbstractContextManager[None]:
-        """Inside, TRL calls reward functions for all these rows, and is given their results for groups."""
+        """Inside this context, TRL's calls of reward functions for `rows` return the streamed rewards."""
         return nullcontext() if self.rewards is None else self.rewards.serving(rows)
 
     def owners(self) -> Mapping[int, int]:
-        """Which process has begun to score which group of a buffer, on the main process."""
+        """Returns the process that scores each group of a buffer, by entry ID, on the main process."""
         return {} if self.rewards is None else self.rewards.owners
 
     def per_token_logps(
@@ -82,7 +81,7 @@ class Streams:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """What TRL's `_get_per_token_logps_and_entropies`, `compute`, returns, from what was scored already."""
+        """Returns streamed log-probs in place of `compute`, TRL's `_get_per_token_logps_and_entropies`."""
         stream = self.log_probs
         if stream is None or not stream.active or (name := called_model(trainer, model)) not in stream.scorers:
             return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
@@ -106,9 +105,9 @@ class Streams:
         entry_ids: Sequence[int] | None = None,
     ) -> Callable[[Ledger], None]:
         """
-        Begins a rollout of these prompts, by `group_id`, with their IDs in a buffer. What it returns calls `progress`
-        and the streams, and is to be called again and again while the rollout runs. Meanwhile the ledger may change in
-        another thread.
+        Starts a rollout of these prompts, one per `group_id`. Returns a function that calls `progress` and the
+        streams; call it repeatedly while the rollout runs. Another thread may change the ledger meanwhile. `entry_ids`
+        are the prompts' IDs in a buffer.
         """
         steps = [progress]
         if self.rewards is not None:
@@ -124,18 +123,18 @@ class Streams:
 
     def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> None:
         """
-        Ends the rollout: all that is trained on is scored, and all reward functions are called. `completion_ids` are
-        the rows that are trained on, where they are not all that the rollout gave.
+        Ends the rollout: scores the remaining tokens and submits the remaining groups. `completion_ids` are the rows
+        to train on, if they are only some of the rollout's.
         """
         if self.rewards is not None:
             self.rewards.finish(result)
         if self.log_probs is not None:
             self.log_probs.finish(result, completion_ids)
 
-    # On the others
+    # On the other processes
 
     def follow(self) -> None:
-        """Does what the main process has sent. Called again and again while that runs the rollout, and once after."""
+        """Executes messages from the main process. Call it repeatedly during the rollout, and once afterwards."""
         for message in self._mailbox.receive() if self._mailbox is not None else ():
             if isinstance(message, Round) and self.log_probs is not None:
                 self.log_probs.execute(message)
@@ -145,15 +144,15 @@ class Streams:
 
 def make_streams(trainer: Any) -> Streams:
     """
-    Builds what `stream_logprobs` and `stream_rewards` ask for, or refuses it where model, data or other settings don't
-    allow it. Called on every process at once.
+    Builds the streams for `stream_logprobs` and `stream_rewards`. Raises if the model, the data or other settings do
+    not support them. Must be called on every process.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    asked = [name for name in ("stream_logprobs", "stream_rewards") if getattr(args, name)]
-    for name in asked:
+    enabled = [name for name in ("stream_logprobs", "stream_rewards") if getattr(args, name)]
+    for name in enabled:
         _check_rollouts(trainer, name)
     num_processes = accelerator.num_processes
-    mailbox = trainer._main.mailbox if asked and num_processes > 1 else None
+    mailbox = trainer._main.mailbox if enabled and num_processes > 1 else None
     log_probs = rewards = None
     if args.stream_logprobs:
         check_model(accelerator.unwrap_model(trainer.model))
@@ -168,14 +167,14 @@ def make_streams(trainer: Any) -> Streams:
             trainer.is_sharded,
         )
     if args.stream_rewards:
-        # No cycle: the threads end with the trainer.
+        # A proxy avoids a reference cycle, so that the threads end with the trainer.
         rewards = RewardStream(weakref.proxy(trainer), args.stream_reward_timeout_s, num_processes, mailbox)
         weakref.finalize(trainer, rewards.close)
     return Streams(log_probs, rewards, mailbox)
 
 
 def called_model(trainer: Any, model: Any) -> str:
-    """Which model TRL means when it asks for log-probs: the policy without its adapter is the reference."""
+    """Returns whether TRL requests the policy or the reference, which can be the policy without its adapter."""
     if model is trainer.ref_model:
         return REFERENCE
     unwrapped = trainer.accelerator.unwrap_model(model)
@@ -186,22 +185,22 @@ def called_model(trainer: Any, model: Any) -> str:
 
 
 def _scorers(trainer: Any) -> dict[str, Scorer]:
-    """For what TRL will ask for before the loss does. Models are looked up in each pass: training wraps them."""
+    """Builds scorers for the log-probs that TRL needs before the loss. They look up models late: TRL wraps them."""
     args = trainer.args
     misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0
-    asked = {POLICY: misaligned or trainer.vllm_importance_sampling_correction, REFERENCE: trainer.beta != 0.0}
+    needed = {POLICY: misaligned or trainer.vllm_importance_sampling_correction, REFERENCE: trainer.beta != 0.0}
     config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
     fields = trainer.accelerator.device, trainer.is_sharded, hasattr(config, "output_router_logits")
     return {
         name: Scorer(partial(_forward, trainer, name), partial(_as_trl_scores, trainer, name), *fields)
-        for name, wanted in asked.items()
-        if wanted
+        for name, is_needed in needed.items()
+        if is_needed
     }
 
 
 def _forward(trainer: Any, name: str, **inputs: Any) -> Any:
-    own = name == REFERENCE and trainer.ref_model is not None
-    return (trainer.ref_model if own else trainer.model)(**inputs)
+    has_model = name == REFERENCE and trainer.ref_model is not None
+    return (trainer.ref_model if has_model else trainer.model)(**inputs)
 
 
 @contextmanager
@@ -218,7 +217,7 @@ def _as_trl_scores(trainer: Any, name: str) -> Iterator[None]:
         yield
 
 
-# What can't work
+# Checks
 
 
 def _check_rollouts(trainer: Any, name: str) -> None:
@@ -226,26 +225,26 @@ def _check_rollouts(trainer: Any, name: str) -> None:
     if trainer.rollout_func is not None:
         cause = "`rollout_func`, which generates by itself"
     elif trainer.tools or trainer.environment_factories is not None:
-        cause = "tools or environments: what a server has written is not the whole completion"
+        cause = "tools or environments, whose completions contain more than the server's output"
     elif trainer._is_vlm:
-        cause = f"a vision-language model yet ({type(trainer.processing_class).__name__})"
+        cause = f"vision-language models yet ({type(trainer.processing_class).__name__})"
     if cause is not None:
-        raise ConfigurationError(f"`{name}` (True) does not run with {cause}. Set it to `False`.")
+        raise ConfigurationError(f"`{name}` (True) does not support {cause}. Set it to `False`.")
 
 
 def check_model(model: Any) -> None:
-    """Refuses models whose log-probs can't be computed chunk by chunk."""
+    """Raises for models whose log-probs can't be computed chunk by chunk."""
     kinds, layers = rope_kinds(model.config.get_text_config()), uncached_layers(model)
     cause = None
     if layers is None or layers:
         names = ", ".join(sorted(layers or ())) or "all"
-        cause = f"has layers whose keys and values can't be kept chunk by chunk ({names})"
+        cause = f"has layers whose keys and values can't be cached chunk by chunk ({names})"
     elif not kinds:
-        cause = "has no rotary positions: TRL counts padding in the positions of others, and log-probs would differ"
+        cause = "has no rotary positions. TRL counts padding in other positions, and log-probs would differ"
     elif kinds & LENGTH_DEPENDENT_ROPE:
-        cause = f"has positions that depend on how long the text will be ({', '.join(sorted(kinds))})"
+        cause = f"has positions that depend on the final length ({', '.join(sorted(kinds))})"
     if cause is not None:
         base = model.get_base_model() if is_peft_model(model) else model
         raise ConfigurationError(
-            f"`stream_logprobs` (True) does not run with this model: {type(base).__name__} {cause}. Set it to `False`."
+            f"`stream_logprobs` (True) does not support this model: {type(base).__name__} {cause}. Set it to `False`."
         )

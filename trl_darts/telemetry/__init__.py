@@ -1,1 +1,1 @@
-"""What a run writes and reads back: metrics, traces, its log, progress."""
+"""Writes and reads a run's metrics, traces and log, and shows its progress."""

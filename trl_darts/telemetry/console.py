@@ -1,7 +1,7 @@
 """
-What a person reads of a training: a first line, a few of our values per step, and a last line.
+Console output of a run: a first line, a few of our metrics per step, and a last line.
 
-Only the console is shortened: trackers, `trainer.state.log_history` and `rollouts/log.jsonl` get all values.
+Only the console is shortened: trackers, `trainer.state.log_history` and `rollouts/log.jsonl` get all metrics.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
-from ..rewards import RewardWatch
 from ..scheduling.policies import AUTO
+from ..training.rewards import RewardWatch
 from ..weights.fleet import resolve_weight_sync
 
 
@@ -31,20 +31,20 @@ SHOWN = (
     "darts/uniform/rounds",
     "darts/buffer/long_round",
 )
-DEFERRED = "darts/rollout/deferred_groups"  # shown where it can be other than 0
-# Schedules whose rollouts end without some of the prompts, and what becomes of these.
+DEFERRED = "darts/rollout/deferred_groups"  # shown for schedules that defer groups
+# Schedules that defer prompts, and what happens to these.
 LEFT_OVER = {
-    "tail_batching": "others begin anew in a long round",
-    "partial_rollout": "others go on in the next rollout",
+    "tail_batching": "others restart in a long round",
+    "partial_rollout": "others continue in the next rollout",
     "sorted": "others are for later batches",
 }
 
 
 @dataclass
 class RolloutTotals:
-    """What the rollouts of a training cost."""
+    """Total cost of a run's rollouts."""
 
-    first_step: int = 0  # at which a resumed training went on
+    first_step: int = 0  # step at which the run was resumed
     rewards: RewardWatch = field(default_factory=RewardWatch)
     num_rollouts: int = 0
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class RolloutTotals:
     discarded_tokens: float = 0.0
 
     def begin(self, step: int) -> None:
-        """Begins a training at a step."""
+        """Resets the totals at the start of training."""
         self.first_step, self.num_rollouts = step, 0
         self.seconds = self.generated_tokens = self.discarded_tokens = 0.0
 
@@ -64,12 +64,12 @@ class RolloutTotals:
 
 
 def shorten_console(callbacks: list[TrainerCallback], totals: RolloutTotals) -> None:
-    """Replaces those of transformers' callbacks that print logs. Others, such as a notebook's table, stay."""
-    for place, callback in enumerate(callbacks):
+    """Replaces the callbacks of transformers that print logs. Others, such as a notebook's table, stay."""
+    for i, callback in enumerate(callbacks):
         if type(callback) is ProgressCallback:
-            callbacks[place] = ShortProgressCallback(totals, callback.max_str_len)
+            callbacks[i] = ShortProgressCallback(totals, callback.max_str_len)
         elif type(callback) is PrinterCallback:
-            callbacks[place] = ShortPrinterCallback(totals)
+            callbacks[i] = ShortPrinterCallback(totals)
 
 
 class _ShortLog(TrainerCallback):
@@ -78,14 +78,14 @@ class _ShortLog(TrainerCallback):
         self.totals = totals
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Prints what is not ours, and of our values those in `SHOWN`, as far as this training has them."""
+        """Prints all logs of others, and those of our metrics that are in `SHOWN`."""
         names = {*SHOWN, DEFERRED} if args.schedule in LEFT_OVER else SHOWN
         shown = {name: value for name, value in logs.items() if name in names or not name.startswith("darts/")}
         super().on_log(args, state, control, logs=shown, **kwargs)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            print(first_line(args))  # noqa: T201  (before the bar, which would be torn)
+            print(first_line(args))  # noqa: T201  (before the progress bar is drawn)
         super().on_train_begin(args, state, control, **kwargs)
         self.totals.begin(state.global_step)
 
@@ -96,15 +96,15 @@ class _ShortLog(TrainerCallback):
 
 
 class ShortProgressCallback(_ShortLog, ProgressCallback):
-    """Transformers' progress bar, with fewer of our values."""
+    """Transformers' progress bar, with fewer of our metrics."""
 
 
 class ShortPrinterCallback(_ShortLog, PrinterCallback):
-    """Transformers' print of the logs, with fewer of our values."""
+    """Transformers' printer of logs, with fewer of our metrics."""
 
 
 def first_line(args: Any) -> str:
-    """What is sampled, what is waited for, and what decodes: the settings as they were understood."""
+    """Summarises the settings: what is sampled, when a rollout ends, and which engines decode."""
     size, prompts = args.num_generations, args.generation_batch_size // args.num_generations
     wait = _wait(args)
     if args.schedule in LEFT_OVER:
@@ -153,7 +153,7 @@ def _engines(args: Any) -> str:
 
 
 def last_line(args: Any, state: TrainerState, totals: RolloutTotals) -> str:
-    """What the training's rollouts cost, where its traces are, and how to look at them."""
+    """Summarises the cost of the run's rollouts, and says where its traces are and how to view them."""
     runtime = state.log_history[-1].get("train_runtime") if state.log_history else None
     of_all = f" of {runtime:,.1f} s" if runtime else ""
     share = totals.discarded_tokens / totals.generated_tokens if totals.generated_tokens else 0.0

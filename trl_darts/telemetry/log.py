@@ -1,4 +1,4 @@
-"""A run's log, written and read: `rollouts/log.jsonl`, or the newest checkpoint's `trainer_state.json`."""
+"""Writes and reads a run's log: `rollouts/log.jsonl`, or the newest checkpoint's `trainer_state.json`."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from ..scheduling import ScheduleSettings
 
 
 LOG_FILE = "log.jsonl"
-# What a reader must know of a run before comparing it with another one: arguments of the trainer.
+# Arguments of the trainer that matter when two runs are compared.
 SETTINGS = (
     *(field.name for field in fields(ScheduleSettings)),
     "max_completion_length",
@@ -32,11 +32,11 @@ SETTINGS = (
     "seed",
 )
 
-Attempt = list[dict[str, Any]]  # what was logged between two starts of a run
+Attempt = list[dict[str, Any]]  # entries logged between two starts of a run
 
 
 def append_entry(directory: Path, entry: Mapping[str, Any]) -> None:
-    """Writes one line: `{"run": settings}` where a training starts, then `{"step": step, **metrics}`."""
+    """Appends one line: `{"run": settings}` at each start of training, then `{"step": step, **metrics}`."""
     path = directory / "rollouts" / LOG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -44,7 +44,7 @@ def append_entry(directory: Path, entry: Mapping[str, Any]) -> None:
 
 
 def read_evaluations(directory: Path) -> pd.Series:
-    """`eval_reward` by step; of several data sets, their mean. What an earlier attempt logged later is dropped."""
+    """Returns `eval_reward` by step, averaged over data sets. Steps that a later attempt repeated are replaced."""
     found: dict[int, list[float]] = {}
     for attempt in _attempts(directory)[1]:
         first = min(entry["step"] for entry in attempt)
@@ -57,11 +57,11 @@ def read_evaluations(directory: Path) -> pd.Series:
 
 def read_log(directory: Path) -> tuple[dict[str, Any], pd.DataFrame, bool, list[str]]:
     """
-    Reads what a run logged. Of two entries of a step the later counts, and what an earlier attempt logged after the
-    step at which the later one began is dropped.
+    Reads a run's log. The last entry of a step counts. Entries of an earlier attempt are dropped from the first step
+    of a later attempt on.
 
-    Returns the settings (empty where unknown), one row per entry by `step` with `num_steps`, the optimizer steps that
-    it is a mean of, whether the run was started more than once, and notes.
+    Returns the settings (empty if unknown), one row per entry by `step` with `num_steps` (the number of optimizer
+    steps that it averages), whether the run was started more than once, and notes.
     """
     settings, attempts, notes = _attempts(directory)
     entries: dict[int, dict[str, Any]] = {}
@@ -73,7 +73,7 @@ def read_log(directory: Path) -> tuple[dict[str, Any], pd.DataFrame, bool, list[
 
 
 def _attempts(directory: Path) -> tuple[dict[str, Any], list[Attempt], list[str]]:
-    """Settings, entries and notes of a run; all empty where it has neither a log nor a checkpoint."""
+    """Returns settings, entries and notes of a run. All are empty without a log and a checkpoint."""
     path = directory / "rollouts" / LOG_FILE
     states = sorted(directory.glob("checkpoint-*/trainer_state.json"), key=lambda path: (len(path.parts[-2]), path))
     if path.exists():
@@ -88,7 +88,7 @@ def _read_lines(path: Path) -> tuple[dict[str, Any], list[Attempt], list[str]]:
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             entry = json.loads(line)
-        except ValueError:  # a run that was killed while it wrote
+        except ValueError:  # the run was killed while writing
             entry = None
         if isinstance(entry, dict) and isinstance(entry.get("run"), dict):
             settings.append(entry["run"])
@@ -101,13 +101,13 @@ def _read_lines(path: Path) -> tuple[dict[str, Any], list[Attempt], list[str]]:
     if broken and not settings and not attempts:
         raise ConfigurationError(
             f"`run_dir`: {str(path)!r} must have one JSON object per line, and line {broken[0]} has none. Remove the "
-            "file: the report then takes the newest checkpoint's log."
+            "file, and the report uses the newest checkpoint's log."
         )
     notes = []
     if broken:
         notes.append(f"{LOG_FILE}: {len(broken)} lines can't be read and are left out, the first is line {broken[0]}.")
     if any(other != settings[-1] for other in settings):
-        notes.append("The run was started again with other settings. Those shown are the last.")
+        notes.append("The run was restarted with other settings. The last ones are shown.")
     return (settings[-1] if settings else {}), attempts, notes
 
 
@@ -118,14 +118,14 @@ def _read_state(path: Path) -> tuple[dict[str, Any], list[Attempt], list[str]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"`run_dir`: {str(path)!r} must be a trainer's state with a `log_history`, and reading it failed: "
-            f"{type(error).__name__} {error}. Remove this checkpoint, or name another run."
+            f"{type(error).__name__} {error}. Remove this checkpoint, or choose another run."
         ) from error
     note = f"No {LOG_FILE}: log entries are those of {path.parent.name}, and the run's settings are unknown."
     return {}, [entries] if entries else [], [note]
 
 
 def _is_training(entry: Mapping[str, Any]) -> bool:
-    """Entries of evaluations, and the one at the end of a training, have neither of these."""
+    """Whether an entry is of training, not of an evaluation or the summary at the end."""
     return "step_time" in entry or "reward" in entry or "darts/rollout/seconds" in entry
 
 
@@ -134,6 +134,6 @@ def _table(entries: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
     log = pd.DataFrame([entries[step] for step in steps], index=pd.Index(steps, name="step", dtype="int64"))
     log = log.drop(columns="step", errors="ignore").apply(pd.to_numeric, errors="coerce")
     widths = [later - earlier for earlier, later in itertools.pairwise(steps)]
-    # The first entry of a run that was resumed elsewhere does not stand for all the steps before it.
+    # The first entry of a resumed run does not average all the steps before it.
     first = [min([*steps[:1], *widths[:1]])] if steps else []
     return log.assign(num_steps=pd.Series([*first, *widths], index=log.index, dtype="int64"))

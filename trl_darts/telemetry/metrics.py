@@ -1,4 +1,4 @@
-"""`darts/*`: what a rollout's record says in TRL's log stream. Each metric is defined in `docs/metrics.md`."""
+"""Computes the `darts/*` metrics of a rollout. Each metric is defined in `docs/metrics.md`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,61 +17,61 @@ from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, Rollo
 from ..weights import SyncRecord
 
 
-MAX_LOG_RATIO = 100.0  # its square is a number
+MAX_LOG_RATIO = 100.0  # exp(2 · 100) is finite
 
 
 @dataclass(frozen=True)
 class TailRecord:
-    """What tail servers took over, and what was predicted of it: NaN where nothing was. Seconds are sums."""
+    """Switches to tail servers and their predictions (NaN without a prediction). Seconds are sums over switches."""
 
     switches: int = 0
     moved_candidates: int = 0
     reread_tokens: int = 0
     seconds: float = 0.0  # from the switch to the end
     predicted_seconds: float = 0.0
-    predicted_without: float = 0.0  # had there been no switch
+    predicted_without: float = 0.0  # predicted seconds without a switch
 
     @classmethod
     def of(cls, result: RolloutResult) -> "TailRecord":
         switch = result.tail_switch
         if switch is None:
             return cls()
-        forecast, nothing = switch.forecast, math.nan
-        predicted = (nothing, nothing) if forecast is None else (forecast.there, forecast.here)
+        forecast = switch.forecast
+        predicted = (math.nan, math.nan) if forecast is None else (forecast.there, forecast.here)
         return cls(1, switch.num_moved, switch.num_tokens, result.timeline.times[-1] - switch.begun, *predicted)
 
     def then(self, later: "TailRecord") -> "TailRecord":
-        """Both together."""
-        return TailRecord(*(own + new for own, new in zip(astuple(self), astuple(later), strict=True)))
+        """Returns the sum of both records."""
+        return TailRecord(*(old + new for old, new in zip(astuple(self), astuple(later), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """The real gain is what a rollout without the switch was predicted to take, less what this one took."""
+        """Returns the metrics. The gain is the predicted time without a switch minus the measured time."""
         found = {name: float(getattr(self, name)) for name in ("switches", "moved_candidates", "reread_tokens")}
         if self.switches:
             found["seconds"] = self.seconds
         if self.predicted_seconds > 0:
             found["predicted_gain_seconds"] = self.predicted_without - self.predicted_seconds
             found["gain_seconds"] = self.predicted_without - self.seconds
-            # Of the prediction, which is never nothing: the real time is, where the batch was ready at the switch.
+            # Relative to the prediction, which is never 0. The measured time is, if the switch completed the batch.
             found["prediction_error"] = 1 - self.seconds / self.predicted_seconds
         return {f"darts/tail/{name}": value for name, value in found.items()}
 
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """What is known of a rollout once it is over, over all processes."""
+    """Statistics of a finished rollout, over all processes."""
 
     admission: Admission
-    summaries: list[GroupSummary]  # the groups that were completed, in the order of the batch
+    summaries: list[GroupSummary]  # the completed groups, in the order of the batch
     occupancy: Occupancy
     num_generations: int
     num_mixed: int = 0  # groups whose rows have different prompts
-    num_resumed: int = 0  # submissions that were made again because a server was lost or full
-    num_dropped: int = 0  # groups that could not be completed; `summaries` has the others
-    deferred: list[GroupSummary] = field(default_factory=list)  # groups that the rollout ended without
-    carries_over: bool = False  # whether deferred groups go on in a later rollout with the tokens that they have
-    tail: TailRecord | None = None  # where there are tail servers
-    long_end_below: int = 0  # groups with fewer candidates are waited for to keep the longest too
+    num_resumed: int = 0  # submissions repeated because a server was lost or full
+    num_dropped: int = 0  # groups that could not be completed
+    deferred: list[GroupSummary] = field(default_factory=list)  # groups unfinished at the end of the rollout
+    carries_over: bool = False  # whether deferred groups continue in a later rollout with their tokens
+    tail: TailRecord | None = None  # set if there are tail servers
+    long_end_below: int = 0  # groups with fewer candidates wait for the long end
 
     @classmethod
     def of(
@@ -98,15 +98,15 @@ class RolloutRecord:
         )
 
     def then(self, later: "RolloutRecord") -> "RolloutRecord":
-        """Both as one, of a batch that took several rollouts."""
-        own, new = self.admission, later.admission
+        """Returns the combined record of a batch that took several rollouts."""
+        old, new = self.admission, later.admission
         expected = None
-        if own.expected_lengths is not None and new.expected_lengths is not None:
-            expected = [*own.expected_lengths, *new.expected_lengths]
+        if old.expected_lengths is not None and new.expected_lengths is not None:
+            expected = [*old.expected_lengths, *new.expected_lengths]
         admission = Admission(
-            [*own.num_candidates, *new.num_candidates], own.saturated + new.saturated, new.rho, expected
+            [*old.num_candidates, *new.num_candidates], old.saturated + new.saturated, new.rho, expected
         )
-        first = len(own.num_candidates)
+        first = len(old.num_candidates)
         return replace(
             later,
             admission=admission,
@@ -121,17 +121,17 @@ class RolloutRecord:
 
     @property
     def groups(self) -> list[GroupSummary]:
-        """Those that were completed, and those that were deferred."""
+        """Completed and deferred groups."""
         return [*self.summaries, *self.deferred]
 
     @property
     def ended(self) -> list[GroupSummary]:
-        """Those whose candidates have the length that they will ever have: none that is carried over."""
+        """Groups whose lengths are final, which excludes those carried over."""
         return self.summaries if self.carries_over else self.groups
 
     @property
     def seconds(self) -> float:
-        """From the first submission to the last end, over all processes."""
+        """Seconds from the first submission to the last end, over all processes."""
         return self.occupancy.seconds
 
 
@@ -213,7 +213,7 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
 
 
 def _long_ends(record: RolloutRecord) -> dict[str, float]:
-    """A group of which nothing was called off keeps the longest of its pool."""
+    """Share of groups without aborted candidates, which therefore keep the longest of their pool."""
     groups = [group for group in record.summaries if len(group.lengths) < record.long_end_below]
     if not groups:
         return {}
@@ -222,7 +222,7 @@ def _long_ends(record: RolloutRecord) -> dict[str, float]:
 
 
 def _drafts(drafted: DraftCounts) -> dict[str, float]:
-    """Of the steps of sequences: each samples one token of its own beside the accepted ones."""
+    # Each step of a sequence samples one token in addition to the accepted ones.
     steps = drafted.generation_tokens - drafted.num_accepted_tokens
     return {
         "darts/drafts/tokens": drafted.num_draft_tokens,
@@ -233,13 +233,13 @@ def _drafts(drafted: DraftCounts) -> dict[str, float]:
 
 
 def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str, float]:
-    """The metrics of a batch that is not the loader's."""
+    """Returns the metrics of a batch from the buffer."""
     runs = np.array([run for row in rows.ages for run in row], dtype=float).reshape(-1, 2)
     ages, counts = runs[:, 0], runs[:, 1]
     metrics = {f"darts/buffer/{state}": float(count) for state, count in rows.states.items()}
     if rows.is_long is not None:
         metrics["darts/buffer/long_round"] = float(rows.is_long)
-    if not len(runs):  # a batch without weight
+    if not len(runs):  # all rows are fillers
         return metrics
     stale = ages > (np.inf if mask_stale_after is None else mask_stale_after)
     return metrics | {
@@ -252,8 +252,8 @@ def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str
 
 def ratio_metrics(output: Mapping[str, Any], accelerator: Accelerator) -> dict[str, float]:
     """
-    What TRL's importance sampling correction has to correct, in what `_generate_and_score_completions` returned, over
-    all processes; of whole rows in its `sequence_*` modes, of tokens otherwise. Nothing where it does not correct.
+    Returns statistics of the importance sampling ratios in the output of `_generate_and_score_completions`, over all
+    processes: per row in TRL's `sequence_*` modes, per token otherwise. Empty without TRL's correction.
     """
     used = output.get("importance_sampling_ratio")
     if used is None:
@@ -264,8 +264,8 @@ def ratio_metrics(output: Mapping[str, Any], accelerator: Accelerator) -> dict[s
         logs, mask = logs.sum(dim=1, keepdim=True), mask.any(dim=1, keepdim=True)
     ratios, used = logs.clamp(max=MAX_LOG_RATIO).exp()[mask.bool()], used[mask.bool()]
     altered = ~torch.isclose(ratios, used.double(), rtol=1e-3)
-    own = torch.stack([torch.ones_like(ratios), ratios, ratios**2, altered.double()]).sum(dim=1)
-    count, total, squares, num_altered = accelerator.gather(own).view(-1, 4).sum(dim=0).tolist()
+    sums = torch.stack([torch.ones_like(ratios), ratios, ratios**2, altered.double()]).sum(dim=1)
+    count, total, squares, num_altered = accelerator.gather(sums).view(-1, 4).sum(dim=0).tolist()
     if not count or not squares:
         return {}
     return {
@@ -282,11 +282,11 @@ def bias_metrics(
     first_rows: Mapping[int, int] | None = None,
 ) -> dict[str, float]:
     """
-    What the selection does to the lengths and rewards that are trained on.
+    Returns the bias of lengths and rewards caused by the selection.
 
-    `rewards_per_func`, of shape `(N·M, F)`, is of the batch that is trained on, over all processes, NaN for none.
-    `first_rows` has by `group_id` the first row of each of the rollout's groups in that batch, where it is not the
-    group's place. The rewards of the others are not known: they are of a later batch.
+    `rewards_per_func` has shape `(N·M, F)` and holds the rewards of the training batch over all processes, NaN for
+    none. `first_rows` maps `group_id` to the first row of the group in that batch, if it differs from the group's
+    position. Rewards of other groups are unknown, because they are trained on in a later batch.
     """
     size = record.num_generations
     if first_rows is None:

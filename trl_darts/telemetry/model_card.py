@@ -1,4 +1,4 @@
-"""What the card of a trained model says of its rollouts, beside what TRL writes."""
+"""Adds a section about rollouts to the model card that TRL writes."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 
 from .. import __version__
-from ..hub import field_defaults, is_withheld
+from ..recipes.hub import field_defaults, is_withheld
 
 
 PAPER = {  # in TRL's form
@@ -22,8 +22,7 @@ PAPER = {  # in TRL's form
     eprint       = {arXiv:2605.30859},
 }""",
 }
-PAGE = "https://pypi.org/project/trl-darts"
-# Headings of TRL's template, before which something is added.
+# Headings of TRL's template before which sections are inserted.
 VERSIONS, CITATION = "### Framework versions", "Cite TRL as:"
 EFFECTS = {
     "darts/rollout/seconds": "seconds per rollout",
@@ -32,22 +31,23 @@ EFFECTS = {
     "darts/rollout/aborted_candidates": "candidates aborted per rollout",
     "darts/rollout/generated_tokens": "tokens generated per rollout",
     "darts/rollout/kept_tokens": "tokens kept per rollout",
-    "darts/selection/kept_vs_pool_length_ratio": "mean length of what was kept / of what was sampled",
-    "darts/bias/reward_gap": "mean reward of what was kept − estimate for an unbiased sample",
+    "darts/selection/kept_vs_pool_length_ratio": "mean length of kept candidates / of all candidates",
+    "darts/bias/reward_gap": "mean reward of kept candidates − estimate for an unbiased sample",
 }
 
 
 def add_rollouts(path: Path, config: Any, log_history: list[dict[str, float]]) -> None:
     """
-    Adds to a trained model's card how rollouts were shaped and what that did, and TRL's citation of GRPO. What TRL has
-    no name for, a model from a directory and one that is not on the Hub, is not called None.
+    Adds the rollout settings, their measured effects and TRL's citation of GRPO to a model card. Also replaces the
+    "None" that TRL writes for a base model without a name and for a model that is not on the Hub.
     """
     card = ModelCard.load(path)
     text = _before(card.text, VERSIONS, f"### Rollouts\n\n{_settings(config)}\n{_effects(log_history)}\n")
-    if config.schedule == "darts":  # with another, TRL cites GRPO by itself
+    if config.schedule == "darts":  # otherwise TRL cites GRPO itself
         grpo = GRPOTrainer._paper["citation"]
-        words = f"DARTS shapes the rollouts of GRPO. Cite GRPO as:\n\n```bibtex\n{grpo}\n```\n\n"
-        text = _before(text, CITATION, words)
+        text = _before(
+            text, CITATION, f"DARTS shapes the rollouts of GRPO. Cite GRPO as:\n\n```bibtex\n{grpo}\n```\n\n"
+        )
     text = text.replace("[None](https://huggingface.co/None)", "a model from a directory")
     card.text = text.replace('model="None"', f'model="{Path(config.output_dir).name}"')
     card.save(path)
@@ -64,7 +64,7 @@ def _settings(config: Any) -> str:
         shown["long_end_patience"] = patience = config.long_end_patience
         wait = " The wait for the long end was the paper's."
         if patience == "auto":
-            wait = " The wait for the long end was not the paper's: it ended when no prompt was short of rows."
+            wait = " The wait for the long end was not the paper's: it ended when every prompt had enough rows."
         elif patience is not None:
             wait = (
                 f" The wait for the long end was not the paper's: it ended at {patience} × the M-th shortest length."
@@ -72,24 +72,22 @@ def _settings(config: Any) -> str:
         if config.long_end_every is not None:
             wait += f" One in {config.long_end_every} rollouts waited as in the paper."
     method = "DARTS" if config.schedule == "darts" else f"TRL's GRPO with the schedule `{config.schedule}`"
-    words = ", ".join(f"`{name}={value!r}`" for name, value in shown.items())
-    origin = (
-        f"\n\nThe training was set up with `{config.origin}`, and what was given beside it." if config.origin else ""
-    )
-    return f"{method}, by [trl_darts]({PAGE}) {__version__}, with {words}.{wait}{origin}\n"
+    settings = ", ".join(f"`{name}={value!r}`" for name, value in shown.items())
+    origin = f"\n\nThe run was configured with `{config.origin}` and additional arguments." if config.origin else ""
+    return f"{method}, by trl_darts {__version__}, with {settings}.{wait}{origin}\n"
 
 
 def _effects(log_history: list[dict[str, float]]) -> str:
     rows = []
-    for metric, words in EFFECTS.items():
+    for metric, label in EFFECTS.items():
         values = [logs[metric] for logs in log_history if metric in logs]
         if values:
             mean = sum(values) / len(values)
-            rows.append(f"| {words} (`{metric}`) | {mean:.4g} | {values[0]:.4g} | {values[-1]:.4g} |")
+            rows.append(f"| {label} (`{metric}`) | {mean:.4g} | {values[0]:.4g} | {values[-1]:.4g} |")
     if not rows:
         return "No rollout was logged before this card was written.\n"
-    table = "\n".join(["| measured in this training | mean | first log | last log |", "|---|---|---|---|", *rows])
-    return f"{table}\n\nThese are no speed-up: that takes a training of TRL's own beside it.\n"
+    table = "\n".join(["| measured in this run | mean | first log | last log |", "|---|---|---|---|", *rows])
+    return f"{table}\n\nThese values are not a speed-up, which requires a comparison with a run of TRL.\n"
 
 
 def _before(text: str, heading: str, section: str) -> str:

@@ -1,4 +1,4 @@
-"""How far a rollout is, behind the training's progress bar."""
+"""Shows the progress of a rollout in the training's progress bar."""
 
 import sys
 import time
@@ -12,14 +12,13 @@ from ..scheduling.types import FINAL_STATES
 
 
 REFRESH_S = 0.5
-PIPED_REFRESH_S = 10.0  # each refresh stays in a file
+PIPED_REFRESH_S = 10.0  # in a file, each refresh adds a line
 
 
 class RolloutProgress:
     """
-    Shows how many candidates run, are complete and were aborted, where one of the callbacks has a progress bar. What
-    it showed last stays until the next rollout. `carries_over`: prompts that the rollout ends without keep their
-    tokens.
+    Shows the numbers of running, complete and aborted candidates if one of the callbacks has a progress bar. The last
+    numbers stay until the next rollout. Set `carries_over` if deferred prompts keep their tokens.
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback], carries_over: bool = False) -> None:
@@ -46,19 +45,19 @@ class RolloutProgress:
 
 
 def training_bar(callbacks: Iterable[TrainerCallback]) -> Any:
-    """The bar of transformers' callback, if there is one."""
+    """Returns the bar of transformers' callback, or `None`."""
     bars = (callback.training_bar for callback in callbacks if isinstance(callback, ProgressCallback))
     return next(bars, None)
 
 
 def close_bar(callbacks: Iterable[TrainerCallback]) -> None:
-    """Ends the bar's line, which a training that is interrupted leaves open."""
+    """Ends the bar's line, which an interrupted run leaves open."""
     if (bar := training_bar(callbacks)) is not None:
         bar.close()
 
 
 def describe(ledger: Ledger, carries_over: bool) -> str:
-    """Aborted are those of `darts/rollout/aborted_candidates`, without prompts that go on later or were dropped."""
+    """Formats the counters. Aborted candidates exclude those of dropped prompts and of prompts that continue later."""
     aborted = carried = 0
     for group in ledger.groups.values():
         count = sum(c.state in FINAL_STATES and (c.finish_reason or ABORT) is ABORT for c in group.candidates)
@@ -66,8 +65,8 @@ def describe(ledger: Ledger, carries_over: bool) -> str:
             carried += count
         elif group.error is None:
             aborted += count
-    goes_on = f", {carried} carried over" if carries_over else ""
+    deferred = f", {carried} carried over" if carries_over else ""
     return (
-        f"{ledger.num_running} running, {ledger.num_complete} complete, {aborted} aborted{goes_on} of "
+        f"{ledger.num_running} running, {ledger.num_complete} complete, {aborted} aborted{deferred} of "
         f"{len(ledger.candidates)} candidates"
     )

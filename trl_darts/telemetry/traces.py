@@ -1,4 +1,4 @@
-"""A run's traces, written and read: `rollouts/rollout_<step>_<micro step>.parquet`, one row per candidate."""
+"""Writes and reads a run's traces: `rollouts/rollout_<step>_<micro step>.parquet`, one row per candidate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACE_PATTERN = "rollout_*.parquet"
 COLUMNS = {
     "step": "int64",
     "group": "int64",
-    "prompt_key": "uint64",  # a hash of 64 bits: read as anything else, it loses its last digits
+    "prompt_key": "uint64",  # a 64-bit hash, which a float would truncate
     "candidate": "int64",
     "num_candidates": "int64",
     "length": "int64",
@@ -36,8 +36,8 @@ COLUMNS = {
 
 def write_trace(directory: Path, step: int, micro_step: int, record: RolloutRecord) -> None:
     """
-    Writes one rollout. Seconds count from its first submission, `step` from 0; `micro_step` tells the rollouts of one
-    step apart.
+    Writes one rollout. Seconds count from its first submission, `step` from 0. `micro_step` distinguishes rollouts of
+    one step.
     """
     groups = sorted(record.groups, key=lambda group: group.group_id)
     carried_over = {group.group_id for group in record.deferred} if record.carries_over else set()
@@ -69,8 +69,8 @@ def write_trace(directory: Path, step: int, micro_step: int, record: RolloutReco
 
 def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
     """
-    All traces of a run, one row per candidate, in the order of the rollouts, with `step` counted from 1 and a column
-    `micro`; and notes on files that were left out.
+    Reads all traces of a run: one row per candidate, in the order of the rollouts, with `step` counted from 1 and a
+    column `micro`. Also returns notes on files that were left out.
     """
     frames, broken = [], []
     paths = {path: numbers for path in (directory / "rollouts").glob(TRACE_PATTERN) if (numbers := _numbers(path))}
@@ -87,15 +87,15 @@ def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
             frames.append(frame[list(COLUMNS)].astype(COLUMNS).assign(micro=paths[path][1]))
         except (KeyError, ValueError, TypeError) as error:
             raise ConfigurationError(
-                f"`run_dir`: {str(path)!r} must have the columns that `save_rollout_trace=True` writes today: "
-                f"{' '.join(str(error).split())}. Train again, or remove this run's traces: the report then takes its "
-                "log."
+                f"`run_dir`: {str(path)!r} must have the columns that this version of `save_rollout_trace=True` "
+                f"writes: {' '.join(str(error).split())}. Train again, or remove this run's traces, and the report "
+                "uses its log."
             ) from error
     if broken and not frames:
         path, reason = broken[0]
         raise ConfigurationError(
-            f"`run_dir`: {str(path)!r} must be a Parquet file, with candidates. {reason} Remove it; a run "
-            "that is killed while it writes leaves such files."
+            f"`run_dir`: {str(path)!r} must be a Parquet file with candidates. {reason} Remove it: runs that are "
+            "killed while writing leave such files."
         )
     notes = [f"{path.name} is left out. {reason}" for path, reason in broken]
     if not frames:
@@ -105,6 +105,6 @@ def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _numbers(path: Path) -> tuple[int, int] | None:
-    """Step and micro-step in a trace's name."""
+    """Returns step and micro-step from the file's name."""
     match = re.fullmatch(r"rollout_(\d+)_(\d+)\.parquet", path.name)
     return (int(match[1]), int(match[2])) if match else None

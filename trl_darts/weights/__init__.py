@@ -1,19 +1,19 @@
 """
-Weights from the trainer to vLLM servers: over NCCL (TRL's way), or through files where there is no CUDA.
+Transfers weights from the trainer to vLLM servers: over NCCL (as TRL does), or through files without CUDA.
 
-`plugin` and `reload` run in the servers' processes, the rest in the trainer. Every vLLM process imports this package,
-so nothing is loaded here.
+`plugin` and `reload` run in the servers' processes, the other modules in the trainer. Every vLLM process imports this
+package, so it must stay empty of heavy imports.
 """
 
 from typing import NamedTuple
 
 
-# The settings of `weight_sync`.
+# Values of `weight_sync`.
 WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
 
 
 class SyncRecord(NamedTuple):
-    """What a weight sync took."""
+    """Duration and size of a weight sync."""
 
     seconds: float
-    num_bytes: int | None  # sent to all servers together, or written; unknown for vLLM in the trainer's process
+    num_bytes: int | None  # sent to all servers in total, or written; `None` for colocated vLLM

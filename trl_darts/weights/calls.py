@@ -1,4 +1,4 @@
-"""What a weight update asks of a vLLM server, and what an answer means. The transport is [`VLLMServer`]'s."""
+"""The HTTP calls of a weight update and their errors, on top of [`VLLMServer`]."""
 
 import logging
 from collections.abc import Awaitable
@@ -8,18 +8,18 @@ from typing import Any, TypeVar
 import aiohttp
 
 from ..engines.vllm_api import ServerRefusedError, VLLMServer
+from ..engines.waiting import log_while_waiting
 from ..errors import ConfigurationError, WeightSyncError
-from ..waiting import said_meanwhile
 
 
 T = TypeVar("T")
 
-CONTROL_TIMEOUT_S = 60.0  # resume and the like, which an engine that is not busy answers within milliseconds
-PAUSE_TIMEOUT_S = 15.0  # a frozen server is found here, before the others wait for it in the middle of an update
+CONTROL_TIMEOUT_S = 60.0  # for resume and similar calls, which an idle engine answers within milliseconds
+PAUSE_TIMEOUT_S = 15.0  # detects a frozen server before the others wait for it in the middle of an update
 ABANDON_TIMEOUT_S = 5.0  # the server may be gone
 LOAD_TIMEOUT_S = 1800.0  # a large model from a slow disk
-# Requests that someone else runs on the server (nobody, as a rule) freeze and go on under the new weights, their
-# cached keys and values computed anew. "abort" would take their results, "wait" would wait for the longest.
+# Requests of other clients (usually none) are paused, and continue under the new weights with recomputed keys and
+# values. "abort" would lose their results, "wait" would wait for the longest.
 PAUSE = "/pause?mode=keep"
 INCOMPLETE = "-incomplete"  # the version of a server whose update failed
 
@@ -29,26 +29,26 @@ logger = logging.getLogger(__name__)
 async def ask(
     server: VLLMServer, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
 ) -> dict[str, Any]:
-    """Posts, and returns the server's JSON. Without an answer, or with an error, a [`WeightSyncError`]."""
+    """Posts, and returns the server's JSON. Raises [`WeightSyncError`] if the server fails or does not answer."""
     return await _named(server, path, server.post(path, body, timeout_s), timeout_s)
 
 
 async def look_up(server: VLLMServer, path: str) -> Any:
-    """Gets JSON, with the same errors; `None` where the server does not have it."""
+    """Gets JSON, with the same errors. Returns `None` if the server does not have the path."""
     return await _named(server, path, server.get(path, CONTROL_TIMEOUT_S), CONTROL_TIMEOUT_S)
 
 
 async def _named(server: VLLMServer, path: str, answer: Awaitable[T], timeout_s: float) -> T:
-    """An answer, or an error with the server's own message. One that takes long is said."""
+    """Awaits an answer and logs long waits. Errors name the server, the path and the server's message."""
     path = path.partition("?")[0]
     try:
-        async with said_meanwhile(f"Waiting for {server.base_url} to answer `{path}`", timeout_s):
+        async with log_while_waiting(f"Waiting for {server.base_url} to answer `{path}`", timeout_s):
             return await answer
     except ServerRefusedError as error:
         if error.status == 404:
             raise WeightSyncError(
                 f"The vLLM server at {server.base_url} has no `{path}`. Restart it with `VLLM_SERVER_DEV_MODE=1` in "
-                "its environment, which exposes the endpoints that weights are synchronized through."
+                "its environment, which exposes the endpoints for weight synchronization."
             ) from error
         raise WeightSyncError(f"`{path}` of a vLLM server failed: {error}") from error
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -66,7 +66,7 @@ async def resume(server: VLLMServer) -> None:
 
 
 async def start_update(server: VLLMServer, timeout_s: float) -> None:
-    """Begins an update over NCCL, also where a trainer that is gone left one open."""
+    """Starts an update over NCCL, after finishing one that an earlier trainer left open."""
     try:
         await ask(server, "/start_weight_update", timeout_s=timeout_s)
     except WeightSyncError as error:
@@ -77,19 +77,19 @@ async def start_update(server: VLLMServer, timeout_s: float) -> None:
 
 
 async def finish_update(server: VLLMServer, timeout_s: float) -> None:
-    """Puts weights that came over NCCL into place."""
+    """Finishes an update over NCCL, which makes the new weights active."""
     await ask(server, "/finish_weight_update", timeout_s=timeout_s)
 
 
 async def load(server: VLLMServer, path: Path) -> None:
-    """Has a server load a checkpoint. On a CPU, the answer must be that of our plugin."""
+    """Has a server load a checkpoint. A CPU server must have our plugin, whose answer is not empty."""
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
     try:
         answers = (await ask(server, "/collective_rpc", body, LOAD_TIMEOUT_S)).get("results", [])
     except WeightSyncError as error:
         raise WeightSyncError(
-            f"{error} Make sure that the server sees {path} under the same path, or set `weight_sync_dir` to a "
-            "directory that it sees."
+            f"{error} Make sure that the server can read {path} under the same path, or set `weight_sync_dir` to a "
+            "directory that it can read."
         ) from error
     if not all(answers) and await _is_on_cpu(server):
         raise ConfigurationError(
@@ -105,11 +105,11 @@ async def _is_on_cpu(server: VLLMServer) -> bool:
 
 
 async def commit(server: VLLMServer, version: int) -> None:
-    """After an update: empties the prefix cache, stamps the version and reads it back."""
+    """Completes an update: empties the prefix cache, sets the weight version and reads it back."""
     if not (await ask(server, "/reset_prefix_cache?reset_running_requests=true")).get("success", True):
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} could not empty its prefix cache, so it holds keys and values of "
-            "the old weights. A transfer of its KV cache may be under way."
+            "the old weights. A transfer of its KV cache may be in progress."
         )
     if not await _stamp(server, f"v{version}"):
         return
@@ -117,12 +117,12 @@ async def commit(server: VLLMServer, version: int) -> None:
     if found != f"v{version}":
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} shows the weight version {found!r} after an update to "
-            f"'v{version}'. Another trainer may be using it: give each training its own servers."
+            f"'v{version}'. Another trainer may be using it. Use separate servers for each run."
         )
 
 
 async def _stamp(server: VLLMServer, version: str) -> bool:
-    """Gives a server's weights a version, and returns whether it has versions at all."""
+    """Sets the version of a server's weights. Returns whether the server supports versions."""
     try:
         await ask(server, "/update_weight_version", {"new_version": version})
     except WeightSyncError as error:
@@ -134,8 +134,8 @@ async def _stamp(server: VLLMServer, version: str) -> bool:
 
 async def abandon(server: VLLMServer, version: int, is_open: bool) -> None:
     """
-    After a failed update, of which one over NCCL may be open: leaves the server usable and its version telling. It may
-    be gone: raises nothing.
+    Cleans up after a failed update: finishes an open NCCL update, marks the version as incomplete and resumes the
+    server. Raises nothing, because the server may be gone.
     """
     steps: list[tuple[str, dict[str, Any]]] = [("/finish_weight_update", {})] if is_open else []
     steps += [("/update_weight_version", {"new_version": f"v{version}{INCOMPLETE}"}), ("/resume", {})]
@@ -143,4 +143,4 @@ async def abandon(server: VLLMServer, version: int, is_open: bool) -> None:
         try:
             await ask(server, path, body, ABANDON_TIMEOUT_S)
         except WeightSyncError as error:
-            logger.debug("While giving up an update: %s", error)
+            logger.debug("While abandoning an update: %s", error)

@@ -1,4 +1,4 @@
-"""TRL's blocking client of one server: completions for a user's own rollouts, and images."""
+"""TRL's blocking client of one server, for a user's `rollout_func` and for images."""
 
 import logging
 from collections.abc import Sequence
@@ -6,20 +6,20 @@ from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
-from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
 from ..errors import GenerationError
+from ..trl_compat import VLLMClient
 
 
 CONNECT_TIMEOUT_S = 10.0
-IMAGE_TIMEOUT_S = 120.0  # the images of one prompt, behind those of up to 64 others
+IMAGE_TIMEOUT_S = 120.0  # for the images of one prompt, queued behind those of up to 64 others
 
 logger = logging.getLogger(__name__)
 
 
 class _Adapter(HTTPAdapter):
-    """Gives requests without a timeout one, where there is one, and repeats no POST: TRL does, five times."""
+    """Adds a default timeout to requests without one, and does not retry POST (TRL retries it five times)."""
 
     def __init__(self, read_timeout_s: float | None = None) -> None:
         self.default_timeout = None if read_timeout_s is None else (CONNECT_TIMEOUT_S, read_timeout_s)
@@ -32,14 +32,14 @@ class _Adapter(HTTPAdapter):
 
 
 class BlockingVLLMClient(VLLMClient):
-    """TRL's client, with the servers' key. Not for weights: see `FleetVLLMClient`."""
+    """TRL's client with the servers' API key. Weights are sent by `FleetVLLMClient`."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self.api_key = api_key
         super().__init__(base_url=base_url)
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, which is the first that its constructor does with the new session: the next request wants the key."""
+        """Sets up the session before TRL's check. TRL's constructor calls this before any other request."""
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, _Adapter())
         self.session.mount(f"{self.base_url}/v1/chat/completions/render", _Adapter(IMAGE_TIMEOUT_S))
@@ -49,21 +49,21 @@ class BlockingVLLMClient(VLLMClient):
         super().check_server(*args, **kwargs)
 
     def image_features(self, images: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """TRL's; a server that refuses an image is named."""
+        """As TRL, but an error names the server that rejected an image."""
         try:
             return super().image_features(images, *args, **kwargs)
-        except OSError:  # also those of requests
+        except OSError:  # includes those of `requests`
             raise
-        except Exception as error:  # TRL's own, without a type
-            raise GenerationError(f"The vLLM server at {self.base_url} refused an image: {error}") from error
+        except Exception as error:  # TRL raises plain exceptions
+            raise GenerationError(f"The vLLM server at {self.base_url} rejected an image: {error}") from error
 
 
 def image_features(urls: Sequence[str], api_key: str | None, images: list[Any]) -> list[dict[str, Any] | None]:
-    """What a server makes of images, by the first that answers: it does not depend on weights."""
+    """Returns the image features from the first server that answers. They do not depend on the weights."""
     messages = []
     for url in urls:
         try:
             return BlockingVLLMClient(url, api_key).image_features(images)
-        except OSError as error:  # the next server may be there
+        except OSError as error:  # the next server may answer
             messages.append(f"{url}: {type(error).__name__}: {error}")
     raise GenerationError(f"No vLLM server processed the images. {'; '.join(messages)}")

@@ -1,4 +1,4 @@
-"""Weights as files: each version appears in a directory at once and complete, and the directory goes with the run."""
+"""Weights as files. Each version appears atomically in a directory, which is removed at the end of the run."""
 
 import fcntl
 import os
@@ -20,17 +20,17 @@ from safetensors.torch import save_file
 from ..errors import WeightSyncError
 
 
-SHARD_BYTES = 1 << 29  # memory that is needed beside the model while writing
+SHARD_BYTES = 1 << 29  # additional memory needed while writing
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "trl_darts-"
 
 
 class WeightDirectory:
     """
-    Holds the newest version that was written, `<parent>/trl_darts-<id>/v<version>`, and removes it at the end.
+    Holds the newest written version, `<parent>/trl_darts-<id>/v<version>`, and removes it at the end.
 
-    Without `sync_dir` the parent is shared memory, or the temporary directory for a version that would take more than
-    half of the memory that is free. What a run that was killed left there is removed by the next one.
+    Without `sync_dir`, the parent is shared memory, or the temporary directory if a version would take more than half
+    of the free memory. Directories of killed runs are removed by the next run.
     """
 
     def __init__(self, sync_dir: str | Path | None = None, shard_bytes: int = SHARD_BYTES) -> None:
@@ -43,21 +43,21 @@ class WeightDirectory:
                 parents.insert(0, SHARED_MEMORY)
         else:
             parents = [Path(sync_dir).absolute()]
-        self.roots = [parent / name for parent in parents]  # the last one takes what no other has room for
+        self.roots = [parent / name for parent in parents]  # the last one is used if the others have no room
         self._locks: list[IO[str]] = []
-        # Called at the interpreter's exit at the latest.
+        # Called when the interpreter exits, at the latest.
         self.close = weakref.finalize(self, _remove, self.roots, self._locks)
 
     def _begin(self) -> None:
-        """Makes the directories of a run on this machine: those that only read settings make none."""
+        """Creates and locks the directories on the first write."""
         for root in self.roots:
             _remove_abandoned(root.parent)
             root.mkdir(mode=0o700)
             self._locks.append((root / "lock").open("w"))
-            fcntl.flock(self._locks[-1], fcntl.LOCK_EX)  # until this process ends, however it ends
+            fcntl.flock(self._locks[-1], fcntl.LOCK_EX)  # the kernel releases it when this process ends
 
     def path(self, version: int) -> Path | None:
-        """Directory of a version; `None` if it is not there."""
+        """Returns the directory of a version, `None` if it does not exist."""
         return next((root / f"v{version}" for root in self.roots if (root / f"v{version}").is_dir()), None)
 
     def write(self, version: int, named_params: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Path:
@@ -77,7 +77,7 @@ class WeightDirectory:
                 raise
             raise WeightSyncError(
                 f"The weights could not be written to {root.parent}: {error}. Free some space, or set "
-                "`weight_sync_dir` to another directory that the servers see."
+                "`weight_sync_dir` to another directory that the servers can read."
             ) from error
         return root / f"v{version}"
 
@@ -85,7 +85,7 @@ class WeightDirectory:
         shard: dict[str, torch.Tensor] = {}
         num_bytes = 0
         for name, tensor in named_params:
-            # A copy: the caller may change the original, and safetensors takes no two views of one memory.
+            # A copy, because the caller may change the original, and safetensors rejects tensors that share memory.
             shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
             num_bytes += tensor.nbytes
             if num_bytes >= self.shard_bytes:
@@ -95,7 +95,7 @@ class WeightDirectory:
             yield shard
 
     def keep_only(self, version: int) -> None:
-        """Remove every other version. This one stays: a server that comes back needs it."""
+        """Remove every other version. This one stays for servers that reconnect."""
         for root in self.roots:
             for path in root.glob("v*"):
                 if path.name != f"v{version}":
@@ -103,14 +103,14 @@ class WeightDirectory:
 
 
 def _free_bytes(root: Path) -> int:
-    """Room in shared memory, which may be larger than the memory behind it."""
+    """Free bytes of a shared-memory directory, whose nominal size may exceed the available memory."""
     return min(shutil.disk_usage(root).free, int(psutil.virtual_memory().available))
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove directories of runs that were killed: shared memory stays occupied until someone does."""
+    """Remove directories of killed runs, which would occupy shared memory forever."""
     for path in parent.glob(f"{PREFIX}*/lock"):
-        with suppress(OSError), path.open("a") as lock:  # in use, or someone else's
+        with suppress(OSError), path.open("a") as lock:  # raised if it is in use or belongs to another user
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)
 
@@ -123,7 +123,7 @@ def _remove(roots: list[Path], locks: list[IO[str]]) -> None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host` is an address of this machine: others can't be bound."""
+    """Whether `host` is an address of this machine, tested by binding a socket to it."""
     for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as sock:

@@ -1,4 +1,4 @@
-"""Several vLLM servers behind the one client that TRL's `VLLMGeneration` talks to, on the main thread."""
+"""The client that TRL's `VLLMGeneration` uses on the main thread, for several vLLM servers."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ import torch
 from ..engines.pool import TURN_TIMEOUT_S, Member, ServerPool, State, describe
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import ConfigurationError, TRLDARTSError, WeightSyncError
-from ..scheduling.policies import check_choice
+from ..scheduling.setting import one_of
 from . import WEIGHT_SYNCS, calls
 from .client import BlockingVLLMClient, image_features
 from .files import WeightDirectory, is_this_machine
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 def resolve_weight_sync(weight_sync: str, device: torch.device, sync_dir: str | Path | None = None) -> str:
-    """What a setting of `weight_sync` means on a device: `"nccl"` or `"filesystem"`. Refuses what can't work."""
-    check_choice("weight_sync", weight_sync, WEIGHT_SYNCS)
+    """Resolves `weight_sync` for a device to `"nccl"` or `"filesystem"`. Raises for settings that can't work."""
+    one_of(WEIGHT_SYNCS).check("weight_sync", weight_sync)
     if weight_sync == "auto":
         weight_sync = "nccl" if device.type == "cuda" else "filesystem"
     if weight_sync == "nccl" and device.type != "cuda":
@@ -38,27 +38,27 @@ def resolve_weight_sync(weight_sync: str, device: torch.device, sync_dir: str | 
         )
     if weight_sync == "nccl" and sync_dir is not None:
         raise ConfigurationError(
-            f"`weight_sync_dir` ({str(sync_dir)!r}) is for `weight_sync='filesystem'`, and this training's weights go "
-            "over NCCL. Change one of them."
+            f"`weight_sync_dir` ({str(sync_dir)!r}) must be unset with `weight_sync='nccl'`. Leave it out, or set "
+            "`weight_sync='filesystem'`."
         )
     return weight_sync
 
 
 def is_there(member: Member) -> bool:
-    """Whether a server takes part in a sync: those that have come back get the weights with the others."""
+    """Whether a server takes part in a sync. Servers that reconnected do."""
     return member.state is not State.DOWN
 
 
 class FleetVLLMClient:
     """
-    Keeps the servers of an engine at the trainer's weights.
+    Updates the servers of an engine to the trainer's weights.
 
-    Parameters are materialised once. As files, they are written once, and all servers load them at once. Over NCCL,
-    without a `directory`, each server has a group of its own: a chunk of 1 GiB goes to all servers at once, while the
-    next one is gathered. Matrices are sent as `dtype`, that of the servers, where it takes fewer bytes.
+    Parameters are gathered once. With a `directory`, they are written once, and all servers load them in parallel.
+    Over NCCL, each server has its own group: a chunk of 1 GiB is sent to all servers in parallel while the next one is
+    gathered. Matrices are sent in `dtype`, that of the servers, if it is smaller.
 
-    A server that fails does not keep the others from the new weights; it is lost, until it answers again. The pool's
-    `version` is the number of the last sync, and each server shows the one that it has as `"v<version>"`.
+    A server that fails does not affect the others; it is lost until it answers again. The pool's `version` is the
+    number of the last sync, and each server reports its own as `"v<version>"`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FleetVLLMClient:
         timeout_s: float = 240.0,
         api_key: str | None = None,
     ) -> None:
-        self.num_bytes = 0  # of the last sync: sent to all servers together, or written
+        self.num_bytes = 0  # of the last sync: sent to all servers in total, or written
         self._engine = engine
         self._directory = directory
         self._dtype = dtype
@@ -93,25 +93,25 @@ class FleetVLLMClient:
         return BlockingVLLMClient(self.base_urls[0], self._api_key).get_server_info()
 
     def init_communicator(self) -> None:
-        """Forms one NCCL group per server, or checks that each can read what is written."""
+        """Forms one NCCL group per server, or checks that each can read the files."""
         for url in self.base_urls:
             self.admit(url, self._dtype)
         if self._directory is None:
             self._engine.call(self._form_groups())
 
     def admit(self, url: str, dtype: torch.dtype | None) -> None:
-        """Refuses a server that can't see the files. With one of another dtype, weights go as the trainer has them."""
+        """Raises if a server can't read the files. If its dtype differs, weights are sent in the trainer's dtype."""
         host = urlsplit(url).hostname or ""
         if self._directory is not None and self._directory.is_local and not is_this_machine(host):
             raise ConfigurationError(
-                f"The vLLM server at {url} is on another machine and can't see what this one writes. Set "
-                "`weight_sync='filesystem'` and `weight_sync_dir`, a directory that both see under the same path."
+                f"The vLLM server at {url} is on another machine and can't read this machine's local files. Set "
+                "`weight_sync='filesystem'`, and `weight_sync_dir` to a directory that both can access under one path."
             )
         if dtype != self._dtype:
             self._dtype = None
 
     def close_communicator(self) -> None:
-        """Leaves every group, and removes what was written."""
+        """Leaves every group, and removes the files."""
         for url in list(self._groups):
             self.leave(url)
         if self._directory is not None:
@@ -134,8 +134,8 @@ class FleetVLLMClient:
 
     def update_named_params(self, metadata: Metadata, named_params: NamedParams) -> None:
         """
-        Brings all servers to new weights. `metadata` has name, dtype (`"bfloat16"`) and shape of each tensor, in the
-        order of `named_params`, which is always run to its end.
+        Updates all servers to new weights. `metadata` has the name, dtype (`"bfloat16"`) and shape of each tensor, in
+        the order of `named_params`, which is always exhausted.
         """
         metadata = as_served(metadata, self._dtype)
         version = self._engine.call(self._next_version())
@@ -145,22 +145,22 @@ class FleetVLLMClient:
                 self._broadcast(metadata, params, is_there)
                 return
             self.num_bytes = num_bytes(metadata)
-            path = self._directory.write(version, cast(metadata, params), self.num_bytes)  # also for those that return
+            path = self._directory.write(version, cast(metadata, params), self.num_bytes)
         self._engine.call(self._load(path))
         self._directory.keep_only(version)
 
     def catch_up(self, metadata: Metadata, named_params: NamedParams) -> None:
-        """Over NCCL: sends the weights of the last sync, which the trainer must still have, to servers that wait."""
+        """Sends the last sync's weights, which the trainer must still have, to waiting servers over NCCL."""
         with whole(named_params, len(metadata)) as params:
             self._broadcast(as_served(metadata, self._dtype), params, lambda member: member.waits)
 
     def reset_prefix_cache(self) -> None:
-        """For TRL, which asks for it after an update: each has done it, while the servers were paused."""
+        """Does nothing. TRL calls it after an update, and each update has already reset the cache."""
 
     async def _next_version(self) -> int:
         await self._engine.idle()
         pool = await self._engine.pool()
-        pool.version += 1  # also where only some get it: a version is never used twice
+        pool.version += 1  # even if some servers fail: a version is never reused
         return pool.version
 
     async def _load(self, path: Path) -> None:
@@ -168,7 +168,7 @@ class FleetVLLMClient:
             await update.each(lambda member: calls.load(member.server, path))
 
     def _broadcast(self, metadata: Metadata, params: NamedParams, takes_part: Callable[[Member], bool]) -> None:
-        """The main thread gathers a chunk while the last one is sent: other processes gather with it."""
+        """Sends one chunk while the main thread gathers the next, together with the other processes."""
         call, sending = self._engine.call, None
         with self._entered(self._update(takes_part)) as update:
             call(update.open(self._timeout_s))
@@ -190,19 +190,19 @@ class FleetVLLMClient:
 
     @contextmanager
     def _entered(self, context: AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """A context of the loop for the main thread, which leaves it whatever happens inside."""
+        """Enters an async context from the main thread, and always leaves it."""
         value = self._engine.call(context.__aenter__())
         try:
             yield value
         except BaseException:
-            error = WeightSyncError("A weight update was interrupted.")  # a loop's thread must not see Ctrl-C
+            error = WeightSyncError("A weight update was interrupted.")  # the loop's thread must not get Ctrl-C
             self._engine.call(context.__aexit__(WeightSyncError, error, None))
             raise
         self._engine.call(context.__aexit__(None, None, None))
 
     @asynccontextmanager
     async def _update(self, takes_part: Callable[[Member], bool]) -> AsyncIterator[WeightUpdate]:
-        """One update of the servers that take part. Those that have the weights afterwards join, others are lost."""
+        """Runs one update. Servers that have the new weights afterwards join the pool, the others are lost."""
         pool = await self._engine.pool()
         async with pool.updating:
             urls = [url for url, member in pool.members.items() if takes_part(member)]
@@ -216,7 +216,7 @@ class FleetVLLMClient:
                 await asyncio.gather(*(self._settle(pool, url, update) for url in members))
 
     async def _prepare(self, pool: ServerPool, url: str) -> bool:
-        """One that has come back has left its group, or forgotten it; one that sleeps has no weights to update."""
+        """Forms a new group with a server that reconnected, and wakes up a sleeping one. Returns success."""
         member = pool.members[url]
         try:
             if self._directory is None and (member.state is State.RETURNED or url not in self._groups):
@@ -242,12 +242,12 @@ class FleetVLLMClient:
         else:
             pool.lose(url, "a weight update was interrupted" if failure is None else _reason(failure))
 
-    # What TRL's rollouts ask for
+    # Generation with TRL, for a user's `rollout_func`
 
     def generate(
         self, prompts: list[Any], features: list[Any] | None = None, **kwargs: Any
     ) -> dict[str, list[Any] | None]:
-        """TRL's blocking generation, each server with an equal share of the prompts. Arguments are TRL's."""
+        """Generates as TRL's client does, with an equal share of the prompts on each server."""
         clients = [BlockingVLLMClient(url, self._api_key) for url in self._urls_up]
         share = -(-len(prompts) // len(clients))
         starts = range(0, len(prompts), max(share, 1))
@@ -264,7 +264,7 @@ class FleetVLLMClient:
         }
 
     def image_features(self, images: list[Any]) -> list[dict[str, Any] | None]:
-        """Image features for [`~FleetVLLMClient.generate`]."""
+        """Returns image features for [`~FleetVLLMClient.generate`]."""
         return image_features(self._urls_up, self._api_key, images)
 
     @property

@@ -1,8 +1,8 @@
 """
-Weights over NCCL: a group of the trainer and one server, for each server, so that none fails with another.
+Sends weights over NCCL. The trainer forms one group per server, so that a failure affects only one server.
 
-NCCL has no timeout: what waits for a peer that is gone waits for ever. So each blocking call has a thread of its own,
-beside the server's HTTP call. Where one of them fails, or takes too long, the group's communicator is aborted, which
+NCCL has no timeout: a call blocks forever if its peer is gone. Each blocking call therefore runs in its own thread,
+next to the HTTP call to the server. If one of them fails or takes too long, the group's communicator is aborted, which
 ends the blocked call.
 """
 
@@ -20,22 +20,23 @@ from typing import Any
 import torch
 
 from ..engines.vllm_api import VLLMServer
+from ..engines.waiting import log_while_waiting
 from ..errors import ConfigurationError, WeightSyncError
-from ..waiting import said_meanwhile
+from ..trl_compat import is_vllm_available
 from .calls import ask, look_up
 from .parameters import Metadata, NamedParams, cast, num_bytes
 
 
-# Of one broadcast: what vLLM packs into one buffer, by a default that its versions share. Two are alive at once.
+# Size of a broadcast: the buffer size of vLLM, equal in all its versions. Two buffers are alive at once.
 CHUNK_BYTES = 1 << 30
 DIAL_BACK_S = 20.0  # a server that can reach the trainer connects within a second
-GRACE_S = 1.0  # by which the HTTP call, whose message says more, is given up first
+GRACE_S = 1.0  # lets the HTTP call, whose message is more useful, time out first
 GROUP_PORT = 51216  # TRL's default
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tensors one after the other in one buffer, as vLLM reads them; it is filled after the event."""
+    """Tensors packed into one buffer, as vLLM reads them. The buffer is complete after the event."""
 
     metadata: Metadata
     buffer: torch.Tensor  # (bytes,)
@@ -44,8 +45,8 @@ class Chunk:
 
 def chunks(metadata: Metadata, named_params: NamedParams, device: torch.device) -> Iterator[Chunk]:
     """
-    Fills one buffer after the other, on the current stream. A tensor is copied as soon as it is there: what was
-    gathered is freed, and what was merged is unmerged in place.
+    Packs parameters into buffers on the current stream. Each tensor is copied immediately, because gathered parameters
+    are freed and merged adapters are unmerged in place.
     """
     for part in _parts(metadata):
         sizes = [num_bytes([entry]) for entry in part]
@@ -59,7 +60,7 @@ def chunks(metadata: Metadata, named_params: NamedParams, device: torch.device) 
 
 
 def _parts(metadata: Metadata) -> Iterator[Metadata]:
-    """Cuts where vLLM would begin another buffer, or could not take a tensor's dtype out of it."""
+    """Splits the parameters into buffers at vLLM's limit, and where a tensor would be misaligned for its dtype."""
     part: Metadata = []
     size = 0
     for entry in metadata:
@@ -74,17 +75,17 @@ def _parts(metadata: Metadata) -> Iterator[Metadata]:
 
 
 class WeightGroup:
-    """The trainer's end of one server's group. The functions of a loop; what blocks is in threads."""
+    """The trainer's end of one server's group. Blocking calls run in threads."""
 
     def __init__(self, communicator: Any, timeout_s: float) -> None:
         self._communicator = communicator  # vLLM's `PyNcclCommunicator`
         self._timeout_s = timeout_s
-        # Of its own: broadcasts on one stream wait for each other, and all of them for a server that is gone.
+        # One stream per group: on a shared stream, all broadcasts would wait for a lost server.
         self._stream: Any = torch.cuda.Stream(communicator.device)
 
     @classmethod
     async def form(cls, server: VLLMServer, device: torch.device, first_port: int, timeout_s: float) -> "WeightGroup":
-        """Listens on the first free port, and has the server's workers join."""
+        """Forms the group: listens on the first free port, and has the server's workers join."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         size = 1 + (await look_up(server, "/get_world_size"))["world_size"]
@@ -95,7 +96,7 @@ class WeightGroup:
             info["packed"] = True
         path, body = "/init_weight_transfer_engine", {"init_info": info}
         answer = asyncio.ensure_future(ask(server, path, body, timeout_s))
-        communicator: Any = object.__new__(PyNcclCommunicator)  # so that it can be aborted while it is being made
+        communicator: Any = object.__new__(PyNcclCommunicator)  # can be aborted while `__init__` runs
         try:
             await _dialled_back(server, listener, answer)
         except BaseException:
@@ -112,32 +113,32 @@ class WeightGroup:
         return cls(communicator, timeout_s)
 
     async def send(self, server: VLLMServer, chunk: Chunk) -> None:
-        """Sends some tensors, which are in place on the server then. After a failure the group is of no use."""
+        """Sends a chunk and waits until the server has loaded it. After a failure, the group can't be used again."""
         names, dtypes, shapes = (list(values) for values in zip(*chunk.metadata, strict=True))
         info: dict[str, Any] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         if not _init_says_packed():
             info["packed"] = True
         answer = asyncio.ensure_future(ask(server, "/update_weights", {"update_info": info}, self._timeout_s))
-        what = f"Waiting for {server.base_url} to take new weights over NCCL"
+        what = f"Waiting for {server.base_url} to receive new weights over NCCL"
         await _beside(answer, lambda: self._broadcast(chunk), self.destroy, what, self._timeout_s)
 
     def _broadcast(self, chunk: Chunk) -> None:
-        if self._communicator.disabled:  # it would return, and send nothing
+        if self._communicator.disabled:  # it would return without sending
             raise WeightSyncError("The NCCL group was aborted.")
         with torch.accelerator.device_index(self._communicator.device.index):
             self._stream.wait_event(chunk.filled)
             self._communicator.broadcast(chunk.buffer, src=0, stream=self._stream)
-            self._stream.synchronize()  # the buffer's memory is used until here
+            self._stream.synchronize()  # the buffer must not be freed before
 
     def destroy(self) -> None:
-        """Leaves the group; whatever is blocked in it ends."""
+        """Leaves the group, which ends all blocked calls."""
         _abort(self._communicator)
 
 
 def listen(first_port: int) -> socket.socket:
     """
-    Listens on the first port from `first_port` on that nobody uses, at the address that vLLM takes for this machine's.
-    Another training on this machine may do the same.
+    Listens on the first free port from `first_port` on, at the address that vLLM detects for this machine. Other runs
+    on this machine may use the same range.
     """
     from vllm.utils.network_utils import get_ip
 
@@ -155,15 +156,15 @@ def listen(first_port: int) -> socket.socket:
                 raise ConfigurationError(
                     f"The trainer can't listen at {address}:{port} for the servers' NCCL groups: {error.strerror}. "
                     "Set `VLLM_HOST_IP` in its environment to its own address in the servers' network, and "
-                    "`vllm_group_port` to a port that it may use."
+                    "`vllm_group_port` to a port that it may open."
                 ) from error
     raise ConfigurationError(
-        f"`vllm_group_port` ({first_port}) must be a port with a free one at or above it, up to 65535. Lower it."
+        f"`vllm_group_port` ({first_port}) must have a free port at or above it, up to 65535. Lower it."
     )
 
 
 async def _dialled_back(server: VLLMServer, listener: socket.socket, answer: "asyncio.Future[Any]") -> None:
-    """Waits until someone connects. The server itself would try for five minutes, and the trainer wait with it."""
+    """Waits until the server connects. Without this check, an unreachable trainer is noticed after five minutes."""
     loop, dialled = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(listener, dialled.set)
     connection = asyncio.ensure_future(dialled.wait())
@@ -173,14 +174,14 @@ async def _dialled_back(server: VLLMServer, listener: socket.socket, answer: "as
         loop.remove_reader(listener)
         connection.cancel()
     if answer.done():
-        answer.result()  # it refuses to join
+        answer.result()  # raises if the server rejected the call
     if not dialled.is_set():
         address, port = listener.getsockname()
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} did not reach the trainer at {address}:{port} within "
             f"{DIAL_BACK_S:g} s, so it can't join the NCCL group for weights. Set `VLLM_HOST_IP` in the trainer's "
-            "environment to its address in the servers' network, and `NCCL_SOCKET_IFNAME` on both sides to the "
-            f"interface; a firewall must let {port} pass (see `vllm_group_port`)."
+            "environment to its address in the servers' network, set `NCCL_SOCKET_IFNAME` on both sides to the "
+            f"interface, and open port {port} in the firewall (see `vllm_group_port`)."
         )
 
 
@@ -200,44 +201,44 @@ def _join(
     communicator.__init__(group, device)
     if communicator.disabled:
         raise ConfigurationError(
-            "vLLM found no NCCL library in the trainer's environment, which `weight_sync` ('nccl') needs. Install it "
-            "(`pip install nvidia-nccl-cu12`), name it in `VLLM_NCCL_SO_PATH`, or set `weight_sync='filesystem'`."
+            "`weight_sync` ('nccl') needs NCCL, and vLLM found no NCCL library in the trainer's environment. Install "
+            "it (`pip install nvidia-nccl-cu12`), set `VLLM_NCCL_SO_PATH`, or set `weight_sync='filesystem'`."
         )
 
 
 def _abort(communicator: Any) -> None:
     if hasattr(communicator, "comm"):
         communicator.destroy()
-    communicator.group = None  # it holds a socket, at whose other end the server waits
+    communicator.group = None  # closes the socket that the server waits on
 
 
 async def _beside(
     answer: "asyncio.Future[Any]", block: Callable[[], None], abort: Callable[[], None], what: str, timeout_s: float
 ) -> None:
     """
-    Waits for a server's answer and a blocking call of NCCL, which need each other. Where one of them fails, or takes
-    too long, the other is ended.
+    Waits for a server's answer and for the blocking NCCL call that belongs to it. If one fails or times out, the other
+    is ended.
     """
     try:
-        async with said_meanwhile(what, timeout_s), asyncio.timeout(timeout_s + GRACE_S):
+        async with log_while_waiting(what, timeout_s), asyncio.timeout(timeout_s + GRACE_S):
             await asyncio.gather(answer, _in_thread(block))
     except BaseException as error:
         answer.cancel()
         await asyncio.to_thread(abort)
         if isinstance(error, TimeoutError):
             raise WeightSyncError(
-                f"NCCL came to no end within `vllm_server_timeout` ({timeout_s:g} s). {what}."
+                f"NCCL did not finish within `vllm_server_timeout` ({timeout_s:g} s). {what}."
             ) from error
         raise
 
 
 def _in_thread(function: Callable[[], None]) -> "asyncio.Future[None]":
-    """A call that may never return, in a thread that no one waits for when the interpreter ends."""
+    """Runs a call that may never return in a daemon thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
     def settle(error: BaseException | None) -> None:
-        if future.done():  # nobody waits for it any more
+        if future.done():  # cancelled
             return
         if error is None:
             future.set_result(None)
@@ -259,7 +260,5 @@ def _in_thread(function: Callable[[], None]) -> "asyncio.Future[None]":
 
 @cache
 def _init_says_packed() -> bool:
-    """vLLM 0.28 moved it from each update to the group's beginning; TRL supports both."""
-    from trl.import_utils import is_vllm_available
-
+    """Whether `packed` is an argument of the group (since vLLM 0.28) and not of each update."""
     return bool(is_vllm_available(min_version="0.28.0"))

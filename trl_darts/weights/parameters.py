@@ -1,4 +1,4 @@
-"""The trainer's parameters, as TRL yields them, and as servers are given them."""
+"""The trainer's parameters as TRL yields them, and their conversion for servers."""
 
 import itertools
 import math
@@ -17,11 +17,11 @@ Metadata = list[tuple[str, str, list[int]]]  # name, dtype (`"bfloat16"`) and sh
 @contextmanager
 def whole(named_params: NamedParams, num_params: int) -> Iterator[NamedParams]:
     """
-    The first `num_params` items; what is behind them runs when the context is left, also after an error.
+    Yields the first `num_params` items, and exhausts the iterator when the context is left, also after an error.
 
-    TRL's iterator gathers sharded parameters with the other processes, which wait for each item to be asked for, and
-    unmerges LoRA adapters *in place* once it is asked for one more than there are: tensors that were not sent by then
-    are sent without their adapter. (TRL 1.16 does that to the last packed buffer of each sync over NCCL.)
+    TRL's iterator gathers sharded parameters together with the other processes, so every item must be requested. After
+    its last item it unmerges LoRA adapters *in place*, so tensors must be sent before it is exhausted. (TRL 1.16 sends
+    the last packed buffer of each sync over NCCL too late, without its adapters.)
     """
     try:
         yield itertools.islice(named_params, num_params)
@@ -31,27 +31,27 @@ def whole(named_params: NamedParams, num_params: int) -> Iterator[NamedParams]:
         raise
     surplus = [name for name, _ in named_params]
     if surplus:
-        raise WeightSyncError(f"{len(surplus)} tensors were not announced, and not sent: {', '.join(surplus[:5])}.")
+        raise WeightSyncError(f"{len(surplus)} tensors without metadata were not sent: {', '.join(surplus[:5])}.")
 
 
 def as_served(metadata: Metadata, dtype: torch.dtype | None) -> Metadata:
     """
-    Metadata of what is sent to servers of a dtype (`None`: of several): matrices in theirs, where that takes fewer
-    bytes. Vectors take few, and some of them servers keep in float32.
+    Returns the metadata with the dtypes to send: matrices in the servers' `dtype` if it is smaller (`None` if the
+    servers differ). Vectors keep their dtype, because they are small, and servers keep some of them in float32.
     """
     if dtype is None:
         return metadata
 
-    def served(name: str, own: str, shape: list[int]) -> tuple[str, str, list[int]]:
-        found = getattr(torch, own)
+    def served(name: str, current: str, shape: list[int]) -> tuple[str, str, list[int]]:
+        found = getattr(torch, current)
         smaller = found.is_floating_point and dtype.itemsize < found.itemsize and len(shape) > 1
-        return name, str(dtype).removeprefix("torch.") if smaller else own, shape
+        return name, str(dtype).removeprefix("torch.") if smaller else current, shape
 
     return [served(*entry) for entry in metadata]
 
 
 def cast(metadata: Metadata, named_params: Iterable[tuple[str, torch.Tensor]]) -> NamedParams:
-    """The parameters in the dtypes of their metadata."""
+    """Casts the parameters to the dtypes of their metadata."""
     for (name, dtype, _), (_, tensor) in zip(metadata, named_params, strict=True):
         yield name, tensor.detach().to(getattr(torch, dtype))
 

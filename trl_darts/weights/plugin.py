@@ -1,9 +1,9 @@
 """
 Our vLLM plugin. vLLM calls [`register`] in each of its processes, before a model is loaded.
 
-It makes `reload_weights` safe to train with, and speculative decoding fast and right. No module of vLLM is imported
-before vLLM does so itself: importing one early would cost each process seconds, and let it bind kernels that the
-platform replaces later. And nothing here may break a server: where vLLM's interfaces differ, it warns.
+It fixes `reload_weights` for training, and speculative decoding. It never imports a module of vLLM before vLLM does:
+that would cost each process seconds, and bind kernels that the platform replaces later. It must not break a server
+either, so it only warns if vLLM's interfaces differ.
 """
 
 import functools
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.trl_darts")
 
 
 def register() -> None:
-    """Entry point of the group `vllm.general_plugins`. May be called any number of times."""
+    """Entry point of the group `vllm.general_plugins`. Can be called repeatedly."""
     when_imported(WORKER_MODULE, _patch_worker)
     when_imported(RUNNER_MODULE, show_batch)
     when_imported(CPU_KERNELS_MODULE, cure_expand)
@@ -35,9 +35,9 @@ def register() -> None:
 
 def _patch_worker(module: ModuleType) -> None:
     """
-    Make `Worker.reload_weights` repack tied LM heads, survive its own failure, and say that it did.
+    Make `Worker.reload_weights` repack tied LM heads, restore the model after a failure, and return our version.
 
-    Its answer is how a client learns that this plugin is installed: vLLM's own method returns nothing.
+    The return value tells a client that this plugin is installed: vLLM's own method returns nothing.
     """
     original = module.Worker.reload_weights
     if hasattr(original, "trl_darts_version"):
@@ -62,7 +62,7 @@ def _patch_worker(module: ModuleType) -> None:
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` right after a module is imported: now, if it already is. A failure is a warning."""
+    """Call `action(module)` right after a module is imported, or now if it already is. Failures are logged."""
     if name in sys.modules:
         _act(action, sys.modules[name])
     elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
@@ -80,7 +80,7 @@ class _AfterImport(MetaPathFinder):
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)  # the other finders' answer
+        spec = importlib.util.find_spec(fullname)  # asks the other finders
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -98,8 +98,8 @@ def _act(action: Callable[[ModuleType], None], module: ModuleType) -> None:
         action(module)
     except Exception as error:
         logger.warning(
-            "trl_darts does not know this vLLM (%s): %s: %s. The server works, but weights may not be synchronized "
-            "with `weight_sync='filesystem'`, nor tokens drafted. Install a vLLM version that trl_darts supports.",
+            "trl_darts does not support this vLLM (%s): %s: %s. The server works, but weight synchronization with "
+            "`weight_sync='filesystem'` and speculative decoding may not. Install a supported vLLM version.",
             getattr(sys.modules.get("vllm"), "__version__", "unknown"),
             type(error).__name__,
             error,

@@ -1,4 +1,4 @@
-"""What vLLM's layerwise reload leaves undone. Runs in the server's workers, and around a colocated engine's sync."""
+"""Completes vLLM's layerwise reload. Runs in the server's workers, and around the sync of a colocated engine."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 @contextmanager
 def reloaded_layers(llm: Any) -> Iterator[None]:
-    """Inside, weights that are loaded into a colocated engine take effect layer by layer."""
+    """Inside this context, weights loaded into a colocated engine are processed layer by layer."""
     worker = llm.llm_engine.model_executor.driver_worker.model_runner
     initialize_layerwise_reload(worker.model)
     try:
@@ -27,13 +27,13 @@ def reloaded_layers(llm: Any) -> Iterator[None]:
 
 def repack_tied_lm_heads(model: torch.nn.Module) -> None:
     """
-    Bring the LM head's packed copy up to date where it shares its weight with the embedding.
+    Update the packed copy of an LM head that shares its weight with the embedding.
 
-    On CPU each linear layer multiplies with a packed copy of its weight (`cpu_linear`), made when the layer is loaded.
-    A tied LM head is never loaded, only its embedding is, so after a reload its logits are those of the old weights:
-    log-probs are off by 0.1 to 1.1, without any error. It is the second limitation that
-    `vllm/model_executor/model_loader/reload/__init__.py` lists ("tied parameters will only reflect processing from one
-    of the parent layers"). This function can go once vLLM processes every parent of a tied parameter.
+    On a CPU, each linear layer multiplies with a packed copy of its weight (`cpu_linear`), made when the layer is
+    loaded. A tied LM head is never loaded, only its embedding is, so after a reload its logits use the old weights:
+    log-probs are off by 0.1 to 1.1, without any error. This is the second limitation listed in
+    `vllm/model_executor/model_loader/reload/__init__.py` ("tied parameters will only reflect processing from one of
+    the parent layers"). Remove this function once vLLM processes every parent of a tied parameter.
     """
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for module in model.modules():
@@ -42,18 +42,18 @@ def repack_tied_lm_heads(model: torch.nn.Module) -> None:
 
 
 def finish_reload(model: torch.nn.Module, model_config: ModelConfig) -> None:
-    """Put the new weights into place, tied ones included."""
+    """Activate the new weights, including tied ones."""
     finalize_layerwise_reload(model, model_config)
     repack_tied_lm_heads(model)
 
 
 def restore_unfinished_layers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     """
-    End a layerwise reload that failed: layers that were not loaded completely get their last weights back.
+    End a failed layerwise reload: layers that were not loaded completely get their previous weights back.
 
-    Without it they have no memory, so the next request kills the engine, and what was buffered for them counts towards
-    the next reload, which then processes them too early. The model is a mixture of old and new layers afterwards. This
-    function can go once vLLM offers an abort of its own.
+    Without this, these layers have no memory, so the next request kills the engine, and their buffered tensors count
+    towards the next reload, which then processes them too early. Afterwards the model is a mixture of old and new
+    layers. Remove this function once vLLM can abort a reload.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)

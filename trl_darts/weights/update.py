@@ -1,4 +1,4 @@
-"""One weight update: servers are paused, brought to the new weights, and resumed. Runs in the engine's event loop."""
+"""One weight update: pauses servers, updates them and resumes them. Runs in the engine's event loop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ POLL_S = 0.2
 
 class WeightUpdate:
     """
-    One update of some servers, as a context.
+    One update of some servers, as a context manager.
 
     - A server is paused before its weights change and resumed afterwards, whether the update succeeded or not.
-    - A server that fails leaves the update; the others go on and end with the complete new weights.
-    - A server in `updated`, which is complete once the context is left, has the new weights under their version and an
-      empty prefix cache.
-    - `failures` has what went wrong with each of the others, unless the update was left with an error.
+    - A server that fails leaves the update; the others continue and end with the complete new weights.
+    - After the context, the servers in `updated` have the new weights and version, and an empty prefix cache.
+    - `failures` has the error of each other server, unless the context was left with an exception.
     """
 
     def __init__(self, members: Mapping[str, Member], version: int) -> None:
@@ -36,11 +35,11 @@ class WeightUpdate:
 
     @property
     def alive(self) -> list[str]:
-        """Addresses of the servers that are still in the update."""
+        """Addresses of the servers without a failure."""
         return [url for url in self.members if url not in self.failures]
 
     async def each(self, action: Callable[[Member], Awaitable[Any]]) -> None:
-        """Acts on all servers that are still in the update, at once."""
+        """Runs `action` on all servers without a failure, in parallel."""
         await asyncio.gather(*(self._attempt(action, url) for url in self.alive))
 
     async def _attempt(self, action: Callable[[Member], Awaitable[Any]], url: str) -> None:
@@ -50,18 +49,18 @@ class WeightUpdate:
             self.failures[url] = error
 
     async def open(self, timeout_s: float) -> None:
-        """Before weights are sent over NCCL."""
+        """Starts the update on the servers, before weights are sent over NCCL."""
         self._is_open = True
         await self.each(lambda member: calls.start_update(member.server, timeout_s))
 
     async def close(self, timeout_s: float) -> None:
-        """Once they are sent."""
+        """Finishes the update on the servers, after all weights were sent."""
         await self.each(lambda member: calls.finish_update(member.server, timeout_s))
 
     async def __aenter__(self) -> WeightUpdate:
         try:
             await self.each(lambda member: calls.pause(member.server))
-        except BaseException:  # Ctrl-C: the context is not left, because it was not entered
+        except BaseException:  # after Ctrl-C here, `__aexit__` is not called
             await self._abandon()
             raise
         return self
@@ -74,7 +73,7 @@ class WeightUpdate:
                 await self.each(lambda member: calls.commit(member.server, self.version))
                 await self.each(lambda member: calls.resume(member.server))
                 self.updated = self.alive
-        finally:  # also after Ctrl-C in the middle of it: no server stays paused
+        finally:  # also after Ctrl-C, so that no server stays paused
             await self._abandon()
 
     async def _abandon(self) -> None:
@@ -83,7 +82,7 @@ class WeightUpdate:
 
 
 async def _while_there(action: Callable[[Member], Awaitable[Any]], member: Member) -> None:
-    """Acts on a server, and gives up once it is lost: one that is frozen may have half an hour to load files."""
+    """Runs `action` on a server, and raises once the server is lost: the timeout for loading files is half an hour."""
     task = asyncio.ensure_future(action(member))
     try:
         while not task.done():
@@ -97,8 +96,8 @@ async def _while_there(action: Callable[[Member], Awaitable[Any]], member: Membe
 
 async def refresh(member: Member, version: int, path: Path | None) -> bool:
     """
-    Brings a server that has come back to the weights of a version, whose files are there, and returns whether it has
-    them: one that was only slow still does.
+    Updates a server that reconnected from the files of a version, unless it still has these weights. Returns whether
+    it has them; `False` if there are no files.
     """
     if version == 0:
         return True

@@ -14,10 +14,10 @@ from aiohttp import web
 from tests.engines.fake_server import completion
 from trl_darts.analysis.profile.grid import Grid, GridPoint
 from trl_darts.analysis.profile.measure import Decoded
-from trl_darts.analysis.profile.servers import ServerFacts
+from trl_darts.analysis.profile.profiled_server import ProfiledServer
 
 
-FACTS = ServerFacts(
+FACTS = ProfiledServer(
     "http://localhost:8000", "tiny", max_model_len=4096, vocab_size=1000, kv_cache_tokens=100_000, max_num_seqs=64
 )
 GRID = Grid(tuple(GridPoint(2**i, length, 256) for length in (128, 512, 2048) for i in range(6)), (128, 512, 2048))
@@ -41,7 +41,7 @@ def metrics(
     return METRICS % {**values, "generated": generated}
 
 
-def facts(**changes: Any) -> ServerFacts:
+def facts(**changes: Any) -> ProfiledServer:
     """Those of an idle small server."""
     return replace(FACTS, **changes)
 
@@ -69,9 +69,6 @@ class FakeProbe:
     async def warm_up(self, point: GridPoint) -> None:
         self.log.append((self, point))
 
-    async def check_weights(self) -> None:
-        """No training has sent any."""
-
     async def prefill(self, num_tokens: int) -> float:
         self.log.append((self, num_tokens))
         return (0.003 + num_tokens / 20_000) * self.noise()
@@ -96,7 +93,6 @@ class FakeVLLM:
         self.late_s = 0.0  # that every third streamed request waits for its first token
         self.preempts = False
         self.stale = 0  # that its metrics still count, until it decodes again
-        self.weight_versions: list[str] = []  # one after the other, then the last one; without any, it does not tell
 
     def routes(self) -> dict[str, Any]:
         routes = {
@@ -105,8 +101,6 @@ class FakeVLLM:
             "GET /metrics": self.metrics,
             "POST /v1/completions": self.completions,
         }
-        if self.weight_versions:
-            routes["GET /weight_info"] = self.weight_info
         if self.abortable:
             routes["POST /abort_requests"] = self.abort
         return {path: self._noting_keys(handler) for path, handler in routes.items()}
@@ -123,10 +117,6 @@ class FakeVLLM:
 
     async def version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "0.31.0"})
-
-    async def weight_info(self, request: web.Request) -> web.Response:
-        versions = self.weight_versions
-        return web.json_response({"weight_version": versions.pop(0) if len(versions) > 1 else versions[0]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.preemptions += self.preempts

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trl_darts.analysis import profile as analysis
-from trl_darts.analysis.profile.run import Measurement
+from trl_darts.analysis.profile.profiler import Measurement
 from trl_darts.cli import app
 from trl_darts.cli import profile as command
 from trl_darts.errors import ConfigurationError, GenerationError
@@ -109,7 +109,7 @@ def test_tail_servers_are_added_to_a_profile(measured):
 
 def test_progress_is_told_where_it_is_piped(measured, monkeypatch):
     monkeypatch.setattr(command, "LINE_INTERVAL_S", 0.01)
-    monkeypatch.setattr(FakeProbe, "check_weights", lambda probe: asyncio.sleep(0.02))
+    monkeypatch.setattr(FakeProbe, "warm_up", lambda probe, point: asyncio.sleep(0.02))
     lines = run(URL, "--repeats", "1").stderr.splitlines()
     assert re.match(r"\d+ of 27 measurements, \d+ s(, about \d+ s left)?: ", lines[len(lines) // 2])
 
@@ -128,7 +128,7 @@ def test_without_matplotlib(measured, monkeypatch):
     monkeypatch.setattr(command, "is_matplotlib_available", lambda: False)
     result = run(URL)
     assert result.exit_code == 0
-    assert "No picture, which needs matplotlib: `pip install 'trl-darts[plots]'`." in result.stdout
+    assert "No picture, which needs matplotlib: `pip install 'trl-darts[report]'`." in result.stdout
     assert not Path("latency.png").exists()
     refused = run(URL, "--plot", "picture.png")
     assert refused.exit_code == 2

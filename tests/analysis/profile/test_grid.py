@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from trl_darts.analysis.profile import ProfileOptions
 from trl_darts.analysis.profile.grid import MIN_COMPLETION, Grid, make_grid
-from trl_darts.analysis.profile.servers import ServerFacts
+from trl_darts.analysis.profile.profiled_server import ProfiledServer
 from trl_darts.errors import ConfigurationError
 
 from .builders import facts
 
 
-def grid_of(*servers: ServerFacts, **wanted: Any) -> Grid:
+def grid_of(*servers: ProfiledServer, **wanted: Any) -> Grid:
     return make_grid(servers, ProfileOptions(("http://localhost:8000",), **wanted))
 
 

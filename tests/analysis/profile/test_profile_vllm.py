@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from trl_darts import DARTSGRPOConfig
 from trl_darts.analysis.profile.measure import ServerProbe
-from trl_darts.analysis.profile.servers import learn
+from trl_darts.analysis.profile.profiled_server import describe_server
 from trl_darts.cli import app
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.policy import LatencyCurve, LatencyProfile
@@ -70,7 +70,7 @@ def test_prompts_that_are_timed_are_not_cached(profiled, vllm_server):
     async def prefill() -> None:
         async with new_session() as session:
             server = VLLMServer(vllm_server.base_url, session)
-            await ServerProbe(server, await learn(server), np.random.default_rng(2)).prefill(512)
+            await ServerProbe(server, await describe_server(server), np.random.default_rng(2)).prefill(512)
 
     hits = []
     for _ in range(2):

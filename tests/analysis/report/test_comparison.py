@@ -12,17 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.analysis.report import read_runs
-from trl_darts.analysis.report.comparison import (
-    Window,
-    cautions,
-    common_traces,
-    common_window,
-    compare_settings,
-    reward_ends,
-    summary,
-    typical_step,
-)
 from trl_darts.analysis.report.estimates import mean_of, plus_minus
+from trl_darts.analysis.report.tables import Window, common_traces, common_window, typical_step
+from trl_darts.analysis.report.verdict import cautions, compare_settings, reward_ends, summary
 from trl_darts.analysis.simulation import Estimate
 from trl_darts.scheduling import ScheduleSettings
 

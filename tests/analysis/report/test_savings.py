@@ -12,7 +12,7 @@ from scipy import stats
 
 from trl_darts.analysis.report import read_run
 from trl_darts.analysis.report.estimates import fit_linear, ratio_of_sums
-from trl_darts.analysis.report.savings import busy, describe, in_short, saving
+from trl_darts.analysis.report.verdict import busy, describe, in_short, saving
 
 from .builders import make_entry, write_run
 

@@ -203,7 +203,7 @@ def test_a_picture_that_can_not_be_drawn_is_known_before(no_training, tmp_path, 
     monkeypatch.setattr("trl_darts.import_utils.is_matplotlib_available", lambda: False)
     result = run(*SMALL, "--output", tmp_path)
     assert result.exit_code == 2
-    assert "pip install 'trl-darts[plots]'" in result.stderr
+    assert "pip install 'trl-darts[report]'" in result.stderr
 
 
 def test_engines_of_two_layouts(tmp_path):

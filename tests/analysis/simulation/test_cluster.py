@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.simulation.builders import SECOND_PER_TOKEN, end_of, outcome
 from tests.analysis.simulation.oracle import token_by_token
+from tests.policies import make_policies
 from trl_darts.analysis.simulation import ENDLESS, ClusterSpec, SimulatedCluster
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve, rollout_time
@@ -21,7 +22,6 @@ from trl_darts.scheduling import (
     ScheduleSettings,
     UniformPool,
 )
-from trl_darts.scheduling import make_policies as policies_of
 
 
 CURVE = LatencyCurve([1, 4, 16], [1.0, 1.25, 2.0])
@@ -29,7 +29,7 @@ M, M_UP = 2, 4
 
 
 def scheduler_of(schedule: str, **fields) -> Scheduler:
-    return Scheduler(policies_of(schedule, M, M_UP if schedule == "darts" else M, 1, **fields), M)
+    return Scheduler(make_policies(schedule, M, **fields), M)
 
 
 def run(lengths, limit=10_000, schedule="darts", spec=None, prompt_tokens=0, **fields):
@@ -121,7 +121,7 @@ def test_auto_ends_exactly_when_the_last_group_has_enough(lengths):
 @given(st.lists(st.integers(1, 200), min_size=M, max_size=M_UP), st.sampled_from([None, "auto", 3.0]))
 def test_shortest_only_waits_for_nothing_that_it_can_not_keep(lengths, patience):
     """Whatever the patience: a candidate that is as long as the M-th shortest complete one is never kept."""
-    policies = policies_of("darts", M, M_UP, 0, tail_pruning=False, long_end_patience=patience)
+    policies = make_policies("darts", M, num_longest=0, tail_pruning=False, long_end_patience=patience)
     cluster = SimulatedCluster(ClusterSpec(SECOND_PER_TOKEN))
     result = cluster.run(Scheduler(policies, M), [GroupPlan(0, len(lengths))], [lengths], 999)
     shortest = sorted(lengths)[:M]
@@ -138,7 +138,7 @@ def test_a_bounded_wait_aborts_within_a_report_of_the_bound_and_needs_no_other_r
             heard.append(type(event).__name__)
             return super().handle(event)
 
-    scheduler = Listening(policies_of("darts", M, M_UP, 1, long_end_patience=2.0), M)
+    scheduler = Listening(make_policies("darts", M, long_end_patience=2.0), M)
     cluster = SimulatedCluster(ClusterSpec(SECOND_PER_TOKEN))
     (group,) = cluster.run(scheduler, [GroupPlan(0, 3)], [[100, 110, ENDLESS]], 10_000).groups
     assert group.selected == [0, 1]

@@ -76,6 +76,15 @@ def test_what_means_nothing_to_any_schedule_is_refused(schedules, option, words)
 
 
 @pytest.mark.parametrize(
+    "options", [["selection=uniform", "num_longest=2"], ["submit_order=arrival", "selection=all", "length_ema=0.2"]]
+)
+def test_what_other_values_leave_unread_is_refused(options):
+    (name, value) = options[-1].split("=")
+    with pytest.raises(ConfigurationError, match=rf"\({name}={value}\) has no effect"):
+        settings_of(["tail_batching"], 4, parse_sweep(options))
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["num_longest"], "must be NAME=VALUE"),

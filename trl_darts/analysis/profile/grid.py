@@ -1,6 +1,6 @@
 """
-Which batch sizes, context lengths and prompts are measured: few, spread over the orders of magnitude, and only what
-the server can hold (PAT, Section 4.2).
+The batch sizes, context lengths and prompts to measure: a few of each order of magnitude, as far as the servers can
+hold them (PAT, Section 4.2).
 """
 
 from collections import Counter
@@ -9,42 +9,32 @@ from dataclasses import dataclass, field
 
 from ...engines.addresses import check_address
 from ...errors import ConfigurationError
-from .servers import ServerFacts
+from .profiled_server import ProfiledServer
 
 
 CONTEXT_LENGTHS = (128, 512, 2048, 8192, 32768)
 PREFILL_LENGTHS = (128, 256, 512, 1024, 1536, 2048, 4096, 8192)
-
-MAX_CONTEXT_TOKENS = 131_072
-"""Tokens of all sequences together. Beyond, latency goes on in a line, and prompts cost minutes."""
-
-DEFAULT_MAX_BATCH_SIZE = 256
-"""Where a server does not tell how many sequences it decodes at once."""
-
-MIN_COMPLETION = 128
-"""Tokens that each sequence must have room for: until the last one has begun, and the measured ones."""
-
-MAX_COMPLETION = 1024
-"""Tokens after which each request ends by itself: what a server still decodes if we die."""
-
-KV_SHARE = 0.9
-"""Of the KV cache. Sequences occupy whole blocks, and a server that runs full preempts some."""
+MAX_CONTEXT_TOKENS = 131_072  # of all sequences together: beyond, latency is linear and prompts take minutes
+DEFAULT_MAX_BATCH_SIZE = 256  # where a server does not report `max_num_seqs`
+MIN_COMPLETION = 128  # tokens that a sequence needs: some until all sequences have started, then the timed ones
+MAX_COMPLETION = 1024  # tokens after which a request ends by itself, in case this process dies
+KV_SHARE = 0.9  # of the KV cache: sequences occupy whole blocks, and a full server preempts
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What is to be measured. Raises [`ConfigurationError`] if an address is none, or a number is too small."""
+    """What to measure. Raises [`ConfigurationError`] if an address is invalid or a number is too small."""
 
-    urls: tuple[str, ...]  # of servers of the same model, in the same precision, divided in the same way
-    batch_sizes: tuple[int, ...] | None = None  # powers of two up to `max_batch_size`
-    max_batch_size: int | None = None  # as many sequences as a server decodes at once
-    context_lengths: tuple[int, ...] | None = None  # 128 to 32,768 by factors of 4, as far as the model goes
-    max_context_tokens: int | None = None  # of a batch's prompts: 131,072, or 90 % of the KV cache if that is smaller
+    urls: tuple[str, ...]  # servers of the same model, in the same precision and layout
+    batch_sizes: tuple[int, ...] | None = None  # default: powers of two up to `max_batch_size`
+    max_batch_size: int | None = None  # default: as many sequences as a server decodes at once
+    context_lengths: tuple[int, ...] | None = None  # default: 128 to 32,768 by factors of 4
+    max_context_tokens: int | None = None  # prompt tokens of a batch; default: 131,072, if the KV cache holds them
     repeats: int = 3  # measurements of each point
-    hardware: str | None = None  # what the servers run on, for the file: what they say
+    hardware: str | None = None  # a note for the file; default: what the servers report
     api_key: str | None = field(default=None, repr=False)
     seed: int = 0  # of prompts and order
-    model: str | None = None  # that of the profile to which these servers are added
+    model: str | None = None  # of the profile that these servers are added to
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
@@ -63,7 +53,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True)
 class GridPoint:
-    """A batch size and the length of each sequence's prompt. `max_tokens` is the most that a completion may have."""
+    """A batch size, the length of each sequence's prompt, and the most tokens that a completion may have."""
 
     batch_size: int
     context_length: int
@@ -72,25 +62,25 @@ class GridPoint:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is to be measured: decoding, and lengths of prompts that are timed on their own."""
+    """The batches to decode, and the lengths of the prompts whose first token is timed."""
 
     points: tuple[GridPoint, ...]
     prefill_lengths: tuple[int, ...]
 
 
-def make_grid(servers: Sequence[ServerFacts], options: ProfileOptions) -> Grid:
-    """The points that every server can hold. Raises [`ConfigurationError`] if nothing is left."""
-    longest = min(facts.max_model_len for facts in servers)
-    caches = [facts.kv_cache_tokens for facts in servers if facts.kv_cache_tokens]
+def make_grid(servers: Sequence[ProfiledServer], options: ProfileOptions) -> Grid:
+    """The points that every server can hold. Raises [`ConfigurationError`] if there is none."""
+    longest = min(server.max_model_len for server in servers)
+    caches = [server.kv_cache_tokens for server in servers if server.kv_cache_tokens]
     cache = int(KV_SHARE * min(caches)) if caches else None
-    sizes = _batch_sizes(servers, options.batch_sizes, options.max_batch_size)
+    sizes = _batch_sizes(servers, options)
     lengths = _context_lengths(longest, options.context_lengths)
     limit = options.max_context_tokens or MAX_CONTEXT_TOKENS
     points = []
     for length in lengths:
         for size in sizes:
             room = min(longest - length, MAX_COMPLETION, *([cache // size - length] if cache else []))
-            if length * size <= limit and room >= min(MIN_COMPLETION, longest // 2):
+            if length * size <= limit and room >= _min_room(longest):
                 points.append(GridPoint(size, length, room))
     if not points:
         raise ConfigurationError(
@@ -102,8 +92,13 @@ def make_grid(servers: Sequence[ServerFacts], options: ProfileOptions) -> Grid:
     return Grid(tuple(points), tuple(prefill) or (longest // 2,))
 
 
-def _batch_sizes(servers: Iterable[ServerFacts], sizes: Sequence[int] | None, largest: int | None) -> list[int]:
-    possible = min((facts.max_num_seqs for facts in servers if facts.max_num_seqs), default=None)
+def _min_room(max_model_len: int) -> int:
+    return min(MIN_COMPLETION, max_model_len // 2)
+
+
+def _batch_sizes(servers: Iterable[ProfiledServer], options: ProfileOptions) -> list[int]:
+    sizes, largest = options.batch_sizes, options.max_batch_size
+    possible = min((server.max_num_seqs for server in servers if server.max_num_seqs), default=None)
     name, wanted = ("batch_sizes", max(sizes)) if sizes else ("max_batch_size", largest)
     if possible is not None and wanted is not None and wanted > possible:
         raise ConfigurationError(
@@ -117,15 +112,15 @@ def _batch_sizes(servers: Iterable[ServerFacts], sizes: Sequence[int] | None, la
 
 
 def _context_lengths(longest: int, lengths: Sequence[int] | None) -> list[int]:
-    room = min(MIN_COMPLETION, longest // 2)
+    most = longest - _min_room(longest)
     if lengths is None:
-        possible = [length for length in CONTEXT_LENGTHS if length + room <= longest]
-        if not possible or 2 * possible[-1] <= longest - room < CONTEXT_LENGTHS[-1]:
-            possible.append(longest - room)  # a short model's end would stay dark
+        possible = [length for length in CONTEXT_LENGTHS if length <= most]
+        if not possible or 2 * possible[-1] <= most < CONTEXT_LENGTHS[-1]:
+            possible.append(most)  # or the longest contexts of a short model would not be measured
         return possible
-    if max(lengths) + room > longest:
+    if max(lengths) > most:
         raise ConfigurationError(
-            f"`context_lengths` ({_list(lengths)}) must be at most {longest - room}: with {room} tokens to measure, "
+            f"`context_lengths` ({_list(lengths)}) must be at most {most}: with {longest - most} tokens to measure, "
             f"they must fit into the server's `max_model_len` ({longest}). Use shorter ones."
         )
     return sorted(set(lengths))

@@ -1,13 +1,13 @@
 """
 One measurement on one server: a batch that decodes, or a prompt.
 
-Invariant: no token counts that came before the last sequence's first, so that prefill, and batches that are not yet
-full, stay outside.
+Invariant: only tokens after the last sequence's first one count, so prefill and partly filled batches are excluded.
 """
 
 import asyncio
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,20 +15,15 @@ import aiohttp
 import numpy as np
 
 from ...engines.vllm_api import CompletionRequest, ServerPrompt, ServerRefusedError, VLLMServer
-from ...errors import GenerationError
 from .grid import GridPoint
-from .servers import ServerFacts, read_clock
+from .profiled_server import ProfiledServer, read_clock
 
 
-WINDOW_TOKENS = 32
-"""PAT decodes 60 tokens. Repetitions say more than longer windows: they are minutes apart."""
-
-STREAM_INTERVAL = 8
-"""Tokens per chunk: streaming each one would slow the server down by a tenth and more."""
-
+WINDOW_TOKENS = 32  # PAT decodes 60; repetitions, which are minutes apart, say more than longer windows
+STREAM_INTERVAL = 8  # tokens per chunk: streaming each one would slow the server down by a tenth and more
 REQUEST_TIMEOUT_S = 300.0
 ABORT_GRACE_S = 5.0
-CLOSE_S = 0.2  # in which a server notices that connections were closed: 13 to 72 ms, measured
+CLOSE_S = 0.2  # until a server notices that connections were closed: 13 to 72 ms, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +38,30 @@ class ServerProbe:
     """
     Measures one server.
 
-    The prompts of all batches begin alike: sequence i of any batch is a prefix of one fixed row of random tokens. So
-    the server's prefix cache has most of a prompt after the first time, and repetitions cost no prefill. No two
-    sequences share a prefix. Whether one is cached does not matter for what is measured, only for how long that takes.
+    Sequence i of every batch is a prefix of one fixed row of random tokens. So after the first time most
+    of a prompt is in the server's prefix cache, and repetitions cost no prefill. No two sequences share a prefix.
     """
 
-    def __init__(self, server: VLLMServer, facts: ServerFacts, rng: np.random.Generator) -> None:
+    def __init__(self, server: VLLMServer, described: ProfiledServer, rng: np.random.Generator) -> None:
         self.server = server
-        self.facts = facts
+        self.described = described
         self._rng = rng
-        self._rows: list[list[int]] = []
+        self._rows: defaultdict[int, list[int]] = defaultdict(list)
         self._num_requests = 0
-        self._run = f"profile-{uuid.uuid4().hex}"
+        self._name = f"profile-{uuid.uuid4().hex}"
 
     async def warm_up(self, point: GridPoint) -> None:
-        """Has the server read the prompts of a batch and decode it once: kernels are compiled, graphs are captured."""
+        """Reads a batch's prompts and decodes it once: the server compiles kernels and captures graphs."""
         requests = [self._request(prompt, max_tokens=1) for prompt in self._prompts(point)]
         await asyncio.gather(*(self.server.complete(request, REQUEST_TIMEOUT_S) for request in requests))
         await self.decode(point)
 
     async def decode(self, point: GridPoint) -> Decoded | None:
         """
-        Decodes a batch until each sequence has been timed, and ends it.
+        Decodes a batch until each sequence has been timed, then aborts it.
 
-        `None` if the sequences never all decoded at once, and alone: the server does not take so many, preempted some,
-        or had other requests. Raises [`GenerationError`] if the server refuses a request, or breaks.
+        Returns `None` if the sequences never decoded all at once, and alone: the server takes fewer, preempted some,
+        or had other requests. Raises [`ServerRefusedError`] if the server refuses a request or breaks.
         """
         batch = _Batch(self.server, [self._request(prompt, point.max_tokens) for prompt in self._prompts(point)])
         window = batch.window
@@ -85,52 +79,36 @@ class ServerProbe:
         return Decoded(after.seconds_per_token_since(before), window.completion_tokens)
 
     async def prefill(self, num_tokens: int) -> float:
-        """Seconds from sending a prompt, of which nothing is cached, to its first token."""
+        """Seconds from sending a prompt that is not cached to its first token."""
         request = self._request(self._random(num_tokens), max_tokens=1)
         start = time.perf_counter()
         await self.server.complete(request, REQUEST_TIMEOUT_S)
         return time.perf_counter() - start
 
-    async def check_weights(self) -> None:
-        """Raises [`GenerationError`] if a training has sent weights since the server was first asked."""
-        if (version := await self.server.weight_version()) != self.facts.weight_version:
-            raise GenerationError(
-                f"{self.facts.url} got weights of a training meanwhile (version {version!r}): its rollouts and these "
-                "measurements disturb each other. Measure a server of its own, or wait for the end of the training."
-            )
-
     def _request(self, prompt: Sequence[int], max_tokens: int) -> CompletionRequest:
-        # Log-probs because the trainer asks for them: they are a part of each step. The salt because another profile
-        # with the same seed sent the same prompts: what is timed as prefill must not be in the prefix cache.
-        options = {
-            "model": self.facts.model,
-            "cache_salt": self._run,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "temperature": 1.0,
-            "logprobs": 0,
-        }
+        # With log-probs, as the trainer asks for them. The salt keeps the prompts of an earlier profile with the same
+        # seed out of the prefix cache.
+        options = {"model": self.described.model, "cache_salt": self._name, "max_tokens": max_tokens}
+        options |= {"ignore_eos": True, "temperature": 1.0, "logprobs": 0}
         self._num_requests += 1
-        return CompletionRequest.of(f"{self._run}-{self._num_requests}", ServerPrompt(prompt), [], options)
+        return CompletionRequest.of(f"{self._name}-{self._num_requests}", ServerPrompt(prompt), [], options)
 
     def _prompts(self, point: GridPoint) -> list[list[int]]:
-        for i in range(point.batch_size):
-            if i == len(self._rows):
-                self._rows.append([])
-            if missing := max(0, point.context_length - len(self._rows[i])):
-                self._rows[i] += self._random(missing)
-        return [row[: point.context_length] for row in self._rows[: point.batch_size]]
+        rows = [self._rows[i] for i in range(point.batch_size)]
+        for row in rows:
+            row += self._random(max(0, point.context_length - len(row)))
+        return [row[: point.context_length] for row in rows]
 
     def _random(self, num_tokens: int) -> list[int]:
-        # Special tokens, such as those that stand for images, are at the ends of a vocabulary.
-        size = self.facts.vocab_size
+        # Special tokens, such as those of images, are at the ends of a vocabulary.
+        size = self.described.vocab_size
         tokens: list[int] = self._rng.integers(size // 4, max(size // 4 + 1, 3 * size // 4), num_tokens).tolist()
         return tokens
 
 
 class DecodeWindow:
     """
-    The stretch in which all sequences of a batch decode, and when to read the server's clock.
+    The time in which all sequences of a batch decode, and when to read the server's clock.
 
     ```
     waiting for first tokens → (all began) → open → (each decoded enough) → complete
@@ -142,17 +120,17 @@ class DecodeWindow:
         self.num_tokens = num_tokens
         self.failed = False
         self._counts = np.zeros(num_sequences, int)
-        self._marks: np.ndarray | None = None
+        self._at_open: np.ndarray | None = None
 
     def add(self, sequence: int, num_tokens: int, finished: bool = False) -> None:
-        """Tokens of a sequence have come. One that ends before the window is complete makes it fail."""
+        """Counts tokens of a sequence. The window fails if one finishes before the window is complete."""
         if not self.over:
             self._counts[sequence] += num_tokens
             self.failed = finished and not self.complete
 
     def open(self) -> None:
-        """The clock was read: what comes from here on counts."""
-        self._marks = self._counts.copy()
+        """The clock was read: tokens count from here on."""
+        self._at_open = self._counts.copy()
 
     @property
     def began(self) -> bool:
@@ -160,7 +138,7 @@ class DecodeWindow:
 
     @property
     def complete(self) -> bool:
-        return self._marks is not None and bool((self._counts - self._marks).min() >= self.num_tokens)
+        return self._at_open is not None and bool((self._counts - self._at_open).min() >= self.num_tokens)
 
     @property
     def over(self) -> bool:
@@ -169,11 +147,11 @@ class DecodeWindow:
     @property
     def completion_tokens(self) -> float:
         """Tokens that all sequences together had generated in the middle of the window."""
-        return float(self._counts.sum() + (0 if self._marks is None else self._marks.sum())) / 2
+        return float(self._counts.sum() + (0 if self._at_open is None else self._at_open.sum())) / 2
 
 
 class _Batch:
-    """Requests that stream, and the window over them."""
+    """Streaming requests, and the window over them."""
 
     def __init__(self, server: VLLMServer, requests: Sequence[CompletionRequest]) -> None:
         self.server = server
@@ -193,7 +171,7 @@ class _Batch:
             self._changed.set()
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Waits, or raises what went wrong with a request. What goes wrong after the last wait does not matter."""
+        """Waits, or raises the error of a request. An error after the last wait does not matter."""
         while not reached():
             if self._error is not None:
                 raise self._error
@@ -201,7 +179,7 @@ class _Batch:
             await self._changed.wait()
 
     async def end(self) -> None:
-        """Aborted requests answer at once. Without that endpoint, closing their connections ends them."""
+        """Aborts the requests, which answer at once, or closes their connections where that endpoint is missing."""
         try:
             if await self.server.abort([request.internal_id for request in self.requests], ABORT_GRACE_S):
                 await asyncio.wait(self.tasks, timeout=ABORT_GRACE_S)

@@ -1,8 +1,8 @@
 """
 `trl-darts report`: one page from what trainings left behind.
 
-`runs` reads, `tables` counts, `comparison` says what can be compared, `savings` what was saved and by what, `charts`
-draws, `panels` lays out, `page` writes. Nothing here loads torch.
+`runs` reads them, `tables` counts, `estimates` has the intervals, `verdict` says what compares and what was saved,
+`panels` draws, `page` writes. Nothing here loads torch.
 """
 
 from .page import write_report

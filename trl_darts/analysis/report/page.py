@@ -1,7 +1,7 @@
 """
-The report: one HTML page without external resources, and its panels' figures as PNG files beside it.
+The report: one HTML page, and its figures as PNG files beside it.
 
-Invariant: the page has everything in it. It loads nothing, runs no script, and is the same for the same runs.
+Invariant: the page loads nothing, runs no script, and is the same for the same runs.
 """
 
 import base64
@@ -16,11 +16,9 @@ from ...import_utils import require_matplotlib
 from ...policy import LatencyCurve
 from ..output_files import check_directory, check_writable, not_writable
 from . import panels
-from .charts import figure
-from .comparison import cautions, compare_settings, summary
-from .panels import Panel
+from .panels import Panel, figure
 from .runs import Run, read_runs
-from .savings import busy, in_short
+from .verdict import busy, cautions, compare_settings, in_short, summary
 
 
 def write_report(
@@ -36,13 +34,13 @@ def write_report(
 
     Args:
         directories (`Sequence[str | Path]`):
-            The `output_dir` of each training, at most six. The first is what the others are compared with.
+            The `output_dir` of each training, at most six. The others are compared with the first.
         output (`str` or `Path`, *optional*, defaults to `"report.html"`):
-            The page. Its directory is made. Figures go beside it, `report-<panel>.png`.
+            The page. Its directory is created. Figures go beside it, `report-<panel>.png`.
         names (`Sequence[str]`, *optional*):
-            What to call the runs. Defaults to their directories' names.
+            The runs' names. Defaults to their directories'.
         step (`int`, *optional*):
-            Whose occupancy is shown, counted from 1. Defaults to the step whose rollouts took the median of time.
+            The step whose occupancy is shown, from 1. Defaults to one whose rollouts took the median of time.
         latency_curve (`str` or `Path`, *optional*):
             File of a [`LatencyCurve`]: adds predicted against real times.
 
@@ -74,10 +72,10 @@ def write_report(
     try:
         output.write_text(render(runs, found, figures), encoding="utf-8")
         for key, path in paths.items():
-            path.unlink(missing_ok=True)  # one of an earlier report would be taken for this one's
+            path.unlink(missing_ok=True)  # a figure of an earlier report
             if key in figures:
                 path.write_bytes(figures[key])
-    except OSError as error:  # a disk that is full
+    except OSError as error:  # such as a full disk
         raise not_writable("--output", Path(error.filename or output), error.strerror) from error
     return [output, *(paths[key] for key in figures)]
 
@@ -104,7 +102,7 @@ def _panels(runs: Sequence[Run], step: int | None, latency_curve: str | Path | N
 
 
 def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, bytes]) -> str:
-    """The page's text, with the panels' figures by their keys in it."""
+    """The page's text, with the figures in it."""
     import jinja2
     from markupsafe import Markup, escape
 

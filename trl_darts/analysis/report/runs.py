@@ -1,8 +1,8 @@
 """
 What a training left behind: its settings, its log and its traces, as tables.
 
-Invariants: steps count from 1, as in the trainer's log, also those of traces, whose files count from 0. What is
-missing or was left out stands in [`Run.notes`]; what can't be used at all is a [`ConfigurationError`].
+Invariants: steps count from 1, as in the trainer's log; the files of traces count from 0. [`Run.notes`] names what is
+missing or left out; a directory that can't be used at all is a [`ConfigurationError`].
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ SIGNS = (f"rollouts/{LOG_FILE}", f"rollouts/{TRACE_PATTERN}", "checkpoint-*/trai
 
 @dataclass(frozen=True)
 class Run:
-    """One training, as far as it can be read. What is missing is empty."""
+    """One training, as far as it can be read. Missing parts are empty."""
 
     name: str  # what the report calls it
     directory: Path  # its `output_dir`
-    settings: dict[str, Any]  # what the first line of its log says
+    settings: dict[str, Any]  # from the first line of its log
     # One row per log entry, indexed by `step`: `num_steps` optimizer steps that it is a mean of, `num_rollouts` in
     # them, and the metrics.
     log: pd.DataFrame
-    # One row per candidate: the columns of a trace, `micro`, which tells rollouts of one step apart, and `outcome`:
-    # "kept", "aborted", or "unused" (complete and not kept).
+    # One row per candidate: the columns of a trace, `micro` (which rollout of the step), and `outcome`: "kept",
+    # "aborted", or "unused" (complete and not kept).
     traces: pd.DataFrame
     notes: tuple[str, ...]  # what is missing, and what was left out
     evaluations: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # `eval_reward` by step
@@ -50,10 +50,7 @@ class Run:
 
 
 def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> list[Run]:
-    """
-    Reads at most six runs, see [`read_run`]. Names default to those of their directories, or to their paths where
-    these are alike.
-    """
+    """Reads at most six runs. Names default to those of their directories, or to their paths where these are alike."""
     paths = [Path(directory) for directory in directories]
     if not 1 <= len(paths) <= MAX_RUNS:
         raise ConfigurationError(
@@ -72,7 +69,7 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
         directory (`str` or `Path`):
             Its `output_dir`.
         name (`str`, *optional*):
-            What to call it. Defaults to the directory's name.
+            Its name. Defaults to the directory's.
 
     Returns:
         [`Run`]: What was found.
@@ -140,9 +137,8 @@ def _names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
 
 def outcomes(traces: pd.DataFrame) -> pd.Series:
     """
-    What became of each candidate. One that was carried over into a later rollout has a row in each, and what became of
-    it in the last one is true of all of them: its tokens count where they were decoded. Where the run ended before it
-    did, it is unused.
+    The outcome of each candidate. One that was carried over has a row in each of its rollouts, all with the outcome of
+    the last one; its tokens count where they were decoded. If the run ended first, it is unused.
     """
     aborted = traces["finish_reason"].eq("abort")
     own = np.select([traces["selected"], aborted], ["kept", "aborted"], "unused")
@@ -151,7 +147,7 @@ def outcomes(traces: pd.DataFrame) -> pd.Series:
 
 
 def _count_rollouts(log: pd.DataFrame, traces: pd.DataFrame) -> pd.Series:
-    """Rollouts of each entry: as many as there are traces in its steps, else one per step that logged any."""
+    """Rollouts of each entry: as many as its steps have traces, else one per step that logged any."""
     if "darts/rollout/seconds" not in log:
         return pd.Series(0.0, log.index)
     per_step = traces.drop_duplicates(["step", "micro"]).groupby("step").size()

@@ -1,11 +1,14 @@
 """
-The numbers behind the panels: runs and traces in, tables out. Nothing here draws.
+The numbers behind the panels: tables from runs and traces, and the steps over which runs can be compared.
 
-Invariants: traces are preferred, the log stands in where there are none; shares sum to 1; kept, unused and aborted
-tokens sum to the generated ones; the parts of a step's time sum to the step's time.
+Invariants: the log is used only where there are no traces; shares sum to 1; kept, unused and aborted tokens sum to the
+generated ones; the parts of a step's time sum to the step's time; no number of one run stands beside another's unless
+both are over the same steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,21 +28,68 @@ POOL = {stat: f"darts/pool/length_{stat}" for stat in ("mean", "p50", "p99", "ma
 KEPT = {"mean": "completions/mean_length", "max": "completions/max_length"}
 
 
+@dataclass(frozen=True)
+class Window:
+    """Steps from `first` to `last`, both included."""
+
+    first: int
+    last: int
+
+    def of(self, table: pd.DataFrame) -> pd.DataFrame:
+        """The rows that lie entirely in it: one with `num_steps` stands for as many steps, up to its own."""
+        return table[(_begins(table) >= self.first) & (table.index <= self.last)]
+
+    def __str__(self) -> str:
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+
+def common_window(tables: Sequence[pd.DataFrame]) -> Window | None:
+    """The steps that all tables cover, if there are any. Empty tables don't count."""
+    tables = [table for table in tables if len(table)]
+    first = max((int(_begins(table)[0]) for table in tables), default=1)
+    last = min((int(table.index[-1]) for table in tables), default=0)
+    return Window(first, last) if first <= last else None
+
+
+def _begins(table: pd.DataFrame) -> Any:
+    return table.index.to_numpy() - (table["num_steps"].to_numpy() - 1 if "num_steps" in table else 0)
+
+
+def in_common(tables: Sequence[pd.DataFrame]) -> tuple[list[pd.DataFrame], Window | None]:
+    """The rows of each table in the steps that all of them cover, and these steps."""
+    window = common_window(tables)
+    return [window.of(table) if window else table.iloc[:0] for table in tables], window
+
+
+def common_traces(runs: Sequence[Run]) -> tuple[list[pd.DataFrame], Window | None]:
+    """Each run's candidates of the steps that all runs with traces have, and these steps."""
+    tables, window = in_common([run.traces.set_index("step", drop=False) for run in runs])
+    return [table.reset_index(drop=True) for table in tables], window
+
+
+def typical_step(runs: Sequence[Run]) -> int | None:
+    """The common step whose rollouts took the (lower) median of time, summed over all runs with traces."""
+    seconds = [rollouts(run)["seconds"] for run in runs if not run.traces.empty]
+    if not seconds:
+        return None
+    total = pd.concat(seconds, axis=1, join="inner").sum(axis=1).sort_values(kind="stable")
+    return int(total.index[(len(total) - 1) // 2]) if len(total) else None
+
+
 def decoded(traces: pd.DataFrame) -> pd.Series:
-    """Tokens of each candidate that its rollout decoded, and no earlier one."""
+    """Tokens of each candidate that were decoded in this rollout, not in an earlier one."""
     return traces["length"] - traces["num_carried_tokens"]
 
 
 def ended(traces: pd.DataFrame) -> pd.DataFrame:
-    """Those candidates whose lengths will not change any more."""
+    """The candidates whose lengths are final."""
     return traces[~traces["carried_over"]]
 
 
 def length_stats(run: Run, kept: bool = False) -> pd.DataFrame:
     """
     `mean`, `p50`, `p99` and `max` of the response lengths by step (Figures 14 and 15 of
-    [DARTS](https://huggingface.co/papers/2605.30859)), of all candidates or of the `kept` rows. From the log, those
-    that it has.
+    [DARTS](https://huggingface.co/papers/2605.30859)), of all candidates or of the `kept` rows. A log may lack some.
     """
     traces = run.traces[run.traces["selected"]] if kept else ended(run.traces)
     if not traces.empty:
@@ -57,9 +107,9 @@ def length_edges(longest: int, num_bins: int = 32) -> np.ndarray:
 
 def length_shares(traces: pd.DataFrame, edges: np.ndarray) -> pd.DataFrame:
     """
-    How lengths are distributed, before and after selection (Figure 10 of
-    [DARTS](https://huggingface.co/papers/2605.30859)): by bin, shares of all candidates in `pool`, of the kept ones in
-    `kept`. The edges must cover all lengths.
+    How lengths are distributed before and after selection (Figure 10 of
+    [DARTS](https://huggingface.co/papers/2605.30859)): by bin, the share of all candidates (`pool`) and of the kept
+    ones (`kept`). The edges must cover all lengths.
     """
     parts = {"pool": ended(traces)["length"], "kept": traces["length"][traces["selected"]]}
     counts = {name: np.histogram(lengths, edges)[0] for name, lengths in parts.items()}
@@ -67,22 +117,22 @@ def length_shares(traces: pd.DataFrame, edges: np.ndarray) -> pd.DataFrame:
 
 
 def budget_shares(traces: pd.DataFrame) -> pd.Series:
-    """Share of the groups by `num_candidates`, rising."""
+    """Share of the groups by `num_candidates`, in ascending order."""
     return _groups(traces)["num_candidates"].value_counts(normalize=True).sort_index()
 
 
 def budget_by_spread(traces: pd.DataFrame, num_bins: int = 5) -> pd.DataFrame:
     """
     Candidates per prompt by how much the prompt's earlier answers differed in length: the mean over its earlier
-    rollouts of the standard deviation (Bessel's) of its candidates' lengths, with aborted ones at the length they had.
-    [`LengthTracker`] estimates the same quantity for the budget, and takes aborted lengths for lower bounds.
+    rollouts of the sample standard deviation, with aborted candidates at the length they had. ([`LengthTracker`] takes
+    these for lower bounds.)
 
     `candidates` (mean), `spread` (mean, in tokens) and `groups` (count) by bin: `"new"` for prompts without an earlier
     rollout, then `"1"` (least spread) to `num_bins`, equally full. Empty bins are left out.
     """
     groups = _groups(traces)
     earlier = groups.groupby("prompt_key")["spread"].transform(lambda spread: spread.expanding().mean().shift())
-    rank = earlier.rank(method="first")  # ties are broken by order, so that bins are equally full
+    rank = earlier.rank(method="first")  # breaks ties, so that bins are equally full
     bins = np.ceil(rank * num_bins / max(1, rank.count()))
     label = bins.map(lambda number: FIRST_SEEN if np.isnan(number) else str(int(number)))
     table = groups.assign(earlier=earlier, bin=label).groupby("bin")
@@ -100,8 +150,8 @@ def _groups(traces: pd.DataFrame) -> pd.DataFrame:
 
 def occupancy(rollout: pd.DataFrame) -> pd.DataFrame:
     """
-    How many candidates of one rollout ran, by what became of them: `kept`, `unused`, `aborted` and their sum
-    `running`, from each time in seconds (the index) until the next. The last row is all zeros.
+    How many candidates of one rollout ran, by outcome (`kept`, `unused`, `aborted`) and in all (`running`), from each
+    time in seconds (the index) until the next. The last row is all zeros.
     """
     begin = rollout["start_seconds"].min()
     changes = [
@@ -126,11 +176,11 @@ def bubble(rollout: pd.DataFrame) -> float:
 
 def rollouts(run: Run) -> pd.DataFrame:
     """
-    What each step's rollouts cost and brought, by step; from the log, one row per entry that has a rollout.
+    The costs and results of each step's rollouts, by step; from the log, one row per entry that has a rollout.
 
-    `num_steps` (the steps a row stands for) and `num_rollouts`; summed over these `seconds`, `kept`, `unused` and
-    `aborted` (tokens that these rollouts decoded), `candidates` (that ended) and `rows` (that are trained on); and the
-    means `longest` (tokens of the longest candidate) and `bubble`.
+    `num_steps` that a row stands for, and their `num_rollouts`; sums over these of `seconds`, of the decoded tokens
+    `kept`, `unused` and `aborted`, of `candidates` that ended and `rows` trained on; and the means `longest` (tokens
+    of the longest candidate) and `bubble`.
     """
     if run.traces.empty:
         return _rollouts_of_log(run)
@@ -175,9 +225,9 @@ def _rollouts_of_log(run: Run) -> pd.DataFrame:
 
 def time_split(run: Run) -> pd.DataFrame:
     """
-    Where a step's time goes: by log entry, seconds per optimizer step: `total` (TRL's `step_time`), `generate` (with
-    `rollout_ahead`, what was waited for), `score`, `sync` (0 where weights were not sent), `train` (what is left),
-    `decode` (for which engines decoded, whoever waited) and `num_steps`. NaN where the log lacks what is needed.
+    Seconds per optimizer step, by log entry: `total` (TRL's `step_time`), `generate` (with `rollout_ahead`, the time
+    that the trainer waited), `score`, `sync` (0 where weights were not sent), `train` (the rest), `decode` (the time
+    in which engines decoded) and `num_steps`. NaN where the log lacks a part.
     """
     metrics = ("step_time", "darts/rollout/seconds", "darts/score/seconds", "darts/sync/seconds")
     total, generate, score, sync = (run.log.get(name, pd.Series(np.nan, run.log.index)) for name in metrics)
@@ -200,8 +250,8 @@ def time_split(run: Run) -> pd.DataFrame:
 
 def reward_curve(run: Run) -> pd.DataFrame:
     """
-    `reward` by step, and `seconds`: the sum of `step_time` until then, NaN from where one is missing. Evaluation,
-    checkpoints and the optimizer's update are not in it.
+    `reward` by step, and `seconds`: the sum of `step_time` so far, without evaluation, checkpoints and the optimizer's
+    update. NaN after an entry without `step_time`.
     """
     log = run.log.reindex(columns=["reward", "step_time", "num_steps"])
     seconds = (log["step_time"] * log["num_steps"]).cumsum(skipna=False)
@@ -209,7 +259,7 @@ def reward_curve(run: Run) -> pd.DataFrame:
 
 
 def evaluation_curve(run: Run) -> pd.Series:
-    """Evaluation reward by the seconds of [`reward_curve`], of evaluations whose time is known."""
+    """Evaluation reward by the seconds of [`reward_curve`], where these are known."""
     known = reward_curve(run)["seconds"].dropna()
     steps = run.evaluations.index[run.evaluations.index <= known.index.max()] if len(known) else []
     seconds = np.interp(steps, [0, *known.index], [0.0, *known])
@@ -217,7 +267,7 @@ def evaluation_curve(run: Run) -> pd.Series:
 
 
 def faults(run: Run) -> pd.DataFrame:
-    """How often each of `FAULTS` occurred in each log entry's rollouts, for those that the log counts."""
+    """How often each of the `FAULTS` that the log counts occurred in each entry's rollouts."""
     counted = {name: metric for name, metric in FAULTS.items() if run.logged(metric)}
     return pd.DataFrame(
         {name: run.log[metric].fillna(0.0) * run.log["num_rollouts"] for name, metric in counted.items()},
@@ -227,9 +277,9 @@ def faults(run: Run) -> pd.DataFrame:
 
 def predicted_times(traces: pd.DataFrame, latency: Callable[[np.ndarray], np.ndarray]) -> pd.DataFrame:
     """
-    What the cost model makes of each rollout's lengths ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 4) in
-    `predicted` seconds, and the `real` ones, by `step` and `micro`. Carried-over candidates count with what the
-    rollout decoded of them.
+    The seconds that the cost model predicts from each rollout's lengths
+    ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 4), and the `real` ones, by `step` and `micro`.
+    Carried-over candidates count with the tokens that the rollout decoded.
     """
     rolls = traces.assign(decoded=decoded(traces)).groupby(["step", "micro"])
     predicted = rolls["decoded"].agg(lambda lengths: rollout_time(lengths, latency))

@@ -1,13 +1,12 @@
 """Training in virtual time: the same scheduler and policies on engines that only count."""
 
 from .cluster import SimulatedCluster
+from .cluster_spec import ASSUMED_CLUSTER, LLAMA_8B_NIM, PAT_CLUSTER, PAT_LAYOUT, ClusterSpec
 from .comparison import Estimate, Outcome, compare
-from .engine import ClusterSpec
-from .published import ASSUMED_CLUSTER, LLAMA_8B_NIM, PAT_CLUSTER, PAT_LAYOUT, WORKLOADS
 from .recorded import RecordedRollout, recorded_rollouts, recorded_workload
 from .sweep import parse_sweep, settings_of
 from .training import SimulatedRun, SimulatedTraining
-from .workload import ENDLESS, LengthModel, LogNormalLengths, RecordedLengths, Workload
+from .workload import ENDLESS, WORKLOADS, LengthModel, LogNormalLengths, RecordedLengths, Workload
 
 
 __all__ = [

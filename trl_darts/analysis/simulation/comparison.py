@@ -1,4 +1,4 @@
-"""Several settings on the same workload, seed by seed, and what can be said of the differences."""
+"""Several settings on the same workload, seed by seed, and the table that compares them in a terminal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from ...errors import ConfigurationError
 from ...scheduling import ScheduleSettings
-from .engine import ClusterSpec
+from .cluster_spec import ClusterSpec
 from .training import SimulatedRun, SimulatedTraining
 from .workload import Workload
 
 
 def half_width(standard_error: float, degrees: int) -> float:
-    """Half of a 95 % interval, by Student's t; infinity where nothing is known of the error."""
+    """Half of a 95 % interval, by Student's t; infinity without degrees of freedom."""
     from scipy.special import stdtrit  # takes a third of a second to import, for which `--help` should not wait
 
     return float(stdtrit(degrees, 0.975) * standard_error) if degrees > 0 else math.inf
@@ -48,7 +50,7 @@ class Outcome:
     name: str
     runs: list[SimulatedRun]  # one per seed
     # Seconds of the baseline over those of this setting, seed by seed: of a step, or, where some groups teach nothing,
-    # per group that does. The i-th candidate of a prompt was the same for both in each epoch, if both started it.
+    # per group that does. Where both start a prompt's i-th candidate in an epoch, it is the same one.
     speedups: list[float]
 
     @property
@@ -58,46 +60,45 @@ class Outcome:
 
     def estimate(self, quantity: str) -> Estimate:
         """The mean over the steps of a quantity of [`SimulatedRun`], where it is known."""
-        return Estimate.of([float(np.nanmean(getattr(run, quantity))) for run in self.runs])
+        return self._over_seeds(lambda run: float(np.nanmean(getattr(run, quantity))))
 
     @property
     def wasted_share(self) -> Estimate:
-        """Tokens that nobody trains on, over all tokens. Those that still may be trained on count as kept."""
-        kept = [sum(run.kept_tokens) + run.buffered_tokens[-1] for run in self.runs]
-        return Estimate.of([1 - own / sum(run.pool_tokens) for own, run in zip(kept, self.runs, strict=True)])
+        """Share of the tokens that are never trained on. Those that still may be count as kept."""
+        return self._over_seeds(
+            lambda run: 1 - (sum(run.kept_tokens) + run.buffered_tokens[-1]) / sum(run.pool_tokens)
+        )
 
     @property
     def batch_length_spread(self) -> Estimate:
-        """How much the mean length of a batch's rows differs from batch to batch: its coefficient of variation."""
-        return Estimate.of([float(np.std(run.mean_kept) / np.mean(run.mean_kept)) for run in self.runs])
+        """Coefficient of variation of the batches' mean lengths."""
+        return self._over_seeds(lambda run: float(np.std(run.mean_kept) / np.mean(run.mean_kept)))
 
     @property
     def off_policy_share(self) -> Estimate:
-        """Tokens that an older policy sampled, over all that are trained on."""
-        stale = [float(np.dot(run.off_policy_share, run.kept_tokens)) for run in self.runs]
-        return Estimate.of([own / sum(run.kept_tokens) for own, run in zip(stale, self.runs, strict=True)])
+        """Share of the tokens trained on that an older policy sampled."""
+        return self._over_seeds(
+            lambda run: float(np.dot(run.off_policy_share, run.kept_tokens)) / sum(run.kept_tokens)
+        )
+
+    def _over_seeds(self, quantity: Callable[[SimulatedRun], float]) -> Estimate:
+        return Estimate.of([quantity(run) for run in self.runs])
 
     @property
     def longest_wait(self) -> float:
-        """Steps that a prompt waited for after its first candidate was started, for the one that waited longest."""
+        """The most steps that a prompt waited for after its first candidate was started."""
         return max(max(run.longest_wait) for run in self.runs)
 
     def row(self) -> dict[str, float | str]:
         """
-        All that is known of it, as a row of a table.
-
-        A quantity that has a property of its own here is that, and not the mean over the steps. `longest_wait`, a
-        maximum, has no interval.
+        All quantities as a row of a table. One with a property of its own here is that, and not the mean over the
+        steps. `longest_wait`, a maximum, has no interval.
         """
         row: dict[str, float | str] = {"setting": self.name, "longest_wait": self.longest_wait}
-        derived = {
-            "speedup": self.speedup,
-            "wasted_share": self.wasted_share,
-            "batch_length_spread": self.batch_length_spread,
-            "off_policy_share": self.off_policy_share,
-        }
-        means = (field.name for field in fields(SimulatedRun) if field.name not in {*row, *derived})
-        for name, estimate in (derived | {name: self.estimate(name) for name in means}).items():
+        own = {name: getattr(self, name) for name in ("speedup", "wasted_share", "batch_length_spread")}
+        own["off_policy_share"] = self.off_policy_share
+        means = (field.name for field in fields(SimulatedRun) if field.name not in {*row, *own})
+        for name, estimate in (own | {name: self.estimate(name) for name in means}).items():
             row[name], row[f"{name}_ci95"] = estimate.mean, estimate.half_width
         return row
 
@@ -115,11 +116,11 @@ def compare(
 
     Args:
         workload ([`Workload`]):
-            What is trained on.
+            Prompts, their response lengths, and the costs of a step.
         settings (`Mapping[str, ScheduleSettings]`):
             By name. The first is the baseline.
         cluster ([`ClusterSpec`]):
-            What decodes.
+            The engines.
         num_steps (`int`):
             Steps of each training.
         num_seeds (`int`):
@@ -150,3 +151,100 @@ def compare(
         Outcome(name, own, [base / mine for base, mine in zip(baseline, seconds[name], strict=True)])
         for name, own in runs.items()
     ]
+
+
+# A column's header, its quantity (an attribute of `Outcome`, or else a mean over the steps), its format (z: no "-0%"
+# of a rounding error), and its meaning.
+Column = tuple[str, str, str, str]
+COLUMNS: list[Column] = [
+    ("speed-\nup", "speedup", ".3g", "speed-up: over the first row with the same lengths"),
+    ("seconds\nper step", "step_seconds", ".3g", "seconds per step: rollout, and training if given"),
+    ("wasted\ntokens", "wasted_share", "z.0%", "wasted tokens: decoded, and never trained on"),
+    ("bubble", "bubble_ratio", ".2f", "bubble: share of the decoding slots that stood idle"),
+    ("satu-\nrated", "saturated_ratio", ".2f", "saturated: prompts with max_num_generations candidates"),
+    (
+        *("kept/\npool", "kept_vs_pool_length_ratio", ".2f"),
+        "kept/pool: mean length of the rows over that of all candidates. Far below 1, look at the reward too",
+    ),
+]
+LESSONS = "informative: groups of a step whose rewards have a spread. The speed-up is of seconds per such group"
+INFORMATIVE: Column = ("infor-\nmative", "informative_groups", ".0f", LESSONS)
+STALE = "off-policy: share of the tokens trained on that an older policy sampled"
+OFF_POLICY: Column = ("off-\npolicy", "off_policy_share", "z.0%", STALE)
+SPREAD = "batch lengths: how much the batches' mean lengths differ (coefficient of variation)"
+DEFERRED: list[Column] = [
+    ("defer-\nred", "deferred_groups", ".0f", "deferred: prompts that a rollout ended without"),
+    ("batch\nlengths", "batch_length_spread", ".0%", SPREAD),
+]
+
+
+def show(
+    console: Console, outcomes: Sequence[Outcome], workload: Workload, cluster: ClusterSpec, steps: int, seeds: int
+) -> None:
+    """Prints a table of 80 columns, what its columns mean, and what was assumed. The baseline comes first."""
+    columns = list(COLUMNS)
+    if workload.uniform_share:
+        columns.append(INFORMATIVE)
+    if any(outcome.off_policy_share.mean for outcome in outcomes):
+        columns.append(OFF_POLICY)
+    if any(outcome.estimate("deferred_groups").mean for outcome in outcomes):
+        columns += DEFERRED
+    # With ten columns there is room for one space between them.
+    padding = (0, 2 if len(columns) < 8 else 1, 0, 0)
+    title = _title(workload, cluster, steps, seeds)
+    table = Table(title=title, box=None, padding=padding, pad_edge=False, header_style="underline")
+    table.add_column("setting", overflow="fold")
+    for header, *_ in columns:
+        table.add_column(header, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(outcome.name.replace(", ", "\n"), *(_cell(outcome, column) for column in columns))
+    console.print(table)
+    lines = [meaning for *_, meaning in columns]
+    if seeds > 1:
+        lines.append("±: half of a 95 % confidence interval over seeds")
+    console.print("\n".join(lines), style="dim", markup=False, highlight=False)
+    for remark in _remarks(workload, cluster, steps):
+        console.print(remark, style="bold yellow", markup=False, highlight=False)
+
+
+def _cell(outcome: Outcome, column: Column) -> str:
+    """The interval stands below the mean, so that the table fits 80 columns. One seed has none."""
+    _, quantity, style, _ = column
+    estimate = getattr(outcome, quantity, None) or outcome.estimate(quantity)
+    mean = format(estimate.mean, style)
+    if math.isinf(estimate.half_width):
+        return mean
+    return f"{mean}\n±{estimate.half_width:{style.replace('.3g', '.2g')}}"
+
+
+def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> str:
+    limits = [f"{cluster.max_num_seqs:,} sequences"] if cluster.max_num_seqs else []
+    limits += [f"{cluster.kv_tokens:,} tokens of KV cache"] if cluster.kv_tokens else []
+    tail = "" if cluster.tail is None else f", {cluster.tail.num_engines} of another layout for what is left"
+    return (
+        f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
+        f"{'s' if cluster.num_engines > 1 else ''}{' of at most ' if limits else ''}{' and '.join(limits)}{tail}"
+        f"{', assumed: ' + source if (source := cluster.latency.metadata.get('assumed')) else ''}"
+    )
+
+
+def _remarks(workload: Workload, cluster: ClusterSpec, steps: int) -> list[str]:
+    """What a reader of the table must know before believing it."""
+    remarks = []
+    if not workload.fixed_seconds and not workload.train_seconds_per_token:
+        remarks.append(
+            "Rollouts only: training takes no time here, so a whole step gains less. Give --train-seconds-per-token "
+            "and --fixed-seconds, as a run's log has them."
+        )
+    if source := cluster.latency.metadata.get("assumed"):
+        remarks.append(
+            f"WARNING: the latency curve is assumed ({source}). The speed-ups hang on what a further candidate costs "
+            "on your servers: measure it with `trl-darts profile`, and name the file with --latency-curve."
+        )
+    epochs = steps * workload.prompts_per_step / workload.lengths.num_prompts
+    if epochs < 2:
+        remarks.append(
+            f"Each prompt came up less than twice ({epochs:.1f} epochs): what a schedule learns of prompts hardly "
+            "shows. Simulate more --steps."
+        )
+    return remarks

@@ -1,9 +1,8 @@
 """
-Recorded runs in virtual time: their lengths as a workload, or their rollouts once more. Would the engines that a run
-had, as the model knows them, have taken as long, and would the same candidates have been kept?
+Recorded runs in virtual time: their lengths as a workload, or their rollouts replayed. Would the run's engines, as the
+model knows them, have taken as long, and would the same candidates have been kept?
 
-What a candidate that was called off would have become is not known, and does not matter to a replay: it is called off
-again, as soon as those that are known to be complete are.
+How long an aborted candidate would have become is unknown, and does not matter to a replay, which aborts it as well.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ...errors import ConfigurationError
 from ...policy import LatencyCurve
 from ...scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
 from .cluster import SimulatedCluster
-from .engine import ClusterSpec
+from .cluster_spec import ClusterSpec
 from .workload import ENDLESS, RecordedLengths, Workload
 
 
@@ -38,7 +37,7 @@ def recorded_workload(
     **fields: Any,
 ) -> tuple[Workload, int]:
     """
-    Reads the traces that `save_rollout_trace=True` left.
+    Reads the traces of a run with `save_rollout_trace=True`.
 
     Args:
         run_dir (`Path`):
@@ -59,7 +58,7 @@ def recorded_workload(
         [`ConfigurationError`]: If there are no traces, they lack columns, or the log can't be read.
     """
     traces = _traces(run_dir)
-    traces = traces[~traces["carried_over"]]  # they come again, with all their tokens
+    traces = traces[~traces["carried_over"]]  # they return later, with all their tokens
     trained_on = traces[traces["selected"]].groupby(["step", "micro"])
     if not len(trained_on):
         raise ConfigurationError(
@@ -104,12 +103,12 @@ class RecordedRollout:
     lengths: list[list[int]]
     selected: list[list[int]]
     seconds: float
-    number: int = 0  # of those before it
+    number: int = 0  # rollouts before it
 
     def replay(self, settings: ScheduleSettings, cluster: ClusterSpec, max_length: int) -> RolloutResult:
         """
-        The rollout in virtual time, with the run's `settings` and `max_completion_length`. Raises
-        [`ConfigurationError`] if the schedule decides more than a trace tells: which prompts go into a rollout.
+        Replays the rollout with the run's `settings` and `max_completion_length`. Raises [`ConfigurationError`] if the
+        schedule also decides which prompts belong to a rollout, which a trace does not record.
         """
         if round_policy(settings, len(self.plans)) is not None:
             raise ConfigurationError(
@@ -155,8 +154,8 @@ def _traces(run_dir: Path) -> pd.DataFrame:
 
 
 def _limit(run_dir: Path, traces: pd.DataFrame) -> int:
-    """`max_completion_length` of the run, as its log says, or else its longest candidate."""
-    from ...telemetry.log import read_log  # loads pandas, as above
+    """`max_completion_length` of the run from its log, or else its longest candidate."""
+    from ...telemetry.log import read_log
 
     limit = read_log(run_dir)[0].get("max_completion_length")
     return limit if isinstance(limit, int) else int(traces["length"].max())

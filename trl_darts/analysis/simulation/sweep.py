@@ -1,5 +1,6 @@
-"""Which settings a comparison runs over: schedules, and all combinations of values."""
+"""The settings that a comparison runs over: schedules, and all combinations of values."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import product
@@ -8,22 +9,14 @@ from typing import Any, get_args, get_type_hints
 
 from ...errors import ConfigurationError, did_you_mean
 from ...scheduling import SCHEDULES, ScheduleSettings
-from ...scheduling.batch_settings import SCHEDULE_DEFAULTS
+from ...scheduling.settings import OF_SELECTION, SCHEDULE_DEFAULTS
 
 
-# Settings that mean something only where more is sampled of a prompt than is kept.
-_SELECTING = {
-    "max_num_generations",
-    "min_num_generations",
-    "target_redundancy",
-    "redundancy_cost_weight",
-    "num_longest",
-    "tail_pruning",
-    "long_end_patience",
-    "long_end_every",
-}
-# The schedule has an option of its own. The other decides what is learned.
-UNSWEPT = ("schedule", "mask_stale_after")
+UNSWEPT = (
+    "schedule",
+    "mask_stale_after",
+    "defer_unsettled_groups",
+)  # has an option of its own; decides what is learned
 OF_ANY_SCHEDULE = (
     *("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling"),
     *("tail_switch_at", "tail_share"),
@@ -53,27 +46,27 @@ def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
 
 def _value(name: str, word: str) -> Any:
     kinds = KINDS[name]
-    constants: dict[str, Any] = {"none": None} if NoneType in kinds else {}
-    if bool in kinds:
-        constants |= {"true": True, "false": False}
-    if word in constants:
-        return constants[word]
-    for kind in (int, float, str):
-        if kind in kinds:
-            try:
-                return kind(word)
-            except ValueError:
-                pass
-    numbers = ["a whole number"] if int in kinds else ["a number"] if float in kinds else []
-    raise ConfigurationError(f"`--sweep {name}` ({word!r}) must be {' or '.join([*numbers, *constants])}.")
+    try:
+        value = None if word == "none" else json.loads(word)
+    except ValueError:
+        value = word
+    if type(value) is int and float in kinds and int not in kinds:
+        value = float(value)
+    if type(value) in kinds:
+        return value
+    if str in kinds:
+        return word
+    names = {int: "a whole number", float: "a number", NoneType: "none", bool: "true or false"}
+    wanted = [text for kind, text in names.items() if kind in kinds]
+    raise ConfigurationError(f"`--sweep {name}` ({word!r}) must be {' or '.join(wanted)}.")
 
 
 def settings_of(
     schedules: Sequence[str], num_generations: int, sweep: Mapping[str, Sequence[Any]]
 ) -> dict[str, ScheduleSettings]:
     """
-    All settings of a comparison. Each schedule takes those settings of the sweep that mean something to it, and is not
-    repeated for the others: `"grpo"`, for one, takes `num_generations` alone.
+    All settings of a comparison, by name. Each schedule takes the settings of the sweep that have an effect on it, and
+    is not repeated for the others: `"grpo"`, for one, takes `num_generations` alone.
     """
     if not schedules or (unknown := [name for name in schedules if name not in SCHEDULES]):
         raise ConfigurationError(
@@ -81,7 +74,7 @@ def settings_of(
             f"{', '.join(map(repr, SCHEDULES))}.{did_you_mean(unknown[0], SCHEDULES) if schedules else ''}"
         )
     settings: dict[str, ScheduleSettings] = {}
-    idle = {(name, value) for name, values in sweep.items() for value in values}
+    unused = {(name, value) for name, values in sweep.items() for value in values}
     for schedule in schedules:
         # "darts" always selects: of several selections, it takes the others.
         choices = [
@@ -91,12 +84,12 @@ def settings_of(
         for values in product(*choices):
             given = dict(zip(sweep, values, strict=True))
             own = {name: value for name, value in given.items() if has_effect(name, schedule, given)}
-            idle -= own.items()
+            unused -= own.items()
             label = ", ".join([schedule, *(f"{name}={value}" for name, value in own.items())])
             if label not in settings:
                 settings[label] = ScheduleSettings(schedule, **{"num_generations": num_generations, **own})
-    if idle:
-        name, value = min(idle, key=str)
+    if unused:
+        name, value = min(unused, key=str)
         belongs_to = " or ".join(map(repr, SCHEDULE_DEFAULTS.get(name, ())))
         others = f", or add {belongs_to} to the schedules" if belongs_to else ""
         raise ConfigurationError(
@@ -107,12 +100,17 @@ def settings_of(
 
 
 def has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
-    """Whether a value that is given changes what a schedule does, beside the other values."""
+    """Whether a given value changes what a schedule does, beside the other values."""
     if name in OF_ANY_SCHEDULE:
         return True
     if name in SCHEDULE_DEFAULTS or schedule == "grpo":
         return schedule in SCHEDULE_DEFAULTS.get(name, ())
+    selection = given.get("selection") or SCHEDULES[schedule]
     if name == "selection":
-        return (schedule, given[name]) != ("darts", "all")
-    selects = schedule == "darts" or given.get("selection", SCHEDULES[schedule]) != "all"
-    return selects or name not in _SELECTING
+        return (schedule, selection) != ("darts", "all")
+    selects = schedule == "darts" or selection != "all"
+    if name == "num_longest":
+        return selects and selection != "uniform"
+    if name == "length_ema":
+        return selects or given.get("submit_order") != "arrival"
+    return selects or name not in OF_SELECTION

@@ -1,5 +1,5 @@
 """
-A training in virtual time: the trainer's own admission, policies, scheduler and tracker, step by step.
+A training in virtual time, step by step, with the trainer's own admission, policies, scheduler and tracker.
 
 ```
 Workload ──▶ N prompts ──▶ admission ──▶ plans ──▶ SimulatedCluster ──▶ summaries ──▶ tracker, budget
@@ -37,31 +37,24 @@ from ...scheduling import (
     bubble_ratio,
 )
 from .cluster import SimulatedCluster
-from .engine import ClusterSpec
+from .cluster_spec import ClusterSpec
 from .workload import BatchLengths, Workload
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """
-    A step: groups that the rollout settled and deferred, those that are learned from, and the rows trained on.
+    """A step: the groups of its rollouts, and the rows trained on."""
 
-    `num_stale_tokens` of the rows were sampled by an older policy. `num_buffered_tokens` are those of prompts that go
-    on in the next rollout, or wait to be trained on. `longest_wait` counts the steps between the one in which a prompt
-    was first sampled for and the one that trains on it, for the row that waited longest. `num_informative` of the
-    groups that are trained on have rewards with a spread.
-    """
-
-    settled: list[GroupSummary]
-    deferred: list[GroupSummary]
-    observed: list[GroupSummary]
-    kept: list[tuple[int, FinishReason | None]]
+    settled: list[GroupSummary]  # that the rollouts completed
+    deferred: list[GroupSummary]  # that the rollouts ended without
+    observed: list[GroupSummary]  # that the tracker learns from
+    kept: list[tuple[int, FinishReason | None]]  # length and finish reason of each row
     occupancy: Occupancy
     num_saturated: int
-    num_informative: int
-    num_stale_tokens: int = 0
-    num_buffered_tokens: int = 0
-    longest_wait: int = 0
+    num_informative: int  # groups trained on whose rewards have a spread
+    num_stale_tokens: int = 0  # of the rows, sampled by an older policy
+    num_buffered_tokens: int = 0  # of prompts that the next rollout resumes, or that wait to be trained on
+    longest_wait: int = 0  # most steps between a prompt's first candidate and its training
 
 
 @dataclass
@@ -73,7 +66,7 @@ class SimulatedRun:
     """
 
     rollout_seconds: list[float] = field(default_factory=list)
-    train_seconds: list[float] = field(default_factory=list)  # all that a step takes beside its rollout
+    train_seconds: list[float] = field(default_factory=list)  # all of a step beside its rollout
     step_seconds: list[float] = field(default_factory=list)
     bubble_ratio: list[float] = field(default_factory=list)
     candidates: list[float] = field(default_factory=list)
@@ -89,13 +82,10 @@ class SimulatedRun:
     deferred_groups: list[float] = field(default_factory=list)  # that the rollout ended without
     buffered_tokens: list[float] = field(default_factory=list)  # at its end, of prompts not yet trained on
     longest_wait: list[float] = field(default_factory=list)  # steps from a prompt's first candidate to its training
-    informative_groups: list[float] = field(default_factory=list)  # that are trained on, with a spread of rewards
+    informative_groups: list[float] = field(default_factory=list)  # trained on, with a spread of rewards
 
     def add(self, step: StepOutcome, workload: Workload, ahead: int = 0) -> None:
-        """
-        Append a step; `workload` has what it costs beside its rollout. With a rollout `ahead`, it was sampled while
-        the step before trained.
-        """
+        """Appends a step of a `workload`. With a rollout `ahead`, it was sampled while the step before trained."""
         summaries, seconds = [*step.settled, *step.deferred], step.occupancy.seconds
         pool = np.array([length for summary in summaries for length in summary.lengths])
         ended = np.array([length for summary in step.observed for length in summary.lengths])
@@ -143,7 +133,7 @@ class SimulatedTraining:
         tracker = settings.tracker(workload.max_completion_length)
         slots = cluster.max_num_seqs and cluster.max_num_seqs * cluster.num_engines
         self.admission = settings.admission(tracker, cluster.latency, cluster.num_engines, slots, self.tail)
-        self.stop_rate = 0.0  # what training has added to the probability to stop at a token, see `Workload.shaping`
+        self.stop_rate = 0.0  # added to each candidate's probability to stop at a token, see `Workload.shaping`
 
     def run(self, num_steps: int) -> SimulatedRun:
         """Trains from the beginning."""
@@ -156,7 +146,7 @@ class SimulatedTraining:
         return run
 
     def outcomes(self) -> Iterator[StepOutcome]:
-        """One optimizer step after the other, without end."""
+        """Optimizer steps, without end."""
         for outcome in self._steps():
             self.admission.observe(outcome.observed)
             yield outcome
@@ -168,7 +158,7 @@ class SimulatedTraining:
         lengths: list[list[int]],
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
-        """One rollout. It ends with all of its groups, unless `batch_stop` says otherwise."""
+        """One rollout. It ends with all of its groups, unless `batch_stop` decides otherwise."""
         policies = self.settings.policies(admission.expected_lengths, batch_stop, None, self.num_rollouts, self.tail)
         self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
@@ -178,7 +168,7 @@ class SimulatedTraining:
         return result
 
     def _selection_effect(self, result: RolloutResult, lengths: list[list[int]]) -> float:
-        """How much more probably the kept candidates stop at a token than all do, with what nobody waited for."""
+        """The kept candidates' probability to stop at a token, less that of all candidates, aborted ones in full."""
         kept, pool = [], []
         for group in result.groups:
             own = np.array(lengths[group.plan.group_id][: len(group.candidates)])
@@ -207,19 +197,19 @@ class SimulatedTraining:
 
 @dataclass(slots=True)
 class _Sampled:
-    """What is known of a buffer's entry: its place in a batch, its candidates' lengths and when it began."""
+    """A buffer's entry: its place in a batch, its candidates' lengths, and when it began."""
 
     batch: BatchLengths
     place: int
     informative: bool
     lengths: list[int] = field(default_factory=list)
-    begun: int | None = None  # the version that first sampled for it
+    begun: int | None = None  # version of the policy that first sampled for it
 
 
 class _EpochOfRounds:
     """
-    An epoch of a schedule whose batches are not the loader's. It begins and ends with an empty buffer, so that a
-    prompt is in it once, and the policies' versions count from its first step.
+    An epoch of a schedule whose batches are not the loader's. The buffer is empty before and after it, so a prompt is
+    in it once, and the policy's version counts from its first step.
     """
 
     def __init__(self, training: SimulatedTraining, rounds: RoundPolicy) -> None:
@@ -230,7 +220,7 @@ class _EpochOfRounds:
         self.sampled: dict[int, _Sampled] = {}  # by the ID of the entry
 
     def steps(self, batches: Iterator[BatchLengths]) -> Iterator[StepOutcome]:
-        """One step per batch of the loader; with `drop_uniform_groups`, as long as there are prompts for one."""
+        """One step per batch of the loader; with `drop_uniform_groups`, while there are prompts for one."""
         drops = self.training.settings.drop_uniform_groups
         for self.version in count():
             rollouts: list[tuple[RolloutResult, int]] = []  # with their saturated prompts
@@ -248,7 +238,7 @@ class _EpochOfRounds:
             yield self._outcome(rollouts, self.buffer.take(plan, num_dropped))
 
     def _next(self, batches: Iterator[BatchLengths]) -> Round:
-        """The next round, with the prompts that it needs, or with all that are left."""
+        """The next round, with the prompts that it needs, or with all remaining ones."""
         while self.rounds.lacking(self.buffer):
             batch = next(batches, None)
             if batch is None:
@@ -272,7 +262,7 @@ class _EpochOfRounds:
             del self.sampled[entry_id]
 
     def _lengths_of(self, entry: BufferEntry) -> list[int]:
-        """Those that it began with, where it goes on."""
+        """A resumed entry keeps its lengths."""
         own, training = self.sampled[entry.entry_id], self.training
         if not entry.candidates:
             redraws = training.workload.redraws and not self.buffer.keeps_tokens
@@ -302,7 +292,7 @@ class _EpochOfRounds:
 
 @contextmanager
 def _collector_off() -> Iterator[None]:
-    """Inside, nothing looks for cycles: a rollout has none, and looking through its candidates takes long."""
+    """Turns garbage collection off: a rollout has no reference cycles, and scanning its candidates takes long."""
     enabled = gc.isenabled()
     gc.disable()
     try:

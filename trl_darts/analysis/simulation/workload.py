@@ -1,9 +1,8 @@
 """
-What a simulated training trains on: prompts, how long their answers are, and what a step costs beside its rollout.
+What a simulated training trains on: prompts, the lengths of their responses, and what a step costs beside its rollout.
 
-Invariant: the length of a prompt's i-th candidate in an epoch depends on the seed, the loader's batch, the place in it
-and i alone. So schedules that are compared see the same candidates, whenever they start them and however many they
-start.
+Invariant: the length of a prompt's i-th candidate in an epoch depends on the seed, the loader's batch, the prompt's
+place in it and i alone. So all schedules see the same candidates, whenever and however many they start.
 """
 
 import math
@@ -26,14 +25,14 @@ FloatArray = NDArray[np.float64]
 
 
 class LengthModel(Protocol):
-    """Knows a data set's response lengths. Prompts are numbers from 0."""
+    """The response lengths of a data set. Prompts are numbers from 0."""
 
     @property
     def num_prompts(self) -> int:
         """Prompts in the data set."""
 
     def draw(self, prompts: IntArray, num_candidates: int, seed: Sequence[int]) -> IntArray:
-        """Lengths in tokens, of shape `(len(prompts), num_candidates)`, at least 1, that nothing cuts off."""
+        """Lengths in tokens, of shape `(len(prompts), num_candidates)`, at least 1, without any limit."""
 
 
 def _check_finite(**values: float) -> None:
@@ -63,11 +62,10 @@ class LogNormalLengths:
         inter_prompt_std (`float`, *optional*, defaults to `0.6`):
             Standard deviation of the prompts' mean log-lengths.
         intra_prompt_std (`float`, *optional*, defaults to `0.5`):
-            Median standard deviation of the log-lengths of one prompt. It differs from prompt to prompt by a
-            log-normal factor with a standard deviation of 0.4.
+            Median standard deviation of the log-lengths of one prompt. It varies between prompts by a log-normal
+            factor with a standard deviation of 0.4.
         endless_share (`float`, *optional*, defaults to `0.0`):
-            Share of candidates that never end by themselves. They are not spread evenly: half of them belong to a
-            tenth of the prompts.
+            Share of candidates that never end by themselves. Half of them belong to a tenth of the prompts.
         seed (`int`, *optional*, defaults to `0`):
             Of the prompts' own parameters.
 
@@ -108,13 +106,24 @@ class LogNormalLengths:
         return np.where(uniform < endless, ENDLESS, np.maximum(lengths, 1))
 
 
+# Log-normals near the quantiles that others published. How much of the spread is within a prompt was not published:
+# half of the variance here.
+WORKLOADS = {
+    # LLaMA-3.1-8B on DeepScaleR: 10.85 % of the answers are longer than 8K tokens, 2.18 % than 16K (PAT, Figure 3b). A
+    # log-normal with these has p50 2,748, p90 8,540 and p99 21,525.
+    "llama_8b_deepscaler": LogNormalLengths(1_024, 2_748.0, 0.60, 0.50),
+    # DeepSeek-R1 in production: p50 833, p90 4,541 and p99 13,915 (ServeGen). No log-normal has all three.
+    "deepseek_r1": LogNormalLengths(1_024, 833.0, 0.84, 0.71),
+}
+
+
 @dataclass(frozen=True)
 class RecordedLengths:
     """
-    Lengths like those of a recorded run: each candidate is one that its prompt was seen to have.
+    Lengths like those of a recorded run: each candidate has one of its prompt's recorded lengths.
 
-    A recorded candidate that was aborted, or cut off at the limit, is longer than it was seen. It is replaced by one
-    of the trace's complete candidates that are longer, of any prompt; where there is none, it never ends.
+    A recorded candidate that was aborted or cut off is longer than it was seen. It is replaced by a longer complete
+    candidate of any prompt; where there is none, it never ends.
 
     Args:
         lengths (`Sequence[Sequence[int]]` of shape `(num_prompts, C_i)`):
@@ -151,11 +160,11 @@ class RecordedLengths:
 
     @cached_property
     def _flat(self) -> tuple[IntArray, NDArray[np.bool_], IntArray, IntArray]:
-        """All lengths, whether they are bounds, and where each prompt's begin and how many they are."""
+        """All lengths, whether each is a lower bound, and where each prompt's lengths begin and how many they are."""
         lengths = np.concatenate([np.asarray(own, np.int64) for own in self.lengths])
         bounds = np.concatenate([np.asarray(own, bool) for own in self.censored])
         sizes = np.array([len(own) for own in self.lengths])
-        return np.maximum(lengths, 1), bounds, np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes
+        return np.maximum(lengths, 1), bounds, np.cumsum(sizes) - sizes, sizes
 
     def draw(self, prompts: IntArray, num_candidates: int, seed: Sequence[int]) -> IntArray:
         """See [`LengthModel`]."""
@@ -165,24 +174,20 @@ class RecordedLengths:
         chosen = np.minimum(place.astype(np.int64), sizes[prompts, None] - 1)
         lengths = all_lengths[starts[prompts, None] + chosen]
         bounds = all_bounds[starts[prompts, None] + chosen]
-        # What is left of the uniform number is uniform again, and chooses among the longer ones.
+        # The fraction of the uniform number is uniform too, and chooses among the longer ones.
         return np.where(bounds, self._longer_than(lengths, place - chosen), lengths)
 
     def _longer_than(self, bounds: IntArray, uniform: FloatArray) -> IntArray:
         all_lengths, all_bounds, _, _ = self._flat
-        complete = np.sort(all_lengths[~all_bounds])
-        if not len(complete):
-            return np.full_like(bounds, ENDLESS)
-        first = np.searchsorted(complete, bounds, side="right")
-        rest = len(complete) - first
-        chosen = np.minimum(first + (uniform * rest).astype(np.int64), len(complete) - 1)
-        return np.where(rest > 0, complete[chosen], ENDLESS)
+        complete = np.append(np.sort(all_lengths[~all_bounds]), ENDLESS)
+        first = np.searchsorted(complete[:-1], bounds, side="right")
+        return complete[first + (uniform * (len(complete) - 1 - first)).astype(np.int64)]
 
 
 @dataclass(frozen=True)
 class Workload:
     """
-    What is trained on, and what a step costs beside its rollout.
+    The data set of a training, and what a step costs beside its rollout.
 
     Args:
         lengths ([`LengthModel`]):
@@ -198,15 +203,15 @@ class Workload:
         fixed_seconds (`float`, *optional*, defaults to `0.0`):
             Per step: weight sync, rewards, optimizer.
         shaping (`float`, *optional*, defaults to `0.0`):
-            How fast the policy follows what is selected, an assumption. A candidate stops at each of its tokens with a
-            probability of 1 over its length, a batch with the geometric mean of its candidates. Each step adds
-            `shaping` times (that of the kept candidates − that of all) to what every candidate stops with: the longest
-            shrink most, and those that never end come to an end. Rewards play no part in it.
+            An assumption: how fast the policy follows what is selected. A candidate stops at each token with a
+            probability of 1 / its length, a batch with that of its geometric mean. Each step adds `shaping` × (that of
+            the kept candidates − that of all) to every candidate's probability, so the longest shrink most, and those
+            that never end do end. Rewards play no part in it.
         uniform_share (`float`, *optional*, defaults to `0.0`):
-            Share of groups whose rewards have no spread: nothing is learned from them. At most 0.9.
+            Share of groups whose rewards have no spread, from which nothing is learned. At most 0.9.
         redraws (`bool`, *optional*, defaults to `False`):
-            Whether a candidate that begins anew gets a new length, as one that is sampled anew would. Otherwise it has
-            its length again, so that all schedules that keep all candidates train on the same ones.
+            Whether a restarted candidate gets a new length, as in reality. By default it gets its own again, so that
+            all schedules that keep all candidates train on the same ones.
 
     Raises:
         [`ConfigurationError`]: If a number is out of range.
@@ -236,7 +241,7 @@ class Workload:
         _check_finite(**{name: getattr(self, name) for name in costs})
 
     def epochs(self, seed: int) -> Iterator[list[IntArray]]:
-        """Batches of prompts, a new order in each epoch; what does not fill a batch at its end is left out."""
+        """Batches of prompts in a new order each epoch, without an incomplete last batch."""
         rng = np.random.default_rng([seed, 3])
         size = self.prompts_per_step
         while True:
@@ -260,22 +265,22 @@ class BatchLengths:
         return lengths
 
     def of(self, place: int, num_candidates: int, attempt: int, stop_rate: float) -> list[int]:
-        """Of the prompt at a place, when it is sampled anew for the `attempt`-th time."""
+        """Of the prompt at a place, when it is restarted for the `attempt`-th time."""
         if attempt not in self._attempts:
-            # A generator takes a seed's missing numbers for zeros, and a length model appends 0 or 1: hence the 1.
+            # A generator reads a seed's missing numbers as zeros, and a length model appends 0 or 1: hence the 1.
             key = (*self._seed, attempt + 1) if attempt else self._seed
             self._attempts[attempt] = self._model.draw(self.prompts, num_candidates, key)
         lengths: list[int] = _shaped(self._attempts[attempt][place], stop_rate).tolist()
         return lengths
 
     def informative(self, uniform_share: float) -> NDArray[np.bool_]:
-        """Of which prompts the rewards have a spread."""
+        """Which prompts have rewards with a spread."""
         drawn = np.random.default_rng((*self._seed, 5)).random(len(self.prompts))
         return np.asarray(drawn >= uniform_share)
 
 
 def _shaped(lengths: IntArray, stop_rate: float) -> IntArray:
-    """A candidate stopped at each token with a probability of 1 / length, and now does with `stop_rate` more."""
+    """Adds `stop_rate` to the probability with which a candidate stops at each token, 1 / its length."""
     if not stop_rate:
         return lengths
     return np.rint(1 / np.clip(1 / lengths + stop_rate, 1 / ENDLESS, 1.0)).astype(np.int64)

@@ -1,0 +1,24 @@
+"""The Hub's stand-in, and a client in this process that is pointed at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from huggingface_hub import constants
+
+from tests.recipes.stand_in import TOKEN, StandIn, stand_in
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path) -> Iterator[StandIn]:
+    """Running, with a valid token in the environment and an empty cache."""
+    with stand_in() as state:
+        # Read from the environment when `huggingface_hub` is imported, which was long ago.
+        monkeypatch.setattr(constants, "ENDPOINT", state.url)
+        template = state.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield state

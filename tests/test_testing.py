@@ -1,0 +1,56 @@
+"""Trainings on scripted completions, without a server: what a user's own tests would do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.models import EOS_ID
+from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
+from trl_darts.testing import stub_servers
+
+
+LENGTHS = (3, 30, 4, 5, 6, 7, 8, 9)
+LIMIT = 20
+
+
+def write(prompt_ids: list[int], index: int) -> list[int]:
+    """The second candidate of each prompt is longer than the limit."""
+    return [prompt_ids[0]] * (LENGTHS[index] - 1) + [EOS_ID]
+
+
+SELECTED, ALL = {3: 4, 4: 4, 5: 4, 6: 4}, {3: 4, 4: 4, 5: 4, 20: 4}  # rows by length
+SCHEDULES = {
+    "darts": ({}, SELECTED),
+    "grpo": ({"schedule": "grpo"}, ALL),
+    "tail_batching": ({"schedule": "tail_batching"}, ALL),
+    "partial_rollout": ({"schedule": "partial_rollout"}, ALL),
+    "sorted": ({"schedule": "sorted"}, ALL),
+    "rollout_ahead": ({"rollout_ahead": 1}, SELECTED),
+    "drop_uniform_groups": ({"drop_uniform_groups": True}, SELECTED),
+    "stream_rewards": ({"stream_rewards": True}, SELECTED),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_trains_on_what_was_written(model_dir, tmp_path, name):
+    fields, expected = SCHEDULES[name]
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
+    args = make_args(tmp_path, max_completion_length=LIMIT, max_steps=3, **server, **fields)
+    with stub_servers(write):
+        trainer = make_trainer(model_dir, args, eval_dataset=letters_dataset(4))
+    batches = record_batches(trainer)
+    trainer.train()
+    assert len(rollout_logs(trainer)) == len(batches) == 3
+    for batch in batches:
+        lengths: Counter[int] = Counter()
+        for prompt, row, mask in zip(
+            batch["prompt_ids"], batch["completion_ids"], batch["completion_mask"], strict=True
+        ):
+            tokens = row[mask.bool()].tolist()
+            first = next(token for token in prompt.tolist() if token != trainer.processing_class.pad_token_id)
+            assert set(tokens) <= {first, EOS_ID}
+            lengths[len(tokens)] += 1
+        assert lengths == expected
+    assert trainer.evaluate()["eval_completions/mean_length"] == 8  # 3, 4, 5 and 20

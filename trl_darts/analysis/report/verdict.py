@@ -1,0 +1,354 @@
+"""
+What the runs' numbers say beside each other: settings, cautions, the summary, and what a step saved and by what.
+
+Training and scoring take longer the wider their micro-batches are: with `trim_padding` as wide as their own longest
+row, else as wide as the longest of the whole batch. How much longer, the steps of each run tell, compared with each
+other: a slower machine, or other work on it, does not pass for shorter rows.
+
+Invariants: the parts of a saving sum to it; each number of the summary says over which steps it is.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...scheduling import ScheduleSettings
+from ..simulation import Estimate
+from ..simulation.sweep import has_effect
+from .estimates import (
+    MIN_ENTRIES,
+    fit_linear,
+    mean_of,
+    number,
+    percent,
+    plus_minus,
+    plus_minus_percent,
+    quotient,
+    ratio_of_sums,
+)
+from .runs import OUTCOMES, Run
+from .tables import Window, common_window, in_common, rollouts, time_split
+
+
+# What a schedule may change. A difference anywhere else means that the runs did different work.
+METHOD_SETTINGS = frozenset(
+    {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve", "length_history"}
+)
+SWITCHES = ("rollout_ahead", "drop_uniform_groups", "tail_share")  # listed only where they are on
+ENGINE_METRICS = {
+    "darts/drafts/step_share": ("Decoding steps with a draft", plus_minus_percent),
+    "darts/drafts/accepted_per_step": ("Tokens accepted in each of these", plus_minus),
+    "darts/tail/switches": ("Rollouts of which tail servers took over what was left", plus_minus_percent),
+    "darts/tail/gain_seconds": ("Seconds saved in each of these", plus_minus),
+}
+WIDTH = "darts/train/completion_width"  # tokens computed per row, padding included
+LONGEST_ROW = "completions/max_length"  # the width of TRL's own trainer
+NOTABLE = 0.1  # share of a step: a larger rest needs another reason than the schedule
+BUSY = 1.5  # times the usual seconds of rows of the same length
+BUSY_SHARE, MIN_BUSY = 0.1, 3  # of the log entries, at least
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    One setting of all runs, `None` where it is unknown. It `differs` if two runs have different known values, and
+    `matters` if such runs did different work, so that their times can't be compared.
+    """
+
+    name: str
+    values: list[Any]
+    differs: bool
+    matters: bool
+
+
+def compare_settings(runs: Sequence[Run]) -> list[Setting]:
+    """Lines up the settings that have an effect, then what the traces say of the runs' work."""
+    work = [{**_meaningful(run.settings), **_work(run)} for run in runs]
+    # A run's name in its log is its directory, or says nothing about the work.
+    names = dict.fromkeys(name for settings in work for name in settings if name != "name")
+    settings = []
+    for name in names:
+        values = [settings.get(name) for settings in work]
+        known = {repr(value) for value in values if value is not None}
+        if known and (name not in SWITCHES or any(values)):
+            differs = len(known) > 1
+            settings.append(Setting(name, values, differs, differs and name not in METHOD_SETTINGS))
+    return settings
+
+
+def _meaningful(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that the run's schedule does not read."""
+    schedule = settings.get("schedule")
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in METHOD_SETTINGS - {"schedule"} or schedule is None or has_effect(name, schedule, settings)
+    }
+
+
+def _work(run: Run) -> dict[str, Any]:
+    trained_on = run.traces[run.traces["selected"]]  # a schedule may start more prompts than that
+    if trained_on.empty:
+        return {}
+    prompts = trained_on.groupby(["step", "micro"])["group"].nunique()
+    return {
+        "prompts per rollout": int(prompts.median()),
+        "rollouts per step": int(prompts.groupby("step").size().median()),
+    }
+
+
+def cautions(runs: Sequence[Run], settings: Sequence[Setting]) -> list[str]:
+    """What a reader must know before comparing; nothing for a single run."""
+    if len(runs) == 1:
+        return []
+    found = []
+    if matters := [setting.name for setting in settings if setting.matters]:
+        found.append(
+            f"The runs did different work: they differ in {', '.join(matters)}. Times, tokens and rewards are those "
+            "of different tasks; don't take a ratio for a gain."
+        )
+    if unknown := [run.name for run in runs if not run.settings]:
+        found.append(f"Settings are unknown: {', '.join(unknown)}. Check that the runs did the same work.")
+    if len({run.num_steps for run in runs}) > 1:
+        counts = ", ".join(f"{run.name} {run.num_steps}" for run in runs)
+        found.append(f"The runs have different numbers of steps: {counts}. Comparisons are over the steps all have.")
+    if common_window([rollouts(run) for run in runs]) is None:
+        found.append("No step has rollouts of all runs: nothing about them can be compared.")
+    if common_window([run.log for run in runs]) is None and any(not run.log.empty for run in runs):
+        found.append("No step has a log entry of all runs: times and rewards can't be compared.")
+    same, steps = _same_prompts(runs)
+    if same < steps:
+        found.append(f"The runs saw the same prompts in {same} of {steps} common steps only: order or data differ.")
+    return found
+
+
+def _same_prompts(runs: Sequence[Run]) -> tuple[int, int]:
+    """In how many of the steps that all runs with traces have they saw the same prompts, and of how many steps."""
+    prompts = [run.traces.groupby("step")["prompt_key"].agg(frozenset) for run in runs if not run.traces.empty]
+    if len(prompts) < 2:
+        return 0, 0
+    table = pd.concat(prompts, axis=1, join="inner")
+    return int((table.nunique(axis=1) == 1).sum()), len(table)
+
+
+Form = Callable[[Estimate], str]
+Quantities = dict[str, tuple[str, Form, Estimate]]  # of one run: label, how it is written, and value
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A row of the summary: one quantity of all runs (NaN where unknown), and what it is a mean of."""
+
+    key: str
+    label: str
+    form: Form
+    estimates: list[Estimate]
+    over: str
+
+    @property
+    def cells(self) -> list[str]:
+        """All runs' values as text."""
+        return [self.form(estimate) for estimate in self.estimates]
+
+    def ratio(self, index: int) -> str:
+        """A run's value as a multiple of the first run's. Empty for the first, and where it is meaningless."""
+        first, own = self.estimates[0], self.estimates[index]
+        if index == 0 or not (first.mean > 0 and own.mean > 0) or self.key.startswith("reward"):
+            return ""
+        return plus_minus(quotient(own, first), "×")
+
+
+def summary(runs: Sequence[Run]) -> list[Quantity]:
+    """The quantities that at least one run has, over the steps that all runs have."""
+    splits, log_window = in_common([time_split(run) for run in runs])
+    tables, window = in_common([rollouts(run) for run in runs])
+    rewards, _ = in_common([run.log.reindex(columns=["reward", "num_steps"]) for run in runs])
+    from_log = f"{log_window}, from the log"
+    found = [
+        *_lined_up([_of_log(split) for split in splits], from_log),
+        *_lined_up([_of_engines(run.log) for run in runs], "the whole log of each run"),
+        *_lined_up([_of_rollouts(table) for table in tables], f"rollouts of {window}"),
+        *_lined_up([_of_rewards(log["reward"]) for log in rewards], from_log),
+    ]
+    return [row for row in found if any(math.isfinite(estimate.mean) for estimate in row.estimates)]
+
+
+def _lined_up(runs: Sequence[Quantities], over: str) -> list[Quantity]:
+    return [
+        Quantity(key, label, form, [own[key][2] for own in runs], over) for key, (label, form, _) in runs[0].items()
+    ]
+
+
+def _of_log(split: pd.DataFrame) -> Quantities:
+    total, generate = (split[name] * split["num_steps"] for name in ("total", "generate"))
+    return {
+        "step": ("Seconds per step", plus_minus, ratio_of_sums([total], [split["num_steps"]])),
+        "share": ("Share of a step in rollouts", plus_minus_percent, ratio_of_sums([generate], [total])),
+    }
+
+
+def _of_engines(log: pd.DataFrame) -> Quantities:
+    found: Quantities = {}
+    for name, (label, form) in ENGINE_METRICS.items():
+        table = log.reindex(columns=[name, "num_rollouts"]).dropna()
+        mean = ratio_of_sums([table[name] * table["num_rollouts"]], [table["num_rollouts"]])
+        found[name] = (label, form, mean)
+    return found
+
+
+def _of_rollouts(table: pd.DataFrame) -> Quantities:
+    count, candidates, rows = table["num_rollouts"], table["candidates"], table["rows"]
+    generated = table[list(OUTCOMES)].sum(axis=1, skipna=False)
+    wasted, shape = table["unused"] + table["aborted"], ratio_of_sums([table["kept"], candidates], [rows, generated])
+    longest, bubble = (ratio_of_sums([table[name] * count], [count]) for name in ("longest", "bubble"))
+    return {
+        "rollout": ("Seconds per rollout", plus_minus, ratio_of_sums([table["seconds"]], [count])),
+        "longest": ("Longest candidate, tokens", plus_minus, longest),
+        "bubble": ("Bubble: decoding slots that stood idle", plus_minus_percent, bubble),
+        "candidates": ("Candidates per row trained on", plus_minus, ratio_of_sums([candidates], [rows])),
+        "tokens": ("Tokens generated per rollout", plus_minus, ratio_of_sums([generated], [count])),
+        "waste": ("Tokens thrown away", plus_minus_percent, ratio_of_sums([wasted], [generated])),
+        "aborted": ("… of aborted candidates", plus_minus_percent, ratio_of_sums([table["aborted"]], [generated])),
+        "shape": ("Mean length, kept rows / pool", plus_minus, shape),
+    }
+
+
+def _of_rewards(rewards: pd.Series) -> Quantities:
+    first, last = reward_ends(rewards)
+    return {
+        "reward_first": ("Reward of the rows, first third", plus_minus, mean_of(first)),
+        "reward_last": ("Reward of the rows, last third", plus_minus, mean_of(last)),
+    }
+
+
+def reward_ends(rewards: pd.Series) -> tuple[pd.Series, pd.Series]:
+    """The entries of the first and of the last third; none where a third is a single one."""
+    rewards = rewards.dropna()
+    third = len(rewards) // 3 if len(rewards) >= 6 else 0
+    return rewards.iloc[:third], rewards.iloc[len(rewards) - third :]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Seconds that a step of `other` took less than one of `first`, and their parts. NaN where the logs don't tell."""
+
+    first: Run
+    other: Run
+    over: Window
+    entries: int  # of the log, of the run that has fewer
+    seconds: list[float]  # of a step of each run
+    widths: list[float]  # of a row as it is computed, in tokens
+    step: Estimate
+    rollouts: Estimate
+    shorter_rows: Estimate
+    rest: Estimate
+
+
+def saving(first: Run, other: Run) -> Saving | None:
+    """Over the steps of both runs except step 1, which warms up. `None` where they have no times in common."""
+    tables, window = in_common([_widths_and_times(first), _widths_and_times(other)])
+    tables = [table[table.index > 1] if (table.index > 1).any() else table for table in tables]
+    if window is None or not all(map(len, tables)):
+        return None
+    both = pd.concat(tables)
+    is_other = np.repeat([0.0, 1.0], [len(table) for table in tables])
+    runs = pd.DataFrame({"base": 1.0, "other": is_other, "width": both["width"].to_numpy()})
+    widths, seconds = (
+        [float(np.average(table[name], weights=table["num_steps"])) for table in tables] for name in ("width", "total")
+    )
+    (step,), (rollout,), (shorter,) = (
+        fit_linear(runs[["base", "other"]], both[name], both["num_steps"], [[0, -1]])
+        for name in ("total", "generate", "width")
+    )
+    slope, rest = fit_linear(runs, both["total"] - both["generate"], both["num_steps"], [[0, 0, 1], [0, -1, 0]])
+    # Of a product of two estimates. Rows of equal lengths explain nothing, whatever a token costs.
+    error = math.hypot(slope.mean * shorter.half_width, shorter.mean * slope.half_width)
+    shorter_rows = Estimate(slope.mean * shorter.mean, error) if widths[0] != widths[1] else Estimate(0.0, 0.0)
+    over = Window(max(window.first, int(both.index.min())), window.last)
+    return Saving(first, other, over, min(map(len, tables)), seconds, widths, step, rollout, shorter_rows, rest)
+
+
+def _widths_and_times(run: Run) -> pd.DataFrame:
+    width = run.log.get(WIDTH, run.log.get(LONGEST_ROW, pd.Series(np.nan, run.log.index)))
+    return time_split(run)[["total", "generate", "num_steps"]].assign(width=width).dropna()
+
+
+def in_short(runs: Sequence[Run], settings: Sequence[Setting]) -> list[list[str]]:
+    """For each run but the first a verdict, and the parts of what it saved."""
+    matters = [setting.name for setting in settings if setting.matters]
+    found = [saving(runs[0], run) for run in runs[1:]]
+    return [describe(saved, matters) for saved in found if saved is not None]
+
+
+def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
+    """The verdict, then a line for each part. `matters`: settings because of which the runs did different work."""
+    if saved.entries < MIN_ENTRIES:
+        return [
+            f"{saved.other.name} and {saved.first.name}: too few steps to compare. Without step 1, which warms up, "
+            f"their logs have {saved.entries} in common; at least {MIN_ENTRIES} are needed."
+        ]
+    verdict = _verdict(saved)
+    rollouts = f"Saved in rollouts: {plus_minus(saved.rollouts, ' s')}."
+    if not math.isfinite(saved.rest.mean):
+        unknown = "Rows had the same length in all steps: what shorter ones saved and the rest can't be told apart."
+        return [verdict, rollouts, unknown]
+    lengths = f"the mean row was computed with {saved.widths[1]:,.0f} tokens, not {saved.widths[0]:,.0f}"
+    shorter_rows = plus_minus(saved.shorter_rows, " s")
+    return [
+        verdict,
+        rollouts,
+        f"Saved by shorter rows (training and scoring fewer tokens): {shorter_rows}; {lengths}.",
+        f"Saved in the rest (rows of the same length, and sending weights): {plus_minus(saved.rest, ' s')}."
+        + _reason(saved, matters),
+    ]
+
+
+def _verdict(saved: Saving) -> str:
+    total, (before, after) = saved.step, saved.seconds
+    parts = {"in rollouts": saved.rollouts, "by shorter rows": saved.shorter_rows, "in the rest": saved.rest}
+    over = f"{saved.over}{'; step 1 warms up' if saved.over.first == 2 else ''}"
+    took = f"{saved.other.name} took {number(after)} s a step, {saved.first.name} {number(before)} s ({over})"
+    if abs(total.mean) <= total.half_width:
+        return f"{took}: no difference beyond the noise, {plus_minus(total, ' s')}."
+    most = [name for name, part in parts.items() if part.mean / total.mean > 0.5]
+    mostly = f", most of it {most[0]}" if most else ""
+    size = plus_minus(Estimate(abs(total.mean), total.half_width), " s")
+    return f"{took}: {'saved' if total.mean > 0 else 'lost'} {size} ({percent(abs(total.mean) / before)}){mostly}."
+
+
+def _reason(saved: Saving, matters: Sequence[str]) -> str:
+    if abs(saved.rest.mean) <= max(saved.rest.half_width, NOTABLE * saved.seconds[0]):
+        return ""
+    slower = saved.other if saved.rest.mean < 0 else saved.first
+    what = ", ".join(matters) or "streaming"
+    return f" Unless {what} explains that, the machine of {slower.name} was busy with other work, or is another one."
+
+
+def busy(run: Run) -> str | None:
+    """The steps in which other work ran on the machine: training took longer than on other rows of such lengths."""
+    table = _widths_and_times(run)
+    table = table[table.index > 1]
+    if len(table) < MIN_BUSY:
+        return None
+    seconds = table["total"] - table["generate"]
+    slow = table.index[seconds > BUSY * _usual(table["width"], seconds)]
+    if len(slow) < max(MIN_BUSY, BUSY_SHARE * len(table)):
+        return None
+    return (
+        f"{run.name}: training and scoring took more than {BUSY:g} times as long as usual for rows of their length in "
+        f"{len(slow)} of {len(table)} log entries (steps {slow[0]} to {slow[-1]}). Other work ran on the machine then."
+    )
+
+
+def _usual(lengths: pd.Series, seconds: pd.Series) -> pd.Series:
+    """A line through most of the points, which up to half of them can't move."""
+    if lengths.nunique() < 2:
+        return pd.Series(seconds.median(), seconds.index)
+    from scipy.stats import siegelslopes  # takes most of a second to import
+
+    slope, base = siegelslopes(seconds.to_numpy(), lengths.to_numpy())
+    return (base + slope * lengths).clip(lower=float(seconds.min()))

@@ -1,0 +1,125 @@
+"""The engines of a simulation: as `trl-darts profile` measured them, or as others published theirs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigurationError
+from ...policy import EngineTimes, LatencyCurve, LatencyProfile, Layout, PrefillCurve, TailTimes
+from ...scheduling import TailServers
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """
+    The engines that decode a batch together.
+
+    Args:
+        latency ([`LatencyCurve`]):
+            Seconds per token of one engine, at its tensor parallel size.
+        num_engines (`int`, *optional*, defaults to `1`):
+            Data parallel replicas.
+        max_num_seqs (`int`, *optional*):
+            Most sequences that an engine decodes at once; the others wait in its queue. Defaults to no limit.
+        kv_tokens (`int`, *optional*):
+            Tokens that fit in an engine's KV cache. When it overflows, the sequence that came last is preempted: it
+            returns to the head of the queue and is prefilled again. Defaults to no limit.
+        prefill_seconds_per_token (`float`, *optional*, defaults to `0.0`):
+            An engine that prefills decodes nothing. A prompt is prefilled once per engine, its candidates share it.
+        seconds_per_request (`float`, *optional*, defaults to `0.0`):
+            Time that each candidate costs its engine before it decodes, whatever its length.
+        report_interval (`int`, *optional*, defaults to `16`):
+            Tokens between two reports of a sequence, where the schedule asks for them. The default is our vLLM
+            engine's streaming interval.
+        tail ([`ClusterSpec`], *optional*):
+            Engines of another layout, which take over the last sequences.
+        switch_seconds (`float`, *optional*, defaults to `0.0`):
+            Time to wake `tail` where it shares the GPUs and sleeps until it takes over. With 0 it has its own GPUs.
+
+    Raises:
+        [`ConfigurationError`]: If a number is not positive.
+    """
+
+    latency: LatencyCurve
+    num_engines: int = 1
+    max_num_seqs: int | None = None
+    kv_tokens: int | None = None
+    prefill_seconds_per_token: float = 0.0
+    seconds_per_request: float = 0.0
+    report_interval: int = 16
+    tail: ClusterSpec | None = None
+    switch_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_engines", "max_num_seqs", "kv_tokens", "report_interval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")
+        for name in ("prefill_seconds_per_token", "seconds_per_request", "switch_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
+
+    @classmethod
+    def measured(cls, path: Path, **fields: Any) -> ClusterSpec:
+        """From the file of a profile; `fields` override it."""
+        return cls.of(LatencyCurve.load(path, "--latency-curve"), PrefillCurve.load(path), **fields)
+
+    @classmethod
+    def of(cls, curve: LatencyCurve, prefill: PrefillCurve | None, **fields: Any) -> ClusterSpec:
+        """From a profile's curves, with the limits of its server; `fields` override them."""
+        own: dict[str, Any] = {
+            "max_num_seqs": curve.metadata.get("max_num_seqs"),
+            "kv_tokens": curve.metadata.get("kv_cache_tokens"),
+            "prefill_seconds_per_token": prefill.per_token_s if prefill is not None else 0.0,
+        }
+        return cls(curve, **own | fields)
+
+    @classmethod
+    def of_layouts(cls, path: Path, main: Layout, tail: Layout, **fields: Any) -> ClusterSpec:
+        """Main and tail engines, from a profile of both."""
+        profile = LatencyProfile.load(path, "--latency-curve")
+        if profile.tail is None:
+            raise ConfigurationError(
+                f"`--latency-curve` ({str(path)!r}) must be a profile of both kinds of engines, and has none of the "
+                f"tail's. Add it with `trl-darts profile URL --tail-of {path}`."
+            )
+        own = cls.of(profile.tail.curve, profile.tail.prefill, num_engines=tail.num_engines)
+        return cls.of(profile.curve, profile.prefill, num_engines=main.num_engines, tail=own, **fields)
+
+    def tail_servers(self, max_completion_length: int) -> TailServers | None:
+        """The tail engines as the schedule knows them."""
+        if self.tail is None:
+            return None
+        main, tail = (
+            EngineTimes(spec.latency, PrefillCurve(0.0, spec.prefill_seconds_per_token), spec.max_num_seqs)
+            for spec in (self, self.tail)
+        )
+        times = TailTimes(main, tail, self.switch_seconds)
+        return TailServers(times, max_completion_length, takes_turns=self.switch_seconds > 0)
+
+
+# Seconds per token of Llama-3.1-8B behind NVIDIA NIM, as NVIDIA published them: 4.63 ms for one request, flat up to 5.
+LLAMA_8B_NIM = LatencyCurve(
+    [5, 25, 50, 100, 150, 200, 250],
+    [0.00458, 0.00519, 0.00591, 0.00757, 0.00981, 0.01265, 0.01614],
+    {"assumed": "Llama-3.1-8B as NVIDIA published it for NIM"},
+)
+ASSUMED_CLUSTER = ClusterSpec(LLAMA_8B_NIM, num_engines=8)
+# LLaMA-3.1-8B on eight A40, as four engines of two GPUs and as one of eight: 15.37 and 9.64 ms per token for one
+# sequence of all engines together, 24.41 and 30.87 ms for 128 (PAT, Figure 4). Prefilling nine sequences of 12K tokens
+# again takes 19.01 s (Section 5.4). A switch takes 5.52 s, or 3.16 s without moving the cache.
+PAT_LAYOUT = "4x2+1x8"
+_PAT = {"assumed": "LLaMA-3.1-8B on eight A40, as in PAT's Figure 4"}
+_PREFILL_SECONDS_PER_TOKEN = 19.01 / (9 * 12_288)
+PAT_CLUSTER = ClusterSpec(
+    LatencyCurve([1, 32], [0.01537, 0.02441], _PAT),
+    num_engines=4,
+    prefill_seconds_per_token=_PREFILL_SECONDS_PER_TOKEN,
+    tail=ClusterSpec(
+        LatencyCurve([1, 128], [0.00964, 0.03087], _PAT), prefill_seconds_per_token=_PREFILL_SECONDS_PER_TOKEN
+    ),
+    switch_seconds=3.16,
+)

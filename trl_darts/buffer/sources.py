@@ -1,0 +1,366 @@
+"""
+Where TRL's batches and their completions come from: the data loader, or the rollout buffer.
+
+```
+loader ──▶ next_inputs ──────────────────────▶ TRL tokenizes ──▶ completions: a rollout ────▶ TRL scores
+loader ──▶ next_inputs: buffer and rollouts ──▶ TRL tokenizes ──▶ completions: the kept rows ──▶ TRL scores
+```
+
+Every source is used on all processes at once, unless a method says otherwise.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, Generic, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+
+from ..engines.batch import PromptBatch
+from ..engines.engine import RolloutPlan
+from ..scheduling import Admission, GroupPlan, RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
+from ..streaming import Streams, decode_completions
+from ..telemetry.metrics import RolloutRecord, buffer_metrics, ratio_metrics
+from ..training.rows import KeptRows, Tokens, forget_stale_logprobs, mask_fillers, mask_stale
+from .batches import BufferedBatches, BufferedRows
+from .feed import EndlessFeed, PromptFeed, Rows
+from .rounds import round_policy
+from .scores import GroupScores
+
+
+logger = get_logger(__name__)
+
+R = TypeVar("R", bound=KeptRows)
+Decisions = tuple[Admission, list[GroupPlan], SchedulePolicies]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of this process as TRL hands them to `_generate_single_turn`, one per row."""
+
+    ids: list[Tokens]
+    num_generations: int
+    images: Any
+    fields: Any
+
+    def gather(self, process_index: int) -> PromptBatch:
+        """Returns the prompts of all processes."""
+        return PromptBatch.gather(self.ids, self.num_generations, process_index, self.images, self.fields)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A rollout that runs ahead of its batch. The plan is on the main process, as in [`Engine.launch`]."""
+
+    batch: PromptBatch
+    plan: RolloutPlan | None
+
+
+class TRLSource:
+    """The loader's batches with completions that TRL generates, as in an evaluation with an in-process engine."""
+
+    trains = False
+    carries_over = False  # whether unfinished prompts keep their tokens
+    record: RolloutRecord | None = None  # of the rollout that gave the batch, if it was a single one
+    fillers: frozenset[int] = frozenset()  # filler rows of the batch, over all processes
+
+    def next_inputs(self, inputs: Rows) -> Rows:
+        """Returns this process's rows of the batch that TRL scores next, given the loader's."""
+        return inputs
+
+    def completions(self, prompts: Prompts) -> KeptRows | None:
+        """Returns the completions of these rows, or `None` where TRL generates them."""
+        return None
+
+    def later_turn(self, prompts: Prompts) -> KeptRows | None:
+        """Returns completions in a tool loop, on this process alone, or `None` where TRL generates them."""
+        return None
+
+    def clear(self) -> None:
+        """Forgets an earlier training."""
+
+    def cancel(self) -> None:
+        """Aborts the rollout that was launched ahead, if there is one."""
+
+    def launch_next(self) -> None:
+        """Starts the next batch's rollout, where rollouts run ahead of training."""
+
+    def input_of(self, inputs: Rows) -> Callable[[int], dict[str, Any]] | None:
+        """Returns the data of a row by its number, for rewards that are computed during the rollout."""
+        return None
+
+    def rewards(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns TRL's rewards of the batch, of shape `(N·M, F)`."""
+        return calculate(None, *args, **kwargs)
+
+    def mask(self, output: dict[str, Any], accelerator: Accelerator) -> dict[str, float]:
+        """Takes the loss weight from rows and tokens that are not trained on, in place. Returns metrics."""
+        mask_fillers(output, self.fillers, accelerator)
+        return {}
+
+    def first_rows(self) -> Mapping[int, int] | None:
+        """Returns the first row of each group by its `group_id`, where groups are not in the rollout's order."""
+        return None
+
+
+class RolloutSource(TRLSource, Generic[R]):
+    """A source of training batches whose completions come from [`DARTSGRPOTrainer._rollout`]."""
+
+    trains = True
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    @property
+    def number(self) -> int:
+        """Index of the batch's rollout, derived from `global_step` so that it survives a resume."""
+        args, passes = self.trainer.args, self.trainer.args.gradient_accumulation_steps
+        done = self.trainer.state.global_step * passes + self.trainer._step % passes
+        return int(done // (args.steps_per_generation * args.num_iterations))
+
+    @property
+    def streams(self) -> Streams:
+        """What is computed during a rollout."""
+        streams: Streams = self.trainer._streams
+        return streams
+
+    def decide(self, batch: PromptBatch, number: int) -> Decisions:
+        """Returns what is sampled in rollout `number`, and by which rules. Called on the main process."""
+        raise NotImplementedError
+
+    def collect(self, result: RolloutResult, batch: PromptBatch) -> R:
+        """Returns the rows of a rollout. Called on the main process."""
+        raise NotImplementedError
+
+    def round_ids(self) -> Sequence[int] | None:
+        """Returns the buffer's ID of each prompt of the rollout. Called on the main process."""
+        return None
+
+    def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
+        """Decides before a rollout, on the main process."""
+        args = self.trainer.args
+        admission, groups, policies = self.decide(batch, self.number + ahead)
+        drops = args.on_generation_error == "drop_group"
+        scheduler = Scheduler(policies, batch.num_generations, drops, carries_tokens=not args.not_carried)
+        return RolloutPlan(admission, groups, scheduler)
+
+    def conclude(self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch) -> tuple[R, RolloutRecord]:
+        """Returns the rows of a rollout and its record, and learns its lengths. Called on the main process."""
+        for reason in result.dropped.values():
+            logger.warning(f"{reason}. The group is dropped, and filler rows without loss weight take its place.")
+        rows, record = self.collect(result, batch), self.record_of(plan, result, batch)
+        self.streams.finish(result, rows.completion_ids)
+        # Groups of different prompts teach nothing, and candidates that are carried over have no final length.
+        if self.trains and (uniform := [group for group in record.ended if not batch.mixed[group.group_id]]):
+            self.trainer._admission.observe(uniform)
+        return rows, record
+
+    def record_of(self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch) -> RolloutRecord:
+        args, has_tail = self.trainer.args, self.trainer._tail is not None
+        long_end_below = args.max_num_generations if args.keeps_long_end else 0
+        return RolloutRecord.of(plan.admission, result, batch, self.carries_over, long_end_below, has_tail)
+
+    def log(self, record: RolloutRecord) -> None:
+        """Logs a rollout, or all rollouts of a batch as one."""
+        trainer = self.trainer
+        micro_step = trainer._step % trainer.args.gradient_accumulation_steps
+        trainer._log_all(trainer._rollout_log.add(record, trainer.state.global_step, micro_step))
+
+    def later_turn(self, prompts: Prompts) -> KeptRows | None:
+        self.trainer._sync_weights()
+        rows: KeptRows | None = self.trainer._engine.later_turn(
+            PromptBatch.alone(prompts.ids, prompts.num_generations, prompts.images)
+        )
+        return rows
+
+
+class LoaderSource(RolloutSource[KeptRows]):
+    """The loader's batches, each sampled in its turn."""
+
+    def completions(self, prompts: Prompts) -> KeptRows:
+        self.trainer._sync_weights()
+        batch = prompts.gather(self.trainer._main.index)
+        rows, self.record = self.trainer._rollout(self, batch)
+        self.fillers = rows.fillers
+        self.log(self.record)
+        return rows[batch.mine]
+
+    def decide(self, batch: PromptBatch, number: int) -> Decisions:
+        trainer, args = self.trainer, self.trainer.args
+        admission = trainer._admission.plan(batch.infos)
+        placement = trainer._engine.placement(admission, batch)
+        policies = args.policies(admission.expected_lengths, placement=placement, rollout=number, tail=trainer._tail)
+        return admission, admission.plans(batch.infos), policies
+
+    def collect(self, result: RolloutResult, batch: PromptBatch) -> KeptRows:
+        return KeptRows.of_result(result, batch.num_generations)
+
+    def input_of(self, inputs: Rows) -> Callable[[int], dict[str, Any]] | None:
+        return inputs.__getitem__
+
+
+class EvaluationSource(LoaderSource):
+    """Evaluation batches on servers: one candidate per row, none of them aborted."""
+
+    trains = False
+    streams = Streams()  # none
+
+    def decide(self, batch: PromptBatch, number: int) -> Decisions:
+        admission = UniformAdmission(batch.num_generations).plan(batch.infos)
+        return admission, admission.plans(batch.infos), SchedulePolicies()
+
+    def record_of(self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch) -> RolloutRecord:
+        return RolloutRecord.of(plan.admission, result, batch)
+
+    def log(self, record: RolloutRecord) -> None:
+        self.trainer._rollout_log.drafted()  # drafts of an evaluation do not count
+        if record.num_dropped:
+            self.trainer._metrics["eval"]["darts/rollout/dropped_groups"].append(float(record.num_dropped))
+
+    def input_of(self, inputs: Rows) -> None:
+        return None
+
+
+class BufferSource(RolloutSource[BufferedRows]):
+    """Batches of the rollout buffer, for schedules that choose their prompts or sample ahead."""
+
+    def __init__(self, trainer: Any, batches: BufferedBatches, scores: Any) -> None:
+        super().__init__(trainer)
+        self.batches = batches
+        self.scores = scores  # a `GroupScores` where groups are scored before their batch is full
+        self.carries_over = batches.buffer.keeps_tokens
+        self._kept: KeptRows | None = None  # completions of the batch, until TRL asks for them
+        self._launched: Launched | None = None
+
+    def next_inputs(self, inputs: Rows) -> Rows:
+        """Runs the rollouts that the next batch needs, and takes it from the buffer."""
+        args, step, num_rows = self.trainer.args, self.trainer.state.global_step, len(inputs)
+        launched, self._launched = self._launched, None
+        batch = self._next_round() if launched is None else launched.batch
+        begin = time.perf_counter()
+        if batch is not None and not self.batches.scores_first:
+            rows, self.record = self.trainer._rollout(self, batch, launched)
+            self.log(self.record)
+        else:
+            self._sample_and_score(batch, launched)
+            rows, self.record = self.batches.main.broadcast(lambda: self.batches.collect(step)), None
+        self.fillers = rows.fillers
+        metrics = buffer_metrics(rows, args.mask_stale_after)
+        if args.rollout_ahead:
+            metrics["darts/rollout/wait_seconds"] = time.perf_counter() - begin
+        if self.batches.scores_first:
+            metrics |= self.scores.pop_metrics(len(rows.fillers) // args.num_generations)
+        self.trainer._log_all(metrics)
+        inputs, self._kept = self.batches.finish(rows, num_rows)
+        if args.mask_stale_after is not None:
+            forget_stale_logprobs(self._kept, self.batches.ages(num_rows), args.mask_stale_after)
+        return inputs
+
+    def completions(self, prompts: Prompts) -> KeptRows | None:
+        kept, self._kept = self._kept, None
+        return kept
+
+    def launch_next(self) -> None:
+        """
+        Starts the next batch's rollout with the current weights; it runs while this batch is trained on. There is no
+        next batch at the end of an epoch, nor after the last training step.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        num_passes = trainer.state.max_steps * args.gradient_accumulation_steps
+        is_last = self.number + 1 >= num_passes / (args.steps_per_generation * args.num_iterations)
+        if not args.rollout_ahead or is_last or (batch := self.batches.next_round(ahead=True)) is None:
+            return
+        trainer._sync_weights()
+        plan = self.batches.main.run(lambda: self.plan(batch, ahead=True))
+        trainer._engine.launch(plan, batch)
+        self._launched = Launched(batch, plan)
+
+    def clear(self) -> None:
+        self.batches.clear()
+        if self.scores is not None:
+            self.scores.clear()
+
+    def cancel(self) -> None:
+        self._launched = None
+        self.trainer._engine.cancel()
+
+    def decide(self, batch: PromptBatch, number: int) -> Decisions:
+        trainer, args = self.trainer, self.trainer.args
+        admission, groups = self.batches.plan(trainer.state.global_step)
+        stop = self.batches.batch_stop
+        policies = args.policies(admission.expected_lengths, batch_stop=stop, rollout=number, tail=trainer._tail)
+        return admission, groups, policies
+
+    def collect(self, result: RolloutResult, batch: PromptBatch) -> BufferedRows:
+        return self.batches.collect(self.trainer.state.global_step, result)
+
+    def round_ids(self) -> Sequence[int]:
+        return self.batches.round_ids
+
+    def input_of(self, inputs: Rows) -> Callable[[int], dict[str, Any]]:
+        return self.batches.input_of
+
+    def rewards(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        return calculate(None, *args, **kwargs) if self.scores is None else self.scores.serve(len(args[0]))
+
+    def mask(self, output: dict[str, Any], accelerator: Accelerator) -> dict[str, float]:
+        super().mask(output, accelerator)
+        if (max_age := self.trainer.args.mask_stale_after) is not None:
+            mask_stale(output, self.batches.ages(len(output["completion_mask"])), max_age, accelerator)
+        return ratio_metrics(output, accelerator)
+
+    def first_rows(self) -> Mapping[int, int]:
+        return self.batches.last.first_rows
+
+    def _next_round(self) -> PromptBatch | None:
+        batch = self.batches.next_round()
+        if batch is not None:
+            self.trainer._sync_weights()
+        return batch
+
+    def _sample_and_score(self, batch: PromptBatch | None, launched: Launched | None) -> None:
+        """Runs rollouts until the batch has its groups with a spread of rewards, or no more may be sampled for it."""
+        records: list[RolloutRecord] = []
+        while batch is not None:
+            records.append(self.trainer._rollout(self, batch, launched)[1])
+            if self.trainer.args.defer_unsettled_groups:
+                self.scores.settle()
+            else:
+                self.scores.drop_uniform()
+            batch, launched = self._next_round(), None
+        if records:
+            self.log(reduce(RolloutRecord.then, records))
+
+
+def make_batches(trainer: Any, tokenize: Callable[[list[Any]], tuple[Any, ...]]) -> BufferedBatches | None:
+    """Returns the batches of a schedule with a rollout buffer. `tokenize` is TRL's `_tokenize_prompts`."""
+    args = trainer.args
+    policy = round_policy(args, args.generation_batch_size // args.num_generations)
+    if policy is None:
+        return None
+    repeats = args.steps_per_generation * args.num_iterations
+    feed: PromptFeed | EndlessFeed = PromptFeed(repeats)
+    if args.drop_uniform_groups:
+        num_rows = args.generation_batch_size // trainer.accelerator.num_processes
+        feed = EndlessFeed(repeats, num_rows, lambda: trainer.callback_handler.train_dataloader)
+    return BufferedBatches(
+        policy, trainer._admission, args.num_generations, feed, trainer._main, tokenize, lambda: trainer._step
+    )
+
+
+def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
+    """Returns the sources of training and of evaluation. Engines in the trainer's process leave evaluation to TRL."""
+    args, batches = trainer.args, trainer._batches
+    trainer = weakref.proxy(trainer)  # no cycle: connections and threads end with the trainer
+    evaluation = EvaluationSource(trainer) if args.uses_servers else TRLSource()
+    if batches is None:
+        return LoaderSource(trainer), evaluation
+    scores = None
+    if batches.scores_first or args.stream_rewards:
+        decode = partial(decode_completions, trainer)
+        scores = GroupScores(trainer, batches, trainer._serve_rewards, decode, trainer._streams.owners)
+    return BufferSource(trainer, batches, scores), evaluation

@@ -1,0 +1,1 @@
+"""Engines in the trainer's own processes: transformers and colocated vLLM."""

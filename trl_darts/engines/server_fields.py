@@ -1,0 +1,228 @@
+"""`ServerFields`: the fields that concern vLLM servers, with their checks and what follows from them."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ..errors import ConfigurationError
+from ..policy import EngineTimes, LatencyProfile, TailTimes
+from ..scheduling import ScheduleSettings, TailServers
+from ..scheduling.setting import POSITIVE, one_of, setting
+from ..weights import WEIGHT_SYNCS
+from .addresses import API_KEY_VARIABLE, check_address, split_addresses
+from .deadlines import Deadlines
+
+
+ADDRESSES = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_tail_server_url")
+TURN_SECONDS = 5.5  # to put one engine to sleep and wake the other on the same GPUs (PAT, Section 5.4)
+
+
+@dataclass
+class ServerFields(ScheduleSettings):
+    """Part of [`DARTSGRPOConfig`], whose other fields are read where a check needs them."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """TRL's fields."""
+
+    vllm_tail_server_url: str | None = setting(
+        None,
+        "Addresses, separated by commas, of vLLM servers with another layout, such as one with more GPUs beside "
+        "several with fewer. They take over the last candidates of a rollout, see `tail_switch_at`.",
+    )
+    vllm_tail_shares_gpus: bool = setting(
+        False,
+        "Whether `vllm_tail_server_url` is on the GPUs of the main servers: each kind sleeps while the other decodes. "
+        "All servers need `--enable-sleep-mode`.",
+    )
+    vllm_request_timeout_s: Annotated[float, POSITIVE] = setting(
+        Deadlines.request_s, "Deadline of one candidate in seconds, from its submission to a server."
+    )
+    vllm_connect_timeout_s: Annotated[float, POSITIVE] = setting(
+        Deadlines.connect_s, "Deadline for connecting to a server, in seconds."
+    )
+    vllm_first_token_timeout_s: Annotated[float, POSITIVE] = setting(
+        Deadlines.first_token_s,
+        "Seconds to wait for a first token. A server that sends none at all is taken out, and its candidates continue "
+        "on others. A candidate that gets none while its server decodes others, and is not queued there, is retried "
+        "on another server.",
+    )
+    vllm_token_timeout_s: Annotated[float, POSITIVE] = setting(
+        Deadlines.token_s,
+        "Seconds to wait for the next token, after the first. A preempted candidate counts as queued.",
+    )
+    vllm_health_timeout_s: Annotated[float, POSITIVE] = setting(
+        Deadlines.health_s,
+        "Seconds for which a server may leave its health check unanswered. This is how a frozen server is found.",
+    )
+    vllm_rollout_timeout_s: Annotated[float, POSITIVE] = setting(
+        Deadlines.rollout_s,
+        "Deadline of a whole rollout in seconds. TRL's `vllm_server_timeout` is how long it waits for a server when "
+        "all are lost.",
+    )
+    on_generation_error: Annotated[str, one_of(("raise", "drop_group"))] = setting(
+        "raise",
+        "What to do when a prompt can't be completed, because a server rejects it or a deadline passes. 'raise' ends "
+        "the run with an error that names the prompt, the server and the server's message. 'drop_group' continues "
+        "without the prompt: the rows of another one are repeated in its place with zero loss weight, and "
+        "`darts/rollout/dropped_groups` counts it. Only with vLLM servers.",
+    )
+    weight_sync: Annotated[str, one_of(WEIGHT_SYNCS)] = setting(
+        "auto",
+        "How weights reach the servers: 'nccl' (TRL's way, CUDA), 'filesystem' (through files; the "
+        "servers need `trl_darts` installed), or 'auto': NCCL on CUDA, files elsewhere.",
+    )
+    weight_sync_dir: str | None = setting(
+        None,
+        "Directory that the trainer and the servers share, where weights go through files. Defaults to a new one on "
+        "this machine, in shared memory if it has room.",
+    )
+
+    def _check_servers(self) -> None:
+        if self.on_generation_error != "raise" and not self.uses_servers:
+            raise ConfigurationError(
+                f"`on_generation_error` ({self.on_generation_error!r}) only has an effect with vLLM servers: if an "
+                "in-process engine fails, the trainer crashes with it. Leave it out, or set `use_vllm=True` and "
+                "`vllm_mode='server'`."
+            )
+        if self.weight_sync_dir is not None and self.weight_sync == "nccl":
+            raise ConfigurationError(
+                f"`weight_sync_dir` ({self.weight_sync_dir!r}) has no effect with `weight_sync` ('nccl'). Set "
+                "`weight_sync='filesystem'`, or leave it unset."
+            )
+        if self.uses_servers:
+            self._check_addresses()
+        else:
+            self._check_unused_addresses()
+        self._check_tail()
+
+    def _check_addresses(self) -> None:
+        for name, urls in (("vllm_server_base_url", self.server_urls), ("vllm_tail_server_url", self.tail_urls)):
+            value = getattr(self, name)
+            if value is not None and not urls:
+                raise ConfigurationError(f"`{name}` ({value!r}) names no server. Name one, or leave it unset.")
+            for url in urls:
+                check_address("vllm_server_host" if value is None else name, url)
+            if len(set(urls)) < len(urls):
+                raise ConfigurationError(f"`{name}` ({value!r}) names a server twice. Name each address once.")
+
+    def _check_unused_addresses(self) -> None:
+        """Refuses addresses that a forgotten flag would leave unused: another engine would generate silently."""
+        missing = [] if self.use_vllm else ["`use_vllm=True`"]
+        missing += [] if self.vllm_mode == "server" else ["`vllm_mode='server'`"]
+        for name in ADDRESSES:
+            value = getattr(self, name)
+            if value and value != self.__dataclass_fields__[name].default:
+                raise ConfigurationError(
+                    f"`{name}` ({value!r}) would not be used: with `use_vllm` ({self.use_vllm}) and `vllm_mode` "
+                    f"({self.vllm_mode!r}) no server generates. Set {' and '.join(missing)}, or leave `{name}` out."
+                )
+
+    def _check_tail(self) -> None:
+        if self.vllm_tail_server_url is None:
+            for name in ("tail_switch_at", "tail_share", "vllm_tail_shares_gpus"):
+                if (value := getattr(self, name)) != getattr(ServerFields, name):
+                    raise ConfigurationError(
+                        f"`{name}` ({value}) has no effect without `vllm_tail_server_url`, the servers that take "
+                        "over. Set it, or leave both out."
+                    )
+            return
+        given = f"`vllm_tail_server_url` ({self.vllm_tail_server_url!r})"
+        if both := [url for url in self.tail_urls if url in self.server_urls]:
+            raise ConfigurationError(
+                f"{given} must name other servers than `vllm_server_base_url`, and {both[0]!r} is in both. Remove it "
+                "from one of them."
+            )
+        if self.tail_switch_at == 0 and not self.tail_share:
+            raise ConfigurationError(
+                f"{given} would not be used with `tail_switch_at` (0), which is never, and `tail_share` (0). Set one "
+                "of them, or leave all out."
+            )
+        if self.tail_share and self.vllm_tail_shares_gpus:
+            raise ConfigurationError(
+                f"`tail_share` ({self.tail_share}) needs tail servers that decode from the start, but with "
+                "`vllm_tail_shares_gpus` (True) they sleep then. Leave one of them out."
+            )
+        if self.predicts_switch and self.latency_curve is None:
+            raise ConfigurationError(
+                f"{given} takes over when that is predicted to pay, which needs `latency_curve`, a profile of both "
+                "kinds of servers. Measure it with `trl-darts profile`, or set `tail_switch_at` to a number of "
+                "unfinished candidates."
+            )
+
+    def check_start(self) -> None:
+        """Refuses a missing directory or profile. Raises [`ConfigurationError`]."""
+        if self.uses_servers and self.weight_sync_dir is not None and not os.path.isdir(self.weight_sync_dir):
+            raise ConfigurationError(
+                f"`weight_sync_dir` ({self.weight_sync_dir!r}) must be a directory that exists and that the servers "
+                "see under the same path. Create it, or correct the path."
+            )
+        self.tail_servers()
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether vLLM servers generate, and not an engine in the trainer's own process."""
+        return self.use_vllm and self.vllm_mode == "server"
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Base URLs of the vLLM servers."""
+        if self.vllm_server_base_url is None:
+            return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
+        return split_addresses(self.vllm_server_base_url)
+
+    @property
+    def tail_urls(self) -> list[str]:
+        """Base URLs of the servers that take over the last candidates."""
+        return split_addresses(self.vllm_tail_server_url or "")
+
+    @property
+    def predicts_switch(self) -> bool:
+        """Whether tail servers take over when that is predicted to pay, which needs lengths."""
+        return self.vllm_tail_server_url is not None and self.tail_switch_at is None
+
+    @property
+    def reads_lengths(self) -> bool:
+        return super().reads_lengths or self.predicts_switch
+
+    @property
+    def api_key(self) -> str | None:
+        """The servers' key, from the environment. It is no field, because a config is saved with the run."""
+        return os.environ.get(API_KEY_VARIABLE) or None
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Deadlines of requests to servers."""
+        return Deadlines(
+            connect_s=self.vllm_connect_timeout_s,
+            first_token_s=self.vllm_first_token_timeout_s,
+            token_s=self.vllm_token_timeout_s,
+            request_s=self.vllm_request_timeout_s,
+            rollout_s=self.vllm_rollout_timeout_s,
+            health_s=self.vllm_health_timeout_s,
+            return_s=self.vllm_server_timeout,
+        )
+
+    def tail_servers(self) -> TailServers | None:
+        """
+        What is known of the tail servers; `None` without any.
+
+        Raises:
+            [`ConfigurationError`]: If a switch is to be predicted and `latency_curve` lacks one kind of servers.
+        """
+        if not self.tail_urls:
+            return None
+        times = None
+        if self.predicts_switch:
+            profile = LatencyProfile.load(self.latency_curve or "", "latency_curve")
+            if profile.tail is None:
+                raise ConfigurationError(
+                    f"`latency_curve` ({self.latency_curve!r}) must be a profile of both kinds of servers, and has "
+                    f"none of `vllm_tail_server_url` ({self.vllm_tail_server_url!r}). Add it with `trl-darts profile "
+                    f"{self.tail_urls[0]} --tail-of {self.latency_curve}`, or set `tail_switch_at` to a number of "
+                    "unfinished candidates."
+                )
+            seconds = TURN_SECONDS if self.vllm_tail_shares_gpus else 0.0
+            times = TailTimes(EngineTimes.of(profile), EngineTimes.of(profile.tail), seconds)
+        return TailServers(times, self.max_completion_length, self.vllm_tail_shares_gpus)

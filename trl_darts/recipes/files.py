@@ -1,0 +1,77 @@
+"""Config files, as far as they can be checked before TRL is loaded: their YAML, and whether the Hub can be reached."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..engines.addresses import check_address
+from ..errors import ConfigurationError, HubError
+
+
+CONFIG_NAME = "darts_config.yaml"
+TIMEOUT_S = 2.0  # the Hub's own client tries for half a minute
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file. An error names the line but does not quote it, because it may hold a secret."""
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(
+            f"`file` ({str(path)!r}) must be a file that can be read: {reason}. Correct its path."
+        ) from error
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        words = getattr(error, "problem", "it is nested too deeply") + (f" in line {mark.line + 1}" if mark else "")
+        raise ConfigurationError(f"`file` ({str(path)!r}) must be plain YAML: {words}. Correct it there.") from error
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise ConfigurationError(f"`file` ({str(path)!r}) must be a YAML mapping of names to values.")
+    return data
+
+
+def split_command_line(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """The words without `--config FILE`, and the file."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        found, others = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigurationError("`--config` must be followed by a YAML file. Add it, or leave both out.") from error
+    return others, found.config
+
+
+def check_config_option(words: Sequence[str]) -> None:
+    """Refuses `--config` without a file, and a file that is missing or no mapping."""
+    _, path = split_command_line(words)
+    if path is not None and "://" not in path:
+        read_yaml(path)
+
+
+def check_hub(repo_id: str, revision: str | None = None, cached: bool = False) -> None:
+    """Raises [`HubError`] if the Hub can't be reached, unless a `cached` config is enough and there is one."""
+    if endpoint := os.environ.get("HF_ENDPOINT"):  # the Hub's client fails on a malformed one while it is imported
+        check_address("HF_ENDPOINT", endpoint)
+    from huggingface_hub import constants, get_session, try_to_load_from_cache  # not needed for `--help`
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+
+    try:
+        if cached and isinstance(try_to_load_from_cache(repo_id, CONFIG_NAME, revision=revision), str):
+            return
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
+    except HFValidationError:
+        return  # raised by the download
+    except (HTTPError, OSError) as error:
+        raise HubError(f"`repo_id` ({repo_id!r}) can't be looked up: {unreachable(error)}") from error
+
+
+def unreachable(error: Exception) -> str:
+    """Returns a message with a remedy for an error of the connection to the Hub."""
+    from huggingface_hub import constants
+
+    reason = " ".join(str(error).split()).rstrip(".")
+    return f"{constants.ENDPOINT} can't be reached ({reason}). Check the network, `HF_ENDPOINT` and `HF_HUB_OFFLINE`."

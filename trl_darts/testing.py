@@ -1,0 +1,133 @@
+"""Rollouts without a model server, for tests of reward functions, data and schedules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from . import trainer as trainer_module
+from .analysis.simulation import ClusterSpec, SimulatedCluster
+from .engines.batch import PromptBatch
+from .engines.engine import Engine, OnProgress, RolloutPlan
+from .engines.in_process.hf_generate import replaced
+from .engines.main_process import MainProcess
+from .engines.preflight import ServerFacts
+from .policy import LatencyCurve
+from .scheduling import Admission, RolloutResult
+from .training.rows import KeptRows, Tokens
+from .trl_compat import grpo_trainer
+
+
+Write = Callable[[Tokens, int], Tokens]
+
+
+class StubEngine(Engine):
+    """
+    Decodes scripted completions in virtual time, one token per candidate and step, with the trainer's own schedule.
+
+    Args:
+        write (`Callable[[list[int], int], list[int]]`):
+            Returns the tokens of a candidate, given its prompt's tokens and its index in the group. The same arguments
+            must give the same tokens.
+        max_completion_length (`int`):
+            Longer completions are cut off there, as by a server.
+        main ([`MainProcess`]):
+            Runs the rollout on the main process.
+    """
+
+    def __init__(self, write: Write, max_completion_length: int, main: MainProcess) -> None:
+        self._write = write
+        self._limit = max_completion_length
+        self._main = main
+
+    def check_prompts(self, prompts: Sequence[Tokens], where: str, first_index: int = 0) -> None: ...
+
+    def placement(self, admission: Admission, batch: PromptBatch) -> None: ...
+
+    def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
+        """Virtual time needs no head start: `run` decodes it."""
+
+    def later_turn(self, batch: PromptBatch) -> KeptRows:
+        """See [`Engine`]."""
+        rows = [self._write(prompt, 0)[: self._limit] for prompt in batch.rows]
+        return KeptRows(rows, [[0.0] * len(row) for row in rows])
+
+    def run(
+        self,
+        plan: RolloutPlan | None,
+        batch: PromptBatch,
+        on_progress: OnProgress | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> RolloutResult | None:
+        """See [`Engine`]."""
+        result: RolloutResult | None = self._main.run(lambda: self._run(plan, batch), meanwhile)
+        return result
+
+    def _run(self, plan: Any, batch: PromptBatch) -> RolloutResult:
+        def written(group: int, index: int) -> Tokens:
+            return self._write(batch.rows[batch.row_of(group, index)], index)
+
+        counts = plan.admission.num_candidates
+        lengths = [[len(written(group, index)) for index in range(count)] for group, count in enumerate(counts)]
+        cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [1.0])))
+        result = cluster.run(plan.scheduler, plan.groups, lengths, self._limit)
+        for group in result.groups:
+            for row in group.rows:
+                row.tokens = written(group.plan.group_id, row.index)[: self._limit]
+                row.logprobs = [0.0] * len(row.tokens)
+        return result
+
+
+class _StubGeneration:
+    """What the trainer asks of TRL's vLLM generation, without servers."""
+
+    engine = None
+
+    def __init__(self, *args: Any, accelerator: Any, **kwargs: Any) -> None:
+        self.main = MainProcess(accelerator)
+        self.facts = ServerFacts("stub", 2**31, False, None, None)
+
+    def sync_weights(self) -> None: ...
+
+    def pop_sync(self) -> None: ...
+
+    def drafted(self) -> None: ...
+
+
+@contextmanager
+def stub_servers(write: Write) -> Iterator[None]:
+    """
+    Inside, trainers with `vllm_mode="server"` are built with a [`StubEngine`] and connect to no server. All schedules,
+    reward functions, masks and metrics run as they would in a training; tool loops get one completion per turn.
+
+    Args:
+        write (`Callable[[list[int], int], list[int]]`):
+            See [`StubEngine`].
+
+    Example:
+
+    ```python
+    from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
+    from trl_darts.testing import stub_servers
+
+    def write(prompt_ids, index):  # the third candidate of each prompt is long
+        return [5] * (200 if index == 2 else 20) + [tokenizer.eos_token_id]
+
+    args = DARTSGRPOConfig(use_vllm=True, vllm_mode="server", schedule="tail_batching", max_steps=2)
+    with stub_servers(write):
+        trainer = DARTSGRPOTrainer(model=model, reward_funcs=my_reward, args=args, train_dataset=prompts)
+    trainer.train()
+    ```
+    """
+
+    def make_engine(trainer: Any, main: MainProcess, generate: Any) -> StubEngine:
+        return StubEngine(write, trainer.args.max_completion_length, main)
+
+    @contextmanager
+    def no_servers(*_: Any) -> Iterator[None]:
+        with replaced(grpo_trainer, "VLLMGeneration", _StubGeneration):
+            yield
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(trainer_module, "make_engine", make_engine))
+        stack.enter_context(replaced(trainer_module, "synced_generation", no_servers))
+        yield

@@ -1,0 +1,131 @@
+"""
+What trl_darts uses of TRL beyond its documented interface: names of its modules, the methods that the trainer
+overrides, and what some versions have and others lack.
+
+Features are looked up, not derived from a version. A name is imported when it is first asked for, because some of
+TRL's modules import vLLM, which takes seconds.
+"""
+
+import inspect
+import logging
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import trl
+from packaging.version import Version
+
+from .errors import UnsupportedTRLError
+
+
+TESTED = ("1.14.2", "1.16.0")  # oldest and newest, by `make test_versions`
+NAMES = {
+    "trl.chat_template_utils": ("parse_response",),
+    "trl.extras.profiling": ("profiling_context",),
+    "trl.generation.vllm_client": ("VLLMClient",),
+    "trl.generation.vllm_generation": ("VLLMGeneration",),
+    "trl.import_utils": ("is_math_verify_available", "is_vllm_available"),
+    "trl.models.utils": ("disable_gradient_checkpointing",),
+    "trl.scripts.grpo": ("GRPOScriptArguments",),
+    "trl.trainer": ("grpo_trainer",),
+    "trl.trainer.utils": (
+        "get_callable_name",
+        "is_async_callable",
+        "split_pixel_values_by_grid",
+        "split_tensor_dict",
+        "start_event_loop_in_daemon",
+        "unsplit_pixel_values_by_grid",
+        "use_adapter",
+    ),
+}
+# Methods that are overridden or called, with the first arguments that they must have. `tests/test_contracts.py` also
+# looks at what they do.
+HOOKS = {
+    "GRPOTrainer": {
+        "__init__": (
+            *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
+            *("reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools"),
+            *("rollout_func", "environment_factory"),
+        ),
+        "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+        "_generate": ("prompts",),
+        "_generate_and_score_completions": ("inputs",),
+        "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
+        "_get_per_token_logps_and_entropies": ("model",),
+        "_get_train_sampler": ("dataset",),
+        "_load_optimizer_and_scheduler": ("checkpoint",),
+        "_prepare_inputs": ("generation_batch",),
+        "_save_checkpoint": ("model", "trial"),
+        "_tokenize_prompts": ("prompts",),
+        "_tool_call_loop": ("prompts", "prompt_ids", "completion_ids", "completions"),
+        "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    },
+    "VLLMGeneration": {
+        "_init_vllm": (),
+        "_iter_named_params": (),
+        "_place_features": ("features", "prompt_ids"),
+        "generate": ("prompts", "images", "num_generations"),
+        "sync_weights": (),
+    },
+    "VLLMClient": {"check_server": (), "image_features": ("images",)},
+}
+
+logger = logging.getLogger(__name__)
+_MODULE_OF = {name: module for module, names in NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hook = f"{_MODULE_OF[name]}.{name}"
+    try:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise _unsupported(hook, "which is missing") from error
+
+
+@cache
+def check_trl() -> None:
+    """Refuses a TRL whose hooks are not what the trainer needs, by the hook's name. Warns once of an untested one."""
+    for class_name, hooks in HOOKS.items():
+        owner: Any = trl.GRPOTrainer if class_name == "GRPOTrainer" else __getattr__(class_name)  # type: ignore[attr-defined]
+        for name, arguments in hooks.items():
+            check_hook(owner, name, arguments)
+    oldest, newest = map(Version, TESTED)
+    if not oldest <= Version(trl.__version__) <= newest:
+        logger.warning(
+            "TRL %s was not tested with trl_darts: %s to %s were. Its hooks look right. If a training fails, install "
+            "one of those.",
+            trl.__version__,
+            *TESTED,
+        )
+
+
+def check_hook(owner: type, name: str, arguments: tuple[str, ...]) -> None:
+    """Refuses a method that is missing, or whose first arguments are others."""
+    method, hook = getattr(owner, name, None), f"{owner.__name__}.{name}"
+    if method is None:
+        raise _unsupported(hook, "which is missing")
+    found = tuple(inspect.signature(method).parameters)[1 : 1 + len(arguments)]
+    if found != arguments:
+        raise _unsupported(f"{hook}({', '.join(arguments)})", f"whose arguments are ({', '.join(found)})")
+
+
+def has_fused_lm_head() -> bool:
+    """Whether models return the log-probs of their labels (`fused_lm_head=True`), since TRL 1.15."""
+    return hasattr(import_module("trl.trainer.utils"), "add_fused_lm_head")
+
+
+def parse_completion(processing_class: Any, ids: list[int], prefix: list[int], tools: Any) -> Any:
+    """TRL's `parse_response`. It converts the arguments of tool calls by the tools' schemas since TRL 1.16."""
+    parse = __getattr__("parse_response")
+    extra = {"tools": tools} if "tools" in inspect.signature(parse).parameters else {}
+    return parse(processing_class, ids, prefix=prefix, **extra)
+
+
+def _unsupported(hook: str, why: str) -> UnsupportedTRLError:
+    oldest, newest = TESTED
+    return UnsupportedTRLError(
+        f"`trl` ({trl.__version__}) must have `{hook}`, {why} there. Install a version that was tested: "
+        f"pip install 'trl>={oldest},<={newest}'"
+    )
