@@ -249,7 +249,7 @@ def test_servers_come_and_go_between_steps(server, keyed_server, model_dir, tmp_
         def on_step_end(self, args, state, control, **kwargs):
             generation = trainer.vllm_generation
             if state.global_step == 2:
-                with pytest.raises(ConfigurationError, match="Each address once"):
+                with pytest.raises(ConfigurationError, match="must not be one of the servers already"):
                     generation.add_server(first.base_url)
                 with pytest.raises(ConfigurationError, match="must be one of several"):
                     generation.remove_server(first.base_url)

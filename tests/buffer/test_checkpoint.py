@@ -112,11 +112,11 @@ def test_a_checkpoint_without_its_buffer_is_no_checkpoint(model_dir, tmp_path, m
             return make_trainer(model_dir, make_args(tmp_path, **settings, **fields, **own))
 
         trainer(schedule="sorted").train()
-        whole, last = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
+        complete, last = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
         (last / BUFFER_FILE).unlink()
-        with pytest.raises(ConfigurationError, match=rf"checkpoint-2'\) must be .* whole .* its {BUFFER_FILE} is mis"):
+        with pytest.raises(ConfigurationError, match=rf"checkpoint-2'\) must be .* complete .* its {BUFFER_FILE} is mis"):
             trainer(schedule="sorted").train(resume_from_checkpoint=str(last))
-        assert last_checkpoint(str(tmp_path)) == whole
+        assert last_checkpoint(str(tmp_path)) == complete
         assert f"{last} is skipped, because its {BUFFER_FILE} is missing or incomplete" in caplog.text
         for path in last.glob("darts_*"):
             path.unlink()
@@ -125,8 +125,8 @@ def test_a_checkpoint_without_its_buffer_is_no_checkpoint(model_dir, tmp_path, m
         assert f"{last} has no rollout buffer: it begins empty" in caplog.text
         trainer(schedule="grpo").train()  # nor has one of a schedule without a buffer
         caplog.clear()
-        trainer(schedule="sorted").train(resume_from_checkpoint=str(whole))
-        assert f"{whole} has no rollout buffer: it begins empty" in caplog.text
+        trainer(schedule="sorted").train(resume_from_checkpoint=str(complete))
+        assert f"{complete} has no rollout buffer: it begins empty" in caplog.text
 
 
 def test_the_directory_is_that_of_transformers(model_dir, tmp_path, monkeypatch):

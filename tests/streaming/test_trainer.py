@@ -60,7 +60,7 @@ def test_reference(server, model_dir, tmp_path, reference):
         fields = {"mask_truncated_completions": True, "max_completion_length": 24, "gradient_checkpointing": True}
     else:
         lora = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
-        fields = {"learning_rate": 3e-2}
+        fields = {"learning_rate": 1e-2}
     differences, logs, batches = train(server, model_dir, tmp_path, peft_config=lora, beta=0.1, **fields)
     assert [name for name, _, _ in differences] == ["policy", "reference"] * 3
     assert all(entry["darts/stream/missed_rows"] == 0 for entry in logs)
