@@ -30,6 +30,7 @@ class ModelServer:
         self.num_bytes = 0
         self.open: set[str] = set()  # requests
         self.aborted: set[str] = set()
+        self.step_s = 0.001  # least time between two tokens of a request
         self._rng = torch.Generator().manual_seed(0)
 
     async def health(self, request: web.Request) -> web.Response:
@@ -71,7 +72,7 @@ class ModelServer:
             yield {"index": 0, "token_ids": [token], "logprobs": own, "finish_reason": reason}
             if reason is not None:
                 return
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(self.step_s)
 
     # The client of weights, see `FleetVLLMClient`
 

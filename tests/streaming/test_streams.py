@@ -51,7 +51,7 @@ def test_rollouts_that_cannot(name, attributes, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"use_vllm": False, "vllm_server_base_url": None}, "`stream_logprobs`.*only has an effect on vLLM servers"),
+        ({"use_vllm": False, "vllm_server_base_url": None}, "`stream_logprobs`.*only has an effect with vLLM servers"),
         ({"vllm_importance_sampling_correction": False}, "`stream_logprobs`.*has nothing to compute"),
         ({"stream_chunk_tokens": 0}, "`stream_chunk_tokens` \\(0\\) must be at least 1"),
         ({"stream_cache_gib": 0.0}, "`stream_cache_gib` \\(0.0\\) must be positive"),

@@ -92,6 +92,7 @@ class InRollout(TrainerCallback):
     def send(self) -> None:
         while not self.server.open:
             time.sleep(0.01)
+        self.server.step_s = 0.05  # so that the rollout outlasts the signal
         terminate()
 
 
@@ -145,7 +146,7 @@ def test_every_prompt_is_trained_on_once(model_dir, tmp_path, monkeypatch, capsy
         )
         assert not server.open
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        trained = batches[:done]
+        trained, server.step_s = batches[:done], 0.0
         second, batches = make()
         second.train(resume_from_checkpoint=True)
     trained += batches
@@ -176,7 +177,7 @@ def test_another_handler_stays(monkeypatch):
 
 def test_a_second_signal_kills_but_for_one_that_was_forwarded():
     script = (
-        "import os, signal, time\nfrom trl_darts import preemption\n"
+        "import os, signal, time\nfrom trl_darts.training import preemption\n"
         "with preemption.Preemption(None, uses_servers=False).handled():\n"
         "    for _ in range(3):\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print('there', flush=True)\n    preemption.REPEAT_S = 0.0\n"

@@ -47,10 +47,11 @@ def stalled_requests(
     """
     late = []
     for request in requests:
-        is_behind = request.last_progress < member.last_progress
-        may_be_late = is_behind and (request.decodes or member.load is not None)
-        reason = _overdue(now - max(request.last_progress, member.last_queued), request.decodes, deadlines)
-        if may_be_late and reason is not None:
+        waited = now - max(request.last_progress, member.last_queued)
+        # When a server stops, its last tokens and metrics come some time apart: a request behind by that is not alone.
+        is_alone = member.last_progress - request.last_progress > waited / 2
+        reason = _overdue(waited, request.decodes, deadlines)
+        if is_alone and (request.decodes or member.load is not None) and reason is not None:
             late.append((request, f"{member.server.base_url}: {reason}, though it decodes others"))
     return late
 
