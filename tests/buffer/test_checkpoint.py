@@ -114,7 +114,7 @@ def test_a_checkpoint_without_its_buffer_is_no_checkpoint(model_dir, tmp_path, m
         trainer(schedule="sorted").train()
         complete, last = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
         (last / BUFFER_FILE).unlink()
-        with pytest.raises(ConfigurationError, match=rf"checkpoint-2'\) must be .* complete .* its {BUFFER_FILE} is mis"):
+        with pytest.raises(ConfigurationError, match=rf"checkpoint-2'\) must be .* complete .* its {BUFFER_FILE} is"):
             trainer(schedule="sorted").train(resume_from_checkpoint=str(last))
         assert last_checkpoint(str(tmp_path)) == complete
         assert f"{last} is skipped, because its {BUFFER_FILE} is missing or incomplete" in caplog.text
