@@ -45,8 +45,20 @@ _DIGITS = TOKENIZER.convert_tokens_to_ids([*"0123456789"])
 _STATES = [i for i in range(3, VOCAB_SIZE) if i not in {RIGHT, WRONG, *_LETTERS, *_DIGITS}]  # the chain's own tokens
 
 
-def transitions(equal: bool = False) -> torch.Tensor:
-    """Next-token probabilities, `(V, V)`, row = last token. With `equal`, all answers are equally long."""
+def right_shares() -> np.ndarray:
+    """Share of right answers, `(kinds, modes)`."""
+    signs = np.where(np.arange(len(KINDS)) % 2, 1, -1)[:, None]
+    return RIGHT_SHARE + SLOPE * (np.arange(len(MODES)) - 0.5) * signs
+
+
+def transitions(
+    equal: bool = False, endless_share: float = ENDLESS_SHARE, shares: np.ndarray | None = None
+) -> torch.Tensor:
+    """
+    Next-token probabilities, `(V, V)`, row = last token. With `equal`, all answers are equally long. `shares` takes the
+    place of [`right_shares`].
+    """
+    shares = right_shares() if shares is None else shares
     table = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-9)
     grades = torch.tensor([RIGHT, WRONG])
     table[grades, EOS_ID] = 1.0
@@ -59,20 +71,20 @@ def transitions(equal: bool = False) -> torch.Tensor:
     endless, *states = _STATES
     table[endless, endless] = 1.0
     for kind, letter in enumerate(_LETTERS):
-        table[letter, endless] = ENDLESS_SHARE
+        table[letter, endless] = endless_share
         for mode, (share, factor) in enumerate(MODES):
             length = factor * SHORTEST * (LONGEST / SHORTEST) ** (kind / (len(KINDS) - 1))
-            right = RIGHT_SHARE + SLOPE * (mode - 0.5) * (1 if kind % 2 else -1)
+            right = float(shares[kind, mode])
             think, grade = states[2 * (len(MODES) * kind + mode) :][:2]
-            table[letter, think] = share
+            table[letter, think] = share * (1 - endless_share) / (1 - ENDLESS_SHARE)
             table[think, think], table[think, grade] = 1 - 1 / length, 1 / length
             table[grade, grades] = torch.tensor([right, 1 - right])
     return table / table.sum(1, keepdim=True)
 
 
-def make_checkpoint(out_dir: str | Path, equal: bool = False) -> Path:
-    """Write the chain before any training."""
-    return save_model(chain_model(transitions(equal)), TOKENIZER, out_dir)
+def make_checkpoint(out_dir: str | Path, **world: Any) -> Path:
+    """Writes the chain before any training. Keywords are those of [`transitions`]."""
+    return save_model(chain_model(transitions(**world)), TOKENIZER, out_dir)
 
 
 def load_model(checkpoint: str | Path) -> PreTrainedModel:
@@ -98,6 +110,24 @@ def half_reward(prompts: Sequence[str], completions: Sequence[str], **kwargs: An
     return [own if taught else 0.0 for own, taught in zip(grade_reward(completions), teaches, strict=True)]
 
 
+@torch.no_grad()
+def probabilities(model: PreTrainedModel) -> np.ndarray:
+    """Next-token probabilities of the model in its present state, `(V, V)`, row = last token."""
+    logits = model(input_ids=torch.arange(VOCAB_SIZE, device=model.device)[:, None]).logits[:, 0]
+    return logits.double().softmax(-1).cpu().numpy()
+
+
+def ends(table: np.ndarray, limit: int = LIMIT) -> tuple[np.ndarray, np.ndarray]:
+    """Share of plain sampling's answers that end, and that are right, by kind and length - 1: `(kinds, limit)` each."""
+    now = table[_LETTERS]  # (kinds, V), after the first token
+    ended, right = np.zeros((2, len(KINDS), limit))
+    for place in range(limit):
+        ended[:, place], now[:, EOS_ID] = now[:, EOS_ID], 0.0
+        right[:, min(place + 1, limit - 1)] += now[:, RIGHT]
+        now = now @ table
+    return ended, right
+
+
 @dataclass(frozen=True)
 class Answers:
     """What plain sampling would give for prompts of all kinds, exactly."""
@@ -111,17 +141,9 @@ class Answers:
     mean_wrong: float
 
     @classmethod
-    @torch.no_grad()
     def of(cls, model: PreTrainedModel, limit: int = LIMIT) -> Answers:
         """Of a model in its present state."""
-        logits = model(input_ids=torch.arange(VOCAB_SIZE, device=model.device)[:, None]).logits[:, 0]
-        table = logits.double().softmax(-1).cpu()
-        now = table[_LETTERS].mean(0)  # (V,), after the first token
-        ended, right = np.zeros(limit), np.zeros(limit)  # by length - 1
-        for place in range(limit):
-            ended[place], now[EOS_ID] = now[EOS_ID], 0.0
-            right[min(place + 1, limit - 1)] += now[RIGHT]
-            now = now @ table
+        ended, right = (by_kind.mean(0) for by_kind in ends(probabilities(model), limit))
         cut = 1 - ended.sum()
         ended[-1] += cut
         lengths, wrong = np.arange(1, limit + 1), ended - right

@@ -38,6 +38,7 @@ class StubEngine(Engine):
         self._write = write
         self._limit = max_completion_length
         self._main = main
+        self._cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [1.0])))
 
     def check_prompts(self, prompts: Sequence[Tokens], where: str, first_index: int = 0) -> None: ...
 
@@ -63,18 +64,17 @@ class StubEngine(Engine):
         return result
 
     def _run(self, plan: Any, batch: PromptBatch) -> RolloutResult:
-        def written(group: int, index: int) -> Tokens:
-            return self._write(batch.rows[batch.row_of(group, index)], index)
-
         counts = plan.admission.num_candidates
-        lengths = [[len(written(group, index)) for index in range(count)] for group, count in enumerate(counts)]
-        cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [1.0])))
-        result = cluster.run(plan.scheduler, plan.groups, lengths, self._limit)
+        lengths = [[len(self._tokens(batch, group, i)) for i in range(count)] for group, count in enumerate(counts)]
+        result = self._cluster.run(plan.scheduler, plan.groups, lengths, self._limit)
         for group in result.groups:
             for row in group.rows:
-                row.tokens = written(group.plan.group_id, row.index)[: self._limit]
+                row.tokens = self._tokens(batch, group.plan.group_id, row.index)[: self._limit]
                 row.logprobs = [0.0] * len(row.tokens)
         return result
+
+    def _tokens(self, batch: PromptBatch, group: int, index: int) -> Tokens:
+        return self._write(batch.rows[batch.row_of(group, index)], index)
 
 
 class _StubGeneration:

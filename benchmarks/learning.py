@@ -1,0 +1,408 @@
+"""
+Does training learn what GRPO would learn, where the bounded wait aborts what matters?
+
+    python benchmarks/learning.py [--quick] [--worlds needs_120,endless] [--arms grpo,default] [--seeds 0,1] [--server]
+
+The task is that of `long_tail.py`, with worlds in which length matters, one change at a time:
+
+- published: the task as it is, for reference.
+- needs_80, needs_120: answers to half of the kinds are right if, and only if, they end and have that many tokens.
+- needs_120_small: the same with 8 prompts per step instead of 32.
+- longer: the longer the mode, the more often an answer is right, by shares (0.15, 0.35, 0.75).
+- rare, turns, easy: answers are right with a probability that has nothing to do with length: 0.02; 0.02 and 0.98 by
+  turns; 0.97.
+- endless: a tenth of the answers never end.
+
+The primary metrics, named before any run: the *hard* reward at the end (of the kinds that need length, where there are
+some, else of all), and how many times as early as GRPO an arm reaches the lower of both best hard rewards. Rewards are
+those of plain sampling, computed exactly from the model. An arm that learns less than GRPO is seen in the first, and
+one that is slower in the second.
+
+Trainer, scheduler, buffer, rewards and optimizer are the library's. Answers are sampled from the model's current
+weights and decode in virtual time (`SimulatedCluster`), which gives exact seconds by the published curve of an 8 B
+model. With `--server`, a real vLLM server decodes them, unpaced, and seconds are computed from the lengths of all
+candidates by the same curve (Eq. 4). What a step takes beside its rollout is counted per trained token: 30 % of a step
+of GRPO. Each seed begins with one epoch of GRPO that all arms share. Results are appended to one file per world, and a
+later call runs what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from transformers import PrinterCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.long_tail import (
+    ENDLESS_SHARE,
+    KINDS,
+    LIMIT,
+    MODES,
+    TOKENIZER,
+    ends,
+    grade_reward,
+    load_model,
+    make_checkpoint,
+    make_dataset,
+    probabilities,
+)
+from benchmarks.models import EOS_ID
+from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
+from benchmarks.page import PAGE, put
+from benchmarks.servers import training_args
+from benchmarks.vllm_server import start_vllm_server
+from trl_darts import DARTSGRPOTrainer
+from trl_darts.analysis.simulation import ClusterSpec, Estimate, SimulatedCluster
+from trl_darts.callbacks import ADMISSION_FILE
+from trl_darts.engines.batch import PromptBatch
+from trl_darts.policy import rollout_time
+from trl_darts.scheduling import RolloutResult
+from trl_darts.testing import StubEngine, stub_servers
+
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_GENERATIONS, EPOCH, LEARNING_RATE = 8, 8, 1e-3  # rows of a prompt, steps that all arms share
+MICRO_BATCH = 32  # rows
+ROLLOUT_SHARE = 0.7  # of a step of GRPO, in the paper
+CURVE = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)
+BASELINE = "grpo"
+ARMS: dict[str, dict[str, Any]] = {
+    BASELINE: {"schedule": "grpo"},
+    "paper": {"long_end_patience": None},
+    "default": {},
+    "every 4th": {"long_end_every": 4},
+    "guarded": {"defer_unsettled_groups": True},
+}
+SHARED = {"schedule": "grpo", "submit_order": "longest"}  # in this order, lengths are learned with GRPO too
+
+
+@dataclass(frozen=True)
+class World:
+    """What is right, and how answers begin."""
+
+    needs: int = 0  # tokens that a right answer of every second kind has at least
+    shares: tuple[float, ...] = ()  # of right answers, by turns of the kinds
+    by_mode: tuple[float, ...] = ()  # of right answers, by mode
+    endless: float = ENDLESS_SHARE
+    num_prompts: int = 32
+    steps: int = 80
+
+    @property
+    def hard(self) -> list[int]:
+        """The kinds that need length, or all."""
+        return [kind for kind in range(len(KINDS)) if self.needs and kind % 2] or list(range(len(KINDS)))
+
+    def checkpoint(self, directory: Path) -> Path:
+        """The model before any training."""
+        shares = None
+        if self.shares or self.by_mode:
+            shares = np.resize(self.shares, (len(MODES), len(KINDS))).T if self.shares else None
+            shares = np.tile(self.by_mode, (len(KINDS), 1)) if self.by_mode else shares
+        return make_checkpoint(directory, endless_share=self.endless, shares=shares)
+
+    def reward(self, prompts: Sequence[str], completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+        """1.0 for a right answer."""
+        graded = grade_reward(kwargs["completions"])
+        long = [float(len(ids) >= self.needs and ids[-1] == EOS_ID) for ids in completion_ids]
+        need = [bool(self.needs) and KINDS.index(prompt[-1]) % 2 == 1 for prompt in prompts]
+        return [own if needs else grade for own, needs, grade in zip(long, need, graded, strict=True)]
+
+    def exact(self, table: np.ndarray) -> tuple[np.ndarray, float, float]:
+        """Plain sampling's reward of each kind, its mean length, and the share of answers that are cut off."""
+        ended, right = ends(table)
+        rewards = right.sum(1)
+        if self.needs:
+            rewards[1::2] = ended[1::2, self.needs - 1 :].sum(1)
+        ended = ended.mean(0)
+        cut = 1 - ended.sum()
+        return rewards, float(ended @ np.arange(1, LIMIT + 1) + cut * LIMIT), float(cut)
+
+
+WORLDS = {
+    "published": World(),
+    "needs_80": World(needs=80),
+    "needs_120": World(needs=120),
+    "needs_120_small": World(needs=120, num_prompts=8),
+    "longer": World(by_mode=(0.15, 0.35, 0.75)),
+    "rare": World(shares=(0.02,)),
+    "turns": World(shares=(0.02, 0.98)),
+    "easy": World(shares=(0.97,)),
+    "endless": World(endless=0.1, steps=160),
+}
+
+
+# Decoding
+
+
+class ChainEngine(StubEngine):
+    """Samples answers from the model's current weights, and decodes them in virtual time."""
+
+    def __init__(self, trainer: Any, seed: int) -> None:
+        super().__init__(self.later_turn, LIMIT, trainer._main)
+        self._model, self._rng = trainer.model, np.random.default_rng(seed)
+        self._cluster = SimulatedCluster(ClusterSpec(CURVE))
+
+    def _run(self, plan: Any, batch: PromptBatch) -> RolloutResult:
+        counts = plan.admission.num_candidates
+        letters = np.repeat([batch.rows[batch.row_of(group, 0)][-1] for group in range(len(counts))], counts)
+        answers = iter(sample(probabilities(self._model), letters, self._rng))
+        self._answers = [[next(answers) for _ in range(count)] for count in counts]
+        return super()._run(plan, batch)
+
+    def _tokens(self, batch: PromptBatch, group: int, index: int) -> list[int]:
+        return self._answers[group][index]
+
+
+def sample(table: np.ndarray, states: np.ndarray, rng: np.random.Generator) -> list[list[int]]:
+    """An answer from each state, with `eos`; one that does not end has a token more than the limit."""
+    bounds = table.cumsum(1)
+    tokens = np.zeros((len(states), LIMIT + 1), int)
+    running = np.arange(len(states))
+    for place in range(LIMIT + 1):
+        following = (bounds[states] < rng.random((len(states), 1))).sum(1).clip(max=len(table) - 1)
+        tokens[running, place] = following
+        running, states = running[following != EOS_ID], following[following != EOS_ID]
+    is_end = tokens == EOS_ID
+    lengths = np.where(is_end.any(1), is_end.argmax(1) + 1, LIMIT + 1)
+    return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+
+
+@contextmanager
+def engine(start: Path, uses_server: bool) -> Iterator[str | None]:
+    """Yields the address of a real server, or `None` for virtual time."""
+    if not uses_server:
+        yield None
+        return
+    with start_vllm_server(start, max_num_seqs=512, max_model_len=2 * LIMIT) as server:
+        yield server.base_url
+
+
+def make_trainer(url: str | None, seed: int, **arguments: Any) -> Any:
+    """Builds a trainer whose engine is a server, or decodes in virtual time."""
+    if url is not None:
+        return DARTSGRPOTrainer(**arguments)
+    with stub_servers(lambda prompt, index: []):
+        trainer = DARTSGRPOTrainer(**arguments)
+    trainer._engine = ChainEngine(trainer, seed)
+    return trainer
+
+
+# Trainings
+
+
+class Recorder(TrainerCallback):
+    """Records of each step what it took, and what plain sampling would give after it."""
+
+    def __init__(self, trainer: Any, world: World) -> None:
+        self.trainer, self.world = trainer, world
+        self.steps: list[dict[str, float]] = []
+        self.rollout, self._run = 0.0, trainer._engine.run
+        trainer._engine.run = self.run
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a rollout and adds its seconds, by Eq. 4."""
+        result = self._run(*args, **kwargs)
+        groups = [*result.groups, *result.deferred]
+        self.rollout += rollout_time([own.length for group in groups for own in group.candidates], CURVE)
+        return result
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Records the step."""
+        metrics = self.trainer._metrics["train"]  # of this step alone: each is logged
+        rewards, mean, cut = self.world.exact(probabilities(self.trainer.model))
+        self.steps.append(
+            {
+                "rollout": self.rollout,
+                "trained": metrics["completions/mean_length"][-1] * self.world.num_prompts * NUM_GENERATIONS,
+                "hard": float(rewards[self.world.hard].mean()),
+                "reward": float(rewards.mean()),
+                "mean": mean,
+                "cut": cut,
+                "kept": metrics["completions/mean_length"][-1],
+                "long": float(metrics.get("darts/buffer/long_round", [0.0])[-1]),
+            }
+        )
+        self.rollout = 0.0
+
+
+def train(
+    world: World, seed: int, arm: str | None, start: Path, output_dir: Path, url: str | None
+) -> dict[str, list[float]]:
+    """Trains an arm from the shared epoch's checkpoint, or that epoch from the model (`None`). Returns its steps."""
+    num_rows = world.num_prompts * NUM_GENERATIONS
+    args = training_args(
+        url or "http://127.0.0.1:1",
+        output_dir,
+        num_generations=NUM_GENERATIONS,
+        per_device_train_batch_size=min(MICRO_BATCH, num_rows),
+        gradient_accumulation_steps=max(1, num_rows // MICRO_BATCH),
+        max_completion_length=LIMIT,
+        max_steps=EPOCH + (0 if arm is None else world.steps),
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        vllm_importance_sampling_correction=False,  # all is on-policy; virtual time has no log-probs
+        seed=seed,
+        save_strategy="steps" if arm is None else "no",
+        save_steps=EPOCH,
+        **(SHARED if arm is None else ARMS[arm]),
+    )
+    trainer = make_trainer(
+        url,
+        seed=1000 * seed + (0 if arm is None else 1 + list(ARMS).index(arm)),
+        model=load_model(start),
+        reward_funcs=world.reward,
+        args=args,
+        train_dataset=make_dataset(world.num_prompts * EPOCH),
+        processing_class=TOKENIZER,
+    )
+    trainer.remove_callback(PrinterCallback)
+    recorder = Recorder(trainer, world)
+    trainer.add_callback(recorder)
+    trainer.train(resume_from_checkpoint=None if arm is None else str(start))
+    if url is not None:
+        trainer.vllm_generation.engine.close()
+    return {name: [float(f"{step[name]:.4g}") for step in recorder.steps] for name in recorder.steps[0]}
+
+
+def run_missing(name: str, seeds: Sequence[int], arms: Sequence[str], options: argparse.Namespace) -> None:
+    """Runs the trainings of a world that are not in its file."""
+    world, path = WORLDS[name], results_file(name, options)
+    done = {(run["seed"], run["arm"]) for run in load(path)}
+    todo = [(seed, arm) for seed, arm in product(seeds, arms) if (seed, arm) not in done]
+    if not todo:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        start = world.checkpoint(Path(directory) / "start")
+        with engine(start, options.server) as url:
+            for seed in dict.fromkeys(seed for seed, _ in todo):
+                shared = Path(directory) / f"shared{seed}"
+                epoch = train(world, seed, None, start, shared, url)
+                checkpoint = shared / f"checkpoint-{EPOCH}"
+                (checkpoint / ADMISSION_FILE).unlink()  # of another schedule's admission; the lengths stay
+                per_token = (1 / ROLLOUT_SHARE - 1) * sum(epoch["rollout"]) / sum(epoch["trained"])
+                for arm in [arm for own, arm in todo if own == seed]:
+                    steps = train(world, seed, arm, checkpoint, Path(directory) / "run", url)
+                    run = {"seed": seed, "arm": arm, "per_token": per_token, "by_step": steps}
+                    with path.open("a") as file:
+                        file.write(json.dumps(run) + "\n")
+                    print(f"{name} {arm} seed {seed}: hard {steps['hard'][-1]:.3f}", flush=True)
+
+
+# What came of them
+
+Run = Mapping[str, Any]
+
+
+def results_file(world: str, options: argparse.Namespace) -> Path:
+    """Where a world's runs are."""
+    return Path(options.results) / f"learning.{world}{'.server' if options.server else ''}.jsonl"
+
+
+def load(path: Path) -> list[Run]:
+    """The runs of a file, which may not exist yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def seconds(run: Run) -> np.ndarray:
+    """Of each step."""
+    steps = run["by_step"]
+    return np.array(steps["rollout"]) + run["per_token"] * np.array(steps["trained"])
+
+
+def times_as_early(name: str, own: Run, base: Run) -> float:
+    """How many times as early an arm reaches the lower of both best rewards."""
+    curves = [np.array(run["by_step"][name]) for run in (own, base)]
+    target = min(curve.max() for curve in curves)
+    mine, theirs = (seconds(run).cumsum()[np.argmax(c >= target)] for run, c in zip((own, base), curves, strict=True))
+    return float(theirs / mine)
+
+
+COLUMNS: dict[str, Callable[[Run, Run], float]] = {
+    "hard reward at the end": lambda own, base: own["by_step"]["hard"][-1],
+    "minus GRPO's": lambda own, base: own["by_step"]["hard"][-1] - base["by_step"]["hard"][-1],
+    "times as early": partial(times_as_early, "hard"),
+    "all kinds": partial(times_as_early, "reward"),
+    "kept ÷ plain length": lambda own, base: float(np.divide(own["by_step"]["kept"], own["by_step"]["mean"]).mean()),
+    "long rounds": lambda own, base: float(np.mean(own["by_step"]["long"])),
+}
+
+
+def table(worlds: Mapping[str, Sequence[Run]]) -> str:
+    """A row per world and arm, in Markdown: means over seeds with 95 % intervals."""
+    lines = [["world: arm (seeds)", *COLUMNS]]
+    for world, runs in worlds.items():
+        bases = {run["seed"]: run for run in runs if run["arm"] == BASELINE}
+        for arm in ARMS:
+            pairs = [(run, bases[run["seed"]]) for run in runs if run["arm"] == arm and run["seed"] in bases]
+            if pairs:
+                cells = [str(Estimate.of([value(*pair) for pair in pairs])) for value in COLUMNS.values()]
+                lines.append([f"{world}: {arm} ({len(pairs)})", *cells])
+    header, *rows = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([header, f"|---|{'---:|' * len(COLUMNS)}", *rows])
+
+
+# The command
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    split: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--worlds", type=split, default=list(WORLDS), help="some of them, with commas")
+    parser.add_argument("--arms", type=split, default=list(ARMS), help=f"some of them; {BASELINE} always runs")
+    parser.add_argument("--seeds", type=split, default=list("01234"), help="some numbers, with commas")
+    parser.add_argument("--server", action="store_true", help="decode on a real vLLM server")
+    parser.add_argument("--quick", action="store_true", help="two steps, one seed: does it run?")
+    parser.add_argument("--results", help="default: benchmarks/results; outputs/quick if quick")
+    parser.add_argument("--only-page", action="store_true", help="train nothing: the table of what is there")
+    options = parser.parse_args(arguments)
+    for name, known in {"arms": ARMS, "worlds": WORLDS}.items():
+        if unknown := set(getattr(options, name)) - set(known):
+            parser.error(f"--{name} ({', '.join(sorted(unknown))}) must be some of {', '.join(known)}.")
+    if not all(seed.isdecimal() for seed in options.seeds):
+        parser.error(f"--seeds ({','.join(options.seeds)}) must be numbers with commas between them.")
+    options.results = options.results or ("outputs/quick" if options.quick else ROOT / "benchmarks" / "results")
+    return options
+
+
+def main() -> None:
+    """Trains what is missing, and writes the table."""
+    options = parse()
+    for name in ("transformers", "trl_darts"):  # the latter says with each arm that its admission begins anew
+        logging.getLogger(name).setLevel(logging.ERROR)
+    disable_progress_bar()
+    torch.set_num_threads(1)  # matrices are small
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    arms = [arm for arm in ARMS if arm in {BASELINE, *options.arms}]
+    seeds = [int(seed) for seed in options.seeds]
+    if options.quick:
+        seeds = seeds[:1]
+        WORLDS.update({name: replace(WORLDS[name], steps=2) for name in options.worlds})
+    for name in [] if options.only_page else options.worlds:
+        run_missing(name, seeds, arms, options)
+    print(content := table({name: load(results_file(name, options)) for name in WORLDS}))
+    if not options.quick:
+        PAGE.write_text(put(PAGE.read_text(), "learning", "learning.py", content))
+
+
+if __name__ == "__main__":
+    main()
