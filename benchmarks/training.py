@@ -352,7 +352,7 @@ LEARNED = {
     "p99": _end("p99"),
     "if wrong": _end("mean_wrong"),
     "gradient norm": _mean("grad_norm"),
-    "kept ÷ unbiased length": _mean("length_ratio"),
+    "kept ÷ plain length": lambda own, base: _mean("kept_length")(own, base) / _mean("mean")(own, base),
     "off-policy": _mean("off_policy"),
 }
 
