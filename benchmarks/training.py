@@ -342,17 +342,12 @@ SPEED: dict[str, Callable[[Steps, Steps], float]] = {
     "rollouts": _ratio("rollout"),
     "seconds per step": _mean("seconds"),
 }
-COST: dict[str, Callable[[Steps, Steps], float]] = {
-    "tokens ÷ GRPO": lambda own, base: 1 / _ratio("tokens")(own, base),
-    "late engine steps": _mean("engine_late"),
-    "late optimizer steps": _mean("late"),
-}
 LEARNED = {
     "plain sampling": lambda own, base: float(own["reward"][: len(base["reward"])][-1]),
     "p99": _end("p99"),
     "if wrong": _end("mean_wrong"),
     "gradient norm": _mean("grad_norm"),
-    "kept ÷ unbiased length": _mean("length_ratio"),
+    "kept ÷ plain length": lambda own, base: _mean("kept_length")(own, base) / _mean("mean")(own, base),
     "off-policy": _mean("off_policy"),
 }
 
@@ -395,7 +390,7 @@ def draw(runs: Runs) -> Any:
 def write_page(worlds: Mapping[str, Runs], page: Path) -> None:
     """The tables between their marks, and the picture beside them."""
     text = PAGE.read_text()
-    for name, columns in {"speed": SPEED, "cost": COST, "learned": LEARNED}.items():
+    for name, columns in {"speed": SPEED, "learned": LEARNED}.items():
         print(content := table(worlds, columns), end="\n\n")
         if name == "learned" and "tail" in worlds:
             save_picture(lambda: draw(worlds["tail"]), page.parent / PICTURE, dpi=110)
