@@ -58,9 +58,10 @@ def test_what_long_answers_teach_is_trained_on(model_dir, tmp_path):
     assert rights[True] >= 20
 
 
-def test_trained_once(model_dir, tmp_path):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_trained_once(model_dir, tmp_path, ahead):
     """Of an epoch's prompts each is trained on once, or waits for the next epoch."""
-    trainer = deferring_trainer(model_dir, tmp_path)
+    trainer = deferring_trainer(model_dir, tmp_path, rollout_ahead=ahead)
     batches = record_batches(trainer)
     trainer.train()
     trained = Counter()
