@@ -2,7 +2,7 @@
 A training whose servers are killed and frozen: what is lost, and how long it takes.
 
     python benchmarks/faults.py --kills 20 --freezes 5
-    python benchmarks/faults.py --rollout-ahead | --stop
+    python benchmarks/faults.py --rollout-ahead | --stop | --defer
     python benchmarks/faults.py --kills 20 --freezes 0 --tail-servers 1 | --speculative suffix
 
 `trl-darts serve --restart` runs two real servers of the tiny reasoner, and tail servers if asked for, which take over
@@ -10,7 +10,8 @@ when 16 candidates are left. At random moments, also during weight syncs, a rand
 stopped with SIGSTOP for 15 seconds. The training goes on until all faults are through. Checked for each rollout: N×M
 rows; submitted = ended + resumed + dropped with their server after they were called off; no token received twice; and
 the log-probs of candidates that were resumed or moved against a forward pass with the weights of their rollout. With
-`--stop`, no candidate may go on from its tokens. No server may be lost that was not harmed. With drafts: what each
+`--stop`, no candidate may continue from its tokens. With `--defer`, groups wait for long rounds, and a
+fifth of the prompts is audited. No server may be lost that was not harmed. With drafts: what each
 server has accepted since it was started for the last time.
 """
 
@@ -234,10 +235,8 @@ def serve(log_dir: str, num_servers: int, speculative: str | None) -> Iterator[l
         process.wait(60)
 
 
-def train(
-    urls: list[str], kinds: list[str], seed: int, output_dir: str, ahead: bool, stop: bool
-) -> tuple[list[Fault], Audit]:
-    """The training among faults. Servers beyond the main ones are the tail's."""
+def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **fields: Any) -> tuple[list[Fault], Audit]:
+    """The training among faults. Servers beyond the main ones are the tail's. `fields` are those of the config."""
     main, tail = urls[:NUM_SERVERS], urls[NUM_SERVERS:]
     args = training_args(
         ",".join(main),
@@ -251,8 +250,7 @@ def train(
         max_steps=100_000,
         learning_rate=1e-6,  # answers stay long
         seed=seed,
-        rollout_ahead=int(ahead),
-        generation_kwargs={"stop": [NEVER_SAID]} if stop else None,
+        **fields,
     )
     trainer = DARTSGRPOTrainer(
         str(CHECKPOINT), reward_funcs=accuracy_reward, args=args, train_dataset=make_dataset(64, seed=0)
@@ -294,6 +292,16 @@ def report(faults: list[Fault], audit: Audit) -> None:
     print(f"log-probs of resumed candidates: at most {audit.worst:.1e} off; nothing lost: {audit.nothing_lost}")
 
 
+def fields_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the command line asks for."""
+    fields: dict[str, Any] = {"rollout_ahead": int(options.rollout_ahead)}
+    if options.stop:
+        fields["generation_kwargs"] = {"stop": [NEVER_SAID]}
+    if options.defer:
+        fields |= {"defer_unsettled_groups": True, "audit_share": 0.2}
+    return fields
+
+
 def main() -> None:
     """Exits with 1 where something was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -303,13 +311,14 @@ def main() -> None:
     parser.add_argument("--speculative", choices=SPECULATIVE)
     parser.add_argument("--rollout-ahead", action="store_true")
     parser.add_argument("--stop", action="store_true", help="a stop string, with which tokens can't be carried")
+    parser.add_argument("--defer", action="store_true", help="groups that wait for long rounds, and audits")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kinds = ["kill"] * options.kills + ["freeze"] * options.freezes
     random.Random(options.seed).shuffle(kinds)
     servers = NUM_SERVERS + options.tail_servers, options.speculative
     with tempfile.TemporaryDirectory() as directory, serve(directory, *servers) as urls:
-        faults, audit = train(urls, kinds, options.seed, directory, options.rollout_ahead, options.stop)
+        faults, audit = train(urls, kinds, options.seed, directory, **fields_of(options))
     report(faults, audit)
     sys.exit(0 if audit.nothing_lost else 1)
 

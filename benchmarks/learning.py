@@ -89,6 +89,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "default": {},
     "every 4th": {"long_end_every": 4},
     "guarded": {"defer_unsettled_groups": True},
+    "audited": {"audit_share": 0.06},  # as the default, and measures what that loses
 }
 SHARED = {"schedule": "grpo", "submit_order": "longest"}  # in this order, lengths are learned with GRPO too
 
@@ -213,6 +214,7 @@ class Recorder(TrainerCallback):
     def __init__(self, trainer: Any, world: World) -> None:
         self.trainer, self.world = trainer, world
         self.steps: list[dict[str, float]] = []
+        self.audits: dict[str, float] = {}  # at the end, see docs/metrics.md
         self.rollout, self._run = 0.0, trainer._engine.run
         trainer._engine.run = self.run
 
@@ -236,16 +238,16 @@ class Recorder(TrainerCallback):
                 "mean": mean,
                 "cut": cut,
                 "kept": metrics["completions/mean_length"][-1],
+                "kept_reward": metrics["reward"][-1],
                 "long": float(metrics.get("darts/buffer/long_round", [0.0])[-1]),
             }
         )
+        self.audits = {name.rpartition("/")[2]: own[-1] for name, own in metrics.items() if "/audit/" in name}
         self.rollout = 0.0
 
 
-def train(
-    world: World, seed: int, arm: str | None, start: Path, output_dir: Path, url: str | None
-) -> dict[str, list[float]]:
-    """Trains an arm from the shared epoch's checkpoint, or that epoch from the model (`None`). Returns its steps."""
+def train(world: World, seed: int, arm: str | None, start: Path, output_dir: Path, url: str | None) -> dict[str, Any]:
+    """Trains an arm from the shared epoch's checkpoint, or that epoch from the model (`None`)."""
     num_rows = world.num_prompts * NUM_GENERATIONS
     args = training_args(
         url or "http://127.0.0.1:1",
@@ -279,7 +281,10 @@ def train(
     trainer.train(resume_from_checkpoint=None if arm is None else str(start))
     if url is not None:
         trainer.vllm_generation.engine.close()
-    return {name: [float(f"{step[name]:.4g}") for step in recorder.steps] for name in recorder.steps[0]}
+    by_step = {name: [float(f"{step[name]:.4g}") for step in recorder.steps] for name in recorder.steps[0]}
+    if not recorder.audits:
+        return {"by_step": by_step}
+    return {"by_step": by_step, "audits": recorder.audits | {"warned": trainer._batches.buffer.audits.warned}}
 
 
 def run_missing(name: str, seeds: Sequence[int], arms: Sequence[str], options: argparse.Namespace) -> None:
@@ -295,16 +300,16 @@ def run_missing(name: str, seeds: Sequence[int], arms: Sequence[str], options: a
         with engine(start, options.server) as url:
             for seed in dict.fromkeys(seed for seed, _ in todo):
                 shared = Path(directory) / f"shared{seed}"
-                epoch = train(world, seed, None, start, shared, url)
+                epoch = train(world, seed, None, start, shared, url)["by_step"]
                 checkpoint = shared / f"checkpoint-{EPOCH}"
                 (checkpoint / ADMISSION_FILE).unlink()  # of another schedule's admission; the lengths stay
                 per_token = (1 / ROLLOUT_SHARE - 1) * sum(epoch["rollout"]) / sum(epoch["trained"])
                 for arm in [arm for own, arm in todo if own == seed]:
-                    steps = train(world, seed, arm, checkpoint, Path(directory) / "run", url)
-                    run = {"seed": seed, "arm": arm, "per_token": per_token, "by_step": steps}
+                    found = train(world, seed, arm, checkpoint, Path(directory) / "run", url)
+                    run = {"seed": seed, "arm": arm, "per_token": per_token, **found}
                     with path.open("a") as file:
                         file.write(json.dumps(run) + "\n")
-                    print(f"{name} {arm} seed {seed}: hard {steps['hard'][-1]:.3f}", flush=True)
+                    print(f"{name} {arm} seed {seed}: hard {run['by_step']['hard'][-1]:.3f}", flush=True)
 
 
 # What came of them
@@ -360,6 +365,37 @@ def table(worlds: Mapping[str, Sequence[Run]]) -> str:
     return "\n".join([header, f"|---|{'---:|' * len(COLUMNS)}", *rows])
 
 
+def audit_table(worlds: Mapping[str, Sequence[Run]]) -> str:
+    """A row per world, in Markdown: what audits told of the default, and what was exact, as means over seeds."""
+    header = ["world (seeds)", "lost", "lost at random", "warned", "kept ÷ plain length", "exact", "covered"]
+    lines = [header]
+    for world, runs in worlds.items():
+        own = [run for run in runs if run.get("audits")]
+        if not own:
+            continue
+        audits = [run["audits"] for run in own]
+        exact = [exact_length_ratio(run) for run in own]
+        covered = [
+            abs(audit["length_mean_ratio"] - ratio) <= audit["length_mean_ratio_interval"]
+            for audit, ratio in zip(audits, exact, strict=True)
+        ]
+        shares = [np.mean([audit[name] for audit in audits]) for name in ("lost_share", "lost_share_at_random")]
+        warned = sum(audit["warned"] for audit in audits)
+        ratio = Estimate.of([audit["length_mean_ratio"] for audit in audits])
+        cells = [*(f"{share:.1%}" for share in shares), f"{warned}", f"{ratio}", f"{np.mean(exact):.3g}"]
+        lines.append([f"{world} ({len(own)})", *cells, f"{sum(covered)}"])
+    top, *rows = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([top, f"|---|{'---:|' * (len(header) - 1)}", *rows])
+
+
+def exact_length_ratio(run: Run) -> float:
+    """Mean length of the rows of short rounds, over that of plain sampling at the same time."""
+    kept, plain, long = (np.array(run["by_step"][name]) for name in ("kept", "mean", "long"))
+    before = np.append(np.nan, plain[:-1])  # a step's rows come from the weights of the step before
+    short = (long == 0) & ~np.isnan(before)
+    return float(kept[short].sum() / before[short].sum())
+
+
 # The command
 
 
@@ -399,7 +435,8 @@ def main() -> None:
         WORLDS.update({name: replace(WORLDS[name], steps=2) for name in options.worlds})
     for name in [] if options.only_page else options.worlds:
         run_missing(name, seeds, arms, options)
-    print(content := table({name: load(results_file(name, options)) for name in WORLDS}))
+    worlds = {name: load(results_file(name, options)) for name in WORLDS}
+    print(content := "\n\n".join([table(worlds), audit_table(worlds)]))
     if not options.quick:
         PAGE.write_text(put(PAGE.read_text(), "learning", "learning.py", content))
 

@@ -55,8 +55,8 @@ def transitions(
     equal: bool = False, endless_share: float = ENDLESS_SHARE, shares: np.ndarray | None = None
 ) -> torch.Tensor:
     """
-    Next-token probabilities, `(V, V)`, row = last token. With `equal`, all answers are equally long. `shares` takes the
-    place of [`right_shares`].
+    Next-token probabilities, `(V, V)`, row = last token. With `equal`, all answers are equally long. `shares` replaces
+    [`right_shares`].
     """
     shares = right_shares() if shares is None else shares
     table = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-9)
@@ -118,7 +118,7 @@ def probabilities(model: PreTrainedModel) -> np.ndarray:
 
 
 def ends(table: np.ndarray, limit: int = LIMIT) -> tuple[np.ndarray, np.ndarray]:
-    """Share of plain sampling's answers that end, and that are right, by kind and length - 1: `(kinds, limit)` each."""
+    """Shares of answers of plain sampling that end, and that are right, by kind and length - 1: `(kinds, limit)`."""
     now = table[_LETTERS]  # (kinds, V), after the first token
     ended, right = np.zeros((2, len(KINDS), limit))
     for place in range(limit):

@@ -9,12 +9,12 @@ step, and nothing else. The three trainers take turns, each with the same model,
 - tail: lengths of LLaMA-3.1-8B on DeepScaleR (log-normal, median 2,748, σ 0.885), divided by `--scale`.
 - equal: all rows have the mean of these lengths. There is no padding, so nothing can be gained.
 
-Columns: seconds of a step, their ratio to TRL's (median and 95 % interval over repeats, of paired logarithms), the share
-of the step that our code spends on ordering, cutting and counting rows (mean and 95 % interval), peak memory of a step
-above what was there before it, tokens computed over tokens there are, and by how much the gradient differs from TRL's,
-relative to its norm. Two steps of equal work differ by 10 % on a shared CPU, so the ratio can't resolve a cost of 1 %.
-The share can: it is measured inside each step, and with equal lengths nothing else differs. Without a GPU, seconds are
-CPU time of this process, without that of other programs. The first repeat warms up.
+Columns: seconds of a step, their ratio to TRL's (median and 95 % interval over repeats, of paired logarithms), the
+share of the step that our code spends on ordering, cutting and counting rows (mean and 95 % interval), peak memory of
+a step above what was there before it, tokens computed over tokens there are, and by how much the gradient differs from
+TRL's, relative to its norm. Two steps of equal work differ by 10 % on a shared CPU, so the ratio can't resolve a cost
+of 1 %. The share can: it is measured inside each step, and with equal lengths nothing else differs. Without a GPU,
+seconds are CPU time of this process, without that of other programs. The first repeat warms up.
 """
 
 from __future__ import annotations
@@ -216,7 +216,15 @@ def compare(
             with tempfile.TemporaryDirectory() as out:
                 cost, gradients[arm] = step(arm, make_model(), lengths, out, **fields)
             runs[arm] += [cost] if repeat else []
-    names = ("trainer", "s per step", "times as fast as TRL's", "spent on rows", "peak MiB", "padding ratio", "gradient")
+    names = (
+        "trainer",
+        "s per step",
+        "times as fast as TRL's",
+        "spent on rows",
+        "peak MiB",
+        "padding ratio",
+        "gradient",
+    )
     table = Table(*names, title=title)
     whole = gradients["TRL"]
     for arm, costs in runs.items():

@@ -39,7 +39,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "schedule": "darts",
         "rollout_ahead": 0,
         "drop_uniform_groups": False,
-        "defer_unsettled_groups": False,
+        "settles_groups": False,
         "buffers_prompts": settings.buffers_prompts,
         "own_prompts": settings.own_prompts,
         "without_own_prompts": settings.without_own_prompts,

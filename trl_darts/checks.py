@@ -185,7 +185,7 @@ def _check_rounds(trainer: Any) -> None:
         raise ConfigurationError(
             f"{start} with `environment_factory`, which creates the prompts of each batch. Use {remedy}."
         )
-    if (args.drop_uniform_groups or args.defer_unsettled_groups) and trainer.tools:
+    if (args.drop_uniform_groups or args.settles_groups) and trainer.tools:
         raise ConfigurationError(f"{start} with `tools`: rewards are only known after the tool loops. Use {remedy}.")
     if trainer._is_vlm and has_images(trainer.train_dataset):
         raise ConfigurationError(f"{start} with images yet. Use {remedy}, or a data set without images.")

@@ -244,6 +244,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         reasons = {
             "drop_uniform_groups": "which groups are trained on is only known once their rewards are",
             "defer_unsettled_groups": "which groups are trained on is only known once their rewards are",
+            "audit_share": "which groups are trained on is only known once their rewards are",
             "rollout_ahead": "the model trains while candidates decode",
         }
         for name, reason in reasons.items():

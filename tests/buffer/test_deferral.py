@@ -12,8 +12,11 @@ import pytest
 
 from benchmarks.models import EOS_ID
 from tests.builders import make_args, make_trainer, record_batches, rollout_logs
+from trl_darts.buffer.buffer import Lifecycle, Round
+from trl_darts.buffer.checkpoint import load_buffer
 from trl_darts.buffer.rounds import MAX_DEFERRALS
 from trl_darts.errors import ConfigurationError
+from trl_darts.scheduling import PromptInfo
 from trl_darts.testing import stub_servers
 
 
@@ -55,9 +58,10 @@ def test_what_long_answers_teach_is_trained_on(model_dir, tmp_path):
     assert rights[True] >= 20
 
 
-def test_trained_once(model_dir, tmp_path):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_trained_once(model_dir, tmp_path, ahead):
     """Of an epoch's prompts each is trained on once, or waits for the next epoch."""
-    trainer = deferring_trainer(model_dir, tmp_path)
+    trainer = deferring_trainer(model_dir, tmp_path, rollout_ahead=ahead)
     batches = record_batches(trainer)
     trainer.train()
     trained = Counter()
@@ -103,8 +107,82 @@ def test_logged(model_dir, tmp_path):
         ({"long_end_patience": None}, "waits for all"),
         ({"drop_uniform_groups": True}, "drop_uniform_groups"),
         ({"use_vllm": False}, "vllm_mode='server'"),
+        ({"defer_unsettled_groups": False, "audit_share": 1.0}, "less than 1"),
+        ({"defer_unsettled_groups": False, "audit_share": 0.1, "schedule": "grpo"}, "audit_share"),
+        ({"audit_share": 0.1, "selection": "uniform"}, "audits"),
+        ({"defer_unsettled_groups": False, "audit_share": 0.1, "use_vllm": False}, "audit_share=0.0"),
     ],
 )
 def test_what_can_not_defer(tmp_path, model_dir, fields, words):
     with pytest.raises(ConfigurationError, match=words):
         deferring_trainer(model_dir, tmp_path, **fields)
+
+
+# Audits
+
+
+def flat(prompts: list[str], completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """An answer's reward has nothing to do with its length."""
+    return [float((len(ids) + int(prompt[:-1])) % 2) for prompt, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def audited_trainer(model_dir, tmp_path, reward=hard, **fields):
+    trainer = deferring_trainer(
+        model_dir, tmp_path, **{"defer_unsettled_groups": False, "audit_share": 0.4, "max_steps": 40, **fields}
+    )
+    trainer.reward_funcs = [reward]
+    return trainer
+
+
+def test_audited_prompts_are_sampled_twice_and_trained_on_once(model_dir, tmp_path):
+    trainer = audited_trainer(model_dir, tmp_path, max_steps=10)
+    batches = record_batches(trainer)
+    trainer.train()
+    trained = Counter(row["prompt"] for batch in batches for row in batch["inputs"])
+    assert set(trained.values()) == {4}
+    buffer = trainer._batches.buffer
+    assert buffer.num_entered > NUM_PROMPTS
+    waiting = {trainer._batches.rows[i]["prompt"] for i in buffer.entries}
+    assert not set(trained) & waiting
+    assert len(trained) + len(waiting) == NUM_PROMPTS
+
+
+@pytest.mark.parametrize(("reward", "loses"), [(hard, True), (flat, False)])
+def test_what_is_lost_is_measured(model_dir, tmp_path, caplog, reward, loses, monkeypatch):
+    monkeypatch.setattr("trl_darts.policy.audit.LEAST_GROUPS", 20)
+    trainer = audited_trainer(model_dir, tmp_path, reward, max_steps=60)
+    trainer.train()
+    last = rollout_logs(trainer)[-1]
+    assert last["darts/audit/groups"] >= 20
+    assert (last["darts/audit/lost_share"] > 0.3) == loses
+    assert last["darts/audit/length_mean_ratio"] < 0.7
+    warnings = [record.message for record in caplog.records if "loses what long answers teach" in record.message]
+    assert len(warnings) == loses
+
+
+def test_audits_survive_a_checkpoint(model_dir, tmp_path):
+    trainer = audited_trainer(model_dir, tmp_path, max_steps=20, save_strategy="steps", save_steps=20)
+    trainer.train()
+    audits = trainer._batches.buffer.audits
+    assert audits.groups
+    again = audited_trainer(model_dir, tmp_path, max_steps=21)
+    load_buffer(again._batches, tmp_path / "checkpoint-20", skips=True)
+    assert again._batches.buffer.audits == audits
+    assert again._batches.buffer.entries.keys() == trainer._batches.buffer.entries.keys()
+
+
+def test_an_audited_prompt_that_is_rejected_leaves(model_dir, tmp_path):
+    """Neither its second sample nor its rows stay behind."""
+    trainer = audited_trainer(model_dir, tmp_path, max_steps=1)
+    batches = trainer._batches
+    ids = batches.buffer.enter([PromptInfo(key, 3) for key in range(30)])
+    second = batches.buffer.second_samples(ids)
+    assert second
+    first = second[0].audit_of
+    del batches.buffer.entries[first]  # dropped
+    batches._round = Round([second[0]], 1, 1, long=True)
+    second[0].state = Lifecycle.COMPLETE
+    batches.buffer.long_rewards.usual_length = 10.0
+    settled = batches.settle({second[0].entry_id: [1.0] * 4}, lambda *_: True)
+    assert batches.buffer.audits.groups == []
+    assert settled.num_scored == 0

@@ -12,11 +12,12 @@ them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from ..engines.batch import PromptBatch
@@ -26,16 +27,18 @@ from ..scheduling import (
     Admission,
     AdmissionPolicy,
     BatchStop,
-    FinishReason,
     GroupPlan,
     PromptInfo,
     RolloutResult,
     prompt_key,
 )
 from ..training.rows import UNKNOWN, KeptRows
-from .buffer import Lifecycle, SampledCandidate
+from .buffer import BufferEntry, Lifecycle, SampledCandidate
 from .feed import EndlessFeed, PromptFeed, Rows
 from .rounds import Informative, RoundPolicy, Settled, TailBatching
+
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -59,6 +62,16 @@ class BufferedRows(KeptRows):
             entry_id: self.completion_ids[place * size : (place + 1) * size]
             for place, entry_id in enumerate(self.entry_ids)
         }
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What became of a round's groups once they were scored."""
+
+    num_deferred: int
+    num_scored: int
+    second: list[int]  # second entries of audited prompts, which are not trained on
+    audits: dict[str, float]  # estimates so far, see [`Audits`]
 
 
 class BufferedBatches:
@@ -135,6 +148,9 @@ class BufferedBatches:
         ids = self.buffer.enter([PromptInfo(prompt_key(ids), len(ids)) for ids in tokens])
         self.rows.update(zip(ids, rows, strict=True))
         self.prompt_ids.update(zip(ids, tokens, strict=True))
+        for entry in self.buffer.second_samples(ids):
+            self.rows[entry.entry_id] = self.rows[entry.audit_of]
+            self.prompt_ids[entry.entry_id] = self.prompt_ids[entry.audit_of]
 
     def _decide(self) -> list[int]:
         self._round = self.policy.next(self.buffer)
@@ -221,38 +237,63 @@ class BufferedBatches:
         return {entry.entry_id: [list(row.partial.tokens) for row in entry.candidates] for entry in complete}
 
     def drop_uniform(self, entry_ids: list[int], num_scored: int) -> None:
-        """Takes out what teaches nothing, of so many prompts. Called on every process."""
+        """Drops groups that teach nothing, of so many prompts. Called on every process."""
         if self.main.is_here:
             self.buffer.drop_uniform(entry_ids, num_scored)
-        for entry_id in entry_ids:
-            del self.rows[entry_id], self.prompt_ids[entry_id]
-            self.buffer.entries.pop(entry_id, None)  # of a process that only counts
+        self.forget(entry_ids)
 
-    def settle(self, is_uniform: Callable[[int, float], bool]) -> tuple[int, int]:
+    def forget(self, entry_ids: list[int]) -> None:
+        """Removes prompts that are not trained on. Called on every process."""
+        for entry_id in entry_ids:
+            self.rows.pop(entry_id, None)
+            self.prompt_ids.pop(entry_id, None)
+            self.buffer.entries.pop(entry_id, None)
+
+    def settle(self, rewards: Mapping[int, Sequence[float]], is_uniform: Callable[[int, float], bool]) -> "Settlement":
         """
-        Learns from the round that is over and defers its unsettled groups. Returns how many of how many. Called on the
-        main process. `is_uniform` tells of a prompt whether the rewards of its rows up to a length have no spread.
+        Learns from the round that is over and defers its unsettled groups. Called on the main process. `rewards` are
+        those of each prompt's rows. `is_uniform` returns whether the rewards of a prompt's rows up to a length have no
+        spread.
         """
-        buffer, learned = self.buffer, self.buffer.long_rewards
+        buffer, learned, policy = self.buffer, self.buffer.long_rewards, self.policy
+        assert isinstance(policy, Settled)
         done = [entry for entry in self._round.entries if entry.state is Lifecycle.COMPLETE]
+        own = [entry for entry in done if entry.audit_of is None]
         if self._round.long:
             rows = [row for entry in done for row in entry.candidates]
-            learned.observe_ends(sum(row.partial.finish_reason is FinishReason.LENGTH for row in rows), len(rows))
-            for entry in done:
+            learned.observe_ends(sum(row.cut_off for row in rows), len(rows))
+            for entry in own:
                 uniform = is_uniform(entry.entry_id, math.inf), is_uniform(entry.entry_id, learned.usual_length)
                 learned.observe_long(entry.prompt.key, *uniform)
-            return 0, len(done)
+            second = buffer.second_samples(entry.entry_id for entry in self._round.entries)
+            self._audit(second, policy, rewards)
+            return Settlement(0, len(own), [entry.entry_id for entry in second], buffer.audits.metrics())
         deferred = [
             entry.entry_id
-            for entry in done
-            if entry.was_cut
+            for entry in own
+            if policy.defers
+            and entry.was_cut
             and is_uniform(entry.entry_id, math.inf)
             and learned.defers(entry.prompt.key, entry.entry_id)
         ]
-        longest = max((row.length for entry in done for row in entry.candidates), default=0)
-        learned.observe_short(longest, len(deferred), len(done))
+        longest = max((row.length for entry in own for row in entry.candidates), default=0)
+        learned.observe_short(longest, len(deferred), len(own))
         buffer.defer(deferred)
-        return len(deferred), len(done)
+        return Settlement(len(deferred), len(own), [], buffer.audits.metrics())
+
+    def _audit(self, second: Sequence[BufferEntry], policy: Settled, rewards: Mapping[int, Sequence[float]]) -> None:
+        """Compares both samples of audited prompts with what a short round would have kept."""
+        buffer, usual_length = self.buffer, self.buffer.long_rewards.usual_length
+        for entry in second if usual_length else ():  # else there was no short round yet
+            first = buffer.entries.get(entry.audit_of or 0)
+            if first is None or {first.state, entry.state} != {Lifecycle.COMPLETE}:
+                continue  # a server rejected one of them
+            rows = [*first.candidates, *entry.candidates]
+            lengths, ended = [row.length for row in rows], [not row.cut_off for row in rows]
+            known = [*rewards[first.entry_id], *rewards[entry.entry_id]]
+            buffer.audits.observe(policy.wait.audit(lengths, ended, known, usual_length, first.num_usual))
+        if not policy.defers and (warning := buffer.audits.pop_warning()) is not None:
+            logger.warning(warning)
 
     # Rows go out
 

@@ -17,10 +17,12 @@ Invariants (`tests/buffer/test_buffer.py` checks each under its name, over rando
 - restored_as_saved: a restored buffer goes on exactly as the saved one would have.
 """
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from ..policy.audit import Audits
 from ..policy.deferral import LongRewards
 from ..scheduling import (
     Admission,
@@ -60,6 +62,11 @@ class SampledCandidate:
     def length(self) -> int:
         return len(self.partial.tokens)
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether it reached the length limit."""
+        return self.partial.finish_reason is FinishReason.LENGTH
+
 
 @dataclass(slots=True)
 class BufferEntry:
@@ -74,6 +81,8 @@ class BufferEntry:
     num_candidates: int = 0
     num_deferrals: int = 0
     was_cut: bool = False  # whether candidates were aborted once it was complete
+    audit_of: int | None = None  # ID of the audited prompt that this entry samples a second time, only to compare
+    num_usual: int = 0  # candidates that a short round would have sampled of it
     candidates: list[SampledCandidate] = field(default_factory=list)
 
     @property
@@ -103,7 +112,8 @@ class RolloutBuffer:
     With `keeps_tokens`, what has been sampled for a prompt is kept when a rollout ends without it. Otherwise it begins
     anew under the new weights. Of the complete prompts, those that are smallest in `order` are trained on first, by
     default those that entered first. With `keeps_surplus`, complete prompts that a batch had no room for are trained
-    on with the next one, and deferred prompts count the batches that they wait for.
+    on with the next one, and deferred prompts count the batches that they wait for. A random `audit_share` of the
+    prompts is deferred from the start, and enters twice: the second entry is never trained on.
     """
 
     def __init__(
@@ -111,6 +121,7 @@ class RolloutBuffer:
         keeps_tokens: bool,
         order: Callable[[BufferEntry], float] | None = None,
         keeps_surplus: bool = False,
+        audit_share: float = 0.0,
     ) -> None:
         self.keeps_tokens = keeps_tokens
         self.keeps_surplus = keeps_surplus
@@ -122,18 +133,28 @@ class RolloutBuffer:
         self.num_rounds = 0  # since the last batch was taken
         self.was_long = False  # whether the last of them was a long one
         self.long_rewards = LongRewards()  # for `defer_unsettled_groups`
+        self.audit_share, self.audits = audit_share, Audits()
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def enter(self, prompts: Iterable[PromptInfo]) -> list[int]:
         """Adds prompts of the loader; returns their IDs, which are counted through the whole training."""
-        ids = []
-        for prompt in prompts:
-            self.entries[self.num_entered] = BufferEntry(self.num_entered, prompt)
-            ids.append(self.num_entered)
-            self.num_entered += 1
-        return ids
+        return [self._enter(prompt) for prompt in prompts]
+
+    def _enter(self, prompt: PromptInfo) -> int:
+        entry_id = self.num_entered
+        audited = random.Random(f"audit {entry_id}").random() < self.audit_share  # the same on all processes
+        self.entries[entry_id] = BufferEntry(entry_id, prompt, num_deferrals=int(audited))
+        if audited:
+            self.entries[entry_id + 1] = BufferEntry(entry_id + 1, prompt, num_deferrals=1, audit_of=entry_id)
+        self.num_entered += 1 + audited
+        return entry_id
+
+    def second_samples(self, entry_ids: Iterable[int]) -> list[BufferEntry]:
+        """Returns the second entries of these prompts that are in the buffer, which audited prompts have."""
+        own = set(entry_ids)
+        return [entry for entry in self.entries.values() if entry.audit_of in own]
 
     def select(self, *states: Lifecycle) -> list[BufferEntry]:
         """Entries in one of these states, in the order in which they entered."""
@@ -146,6 +167,8 @@ class RolloutBuffer:
         """
         fresh = [entry for entry in plan.entries if not entry.candidates]
         decided = policy.plan([entry.prompt for entry in fresh])
+        for entry, count in zip(fresh, decided.num_candidates, strict=True):
+            entry.num_usual = count
         if plan.long:
             decided = replace(decided, num_candidates=[num_generations] * len(fresh), saturated=0)
         for entry, count in zip(fresh, decided.num_candidates, strict=True):

@@ -84,7 +84,7 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     buffer.entries = {entry_id: entries[entry_id] for entry_id in sorted(entries)}
     buffer.num_entered = batches.buffer.num_entered
     buffer.informative_share = batches.buffer.informative_share
-    buffer.long_rewards = batches.buffer.long_rewards
+    buffer.long_rewards, buffer.audits = batches.buffer.long_rewards, batches.buffer.audits
     return buffer, [prompts[entry_id] for entry_id in buffer.entries]
 
 
@@ -119,7 +119,8 @@ def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]
         for entry in buffer.entries.values()
     ]
     own = {name: getattr(buffer, name) for name in ("keeps_tokens", "num_entered", "informative_share")}
-    return {**own, "long_rewards": buffer.long_rewards.state_dict(), "entries": entries}, arrays
+    learned = {"long_rewards": buffer.long_rewards.state_dict(), "audits": buffer.audits.state_dict()}
+    return {**own, **learned, "entries": entries}, arrays
 
 
 def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -133,6 +134,7 @@ def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, N
     buffer.num_entered, buffer.entries = state["num_entered"], {}
     buffer.informative_share = state["informative_share"]
     buffer.long_rewards.load_state_dict(state["long_rewards"])
+    buffer.audits.load_state_dict(state["audits"])
     for saved in state["entries"]:
         entry = BufferEntry(**saved | {"prompt": PromptInfo(**saved["prompt"]), "state": Lifecycle(saved["state"])})
         entry.candidates = [_from_json(candidate, tokens, logprobs) for candidate in saved["candidates"]]

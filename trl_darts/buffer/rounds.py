@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from ..policy.audit import BoundedWait
 from ..scheduling import ScheduleSettings
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
 
@@ -86,11 +87,16 @@ class Settled(RoundPolicy):
     """
     Short rounds whose unsettled groups wait for a long round, see [`~trl_darts.policy.deferral.LongRewards`]. A batch
     takes the settled groups of one round, and of further rounds only if it has none; filler rows stand for the others.
-    While too many answers never end, all rounds are long.
+    While too many answers never end, all rounds are long. Audited prompts wait for a long round too, which samples
+    them twice.
     """
 
+    wait: BoundedWait
+    defers: bool = True
+    audit_share: float = 0.0
+
     def buffer(self) -> RolloutBuffer:
-        return RolloutBuffer(keeps_tokens=False, keeps_surplus=True)
+        return RolloutBuffer(keeps_tokens=False, keeps_surplus=True, audit_share=self.audit_share)
 
     def lacking(self, buffer: RolloutBuffer) -> int:
         new, deferred = _by_age(buffer)
@@ -103,14 +109,18 @@ class Settled(RoundPolicy):
     def next(self, buffer: RolloutBuffer) -> Round:
         """At the end of an epoch, deferred prompts fill up the last batches."""
         new, deferred = _by_age(buffer)
-        size, learned = self.num_groups, buffer.long_rewards
+        size = self.num_groups
         if self._is_over(buffer):
             return Round([], size, 0)
         if self._is_long(deferred) or not new:
             entries = (deferred + new)[:size]
+            entries += buffer.second_samples(entry.entry_id for entry in entries)
             return Round(entries, size, len(entries), long=True)
         entries = new[: self._num_started(buffer)]
-        return Round(entries, size, len(entries), long=learned.waits_for_all)
+        return Round(entries, size, len(entries), long=self._waits_for_all(buffer))
+
+    def _waits_for_all(self, buffer: RolloutBuffer) -> bool:
+        return self.defers and buffer.long_rewards.waits_for_all
 
     def _is_over(self, buffer: RolloutBuffer) -> bool:
         """Whether the batch can be taken without another round."""
@@ -122,8 +132,9 @@ class Settled(RoundPolicy):
 
     def _num_started(self, buffer: RolloutBuffer) -> int:
         missing = self.num_groups - len(buffer.select(Lifecycle.COMPLETE))
-        learned = buffer.long_rewards
-        return missing if learned.waits_for_all else learned.num_started(missing)
+        if not self.defers or self._waits_for_all(buffer):
+            return missing
+        return buffer.long_rewards.num_started(missing)
 
 
 @dataclass(frozen=True)
@@ -237,7 +248,7 @@ def num_likely_enough(num_groups: int, share: float) -> int:
 
 
 def _by_age(buffer: RolloutBuffer) -> tuple[list[BufferEntry], list[BufferEntry]]:
-    waiting = buffer.select(Lifecycle.WAITING)
+    waiting = [entry for entry in buffer.select(Lifecycle.WAITING) if entry.audit_of is None]
     return [e for e in waiting if not e.num_deferrals], [e for e in waiting if e.num_deferrals]
 
 
@@ -249,8 +260,8 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
         return PartialRollout(num_groups, settings.prompt_oversampling or 0.0, settings.max_partial_age or 0)
     if settings.schedule == "sorted":
         return Sorted(num_groups, settings.sorted_group_batches or 0, settings.keeps_tokens)
-    if settings.defer_unsettled_groups:
-        return Settled(num_groups)
+    if settings.settles_groups:
+        return Settled(num_groups, settings.bounded_wait, settings.defer_unsettled_groups, settings.audit_share)
     if settings.drop_uniform_groups:
         return Informative(num_groups, settings.max_prompt_oversampling or 0.0)
     return InOrder(num_groups) if settings.rollout_ahead else None

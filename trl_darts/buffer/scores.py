@@ -51,6 +51,7 @@ class GroupScores:
         self._owners = owners
         self._scores: dict[int, GroupScore] = {}  # by entry ID
         self._metrics: Counter[str] = Counter()
+        self._audits: dict[str, float] = {}  # estimates so far
 
     def clear(self) -> None:
         """Begins a training, whose prompts may have the same IDs again."""
@@ -78,9 +79,12 @@ class GroupScores:
             rows = [row for row, tokens in enumerate(score.completion_ids) if len(tokens) <= longest]
             return self._is_uniform(score.rewards[rows])
 
-        num_deferred, num_scored = self.batches.main.broadcast(lambda: self.batches.settle(is_uniform))
-        self._metrics["darts/deferral/deferred"] += num_deferred
-        self._metrics["darts/deferral/sampled"] += num_scored
+        rewards = {entry_id: self._totals(score.rewards) for entry_id, score in self._scores.items()}
+        settled = self.batches.main.broadcast(lambda: self.batches.settle(rewards, is_uniform))
+        self.batches.forget(settled.second)
+        self._metrics["darts/deferral/deferred"] += settled.num_deferred
+        self._metrics["darts/deferral/sampled"] += settled.num_scored
+        self._audits = {f"darts/audit/{name}": value for name, value in settled.audits.items()}
 
     def serve(self, num_rows: int) -> torch.Tensor:
         """
@@ -103,7 +107,7 @@ class GroupScores:
         counts, self._metrics = self._metrics, Counter()
         is_dynamic = isinstance(self.batches.policy, Informative)
         counts["darts/uniform/missing" if is_dynamic else "darts/deferral/missing"] = num_missing
-        return {name: float(count) for name, count in counts.items()}
+        return {**{name: float(count) for name, count in counts.items()}, **self._audits}
 
     def _score_new(self, taken: Mapping[int, list[Tokens]] | None = None) -> dict[int, list[Tokens]]:
         """
@@ -157,6 +161,12 @@ class GroupScores:
             name: [value for own in shares for value in own.get(name, [None] * len(rows))]
             for name in sorted({name for own in shares for name in own})
         }
+
+    def _totals(self, rewards: torch.Tensor) -> list[float]:
+        """Returns the weighted sum of each row's rewards, NaN where no function has scored it."""
+        totals = (rewards * self.trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+        totals[rewards.isnan().all(dim=1)] = torch.nan
+        return list(totals.tolist())
 
     def _is_uniform(self, rewards: torch.Tensor) -> bool:
         """Whether TRL would give all rows the advantage 0, as it does to those that no function has scored."""

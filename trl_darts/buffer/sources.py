@@ -327,7 +327,7 @@ class BufferSource(RolloutSource[BufferedRows]):
         records: list[RolloutRecord] = []
         while batch is not None:
             records.append(self.trainer._rollout(self, batch, launched)[1])
-            if self.trainer.args.defer_unsettled_groups:
+            if self.trainer.args.settles_groups:
                 self.scores.settle()
             else:
                 self.scores.drop_uniform()

@@ -16,6 +16,7 @@ UNSWEPT = (
     "schedule",
     "mask_stale_after",
     "defer_unsettled_groups",
+    "audit_share",
 )  # has an option of its own; decides what is learned
 OF_ANY_SCHEDULE = (
     *("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling"),
