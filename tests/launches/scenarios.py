@@ -231,6 +231,9 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "interrupted": interrupted,
         "ahead": AHEAD,
         "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
+        "deferred": partial(
+            train, uniform="ABD", defer_unsettled_groups=True, audit_share=0.3, max_steps=8, **OWN_BATCHES
+        ),
         "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
         "streamed": partial(train, **STREAMED),
@@ -253,7 +256,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
 }
 NEED_A_SERVER = {"server", "partial_rollout", "dropped group", "refused group", "streamed", "tools", "ahead"}
-NEED_A_SERVER |= {"uniform groups", "interrupted"}
+NEED_A_SERVER |= {"uniform groups", "deferred", "interrupted"}
 
 
 def leave(accelerator: Accelerator) -> None:
