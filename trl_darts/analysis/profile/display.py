@@ -1,4 +1,4 @@
-"""A profile in words and as a picture."""
+"""Describes a profile in words, and draws it."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,12 +13,12 @@ from .profiler import ProfileResult
 
 
 NOISY = 0.25  # by how much the slowest repetition exceeds the fastest on a busy machine
-UNEQUAL = 0.1  # relative distance from the other servers that deserves a warning
+UNEQUAL = 0.1  # relative difference from the servers' median that deserves a warning
 MAX_BATCHES = 6  # lines of the middle panel that can be told apart
 
 
 def summarize(profile: LatencyProfile) -> list[str]:
-    """What was found, in lines."""
+    """Returns the results as lines of text."""
     about, curve = profile.metadata, profile.curve
     details = [about.get("hardware"), f"vLLM {about['vllm_version']}" if about.get("vllm_version") else None]
     pairs = zip(curve.knots, curve.values, strict=True)
@@ -45,8 +45,8 @@ def _short(value: float, digits: int = 3) -> str:
 
 
 def warn(result: ProfileResult) -> list[str]:
-    """What makes the result doubtful, in lines."""
-    points, about, found = result.profile.points, result.profile.metadata, []
+    """Returns the reasons to doubt the result as lines of text."""
+    points, found = result.profile.points, []
     if result.skipped:
         skipped = ", ".join(f"{point.batch_size} x {point.context_length}" for point in result.skipped)
         found.append(f"not measured, because their sequences never all decoded at once: {skipped} tokens.")
@@ -56,7 +56,7 @@ def warn(result: ProfileResult) -> list[str]:
             f"repetitions of {noisy} of {len(points)} points differ by more than {NOISY:.0%}: the machine was busy. "
             "Repeat on an idle one, or with more `--repeats`."
         )
-    for k, url in enumerate(about["servers"]):
+    for k, url in enumerate(result.profile.metadata["servers"]):
         ratios = sorted(point.server_seconds[k] / point.seconds for point in points)
         if abs(ratio := ratios[len(ratios) // 2] - 1) > UNEQUAL:
             found.append(f"{url} is {abs(ratio):.0%} {'slower' if ratio > 0 else 'faster'} than the servers' median.")
@@ -65,9 +65,9 @@ def warn(result: ProfileResult) -> list[str]:
 
 def draw(profile: LatencyProfile, path: str | Path) -> None:
     """
-    Writes a picture, in the format of the path's suffix: latency against batch size with a colour per context length,
-    latency against the tokens of all contexts with a colour per batch size, and the time until the first token against
-    the prompt's length. The axes are logarithmic, so equal distances are equal relative errors.
+    Writes a picture, in the format of the path's suffix, with three panels: latency against batch size with a colour
+    per context length, latency against the tokens of all contexts with a colour per batch size, and the time until the
+    first token against the prompt's length. The axes are logarithmic, so equal distances are equal relative errors.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def _draw_batches(axes: Any, profile: LatencyProfile) -> None:
 
 
 def _along(surface: LatencySurface, sizes: np.ndarray, tokens: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """The surface above batch sizes between the measured ones."""
+    """Evaluates the surface at batch sizes between the measured ones."""
     return surface(grid, np.interp(grid, sizes, tokens))
 
 
@@ -126,7 +126,7 @@ def _draw(
     fitted: Callable[[Any], Any] | None,
     **style: Any,
 ) -> None:
-    """Measurements as dots, and the fit as a line between the first and the last."""
+    """Draws measurements as dots, and the fit as a line between the first and the last."""
     axes.plot(x, [point.seconds * 1e3 for point in points], "o", markersize=5, **style)
     if fitted is not None and len(x) > 1:
         grid = np.geomspace(min(x), max(x), 200)

@@ -14,7 +14,7 @@ from ... import __version__
 from ...errors import ConfigurationError
 from ...import_utils import require_matplotlib
 from ...policy import LatencyCurve
-from ..output_files import check_directory, check_writable, not_writable
+from ..output_files import check_directory, check_writable, writing
 from . import panels
 from .panels import Panel, figure
 from .runs import Run, read_runs
@@ -69,14 +69,13 @@ def write_report(
         check_writable("--output", path)
     run_names = [run.name for run in runs]
     figures = {panel.key: figure(panel.charts, run_names, panel.looks) for panel in found if panel.charts}
-    try:
+    with writing("--output", output):
         output.write_text(render(runs, found, figures), encoding="utf-8")
-        for key, path in paths.items():
+    for key, path in paths.items():
+        with writing("--output", path):
             path.unlink(missing_ok=True)  # a figure of an earlier report
             if key in figures:
                 path.write_bytes(figures[key])
-    except OSError as error:  # such as a full disk
-        raise not_writable("--output", Path(error.filename or output), error.strerror) from error
     return [output, *(paths[key] for key in figures)]
 
 
