@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_darts.analysis.estimates import Estimate, mean_of, plus_minus
 from trl_darts.analysis.report import read_runs
-from trl_darts.analysis.report.estimates import mean_of, plus_minus
 from trl_darts.analysis.report.tables import Window, common_traces, common_window, typical_step
 from trl_darts.analysis.report.verdict import cautions, compare_settings, reward_ends, summary
-from trl_darts.analysis.simulation import Estimate
 from trl_darts.scheduling import ScheduleSettings
 
 from .builders import ROLLOUT, SETTINGS, make_entry, make_trace, write_run
@@ -99,7 +98,7 @@ def test_other_work_is_said(tmp_path):
     first, unknown, prompts = cautions(runs, [*settings.values()])
     assert "differ in model, prompts per rollout" in first
     assert unknown.startswith("Settings are unknown: c.")
-    assert "same prompts in 0 of 1 common steps" in prompts
+    assert "same prompts in only 0 of 1 common steps" in prompts
     assert cautions(runs[:1], compare_settings(runs[:1])) == []
 
 

@@ -1,5 +1,5 @@
 """
-The report: one HTML page, and its figures as PNG files beside it.
+Writes the report: one HTML page, and its figures as PNG files beside it.
 
 Invariant: the page loads nothing, runs no script, and is the same for the same runs.
 """
@@ -34,21 +34,21 @@ def write_report(
 
     Args:
         directories (`Sequence[str | Path]`):
-            The `output_dir` of each training, at most six. The others are compared with the first.
+            The `output_dir` of each training, at most six. The first is the baseline.
         output (`str` or `Path`, *optional*, defaults to `"report.html"`):
-            The page. Its directory is created. Figures go beside it, `report-<panel>.png`.
+            The page. Its directory is created. Figures are written beside it, as `report-<panel>.png`.
         names (`Sequence[str]`, *optional*):
             The runs' names. Defaults to their directories'.
         step (`int`, *optional*):
-            The step whose occupancy is shown, from 1. Defaults to one whose rollouts took the median of time.
+            The step whose first rollout is shown, counted from 1. Defaults to one whose rollouts took the median time.
         latency_curve (`str` or `Path`, *optional*):
-            File of a [`LatencyCurve`]: adds predicted against real times.
+            File of a [`LatencyCurve`], with which predicted times are shown against real ones.
 
     Returns:
         `list[Path]`: The page, then the figures.
 
     Raises:
-        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, an argument does not fit, or a file
+        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, an argument is wrong, or a file
             can't be written.
         [`ImportError`]: If matplotlib or Jinja is missing.
 
@@ -101,7 +101,7 @@ def _panels(runs: Sequence[Run], step: int | None, latency_curve: str | Path | N
 
 
 def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, bytes]) -> str:
-    """The page's text, with the figures in it."""
+    """Returns the page, with the figures in it."""
     import jinja2
     from markupsafe import Markup, escape
 

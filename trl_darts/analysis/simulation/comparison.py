@@ -12,35 +12,10 @@ from rich.table import Table
 
 from ...errors import ConfigurationError
 from ...scheduling import ScheduleSettings
+from ..estimates import Estimate
 from .cluster_spec import ClusterSpec
 from .training import SimulatedRun, SimulatedTraining
 from .workload import Workload
-
-
-def half_width(standard_error: float, degrees: int) -> float:
-    """Half of a 95 % interval, by Student's t; infinity without degrees of freedom."""
-    from scipy.special import stdtrit  # takes a third of a second to import, for which `--help` should not wait
-
-    return float(stdtrit(degrees, 0.975) * standard_error) if degrees > 0 else math.inf
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds, and half of its 95 % confidence interval: infinity for a single seed."""
-
-    mean: float
-    half_width: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """From one value per seed, with Student's t."""
-        mean, num = float(np.mean(values)), len(values)
-        if num == 1:
-            return cls(mean, math.inf)
-        return cls(mean, half_width(float(np.std(values, ddof=1)) / math.sqrt(num), num - 1))
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3g}" if math.isinf(self.half_width) else f"{self.mean:.3g} ± {self.half_width:.2g}"
 
 
 @dataclass(frozen=True)
