@@ -134,9 +134,8 @@ def test_faults_are_counted_per_rollout(tmp_path):
     resumed = "darts/rollout/resumed_candidates"
     entries = [make_entry(2, **{resumed: 1.5}), make_entry(4, **{resumed: 0.0})]
     table = tables.faults(read_run(write_run(tmp_path, log=entries)))
-    assert table.to_dict() == {
-        "Candidates resumed on another server or later": {2: 3.0, 4: 0.0}
-    }  # an entry is a mean over its two rollouts
+    label = "Candidates resumed on another server or later"
+    assert table.to_dict() == {label: {2: 3.0, 4: 0.0}}  # an entry is a mean over its two rollouts
 
 
 def test_predicted_times():
