@@ -94,7 +94,7 @@ def _simulation(outcomes: Sequence[Any]) -> Any:
     speed.set(yticks=rows, yticklabels=names, xlabel="speed-up over the first (95 % interval over seeds)")
     speed.invert_yaxis()
     quantities = {
-        "wasted tokens": [outcome.wasted_share.mean for outcome in outcomes],
+        "wasted tokens": [outcome.estimate("wasted_share").mean for outcome in outcomes],
         "idle slots (bubble)": [outcome.estimate("bubble_ratio").mean for outcome in outcomes],
         "kept / pool length": [outcome.estimate("kept_vs_pool_length_ratio").mean for outcome in outcomes],
     }

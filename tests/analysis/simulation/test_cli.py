@@ -104,7 +104,7 @@ def test_each_quantity_has_its_interval_below_it():
 
 def test_says_what_it_rests_on(tmp_path):
     assumed = " ".join(run(*SMALL).stdout.split())
-    assert "bubble: share of the decoding slots that stood idle" in assumed
+    assert "bubble: share of idle decoding slots" in assumed
     assert "on 8 engines, assumed: Llama-3.1-8B as NVIDIA published it for NIM" in assumed
     assert "Rollouts only: training takes no time here" in assumed
     assert "WARNING: the latency curve is assumed (Llama-3.1-8B" in assumed
@@ -227,7 +227,7 @@ def test_engines_of_two_layouts(tmp_path):
         (["--layout", "4x2"], "`--layout` ('4x2') must be main and tail engines that differ"),
         (["--layout", "1x2+1x2"], "must be main and tail engines that differ"),
         (["--layout", "8x1+1x8"], "needs `--latency-curve`, a profile of both kinds of engines"),
-        (["--layout", "4x2+1x8", "--num-engines", "4"], "`--num-engines` (4) does not go with `--layout`"),
+        (["--layout", "4x2+1x8", "--num-engines", "4"], "`--num-engines` (4) does not work with `--layout`"),
         (
             ["--layout", "4x2+1x8", "--sweep", "tail_share=0.1"],
             "`--sweep tail_share` needs tail engines",

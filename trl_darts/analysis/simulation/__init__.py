@@ -1,4 +1,4 @@
-"""Training in virtual time: the same scheduler and policies on engines that only count."""
+"""Simulates trainings in virtual time: the trainer's scheduler and policies on engines that only count tokens."""
 
 from ..estimates import Estimate
 from .cluster import SimulatedCluster
