@@ -26,7 +26,7 @@ from ..analysis.simulation import (
     settings_of,
 )
 from ..analysis.simulation.comparison import show
-from ..analysis.simulation.recorded import check_model
+from ..analysis.simulation.recorded import curve_of, run_settings
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
 from ..policy import Layout, drafted_latency
@@ -84,9 +84,13 @@ def simulate(
         str | None, for_lengths(f"Published lengths: {' (the default) or '.join(WORKLOADS)}.", metavar="NAME")
     ] = None,
     num_prompts: Annotated[int | None, for_lengths("Prompts in the data set. Default: 1,024.")] = None,
-    median_length: Annotated[float | None, for_lengths("Median response length, instead of the workload's.")] = None,
-    inter_prompt_std: Annotated[float | None, for_lengths("Spread of log-lengths between prompts, too.")] = None,
-    intra_prompt_std: Annotated[float | None, for_lengths("Spread of log-lengths within a prompt, too.")] = None,
+    median_length: Annotated[float | None, for_lengths("Median response length. Default: the workload's.")] = None,
+    inter_prompt_std: Annotated[
+        float | None, for_lengths("Spread of log-lengths between prompts. Default: the workload's.")
+    ] = None,
+    intra_prompt_std: Annotated[
+        float | None, for_lengths("Spread of log-lengths within a prompt. Default: the workload's.")
+    ] = None,
     endless_share: Annotated[
         str | None,
         for_lengths(
@@ -205,7 +209,7 @@ def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
     cluster = replace(ASSUMED_CLUSTER, **own)
     if "latency_curve" in given:
         if "trace" in given:
-            check_model(given["trace"], given["latency_curve"])
+            curve_of(given["latency_curve"], {str(given["trace"]): run_settings(given["trace"]).get("model")})
         cluster = ClusterSpec.measured(given["latency_curve"], **own)
     if "draft_acceptance" not in given:
         return cluster

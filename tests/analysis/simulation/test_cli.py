@@ -161,7 +161,9 @@ def test_what_a_profile_limits_waits(recorded, tmp_path):
 def test_a_curve_of_another_model_is_refused(no_training, recorded, tmp_path):
     curve = save_profile(tmp_path / "other.json", model="some/Other-7B")
     error = refused("--trace", recorded, "--latency-curve", curve)
-    assert error.startswith(f"Error: `--latency-curve` ('{curve}') must be of the trace's model, and is of 'some/")
+    assert error.startswith(
+        f"Error: `--latency-curve` ('{curve}') must be of the model that was trained, and is of 'some/"
+    )
     assert "'some/Tiny-1B'" in error
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from ... import __version__
 from ...errors import ConfigurationError
 from ...import_utils import require_matplotlib
-from ...policy import LatencyCurve
 from ..output_files import check_directory, check_writable, writing
+from ..simulation.recorded import curve_of
 from . import panels
 from .panels import Panel, figure
 from .runs import Run, read_runs
@@ -80,15 +80,8 @@ def write_report(
 
 
 def _panels(runs: Sequence[Run], step: int | None, latency_curve: str | Path | None) -> list[Panel]:
-    curve = LatencyCurve.load(latency_curve, "--latency-curve") if latency_curve is not None else None
-    for run in runs:
-        model = run.settings.get("model")
-        if curve is not None and not curve.is_of(model):
-            raise ConfigurationError(
-                f"`--latency-curve` ({str(latency_curve)!r}) must be of the runs' model, and is of "
-                f"{curve.metadata.get('model')!r}, while {run.name!r} trained {model!r}. Measure one with `trl-darts "
-                "profile`, or leave the option out."
-            )
+    models = {run.name: run.settings.get("model") for run in runs}
+    curve = None if latency_curve is None else curve_of(latency_curve, models)
     return [
         panels.reward(runs),
         panels.time(runs),

@@ -57,7 +57,7 @@ class Panel:
 
 
 def reward(runs: Sequence[Run]) -> Panel:
-    """Reward against steps and against time."""
+    """Shows the reward against steps and against time."""
     curves = {i: tables.reward_curve(run) for i, run in enumerate(runs) if run.logged("reward")}
     timed = {i: known for i, curve in curves.items() if len(known := curve.dropna())}
     longest = max((known["seconds"].max() for known in timed.values()), default=0.0)
@@ -86,20 +86,19 @@ def reward(runs: Sequence[Run]) -> Panel:
 
 
 def time(runs: Sequence[Run]) -> Panel:
-    """Generating, scoring, training, sending weights."""
+    """Shows the seconds of generating, scoring, training and sending weights."""
     splits, window = in_common([tables.time_split(run) for run in runs])
     known = {i: own for i, split in enumerate(splits) if len(own := split.dropna(subset=["train"]))}
     means = {i: {name: _mean(own, name) for name in (*PHASES, *ENGINES, "total")} for i, own in known.items()}
     names = [run.name for run in runs]
-    charts = [
-        partial(stacks, title=title, parts={i: {name: own[name].mean for name in part} for i, own in means.items()})
-        for title, part in (("Seconds per step", PHASES), ("Engines, seconds per step", ENGINES))
-    ]
-    rows = []
+    charts, rows = [], []
+    for title, part in (("Seconds per step", PHASES), ("Engines, seconds per step", ENGINES)) if known else ():
+        parts = {i: {name: own[name].mean for name in part} for i, own in means.items()}
+        charts.append(partial(stacks, title=title, parts=parts, names=names))
     for i, own in means.items():
         seconds = own["total"].mean
-        parts = [f"{plus_minus(own[name])} ({percent(own[name].mean / seconds)})" for name in PHASES]
-        rows.append([names[i], *parts, plus_minus(own["total"]), percent(own["idle"].mean / seconds)])
+        phases = [f"{plus_minus(own[name])} ({percent(own[name].mean / seconds)})" for name in PHASES]
+        rows.append([names[i], *phases, plus_minus(own["total"]), percent(own["idle"].mean / seconds)])
     notes = []
     for i, run in enumerate(runs):
         needed = ("step_time", "darts/rollout/seconds", "darts/score/seconds")
@@ -113,7 +112,7 @@ def time(runs: Sequence[Run]) -> Panel:
         "Where a step's time (`step_time`) goes. Generate: the trainer waits for rollouts. Score: rewards, log-probs "
         "of the old and the reference policy. Sync: weights to the servers. Train: the rest, forward and backward. "
         "Engines are idle while no rollout is running; `rollout_ahead=1` overlaps training and rollouts.",
-        [partial(chart, names=names) for chart in charts] if known else (),
+        charts,
         f"Seconds per step and share, mean over {window}, ± 95 % intervals",
         [["Run", *map(str.capitalize, PHASES), "Step", "Engines idle"], *rows] if rows else (),
         (*PHASES, *ENGINES),
@@ -127,7 +126,7 @@ def _mean(split: pd.DataFrame, name: str) -> Estimate:
 
 
 def occupancy(runs: Sequence[Run], step: int | None) -> Panel:
-    """How many candidates ran during one step's first rollout."""
+    """Shows how many candidates ran during one step's first rollout."""
     step = _check_step(runs, step)
     rolls = {i: run.traces[run.traces["step"] == (step or 0)] for i, run in enumerate(runs)}
     rolls = {i: own[own["micro"] == own["micro"].min()] for i, own in rolls.items() if len(own)}
@@ -164,7 +163,7 @@ def _check_step(runs: Sequence[Run], step: int | None) -> int | None:
 
 
 def lengths(runs: Sequence[Run]) -> Panel:
-    """Lengths of the pool and of the kept rows: distributions, and over training."""
+    """Shows lengths of the pool and of the kept rows: distributions, and over training."""
     traces, window = common_traces(runs)
     shown = {i: table for i, table in enumerate(traces) if len(table)}
     edges = tables.length_edges(max((int(table["length"].max()) for table in shown.values()), default=1))
@@ -206,7 +205,7 @@ def _lengths_over_training(runs: Sequence[Run]) -> list[Draw]:
 
 
 def budget(runs: Sequence[Run]) -> Panel:
-    """How many candidates prompts got, and which prompts."""
+    """Shows how many candidates prompts got, and which prompts."""
     traces, window = common_traces(runs)
     shares = {i: tables.budget_shares(table) for i, table in enumerate(traces) if len(table)}
     spreads = {i: tables.budget_by_spread(traces[i]) for i in shares}
@@ -225,7 +224,7 @@ def budget(runs: Sequence[Run]) -> Panel:
 
 
 def faults(runs: Sequence[Run]) -> Panel:
-    """Faults that the run survived."""
+    """Shows the faults that the run survived."""
     counted = [tables.faults(run) for run in runs]
     rows = [
         [label, *(_fault_cell(table[label]) if label in table else "–" for table in counted)]
@@ -249,7 +248,7 @@ def _fault_cell(counts: pd.Series) -> str:
 
 
 def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
-    """The cost model's seconds against those that rollouts took."""
+    """Shows the seconds predicted by the cost model against those that rollouts took."""
     rows, predicted = [], {}
     for i, run in enumerate(runs):
         if curve is not None and not run.traces.empty:

@@ -8,7 +8,7 @@ The final length of an aborted candidate is unknown. A replay aborts it as well,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,29 +70,30 @@ def recorded_workload(
         [own.tolist() for _, own in by_prompt["length"]],
         [(own != STOP).tolist() for _, own in by_prompt["finish_reason"]],
     )
+    limit = run_settings(run_dir).get("max_completion_length") or int(traces["length"].max())
     batch = int(trained_on["group"].nunique().median())
     rows = int(trained_on["group"].value_counts().iloc[0])
     workload = Workload(
         lengths,
         min(batch, lengths.num_prompts) if prompts_per_step is None else prompts_per_step,
-        _limit(run_dir, traces) if max_completion_length is None else max_completion_length,
+        limit if max_completion_length is None else max_completion_length,
         prompt_tokens=int(traces["num_prompt_tokens"].mean()),
         **fields,
     )
     return workload, rows if num_generations is None else num_generations
 
 
-def check_model(run_dir: Path, curve_file: Path) -> None:
-    """Refuses a latency curve of another model than the run's."""
-    from ...telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
-
-    model, curve = read_log(run_dir)[0].get("model"), LatencyCurve.load(curve_file, "--latency-curve")
-    if not curve.is_of(model):
-        raise ConfigurationError(
-            f"`--latency-curve` ({str(curve_file)!r}) must be of the trace's model, and is of "
-            f"{curve.metadata.get('model')!r}, while {str(run_dir)!r} trained {model!r}. Measure one with "
-            "`trl-darts profile`, or leave the option out."
-        )
+def curve_of(path: str | Path, models: Mapping[str, Any]) -> LatencyCurve:
+    """Loads a latency curve. Raises [`ConfigurationError`] if one of the `models`, by run, is another."""
+    curve = LatencyCurve.load(path, "--latency-curve")
+    for run, model in models.items():
+        if not curve.is_of(model):
+            raise ConfigurationError(
+                f"`--latency-curve` ({str(path)!r}) must be of the model that was trained, and is of "
+                f"{curve.metadata.get('model')!r}, while {run!r} trained {model!r}. Measure one with `trl-darts "
+                "profile`, or leave the option out."
+            )
+    return curve
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,8 @@ def _traces(run_dir: Path) -> pd.DataFrame:
     return traces
 
 
-def _limit(run_dir: Path, traces: pd.DataFrame) -> int:
-    """Returns the `max_completion_length` in the run's log, or else the length of its longest candidate."""
-    from ...telemetry.log import read_log
+def run_settings(run_dir: Path) -> dict[str, Any]:
+    """Reads the settings in a run's log."""
+    from ...telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
 
-    limit = read_log(run_dir)[0].get("max_completion_length")
-    return limit if isinstance(limit, int) else int(traces["length"].max())
+    return read_log(run_dir)[0]
