@@ -29,7 +29,7 @@ from ..analysis.simulation.comparison import show
 from ..analysis.simulation.recorded import curve_of, run_settings
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
-from ..policy import Layout, drafted_latency
+from ..policy import Layout, PrefillCurve, drafted_latency
 from ..scheduling import SCHEDULES
 from ..scheduling.setting import one_of
 
@@ -207,10 +207,10 @@ def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
             option = f"--sweep {name}" if name in sweep else "--switch-seconds"
             raise ConfigurationError(f"`{option}` needs tail engines. Give `--layout`, or leave it out.")
     cluster = replace(ASSUMED_CLUSTER, **own)
-    if "latency_curve" in given:
-        if "trace" in given:
-            curve_of(given["latency_curve"], {str(given["trace"]): run_settings(given["trace"]).get("model")})
-        cluster = ClusterSpec.measured(given["latency_curve"], **own)
+    if path := given.get("latency_curve"):
+        run = given.get("trace")
+        curve = curve_of(path, {} if run is None else {str(run): run_settings(run).get("model")})
+        cluster = ClusterSpec.of(curve, PrefillCurve.load(path), **own)
     if "draft_acceptance" not in given:
         return cluster
     return replace(cluster, latency=drafted_latency(cluster.latency, given["draft_acceptance"]))

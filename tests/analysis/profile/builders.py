@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.engines.fake_server import completion
 from trl_darts.analysis.profile.grid import Grid, GridPoint
-from trl_darts.analysis.profile.measure import Decoded
+from trl_darts.analysis.profile.probe import Decoded
 from trl_darts.analysis.profile.profiled_server import ProfiledServer
 
 

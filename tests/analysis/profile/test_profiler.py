@@ -151,7 +151,7 @@ def test_a_server_that_is_lost_meanwhile() -> None:
 
 
 def test_a_server_that_is_too_slow(monkeypatch) -> None:
-    monkeypatch.setattr("trl_darts.analysis.profile.measure.REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("trl_darts.analysis.profile.probe.REQUEST_TIMEOUT_S", 0.3)
     with pytest.raises(GenerationError, match=r"Is it stuck\?.*`--max-context-tokens`"):
         profile_fake(FakeVLLM(step_s=1.0))
 

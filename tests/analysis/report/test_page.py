@@ -168,7 +168,7 @@ def test_curve_must_be_of_the_runs_model(tmp_path, no_figures, metadata, fits):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["a", "--step", "9"], "`--step` (9) must be a step with a trace, and traces are there of steps 1 to 1"),
+        (["a", "--step", "9"], "`--step` (9) must be a step with a trace, and there are traces of steps 1 to 1"),
         (["a", "--output", "."], "`--output` ('.') must be the name of an HTML file."),
         (
             ["a", "--output", "x" * 300 + ".html"],

@@ -110,7 +110,7 @@ def test_trained_once_and_nothing_wasted(schedule, spec, num_groups, num_batches
     num_prompts = num_groups * num_batches
     lengths = random.sample(range(1, 400), 2 * num_prompts)  # all different: a length says which candidate it is
     table = [[lengths[2 * prompt], lengths[2 * prompt + 1], 1, 1] for prompt in range(num_prompts)]
-    outcomes = SimulatedTraining(InOrder(GivenLengths(table), num_groups, 300), schedule, spec).outcomes()
+    outcomes = SimulatedTraining(InOrder(GivenLengths(table), num_groups, 300), schedule, spec).optimizer_steps()
     for _ in range(2):
         steps = list(islice(outcomes, num_batches))
         assert all(len(step.kept) == 2 * num_groups for step in steps)
@@ -161,7 +161,7 @@ def lengths_seen(training: SimulatedTraining, num_epochs: int) -> dict[tuple[int
         return run(scheduler, plans, lengths, max_length)
 
     training.cluster.run = listening
-    for number, _ in enumerate(islice(training.outcomes(), 6 * num_epochs)):
+    for number, _ in enumerate(islice(training.optimizer_steps(), 6 * num_epochs)):
         epoch = (number + 1) // 6
     return seen
 

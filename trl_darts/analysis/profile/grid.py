@@ -17,7 +17,7 @@ PREFILL_LENGTHS = (128, 256, 512, 1024, 1536, 2048, 4096, 8192)
 MAX_CONTEXT_TOKENS = 131_072  # of all sequences together: with more, latency is linear and prompts take minutes
 DEFAULT_MAX_BATCH_SIZE = 256  # if a server does not report `max_num_seqs`
 MIN_COMPLETION = 128  # tokens that a sequence needs: some until all sequences have started, then the timed ones
-MAX_COMPLETION = 1024  # tokens after which a request ends by itself, in case this process dies
+MAX_COMPLETION = 1024  # tokens after which a request ends, in case this process dies
 KV_SHARE = 0.9  # of the KV cache: sequences occupy whole blocks, and a full server preempts
 
 
@@ -33,8 +33,8 @@ class ProfileOptions:
     repeats: int = 3  # measurements of each point
     hardware: str | None = None  # a note for the file; default: what the servers report
     api_key: str | None = field(default=None, repr=False)
-    seed: int = 0  # of prompts and order
-    model: str | None = None  # of the profile that these servers are added to
+    seed: int = 0  # of the prompts and of the order of measurements
+    model: str | None = None  # of the profile to which these servers are added
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))

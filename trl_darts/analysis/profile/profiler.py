@@ -17,7 +17,7 @@ from ...engines.vllm_server import max_open_files
 from ...errors import ConfigurationError, GenerationError
 from ...policy import DecodePoint, LatencyProfile, PrefillPoint
 from .grid import Grid, GridPoint, ProfileOptions, make_grid
-from .measure import REQUEST_TIMEOUT_S, WINDOW_TOKENS, Decoded, ServerProbe
+from .probe import REQUEST_TIMEOUT_S, WINDOW_TOKENS, Decoded, ServerProbe
 from .profiled_server import check_alike, describe_server, metadata_of
 
 
@@ -26,7 +26,7 @@ DIGITS = 5  # significant digits in the file, more than are measured
 
 Task = GridPoint | int  # a batch that decodes, or the length of a prompt
 Measured = Mapping[Task, Sequence[Sequence[Decoded]]]  # repetitions on each server
-Report = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 """Called with the number of measurements done, their total, and what comes next."""
 
 
@@ -38,14 +38,16 @@ class ProfileResult:
     skipped: tuple[GridPoint, ...]
 
 
-def profile_servers(options: ProfileOptions, report: Report = lambda done, total, what: None) -> ProfileResult:
+def profile_servers(
+    options: ProfileOptions, on_progress: OnProgress = lambda done, total, what: None
+) -> ProfileResult:
     """
     Measures each point on one server after the other, so that they don't compete for the network and this process.
 
     Args:
         options ([`ProfileOptions`]):
             What to measure.
-        report (`Callable`, *optional*):
+        on_progress (`Callable`, *optional*):
             Called before each measurement.
 
     Returns:
@@ -56,7 +58,7 @@ def profile_servers(options: ProfileOptions, report: Report = lambda done, total
         [`GenerationError`]: If a server fails during the measurement.
     """
     try:
-        return asyncio.run(_profile(options, report))
+        return asyncio.run(_profile(options, on_progress))
     except TimeoutError as error:
         raise GenerationError(
             f"A server took more than {REQUEST_TIMEOUT_S:g} s for a batch. Is it stuck? If it is only slow, lower "
@@ -66,7 +68,7 @@ def profile_servers(options: ProfileOptions, report: Report = lambda done, total
         raise GenerationError(f"A server was lost: {type(error).__name__} {error}. See its log.") from error
 
 
-async def _profile(options: ProfileOptions, report: Report) -> ProfileResult:
+async def _profile(options: ProfileOptions, on_progress: OnProgress) -> ProfileResult:
     async with new_session(options.api_key) as session:
         servers = [VLLMServer(url, session) for url in options.urls]
         described = [await describe_server(server) for server in servers]
@@ -81,12 +83,12 @@ async def _profile(options: ProfileOptions, report: Report) -> ProfileResult:
         _check_open_files(grid)
         order, *prompts = np.random.default_rng(options.seed).spawn(len(servers) + 1)
         probes = [ServerProbe(*of_server) for of_server in zip(servers, described, prompts, strict=True)]
-        measured = await measure(probes, grid, options.repeats, order, report)
+        measured = await measure(probes, grid, options.repeats, order, on_progress)
     return fit(measured, {**metadata_of(described, options.hardware), "repeats": options.repeats})
 
 
 async def measure(
-    probes: Sequence[ServerProbe], grid: Grid, repeats: int, rng: np.random.Generator, report: Report
+    probes: Sequence[ServerProbe], grid: Grid, repeats: int, rng: np.random.Generator, on_progress: OnProgress
 ) -> Measured:
     """Warms up, then measures every task on every server, in `repeats` rounds of random order."""
     tasks: list[Task] = [*grid.points, *grid.prefill_lengths]
@@ -103,16 +105,16 @@ async def measure(
     ]
     total = len(cold) + len(timed)
     for done, (point, k) in enumerate(cold):
-        report(done, total, f"{_label(point)} (warm-up)")
+        on_progress(done, total, f"{_label(point)} (warm-up)")
         await probes[k].warm_up(point)
     measured: dict[Task, list[list[Decoded]]] = {task: [[] for _ in probes] for task in tasks}
     for done, (task, k) in enumerate(timed, start=len(cold)):
-        report(done, total, _label(task))
+        on_progress(done, total, _label(task))
         if isinstance(task, int):
             measured[task][k].append(Decoded(await probes[k].prefill(task), 0))
         elif (decoded := await probes[k].decode(task)) is not None:
             measured[task][k].append(decoded)
-    report(total, total, "done")
+    on_progress(total, total, "done")
     return measured
 
 

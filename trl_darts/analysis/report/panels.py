@@ -154,7 +154,7 @@ def _check_step(runs: Sequence[Run], step: int | None) -> int | None:
         return tables.typical_step(runs)
     steps = pd.concat([run.traces["step"] for run in runs])
     if not (steps == step).any():
-        there = f"traces are there of steps {steps.min()} to {steps.max()}" if len(steps) else "there are no traces"
+        there = f"there are traces of steps {steps.min()} to {steps.max()}" if len(steps) else "there are no traces"
         raise ConfigurationError(
             f"`--step` ({step}) must be a step with a trace, and {there}. Steps count from 1: the file "
             "rollout_00000_00.parquet is step 1."

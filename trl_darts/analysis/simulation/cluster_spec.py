@@ -63,11 +63,6 @@ class ClusterSpec:
                 raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
 
     @classmethod
-    def measured(cls, path: Path, **fields: Any) -> ClusterSpec:
-        """Reads the engines from the file of a profile; `fields` override it."""
-        return cls.of(LatencyCurve.load(path, "--latency-curve"), PrefillCurve.load(path), **fields)
-
-    @classmethod
     def of(cls, curve: LatencyCurve, prefill: PrefillCurve | None, **fields: Any) -> ClusterSpec:
         """Builds the engines from a profile's curves, with the limits of its server; `fields` override them."""
         own: dict[str, Any] = {

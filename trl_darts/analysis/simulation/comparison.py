@@ -130,7 +130,7 @@ COLUMNS = [
     Column("satu-\nrated", "saturated_ratio", ".2f", "saturated: prompts with max_num_generations candidates"),
     Column(
         *("kept/\npool", "kept_vs_pool_length_ratio", ".2f"),
-        "kept/pool: mean length of the rows over that of all candidates. If it is far below 1, look at the reward too",
+        "kept/pool: mean length of the rows over that of all candidates. Far below 1: look at the reward too",
     ),
     Column(
         *("infor-\nmative", "informative_groups", ".0f"),

@@ -42,7 +42,7 @@ from .workload import BatchLengths, Workload
 
 
 @dataclass(frozen=True)
-class StepOutcome:
+class SimulatedStep:
     """A step: the groups of its rollouts, and the rows trained on."""
 
     settled: list[GroupSummary]  # completed by the rollouts
@@ -84,7 +84,7 @@ class SimulatedRun:
     longest_wait: list[float] = field(default_factory=list)  # steps from a prompt's first candidate to its training
     informative_groups: list[float] = field(default_factory=list)  # trained on, with a spread of rewards
 
-    def add(self, step: StepOutcome, workload: Workload, ahead: int = 0) -> None:
+    def add(self, step: SimulatedStep, workload: Workload, ahead: int = 0) -> None:
         """Appends a step. With a rollout `ahead`, it was sampled while the previous step trained."""
         summaries, seconds = [*step.settled, *step.deferred], step.occupancy.seconds
         pool = np.array([length for summary in summaries for length in summary.lengths])
@@ -141,15 +141,15 @@ class SimulatedTraining:
             raise ConfigurationError(f"`num_steps` ({num_steps}) must be at least 1.")
         run = SimulatedRun()
         with _collector_off():
-            for outcome in islice(self.outcomes(), num_steps):
-                run.add(outcome, self.workload, self.settings.rollout_ahead)
+            for step in islice(self.optimizer_steps(), num_steps):
+                run.add(step, self.workload, self.settings.rollout_ahead)
         return run
 
-    def outcomes(self) -> Iterator[StepOutcome]:
+    def optimizer_steps(self) -> Iterator[SimulatedStep]:
         """Yields optimizer steps, without end."""
-        for outcome in self._steps():
-            self.admission.observe(outcome.observed)
-            yield outcome
+        for step in self._steps():
+            self.admission.observe(step.observed)
+            yield step
 
     def rollout(
         self,
@@ -177,14 +177,14 @@ class SimulatedTraining:
             pool.append(logs.mean())
         return float(np.exp(-np.mean(kept)) - np.exp(-np.mean(pool))) if kept else 0.0
 
-    def _steps(self) -> Iterator[StepOutcome]:
+    def _steps(self) -> Iterator[SimulatedStep]:
         numbers = count()
         rounds = round_policy(self.settings, self.workload.prompts_per_step)
         for epoch in self.workload.epochs(self.seed):
             batches = (BatchLengths(self.workload.lengths, self.seed, next(numbers), prompts) for prompts in epoch)
             yield from map(self._step, batches) if rounds is None else _EpochOfRounds(self, rounds).steps(batches)
 
-    def _step(self, batch: BatchLengths) -> StepOutcome:
+    def _step(self, batch: BatchLengths) -> SimulatedStep:
         infos = [PromptInfo(int(prompt), self.workload.prompt_tokens) for prompt in batch.prompts]
         admission = self.admission.plan(infos)
         lengths = batch.all(max(admission.num_candidates), self.stop_rate)
@@ -192,7 +192,7 @@ class SimulatedTraining:
         kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
         settled = [GroupSummary.of(group) for group in result.groups]
         informative = int(batch.informative(self.workload.uniform_share).sum())
-        return StepOutcome(settled, [], settled, kept, Occupancy.of(result), admission.saturated, informative)
+        return SimulatedStep(settled, [], settled, kept, Occupancy.of(result), admission.saturated, informative)
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class _Sampled:
     place: int
     informative: bool
     lengths: list[int] = field(default_factory=list)
-    begun: int | None = None  # version of the policy that first sampled for it
+    first_version: int | None = None  # of the policy that first sampled for it
 
 
 class _EpochOfRounds:
@@ -219,7 +219,7 @@ class _EpochOfRounds:
         self.version = 0
         self.sampled: dict[int, _Sampled] = {}  # by the ID of the entry
 
-    def steps(self, batches: Iterator[BatchLengths]) -> Iterator[StepOutcome]:
+    def steps(self, batches: Iterator[BatchLengths]) -> Iterator[SimulatedStep]:
         """Yields one step per batch of the loader; with `drop_uniform_groups`, while there are prompts for one."""
         drops = self.training.settings.drop_uniform_groups
         for self.version in count():
@@ -235,7 +235,7 @@ class _EpochOfRounds:
                 plan = self._next(batches)
             if not len(self.buffer) or (drops and self.rounds.lacking(self.buffer)):  # too few prompts for a step
                 return
-            yield self._outcome(rollouts, self.buffer.take(plan, num_dropped))
+            yield self._finished(rollouts, self.buffer.take(plan, num_dropped))
 
     def _next(self, batches: Iterator[BatchLengths]) -> Round:
         """Returns the next round, with the prompts that it needs, or with all remaining ones."""
@@ -268,15 +268,15 @@ class _EpochOfRounds:
             redraws = training.workload.redraws and not self.buffer.keeps_tokens
             attempt = entry.num_deferrals if redraws else 0
             own.lengths = own.batch.of(own.place, training.settings.max_num_generations, attempt, training.stop_rate)
-            own.begun = self.version if own.begun is None else own.begun
+            own.first_version = self.version if own.first_version is None else own.first_version
         return own.lengths
 
-    def _outcome(self, rollouts: list[tuple[RolloutResult, int]], entries: list[BufferEntry]) -> StepOutcome:
+    def _finished(self, rollouts: list[tuple[RolloutResult, int]], entries: list[BufferEntry]) -> SimulatedStep:
         rows = [row for entry in entries for row in entry.candidates]
         settled = [GroupSummary.of(group) for result, _ in rollouts for group in result.groups]
         deferred = [GroupSummary.of(group) for result, _ in rollouts for group in result.deferred]
         taken = [self.sampled.pop(entry.entry_id) for entry in entries]
-        return StepOutcome(
+        return SimulatedStep(
             settled,
             deferred,
             settled if self.buffer.keeps_tokens else [*settled, *deferred],
@@ -286,7 +286,7 @@ class _EpochOfRounds:
             sum(own.informative for own in taken),
             sum(num for row in rows for version, num in row.versions if version != self.version),
             sum(c.length for entry in self.buffer.entries.values() for c in entry.candidates),
-            self.version - min(own.begun or 0 for own in taken),
+            self.version - min(own.first_version or 0 for own in taken),
         )
 
 

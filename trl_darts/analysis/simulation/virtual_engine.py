@@ -42,7 +42,7 @@ class SimulatedEngine:
     clock: float = 0.0
     steps: float = 0.0  # a step may be partly done
     num_running: int = 0
-    used: float = 0.0  # tokens in the KV cache; counted only where it has a limit
+    used: float = 0.0  # tokens in the KV cache; counted only if it has a limit
     events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)  # sorted, by step
     admitted: list[SimulatedSequence] = field(default_factory=list)  # in order, for preemptions
     waiting: deque[SimulatedSequence] = field(default_factory=deque)

@@ -161,7 +161,7 @@ class RecordedLengths:
 
     @cached_property
     def _flat(self) -> tuple[IntArray, NDArray[np.bool_], IntArray, IntArray]:
-        """All lengths, whether each is a lower bound, and where each prompt's lengths begin and how many they are."""
+        """All lengths, whether each is a lower bound, and the start and number of each prompt's lengths."""
         lengths = np.concatenate([np.asarray(own, np.int64) for own in self.lengths])
         bounds = np.concatenate([np.asarray(own, bool) for own in self.censored])
         sizes = np.array([len(own) for own in self.lengths])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.fake_server import fake_server
 from trl_darts.analysis.profile.grid import GridPoint
-from trl_darts.analysis.profile.measure import WINDOW_TOKENS, ServerProbe
+from trl_darts.analysis.profile.probe import WINDOW_TOKENS, ServerProbe
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 
 from .builders import FakeVLLM, facts, rng

@@ -60,8 +60,8 @@ class ServerProbe:
         """
         Decodes a batch until each sequence has been timed, then aborts it.
 
-        Returns `None` if the sequences never decoded all at once, and alone: the server takes fewer, preempted some,
-        or had other requests. Raises [`ServerRefusedError`] if the server refuses a request or breaks.
+        Returns `None` if the sequences did not decode together and alone: the server takes fewer, preempted some, or
+        had other requests. Raises [`ServerRefusedError`] if the server refuses a request or fails.
         """
         batch = _Batch(self.server, [self._request(prompt, point.max_tokens) for prompt in self._prompts(point)])
         try:
