@@ -1,4 +1,4 @@
-"""The command itself: what it refuses, what it prints, where, and with which exit code. The measurement is a law."""
+"""The command: its errors, its output and its exit codes. The probes have a known latency."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def run(*args: str):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path) -> list:
-    """Options that arrive, instead of a measurement. The working directory is a temporary one."""
+    """Records the options, and measures a fake server. The working directory is a temporary one."""
     seen = []
 
     def profile_servers(options, report):

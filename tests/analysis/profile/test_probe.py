@@ -1,4 +1,4 @@
-"""One measurement against a server over HTTP: what is sent, how it ends, and when it counts."""
+"""One measurement of a server over HTTP: its requests, its end, and when it is discarded."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,4 +1,4 @@
-"""Rounds, noise, points that can't be measured, several servers, and the picture. The probes measure a known law."""
+"""Rounds, noise, points that can't be measured, several servers, and the picture. The probes have a known latency."""
 
 import asyncio
 import re

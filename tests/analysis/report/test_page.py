@@ -1,8 +1,8 @@
 """
 The page, its pictures, and the command that writes them.
 
-Invariants: the page loads nothing; it is the same for the same runs; what a run's log says is text on it and never
-code; whatever is missing is said on it; an error is one line.
+Invariants: the page loads nothing; it is the same for the same runs; a run's log is text on it and never code; missing
+parts are named; an error is one line.
 """
 
 import re

@@ -1,8 +1,8 @@
 """
-What a step saved, and by what.
+The seconds that a step saved, and their parts.
 
-Invariants: the parts sum to what was saved; a machine that is slower is no shorter row; a machine that was busy is
-said, also where settings differ.
+Invariants: the parts sum to the whole; a slower machine does not count as shorter rows; a busy machine is named,
+also if settings differ.
 """
 
 import numpy as np

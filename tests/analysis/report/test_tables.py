@@ -56,7 +56,7 @@ def test_budget_follows_earlier_rollouts_only():
     second = make_trace({1: candidates(1, 99), 2: candidates(4, 4, 4)}, step=1)
     table = tables.budget_by_spread(as_read(first, second), num_bins=2)
     assert list(table.index) == ["new", "1", "2"]
-    assert list(table) == [2, 2, 3]  # prompt 1 had equal lengths until now, and its wide answers come too late
+    assert list(table) == [2, 2, 3]  # the second rollout of prompt 1 does not count yet
 
 
 def test_occupancy():

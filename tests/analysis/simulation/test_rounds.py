@@ -75,7 +75,7 @@ def test_sorted_on_policy_begins_the_rest_anew():
 
 
 def test_sorted_partial_goes_on():
-    """Of the 40, 10 are left; the 30 begins only now."""
+    """The 40 has 10 tokens left to decode; the 30 starts in the second rollout."""
     run = train_given(FOUR, two_rows("sorted", sorted_group_batches=2, sorted_mode="partial"), 2, max_num_seqs=4)
     assert run.rollout_seconds == [30.0, 30.0]
     assert run.pool_tokens == [60.0 + 2 * 30, 2 * (10 + 30)]

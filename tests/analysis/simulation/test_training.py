@@ -119,7 +119,7 @@ def test_uniform_groups_are_replaced_within_their_step(fields):
     assert np.mean(kept.informative_groups) == pytest.approx(8, abs=1)
     assert set(dropped.informative_groups) == {16.0}
     ratio = sum(dropped.candidates) / sum(kept.candidates)
-    assert 1.9 < ratio < 2.7  # what a step has no room for is sampled anew
+    assert 1.9 < ratio < 2.7  # prompts that don't fit into a step are sampled again
     assert np.mean(dropped.rollout_seconds) > np.mean(kept.rollout_seconds)
 
 
