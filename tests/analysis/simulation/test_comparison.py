@@ -57,10 +57,9 @@ def test_a_row_has_totals_and_means_over_steps():
     (partial,) = compare(Workload(LogNormalLengths(128), 16, 4096), settings, FLAT, num_steps=8, num_seeds=2)
     means = [np.mean(run.off_policy_share) for run in partial.runs]
     assert partial.estimate("off_policy_share").mean != pytest.approx(np.mean(means), rel=1e-3)  # it weighs tokens
-    assert partial.longest_wait > partial.estimate("longest_wait").mean
     row = partial.row()
     share = partial.estimate("off_policy_share")
     assert (row["off_policy_share"], row["off_policy_share_ci95"]) == (share.mean, share.half_width)
-    assert row["longest_wait"] == partial.longest_wait
+    assert row["longest_wait"] == max(max(run.longest_wait) for run in partial.runs) > 0
     assert "longest_wait_ci95" not in row
     assert row["bubble_ratio"] == partial.estimate("bubble_ratio").mean

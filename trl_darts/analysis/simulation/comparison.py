@@ -43,21 +43,17 @@ class Outcome:
         """Seconds of the baseline over those of this setting."""
         return Estimate.of(self.speedups)
 
-    @property
-    def longest_wait(self) -> float:
-        """The most steps between a prompt's first candidate and its training."""
-        return max(max(run.longest_wait) for run in self.runs)
-
     def estimate(self, quantity: str) -> Estimate:
         """Returns one of the `TOTALS`, or else the mean over the steps of a quantity of [`SimulatedRun`], if known."""
         of_run = TOTALS.get(quantity, lambda run: float(np.nanmean(getattr(run, quantity))))
         return Estimate.of([of_run(run) for run in self.runs])
 
     def row(self) -> dict[str, float | str]:
-        """Returns all quantities as a row of a table. `longest_wait`, a maximum, has no interval."""
+        """Returns all quantities as a row of a table. `longest_wait`, the maximum over all steps, has no interval."""
         names = dict.fromkeys([*TOTALS, *(field.name for field in fields(SimulatedRun))])
         estimates = {"speedup": self.speedup} | {name: self.estimate(name) for name in names if name != "longest_wait"}
-        row: dict[str, float | str] = {"setting": self.name, "longest_wait": self.longest_wait}
+        longest_wait = max(max(run.longest_wait) for run in self.runs)
+        row: dict[str, float | str] = {"setting": self.name, "longest_wait": longest_wait}
         for name, estimate in estimates.items():
             row[name], row[f"{name}_ci95"] = estimate.mean, estimate.half_width
         return row
