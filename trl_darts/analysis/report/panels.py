@@ -100,8 +100,8 @@ def time(runs: Sequence[Run]) -> Panel:
         phases = [f"{plus_minus(own[name])} ({percent(own[name].mean / seconds)})" for name in PHASES]
         rows.append([names[i], *phases, plus_minus(own["total"]), percent(own["idle"].mean / seconds)])
     notes = []
+    needed = ("step_time", "darts/rollout/seconds", "darts/score/seconds")
     for i, run in enumerate(runs):
-        needed = ("step_time", "darts/rollout/seconds", "darts/score/seconds")
         if missing := [f"`{name}`" for name in needed if not run.logged(name)]:
             notes.append(f"{run.name}: the log lacks {', '.join(missing)}.")
         elif left := len(splits[i]) - len(known.get(i, ())):
@@ -311,12 +311,11 @@ def lines(
     window = smoothing(curves)
     for run, curve in curves.items():
         if window > 1:
-            axes.plot(curve.index, curve, color=COLORS[run], linewidth=0.8, alpha=0.3)
+            axes.plot(curve, color=COLORS[run], linewidth=0.8, alpha=0.3)
         style = {"linewidth": 1.9, "linestyle": DASHES[run], "marker": "o" if len(curve) == 1 else ""}
-        axes.plot(curve.index, curve.rolling(window, min_periods=1).mean(), color=COLORS[run], **style)
+        axes.plot(curve.rolling(window, min_periods=1).mean(), color=COLORS[run], **style)
     for run, curve in (dotted or {}).items():
-        smooth = curve.rolling(window, min_periods=1).mean()
-        axes.plot(curve.index, smooth, color=COLORS[run], linewidth=1, linestyle=":")
+        axes.plot(curve.rolling(window, min_periods=1).mean(), color=COLORS[run], linewidth=1, linestyle=":")
     axes.set(title=title, xlabel=xlabel)
     if from_zero:
         axes.set_ylim(0, 1.03 * axes.get_ylim()[1])
@@ -397,6 +396,5 @@ def scatter(axes: Any, points: Mapping[int, pd.DataFrame]) -> None:
     end = 1.05 * max(float(table[["predicted", "real"]].max().max()) for table in points.values())
     axes.plot([0, end], [0, end], color=MUTED, linewidth=1)
     for run, table in points.items():
-        style = {"s": 16, "marker": MARKERS[run], "color": COLORS[run], "alpha": 0.6, "linewidths": 0}
-        axes.scatter(table["predicted"], table["real"], **style)
+        axes.scatter("predicted", "real", 16, COLORS[run], MARKERS[run], data=table, alpha=0.6, linewidths=0)
     axes.set(title="Real seconds", xlim=(0, end), ylim=(0, end), xlabel="predicted seconds")

@@ -102,7 +102,7 @@ def length_stats(run: Run, kept: bool = False) -> pd.DataFrame:
 
 
 def length_edges(longest: int, num_bins: int = 32) -> np.ndarray:
-    """Returns edges of at most `num_bins` bins of whole tokens, up to `longest`, equal on a logarithmic scale."""
+    """Returns edges of at most `num_bins` bins of whole tokens, 0 to beyond `longest`, on a logarithmic scale."""
     return np.unique([0, *np.ceil(np.geomspace(1, max(2, longest + 1), num_bins))]).astype(float)
 
 
