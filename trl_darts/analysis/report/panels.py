@@ -396,5 +396,5 @@ def scatter(axes: Any, points: Mapping[int, pd.DataFrame]) -> None:
     end = 1.05 * max(float(table[["predicted", "real"]].max().max()) for table in points.values())
     axes.plot([0, end], [0, end], color=MUTED, linewidth=1)
     for run, table in points.items():
-        axes.scatter("predicted", "real", 16, COLORS[run], MARKERS[run], data=table, alpha=0.6, linewidths=0)
+        axes.scatter("predicted", "real", 16, COLORS[run], marker=MARKERS[run], data=table, alpha=0.6, linewidths=0)
     axes.set(title="Real seconds", xlim=(0, end), ylim=(0, end), xlabel="predicted seconds")
