@@ -212,8 +212,8 @@ class Replay(SimulatedTraining):
 
     def steps(self) -> Iterator[None]:
         """One optimizer step after the other, without end."""
-        for outcome in self.outcomes():
-            self.outcome.add(outcome, self.workload)
+        for step in self.optimizer_steps():
+            self.outcome.add(step, self.workload)
             yield
 
     @property

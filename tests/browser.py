@@ -29,7 +29,8 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",  # a page that asks for anything gets nothing
     "--enable-logging=stderr",
 )
-OWN_HOSTS = ("accounts.google.com", "clients2.google.com", "update.googleapis.com")  # asked for by the browser itself
+# The browser itself asks these.
+OWN_HOSTS = ("accounts.google.com", "clients2.google.com", "update.googleapis.com", "www.google.com")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pictures of training runs and of simulations, on white: one file that is readable on light and dark pages."""
+"""Draws training runs and simulations on white, which is readable on light and dark pages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -11,7 +11,7 @@ from ..import_utils import require_matplotlib
 
 
 LogHistory = Sequence[Mapping[str, Any]]
-# "C0" to "C10" in what is drawn: the baseline's grey, then blue, vermilion, green and so on.
+# "C0" to "C10" in the pictures: the baseline's grey, then blue, vermilion, green and so on.
 COLORS = (
     *("#595959", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"),
     *("#17a2d4", "#8b1a1a", "#7b4fb5", "#7f7f00", "#2fb59a"),
@@ -29,17 +29,17 @@ def save_picture(draw: Callable[[], Any], path: str | Path, dpi: int = 150) -> N
     settings: dict[Any, Any] = {"axes.prop_cycle": cycler(color=COLORS), "grid.color": "#d5dae0"}
     with plt.rc_context(settings | {"axes.axisbelow": True, "axes.edgecolor": "#57606a"}):
         figure = draw()
-        figure.savefig(path, dpi=dpi)  # inside: "C0" is looked up only now
+        figure.savefig(path, dpi=dpi)  # inside the context: "C0" is looked up here
     plt.close(figure)
 
 
 def series(log_history: LogHistory, name: str) -> list[float]:
-    """The values of one metric in `trainer.state.log_history`; entries without the metric are left out."""
+    """Returns the values of one metric in `trainer.state.log_history`, without entries that lack it."""
     return [float(entry[name]) for entry in log_history if entry.get(name) is not None]
 
 
 def smooth(values: Sequence[float], window: int = 5) -> list[float]:
-    """Trailing mean over up to `window` values."""
+    """Returns trailing means over up to `window` values."""
     return [float(np.mean(values[max(0, end - window) : end])) for end in range(1, len(values) + 1)]
 
 
@@ -67,7 +67,7 @@ def _comparison(runs: Mapping[str, LogHistory]) -> Any:
         axes.grid()
     by_step.legend(frameon=False, fontsize=8)  # the colors are those of all axes
     lines = [lengths.plot([], [], color="C0", linestyle=style)[0] for style in ("-", "--")]
-    labels = ["rows trained on, mean", "all candidates, p99 (aborted ones: what they had)"]
+    labels = ["rows trained on, mean", "all candidates, p99 (aborted ones: tokens until then)"]
     figure.legend(lines, labels, loc="outside lower right", ncols=2, frameon=False, fontsize=8)
     lengths.yaxis.set_major_formatter("{x:.0f}")
     lengths.yaxis.set_minor_formatter("{x:.0f}")
@@ -75,7 +75,7 @@ def _comparison(runs: Mapping[str, LogHistory]) -> Any:
 
 
 def plot_simulation(outcomes: Sequence[Any], path: str | Path) -> None:
-    """Draws a simulation's comparison: speed-ups over the first of the `outcomes`, and what they cost."""
+    """Draws a simulation's comparison: speed-ups over the first of the `outcomes`, and their costs."""
     save_picture(lambda: _simulation(outcomes), path)
 
 
@@ -94,7 +94,7 @@ def _simulation(outcomes: Sequence[Any]) -> Any:
     speed.set(yticks=rows, yticklabels=names, xlabel="speed-up over the first (95 % interval over seeds)")
     speed.invert_yaxis()
     quantities = {
-        "wasted tokens": [outcome.wasted_share.mean for outcome in outcomes],
+        "wasted tokens": [outcome.estimate("wasted_share").mean for outcome in outcomes],
         "idle slots (bubble)": [outcome.estimate("bubble_ratio").mean for outcome in outcomes],
         "kept / pool length": [outcome.estimate("kept_vs_pool_length_ratio").mean for outcome in outcomes],
     }

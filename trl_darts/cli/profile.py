@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..analysis.output_files import check_writable, not_writable
+from ..analysis.output_files import check_writable, writing
 from ..engines.addresses import API_KEY_VARIABLE
 from ..engines.waiting import repeated
 from ..errors import ConfigurationError, GenerationError
@@ -40,8 +40,8 @@ def profile(
     tail_of: Annotated[
         Path | None,
         option(
-            help="A profile to which these servers are added as the tail servers, of another layout, beside the main "
-            "ones that it has. By default also the file to write."
+            help="A profile of the main servers, to which these are added as the tail servers of another layout. By "
+            "default also the file to write."
         ),
     ] = None,
     plot: Annotated[Path | None, option(help="The picture to write. By default beside the output, as .png.")] = None,
@@ -59,10 +59,10 @@ def profile(
     repeats: Annotated[int, typer.Option(help="Measurements of each point, in rounds of random order.")] = 3,
     hardware: Annotated[
         str | None,
-        option(help="What the servers run on, for the file. By default what they say.", metavar="TEXT"),
+        option(help="Description of the hardware, for the file. By default what the servers report.", metavar="TEXT"),
     ] = None,
-    api_key: Annotated[str | None, option(help="Key of the servers.", envvar=API_KEY_VARIABLE)] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts, and of the order of measurements.")] = 0,
+    api_key: Annotated[str | None, option(help="API key of the servers.", envvar=API_KEY_VARIABLE)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the order of measurements.")] = 0,
 ) -> None:
     """
     Measure how fast servers decode, and fit the curve that `latency_curve` of the trainer takes.
@@ -106,7 +106,7 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _check_outputs(output: Path, plot: Path | None) -> Path | None:
-    """The picture's path, or `None` where none can be drawn. Before anything is measured."""
+    """Returns the picture's path, or `None` without matplotlib. Called before anything is measured."""
     if plot is not None and not is_matplotlib_available():
         raise ConfigurationError(
             f"`plot` ({str(plot)!r}) needs matplotlib. `pip install 'trl-darts[report]'`, or leave it out."
@@ -123,7 +123,7 @@ def _check_outputs(output: Path, plot: Path | None) -> Path | None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar in a terminal, else a line every ten seconds."""
+    """Shows a bar in a terminal, otherwise prints a line every ten seconds."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
@@ -142,20 +142,14 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 def _write(result: ProfileResult, output: Path, picture: Path | None, main: LatencyProfile | None) -> None:
     from ..analysis.profile.display import draw, summarize, warn
 
-    try:
+    with writing("output", output):
         (result.profile if main is None else replace(main, tail=result.profile)).save(output)
-    except OSError as error:
-        raise not_writable("output", output, error.strerror) from error
-    lines = [*summarize(result.profile), "", f"Written: {output}"]
-    if picture is None:
-        lines.append("No picture, which needs matplotlib: `pip install 'trl-darts[report]'`.")
-    else:
-        try:
+    written = "No picture, which needs matplotlib: `pip install 'trl-darts[report]'`."
+    if picture is not None:
+        with writing("plot", picture):
             draw(result.profile, picture)
-        except OSError as error:
-            raise not_writable("plot", picture, error.strerror) from error
-        lines.append(f"Picture: {picture}")
-    lines += ["", f'The trainer\'s argument: DARTSGRPOConfig(latency_curve="{output}")']
-    typer.echo("\n".join(lines))
+        written = f"Picture: {picture}"
+    argument = f'The trainer\'s argument: DARTSGRPOConfig(latency_curve="{output}")'
+    typer.echo("\n".join([*summarize(result.profile), "", f"Written: {output}", written, "", argument]))
     for warning in warn(result):
         typer.echo(f"Warning: {warning}", err=True)

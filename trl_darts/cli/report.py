@@ -12,29 +12,29 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR...",
-            help="`output_dir` of a training, one or several. The first is what the others are compared with.",
+            help="`output_dir` of a training, one or several. The first is the baseline.",
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page. Its figures go beside it as PNG files.")
+        Path, typer.Option("--output", "-o", help="The page. Its figures are written beside it as PNG files.")
     ] = Path("report.html"),
     name: Annotated[
         list[str] | None,
-        typer.Option(help="What to call a run, once per run in their order. Its directory's name by default."),
+        typer.Option(help="Name of a run, once per run in their order. By default its directory's name."),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(help="Step whose rollout is shown from within, from 1 on. A typical one by default."),
+        typer.Option(help="Step whose first rollout is shown, from 1. By default one that took the median time."),
     ] = None,
     latency_curve: Annotated[
         Path | None,
-        typer.Option(help="File of a latency curve: adds predicted against real times.", metavar="FILE"),
+        typer.Option(help="File of a latency curve, to show predicted against real times.", metavar="FILE"),
     ] = None,
 ) -> None:
     """
     Write one HTML page about one or several trainings: rewards, times, lengths, budgets and faults.
 
-    Trainings leave what it needs with `save_rollout_trace=True`. The page has everything in it: mail it, print it.
+    Train with `save_rollout_trace=True`. The page contains its figures, so that one file can be mailed or printed.
 
     Example:
 

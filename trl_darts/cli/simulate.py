@@ -1,4 +1,4 @@
-"""`trl-darts simulate`: what a schedule would gain on a workload, before any GPU is paid for."""
+"""`trl-darts simulate`: parses the options, calls `trl_darts.analysis.simulation`, and prints."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -26,16 +26,16 @@ from ..analysis.simulation import (
     settings_of,
 )
 from ..analysis.simulation.comparison import show
-from ..analysis.simulation.recorded import check_model
+from ..analysis.simulation.recorded import curve_of, run_settings
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
-from ..policy import Layout, drafted_latency
+from ..policy import Layout, PrefillCurve, drafted_latency
 from ..scheduling import SCHEDULES
 from ..scheduling.setting import one_of
 
 
 FILES = ("simulation.csv", "simulation.png")
-# Options that have no effect on a trace, and options of one kind of engines.
+# Options that have no effect on a trace, and options for a single kind of engine.
 LENGTHS = ("workload", "num_prompts", "median_length", "inter_prompt_std", "intra_prompt_std", "endless_share")
 SINGLE_LAYOUT = {"num_engines", "max_num_seqs", "kv_tokens", "prefill_seconds_per_token", "draft_acceptance"}
 
@@ -43,7 +43,7 @@ console = Console()
 
 
 def option(text: str, panel: str | None = None, **more: Any) -> Any:
-    """An option whose default stands in its help."""
+    """Declares an option whose help names its default."""
     return typer.Option(help=text, show_default=False, rich_help_panel=panel, **more)
 
 
@@ -65,14 +65,14 @@ def simulate(
     ] = None,
     train_seconds_per_token: Annotated[
         float | None,
-        for_workload("Forward and backward pass, per token trained on, without padding. Default: 0, rollouts only."),
+        for_workload("Seconds of training per token trained on, without padding. Default: 0, rollouts only."),
     ] = None,
     fixed_seconds: Annotated[
-        float | None, for_workload("Weight sync, rewards and the like, per step. Default: 0.")
+        float | None, for_workload("Seconds per step for weight sync, rewards and the like. Default: 0.")
     ] = None,
     shaping: Annotated[
         float | None,
-        for_workload("How fast the policy follows what is selected, an assumption; see docs/analysis.md. Default: 0."),
+        for_workload("How fast the policy follows the selection, an assumption; see docs/analysis.md. Default: 0."),
     ] = None,
     uniform_share: Annotated[
         float | None,
@@ -84,9 +84,13 @@ def simulate(
         str | None, for_lengths(f"Published lengths: {' (the default) or '.join(WORKLOADS)}.", metavar="NAME")
     ] = None,
     num_prompts: Annotated[int | None, for_lengths("Prompts in the data set. Default: 1,024.")] = None,
-    median_length: Annotated[float | None, for_lengths("Median response length, instead of the workload's.")] = None,
-    inter_prompt_std: Annotated[float | None, for_lengths("Spread of log-lengths between prompts, likewise.")] = None,
-    intra_prompt_std: Annotated[float | None, for_lengths("Spread of log-lengths of one prompt, likewise.")] = None,
+    median_length: Annotated[float | None, for_lengths("Median response length. Default: the workload's.")] = None,
+    inter_prompt_std: Annotated[
+        float | None, for_lengths("Spread of log-lengths between prompts. Default: the workload's.")
+    ] = None,
+    intra_prompt_std: Annotated[
+        float | None, for_lengths("Spread of log-lengths within a prompt. Default: the workload's.")
+    ] = None,
     endless_share: Annotated[
         str | None,
         for_lengths(
@@ -108,30 +112,30 @@ def simulate(
         int | None, for_engines("Tokens that fit in an engine's KV cache. Default: the file's, or no limit.")
     ] = None,
     prefill_seconds_per_token: Annotated[
-        float | None, for_engines("Per token that is prefilled. Default: what the file has, or 0.")
+        float | None, for_engines("Seconds per prefilled token. Default: the file's, or 0.")
     ] = None,
     seconds_per_request: Annotated[
-        float | None, for_engines("What each candidate costs its engine, whatever its length. Default: 0.")
+        float | None, for_engines("Seconds that each candidate occupies its engine before it decodes. Default: 0.")
     ] = None,
     layout: Annotated[
         str | None,
         for_engines(
-            "Main engines, and those of another layout that take over what is left, such as 4x1+1x4 (engines × GPUs "
-            f"each), with a profile of both. {PAT_LAYOUT} needs none: PAT published it.",
+            "Main engines, and engines of another layout for the last candidates, such as 4x1+1x4 (engines × GPUs "
+            f"each), with a profile of both. {PAT_LAYOUT} needs no profile: PAT published it.",
             metavar="LAYOUT",
         ),
     ] = None,
     switch_seconds: Annotated[
         float | None,
         for_engines(
-            "With --layout: time of a switch between engines on the same GPUs. 0 where they have GPUs of their own. "
-            "Default: 3.16, as PAT's beside its cache."
+            "With --layout: seconds of a switch between engines on the same GPUs, or 0 if each has its own. Default: "
+            "3.16, as in PAT without moving the cache."
         ),
     ] = None,
     draft_acceptance: Annotated[
         float | None,
         for_engines(
-            "Servers draft: the probability that a drafted token is accepted once those before it are. Default: no "
+            "With drafts: the probability that a drafted token is accepted if those before it were. Default: no "
             "drafts."
         ),
     ] = None,
@@ -147,7 +151,7 @@ def simulate(
         list[str] | None,
         option(
             "A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations. Each "
-            "schedule takes the settings that mean something to it.",
+            "schedule takes the settings that it reads.",
             metavar="NAME=VALUE,…",
         ),
     ] = None,
@@ -182,7 +186,7 @@ def simulate(
 
 
 def schedule_names(schedules: list[str], more: list[str]) -> list[str]:
-    """The schedules of `--schedule`, and those behind it without an option's name."""
+    """Returns the schedules of `--schedule`, and those that follow it as separate words."""
     names, further = (
         [name.strip() for given in words for name in given.split(",") if name.strip()] for words in (schedules, more)
     )
@@ -203,23 +207,23 @@ def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
             option = f"--sweep {name}" if name in sweep else "--switch-seconds"
             raise ConfigurationError(f"`{option}` needs tail engines. Give `--layout`, or leave it out.")
     cluster = replace(ASSUMED_CLUSTER, **own)
-    if "latency_curve" in given:
-        if "trace" in given:
-            check_model(given["trace"], given["latency_curve"])
-        cluster = ClusterSpec.measured(given["latency_curve"], **own)
+    if path := given.get("latency_curve"):
+        run = given.get("trace")
+        curve = curve_of(path, {} if run is None else {str(run): run_settings(run).get("model")})
+        cluster = ClusterSpec.of(curve, PrefillCurve.load(path), **own)
     if "draft_acceptance" not in given:
         return cluster
     return replace(cluster, latency=drafted_latency(cluster.latency, given["draft_acceptance"]))
 
 
 def _layouts(given: Mapping[str, Any], sweep: Mapping[str, Any], own: dict[str, Any]) -> ClusterSpec:
-    """Main and tail engines. Options of one kind of engines are refused."""
+    """Returns main and tail engines. Options for a single kind of engine are refused."""
     text, layouts = given["layout"], Layout.parse("--layout", given["layout"])
     single = sorted(SINGLE_LAYOUT & given.keys())
     if single:
         raise ConfigurationError(
-            f"`{_flag(single[0])}` ({given[single[0]]}) does not go with `--layout` ({text!r}), whose engines are of "
-            "two kinds. Leave one of them out."
+            f"`{_flag(single[0])}` ({given[single[0]]}) does not work with `--layout` ({text!r}), whose engines are "
+            "of two kinds. Leave one of them out."
         )
     own = {"switch_seconds": PAT_CLUSTER.switch_seconds, **own}
     if "tail_share" in sweep and own["switch_seconds"]:
@@ -231,21 +235,21 @@ def _layouts(given: Mapping[str, Any], sweep: Mapping[str, Any], own: dict[str, 
         return ClusterSpec.of_layouts(given["latency_curve"], *layouts, **own)
     if text != PAT_LAYOUT:
         raise ConfigurationError(
-            f"`--layout` ({text!r}) needs `--latency-curve`, a profile of both kinds of engines. Without one there is "
-            f"{PAT_LAYOUT} alone."
+            f"`--layout` ({text!r}) needs `--latency-curve`, a profile of both kinds of engines. Only {PAT_LAYOUT} "
+            "works without one."
         )
     return replace(PAT_CLUSTER, **own)
 
 
 def _workloads(given: Mapping[str, Any]) -> tuple[dict[str, Workload], int]:
-    """A trace's workload, or one for each endless share, by the end of their rows' names; and the rows per prompt."""
+    """Returns workloads by the suffix of their rows' names, and the rows per prompt."""
     own = {"redraws": True, **_fields(Workload, given)}
     if "trace" in given:
         for name in LENGTHS:
             if name in given:
                 raise ConfigurationError(
                     f"`{_flag(name)}` ({given[name]}) has no effect with `--trace` ({str(given['trace'])!r}), which "
-                    "has lengths and prompts of its own. Leave one of them out."
+                    "has its own lengths and prompts. Leave one of them out."
                 )
         workload, rows = recorded_workload(given["trace"], num_generations=given.get("num_generations"), **own)
         return {"": workload}, rows
@@ -267,7 +271,7 @@ def _workloads(given: Mapping[str, Any]) -> tuple[dict[str, Workload], int]:
 
 
 def _fields(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options that are fields of a dataclass."""
+    """Returns the given options that are fields of a dataclass."""
     return {field.name: given[field.name] for field in fields(kind) if field.name in given}
 
 
@@ -276,7 +280,7 @@ def _flag(name: str) -> str:
 
 
 def _check(steps: int, seeds: int, output: Path | None) -> None:
-    """Before anything is computed."""
+    """Checks the remaining options before anything is computed."""
     for name, value in (("--steps", steps), ("--seeds", seeds)):
         if value < 1:
             raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")

@@ -1,4 +1,4 @@
-"""Facts, a grid, probes with a known latency, and the answers of a vLLM server."""
+"""A described server, a grid, probes with a known latency, and a fake vLLM server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.engines.fake_server import completion
 from trl_darts.analysis.profile.grid import Grid, GridPoint
-from trl_darts.analysis.profile.measure import Decoded
+from trl_darts.analysis.profile.probe import Decoded
 from trl_darts.analysis.profile.profiled_server import ProfiledServer
 
 
@@ -36,23 +36,23 @@ vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="%(tokens
 def metrics(
     running: int = 0, preemptions: int = 0, tokens: str = "50000", seconds: float = 0, generated: int = 0
 ) -> str:
-    """The text of `/metrics`, as far as anybody reads it."""
+    """Returns the text of `/metrics`, as far as it is read."""
     values = {"running": running, "preemptions": preemptions, "tokens": tokens, "seconds": seconds}
     return METRICS % {**values, "generated": generated}
 
 
 def facts(**changes: Any) -> ProfiledServer:
-    """Those of an idle small server."""
+    """Describes a small idle server."""
     return replace(FACTS, **changes)
 
 
 def seconds_of(point: GridPoint) -> float:
-    """The latency that fake probes measure."""
+    """Returns the latency that fake probes measure."""
     return 0.004 + 2e-4 * point.batch_size + 1e-7 * point.batch_size * (point.context_length + 20)
 
 
 class FakeProbe:
-    """Measures a law instead of a server, times `noise`, and logs what. `impossible` points can't be measured."""
+    """Measures `seconds_of` times `noise`, and logs each call. `impossible` points can't be measured."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class FakeProbe:
 
 class FakeVLLM:
     """
-    Answers like a server that decodes one token per sequence and step, at most `max_num_seqs` at once. Its clock shows
-    steps of exactly `step_s`, whatever they take; of ten times that, while a request waits for its first token.
+    Answers like a server that decodes one token per sequence and step, at most `max_num_seqs` sequences at once. Its
+    clock counts exactly `step_s` per step, and ten times that while a request waits for its first token.
     """
 
     def __init__(self, step_s: float = 0.004, max_num_seqs: int = 1000, abortable: bool = True) -> None:
@@ -172,5 +172,5 @@ class FakeVLLM:
 
 
 def rng() -> np.random.Generator:
-    """With a fixed seed."""
+    """Returns a generator with a fixed seed."""
     return np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The command itself: what it refuses, what it prints, where, and with which exit code. The measurement is a law."""
+"""The command: its errors, its output and its exit codes. The probes have a known latency."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trl_darts.analysis import profile as analysis
-from trl_darts.analysis.profile.profiler import Measurement
+from trl_darts.analysis.profile import profiler
 from trl_darts.cli import app
 from trl_darts.cli import profile as command
 from trl_darts.errors import ConfigurationError, GenerationError
@@ -27,14 +27,14 @@ def run(*args: str):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path) -> list:
-    """Options that arrive, instead of a measurement. The working directory is a temporary one."""
+    """Records the options, and measures a fake server. The working directory is a temporary one."""
     seen = []
 
     def profile_servers(options, report):
         seen.append(options)
-        measurement = Measurement([FakeProbe([])], GRID, options.repeats, rng(), report)
-        asyncio.run(measurement.run())
-        return measurement.result({"model": "tiny", "servers": list(options.urls), "tensor_parallel_size": 1})
+        measured = asyncio.run(profiler.measure([FakeProbe([])], GRID, options.repeats, rng(), report))
+        about = {"model": "tiny", "servers": list(options.urls), "tensor_parallel_size": 1}
+        return profiler.fit(measured, {**about, "repeats": options.repeats})
 
     monkeypatch.setattr(analysis, "profile_servers", profile_servers)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)

@@ -1,4 +1,4 @@
-"""Which points are measured: few, and only what every server can hold."""
+"""The points to measure: few, and only those that fit into every server."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def test_the_ends_are_measured_whatever_they_are() -> None:
 def test_the_smallest_server_decides() -> None:
     grid = grid_of(facts(), facts(max_num_seqs=4, kv_cache_tokens=3_000))
     assert sizes(grid) == [1, 2, 4]
-    assert sizes(grid_of(facts(max_num_seqs=None, kv_cache_tokens=None)))[-1] == 256  # where none tells its limits
+    assert sizes(grid_of(facts(max_num_seqs=None, kv_cache_tokens=None)))[-1] == 256  # no server reports its limits
     assert max(point.batch_size * point.context_length for point in grid.points) < 2_700
 
 

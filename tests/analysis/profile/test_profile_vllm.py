@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trl_darts import DARTSGRPOConfig
-from trl_darts.analysis.profile.measure import ServerProbe
+from trl_darts.analysis.profile.probe import ServerProbe
 from trl_darts.analysis.profile.profiled_server import describe_server
 from trl_darts.cli import app
 from trl_darts.engines.vllm_api import VLLMServer, new_session

@@ -1,4 +1,4 @@
-"""What a server says of itself, and what is said where it can't be measured."""
+"""Reading what a server reports about itself, and the errors of servers that can't be measured."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Rounds, noise, points that can't be measured, several servers, and the picture. The probes measure a known law."""
+"""Rounds, noise, points that can't be measured, several servers, and the picture. The probes have a known latency."""
 
 import asyncio
 import re
@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import fake_server
-from trl_darts.analysis.profile import ProfileOptions, ProfileResult, profile_servers
+from trl_darts.analysis.profile import ProfileOptions, ProfileResult, profile_servers, profiler
 from trl_darts.analysis.profile.display import draw, summarize, warn
 from trl_darts.analysis.profile.grid import Grid, GridPoint
-from trl_darts.analysis.profile.profiler import Measurement, check_alike, describe
+from trl_darts.analysis.profile.profiled_server import check_alike, metadata_of
 from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.policy import LatencySurface
 
@@ -23,9 +23,8 @@ ABOUT = {"model": "tiny", "servers": ["http://a", "http://b"], "hardware": None,
 
 
 def measure(probes: list[FakeProbe], grid: Grid = GRID, repeats: int = 3, report=lambda *_: None) -> ProfileResult:
-    measurement = Measurement(probes, grid, repeats, rng(), report)
-    asyncio.run(measurement.run())
-    return measurement.result({**ABOUT, "servers": ABOUT["servers"][: len(probes)]})
+    measured = asyncio.run(profiler.measure(probes, grid, repeats, rng(), report))
+    return profiler.fit(measured, {**ABOUT, "servers": ABOUT["servers"][: len(probes)]})
 
 
 def test_each_point_is_measured_in_each_round_in_random_order() -> None:
@@ -94,8 +93,10 @@ def test_servers_that_differ_are_refused(name: str) -> None:
 
 def test_metadata_says_what_was_measured() -> None:
     servers = [facts(url="http://a", hardware="1 x X"), facts(url="http://b", hardware="1 x Y")]
-    about = describe(servers, ProfileOptions(("http://a", "http://b")))
+    about = metadata_of(servers)
     assert about["hardware"] == "1 x X; 1 x Y"
+    assert metadata_of(servers, "a box")["hardware"] == "a box"
+    assert "url" not in about
     assert (about["servers"], about["max_num_seqs"]) == (["http://a", "http://b"], 64)
 
 
@@ -150,7 +151,7 @@ def test_a_server_that_is_lost_meanwhile() -> None:
 
 
 def test_a_server_that_is_too_slow(monkeypatch) -> None:
-    monkeypatch.setattr("trl_darts.analysis.profile.measure.REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("trl_darts.analysis.profile.probe.REQUEST_TIMEOUT_S", 0.3)
     with pytest.raises(GenerationError, match=r"Is it stuck\?.*`--max-context-tokens`"):
         profile_fake(FakeVLLM(step_s=1.0))
 

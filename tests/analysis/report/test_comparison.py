@@ -1,7 +1,7 @@
 """
-What is compared, and what is said of it.
+Comparisons of runs, and their cautions.
 
-Invariants: numbers of several runs are over the same steps; runs that did different work are not compared in silence.
+Invariants: numbers of several runs are over the same steps; a caution names runs that did different work.
 """
 
 from dataclasses import asdict
@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_darts.analysis.estimates import Estimate, mean_of, plus_minus
 from trl_darts.analysis.report import read_runs
-from trl_darts.analysis.report.estimates import mean_of, plus_minus
 from trl_darts.analysis.report.tables import Window, common_traces, common_window, typical_step
 from trl_darts.analysis.report.verdict import cautions, compare_settings, reward_ends, summary
-from trl_darts.analysis.simulation import Estimate
 from trl_darts.scheduling import ScheduleSettings
 
 from .builders import ROLLOUT, SETTINGS, make_entry, make_trace, write_run
@@ -42,7 +41,7 @@ def read(tmp_path, **runs):
 
 
 def slow(step):
-    """Nothing is called off: 20 s, and 26 tokens, all kept."""
+    """Nothing is aborted: 20 s, and 26 tokens, all kept."""
     everything = {
         key: [(length, "stop", True, start, 2 * end) for length, _, _, start, end in group]
         for key, group in ROLLOUT.items()
@@ -94,12 +93,12 @@ def test_other_work_is_said(tmp_path):
     settings = {setting.name: setting for setting in compare_settings(runs)}
     assert settings["model"].matters
     assert settings["prompts per rollout"].matters
-    assert not settings["num_longest"].differs  # one run tells it
+    assert not settings["num_longest"].differs  # only one run has it
     assert not settings["schedule"].differs
     first, unknown, prompts = cautions(runs, [*settings.values()])
     assert "differ in model, prompts per rollout" in first
     assert unknown.startswith("Settings are unknown: c.")
-    assert "same prompts in 0 of 1 common steps" in prompts
+    assert "same prompts in only 0 of 1 common steps" in prompts
     assert cautions(runs[:1], compare_settings(runs[:1])) == []
 
 

@@ -1,8 +1,8 @@
 """
 The page, its pictures, and the command that writes them.
 
-Invariants: the page loads nothing; it is the same for the same runs; what a run's log says is text on it and never
-code; whatever is missing is said on it; an error is one line.
+Invariants: the page loads nothing; it is the same for the same runs; a run's log is text on it and never code; missing
+parts are named; an error is one line.
 """
 
 import re
@@ -108,7 +108,7 @@ def test_text_of_a_run_is_text(tmp_path, no_figures):
     [
         ({"traces": 3}, ["No log: rewards", "the log has no <code>reward</code>", "No latency curve was given"]),
         ({"log": 3}, ["No traces: length", "no distribution", "budgets need them", "no trace of this step"]),
-        ({"traces": 1, "log": 1}, ["No prompt came back within these steps"]),
+        ({"traces": 1, "log": 1}, ["No prompt was sampled twice in these steps"]),
         ({"log": [{"step": 1, "reward": 1.0}]}, ["no curve against time", "lacks <code>step_time</code>"]),
     ],
 )
@@ -131,14 +131,15 @@ def test_faults_and_settings_of_two_runs(tmp_path, no_figures):
     assert "The runs did different work: they differ in model." in text
 
 
-def test_idle_shares_of_trainer_and_engines(tmp_path, no_figures):
+def test_the_trainer_waits_and_engines_are_idle(tmp_path, no_figures):
     """Of 18 seconds a step, 10 are rollouts; the second run waits for 4 of them."""
     ahead = [make_entry(step, **{"darts/rollout/wait_seconds": 4.0}) for step in (1, 2, 3)]
     runs = [write_run(tmp_path / "a", log=3), write_run(tmp_path / "b", log=ahead)]
     text = write_report(runs, tmp_path / "report.html")[0].read_text()
-    assert "<th>Trainer idle</th><th>Engines idle</th>" in text.replace(' scope="col"', "")
-    assert "<td>56 %</td><td>44 %</td>" in text
-    assert "<td>22 %</td><td>44 %</td>" in text
+    assert "<th>Step</th><th>Engines idle</th>" in text.replace(' scope="col"', "")
+    assert "<td>10.0 (56 %)</td>" in text
+    assert "<td>4.00 (22 %)</td>" in text
+    assert text.count("<td>44 %</td>") == 2
 
 
 def test_six_runs_without_traces(tmp_path):
@@ -159,7 +160,7 @@ def test_curve_must_be_of_the_runs_model(tmp_path, no_figures, metadata, fits):
     result = run(tmp_path / "run", "-o", tmp_path / "r.html", "--latency-curve", tmp_path / "curve.json")
     assert result.exit_code == (0 if fits else 2)
     if fits:
-        assert f"curve of {metadata.get('model', 'a model it does not tell')}" in (tmp_path / "r.html").read_text()
+        assert f"curve of {metadata.get('model', 'an unknown model')}" in (tmp_path / "r.html").read_text()
     else:
         assert re.search(r"`--latency-curve` \('.*curve.json'\).*'some/Other-7B'.*Tiny-1B", result.stderr)
 
@@ -167,7 +168,7 @@ def test_curve_must_be_of_the_runs_model(tmp_path, no_figures, metadata, fits):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["a", "--step", "9"], "`--step` (9) must be a step with a trace, and traces are there 1 to 1"),
+        (["a", "--step", "9"], "`--step` (9) must be a step with a trace, and there are traces of steps 1 to 1"),
         (["a", "--output", "."], "`--output` ('.') must be the name of an HTML file."),
         (
             ["a", "--output", "x" * 300 + ".html"],

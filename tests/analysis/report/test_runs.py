@@ -47,7 +47,7 @@ def test_what_became_of_a_carried_candidate_is_what_became_of_it_at_last(tmp_pat
         (lambda path: None, "does not exist. Check the path."),
         (lambda path: path.mkdir(), "has neither rollouts/log.jsonl.*Train with `save_rollout_trace=True`"),
         (lambda path: write_run(path / "inner", traces=1), "Did you mean .*inner'"),
-        (lambda path: write_run(path, log=[{"run": {}}], settings=None), "without a single finished step"),
+        (lambda path: write_run(path, log=[{"run": {}}], settings=None), "has no finished step"),
     ],
 )
 def test_what_is_no_run(tmp_path, build, rule):
@@ -63,9 +63,9 @@ def test_what_is_no_run(tmp_path, build, rule):
     ("directories", "names", "rule"),
     [
         (["a"] * 7, [], r"`RUN_DIR` \(7 directories\)"),
-        (["a", "a"], [], r"`RUN_DIR` \('.*a'\) is there twice"),
+        (["a", "a"], [], r"`RUN_DIR` \('.*a'\) must be given once"),
         (["a", "b"], ["x"], r"`--name` \(1 given\) must be given once per run \(2\)"),
-        (["a", "b"], ["x", "x"], r"`--name` \('x'\) is there twice"),
+        (["a", "b"], ["x", "x"], r"`--name` \('x'\) must be given once"),
     ],
 )
 def test_names_that_do_not_fit(tmp_path, directories, names, rule):

@@ -1,8 +1,8 @@
 """
-What a step saved, and by what.
+The seconds that a step saved, and their parts.
 
-Invariants: the parts sum to what was saved; a machine that is slower is no shorter row; a machine that was busy is
-said, also where settings differ.
+Invariants: the parts sum to the whole; a slower machine does not count as shorter rows; a busy machine is named,
+also if settings differ.
 """
 
 import numpy as np
@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from trl_darts.analysis.estimates import fit_linear, ratio_of_sums
 from trl_darts.analysis.report import read_run
-from trl_darts.analysis.report.estimates import fit_linear, ratio_of_sums
 from trl_darts.analysis.report.verdict import busy, describe, in_short, saving
 
 from .builders import make_entry, write_run
@@ -79,7 +79,7 @@ def test_what_can_not_be_told(tmp_path):
     flat = [
         read_run(write_run(tmp_path / n, log=[entry(s, 5.0, x) for s in range(1, 6)])) for n, x in (("a", 9), ("b", 5))
     ]
-    assert "can't be told apart" in in_short(flat, [])[0][-1]
+    assert "the rest are unknown" in in_short(flat, [])[0][-1]
     again = read_run(write_run(tmp_path / "c", log=[entry(s, 5.0, 9) for s in range(1, 6)]))
     assert "no difference beyond the noise" in in_short([flat[0], again], [])[0][0]
     few = read_run(write_run(tmp_path / "few", log=[entry(s, 50.0, 9) for s in range(1, 5)]))

@@ -1,4 +1,4 @@
-"""A rollout token by token on one engine: slow, and simple enough to be believed."""
+"""Simulates a rollout token by token on one engine: slow, and simple enough to trust."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def token_by_token(
         for candidate_id in running:
             running[candidate_id] += 1
         for candidate_id in sorted(running):
-            if candidate_id not in running:  # called off by one that ended in the same step
+            if candidate_id not in running:  # aborted because of one that ended in the same step
                 continue
             command = submits[candidate_id]
             own = lengths[command.group_id][command.index]

@@ -104,7 +104,7 @@ def test_each_quantity_has_its_interval_below_it():
 
 def test_says_what_it_rests_on(tmp_path):
     assumed = " ".join(run(*SMALL).stdout.split())
-    assert "bubble: share of the decoding slots that stood idle" in assumed
+    assert "bubble: share of idle decoding slots" in assumed
     assert "on 8 engines, assumed: Llama-3.1-8B as NVIDIA published it for NIM" in assumed
     assert "Rollouts only: training takes no time here" in assumed
     assert "WARNING: the latency curve is assumed (Llama-3.1-8B" in assumed
@@ -161,7 +161,9 @@ def test_what_a_profile_limits_waits(recorded, tmp_path):
 def test_a_curve_of_another_model_is_refused(no_training, recorded, tmp_path):
     curve = save_profile(tmp_path / "other.json", model="some/Other-7B")
     error = refused("--trace", recorded, "--latency-curve", curve)
-    assert error.startswith(f"Error: `--latency-curve` ('{curve}') must be of the trace's model, and is of 'some/")
+    assert error.startswith(
+        f"Error: `--latency-curve` ('{curve}') must be of the model that was trained, and is of 'some/"
+    )
     assert "'some/Tiny-1B'" in error
 
 
@@ -227,7 +229,7 @@ def test_engines_of_two_layouts(tmp_path):
         (["--layout", "4x2"], "`--layout` ('4x2') must be main and tail engines that differ"),
         (["--layout", "1x2+1x2"], "must be main and tail engines that differ"),
         (["--layout", "8x1+1x8"], "needs `--latency-curve`, a profile of both kinds of engines"),
-        (["--layout", "4x2+1x8", "--num-engines", "4"], "`--num-engines` (4) does not go with `--layout`"),
+        (["--layout", "4x2+1x8", "--num-engines", "4"], "`--num-engines` (4) does not work with `--layout`"),
         (
             ["--layout", "4x2+1x8", "--sweep", "tail_share=0.1"],
             "`--sweep tail_share` needs tail engines",

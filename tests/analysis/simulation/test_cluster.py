@@ -130,12 +130,12 @@ def test_shortest_only_waits_for_nothing_that_it_can_not_keep(lengths, patience)
 
 
 def test_a_bounded_wait_aborts_within_a_report_of_the_bound_and_needs_no_other_report():
-    """Of 220 tokens there would be 13 reports; one is heard, beyond the bound."""
-    heard = []
+    """Of 220 tokens there would be 13 reports; the scheduler gets one, beyond the bound."""
+    handled = []
 
     class Listening(Scheduler):
         def handle(self, event):
-            heard.append(type(event).__name__)
+            handled.append(type(event).__name__)
             return super().handle(event)
 
     scheduler = Listening(make_policies("darts", M, long_end_patience=2.0), M)
@@ -143,11 +143,11 @@ def test_a_bounded_wait_aborts_within_a_report_of_the_bound_and_needs_no_other_r
     (group,) = cluster.run(scheduler, [GroupPlan(0, 3)], [[100, 110, ENDLESS]], 10_000).groups
     assert group.selected == [0, 1]
     assert 220 <= group.candidates[2].length <= 220 + 16
-    assert heard == ["CandidateEnded", "CandidateEnded", "TokensArrived", "CandidateEnded"]
+    assert handled == ["CandidateEnded", "CandidateEnded", "TokensArrived", "CandidateEnded"]
 
 
 class Talkative(DualEnd):
-    """Another policy, as far as the simulator knows: it hears every report."""
+    """A policy that the simulator does not know, so it gets every report."""
 
     def surplus(self, group):
         return super().surplus(group)

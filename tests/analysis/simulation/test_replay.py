@@ -16,7 +16,7 @@ LIMIT = 96
 def run_dir(server, model_dir, tmp_path_factory):
     """Three steps of 10 prompts, up to 8 candidates each; the third epoch knows the prompts."""
     out = tmp_path_factory.mktemp("recorded")
-    # The paper's rule, by which a prompt that is not stopped early keeps the same rows whatever the times.
+    # The paper's rule, by which a prompt that is not stopped early keeps the same rows, independent of times.
     fields = {"max_steps": 3, "per_device_train_batch_size": 40, "learning_rate": 0.0, "long_end_patience": None}
     args = server_args(out, server, save_rollout_trace=True, **fields)
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(10))

@@ -75,7 +75,7 @@ def test_sorted_on_policy_begins_the_rest_anew():
 
 
 def test_sorted_partial_goes_on():
-    """Of the 40, 10 are left; the 30 begins only now."""
+    """The 40 has 10 tokens left to decode; the 30 starts in the second rollout."""
     run = train_given(FOUR, two_rows("sorted", sorted_group_batches=2, sorted_mode="partial"), 2, max_num_seqs=4)
     assert run.rollout_seconds == [30.0, 30.0]
     assert run.pool_tokens == [60.0 + 2 * 30, 2 * (10 + 30)]
@@ -110,7 +110,7 @@ def test_trained_once_and_nothing_wasted(schedule, spec, num_groups, num_batches
     num_prompts = num_groups * num_batches
     lengths = random.sample(range(1, 400), 2 * num_prompts)  # all different: a length says which candidate it is
     table = [[lengths[2 * prompt], lengths[2 * prompt + 1], 1, 1] for prompt in range(num_prompts)]
-    outcomes = SimulatedTraining(InOrder(GivenLengths(table), num_groups, 300), schedule, spec).outcomes()
+    outcomes = SimulatedTraining(InOrder(GivenLengths(table), num_groups, 300), schedule, spec).optimizer_steps()
     for _ in range(2):
         steps = list(islice(outcomes, num_batches))
         assert all(len(step.kept) == 2 * num_groups for step in steps)
@@ -161,7 +161,7 @@ def lengths_seen(training: SimulatedTraining, num_epochs: int) -> dict[tuple[int
         return run(scheduler, plans, lengths, max_length)
 
     training.cluster.run = listening
-    for number, _ in enumerate(islice(training.outcomes(), 6 * num_epochs)):
+    for number, _ in enumerate(islice(training.optimizer_steps(), 6 * num_epochs)):
         epoch = (number + 1) // 6
     return seen
 

@@ -55,7 +55,7 @@ def test_pruning_does_not_blow_up_what_is_known_of_lengths(lengths, limit):
     settings = ScheduleSettings("darts", num_generations=8, max_num_generations=12)
     training = SimulatedTraining(Workload(lengths, 128, limit), settings, CLUSTER)
     rhos, saturated = [], []
-    for step in islice(training.outcomes(), 40):
+    for step in islice(training.optimizer_steps(), 40):
         rhos.append(training.admission.tracker.rho)
         saturated.append(step.num_saturated)
     assert np.mean(saturated) / 128 > 0.8
@@ -95,7 +95,7 @@ def test_lengths_are_learned_where_a_switch_to_tail_servers_is_predicted():
     curve = LatencyCurve([1, 32], [0.01, 0.02])
     for name, tail in (("none", None), ("tail", ClusterSpec(curve))):
         training = SimulatedTraining(workload, ScheduleSettings("grpo", 8), ClusterSpec(curve, tail=tail))
-        *_, last = islice(training.outcomes(), 3)
+        *_, last = islice(training.optimizer_steps(), 3)
         expected[name] = [summary.expected_length for summary in last.observed]
     assert expected["none"] == [None] * 4
     assert np.std(expected["tail"]) > 10  # the second epoch knows each prompt
@@ -119,7 +119,7 @@ def test_uniform_groups_are_replaced_within_their_step(fields):
     assert np.mean(kept.informative_groups) == pytest.approx(8, abs=1)
     assert set(dropped.informative_groups) == {16.0}
     ratio = sum(dropped.candidates) / sum(kept.candidates)
-    assert 1.9 < ratio < 2.7  # what a step has no room for is sampled anew
+    assert 1.9 < ratio < 2.7  # prompts that don't fit into a step are sampled again
     assert np.mean(dropped.rollout_seconds) > np.mean(kept.rollout_seconds)
 
 

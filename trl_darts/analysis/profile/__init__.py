@@ -1,7 +1,7 @@
 """
 Measures vLLM servers: seconds per token against batch size and context, and seconds until the first token.
 
-`profiled_server` reads what a server reports, `grid` chooses the points, `measure` measures one of them, `profiler`
+`profiled_server` reads what a server reports, `grid` chooses the points, `probe` measures one of them, `profiler`
 measures all and fits the [`LatencyProfile`], `display` describes and draws it. Nothing here prints.
 """
 

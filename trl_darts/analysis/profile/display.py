@@ -1,24 +1,26 @@
-"""A profile in words and as a picture."""
+"""Describes a profile in words, and draws it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ...import_utils import require_matplotlib
-from ...policy import DecodePoint, HeldOutError, LatencyProfile, LatencySurface, PrefillPoint
+from ...policy import HeldOutError, LatencyCurve, LatencyProfile, LatencySurface
 from .profiler import ProfileResult
 
 
 NOISY = 0.25  # by how much the slowest repetition exceeds the fastest on a busy machine
-UNEQUAL = 0.1  # relative distance from the other servers that deserves a warning
+UNEQUAL = 0.1  # relative difference from the servers' median that deserves a warning
 MAX_BATCHES = 6  # lines of the middle panel that can be told apart
 
 
 def summarize(profile: LatencyProfile) -> list[str]:
-    """What was found, in lines."""
+    """Returns the results as lines of text."""
     about, curve = profile.metadata, profile.curve
     details = [about.get("hardware"), f"vLLM {about['vllm_version']}" if about.get("vllm_version") else None]
     pairs = zip(curve.knots, curve.values, strict=True)
@@ -45,8 +47,8 @@ def _short(value: float, digits: int = 3) -> str:
 
 
 def warn(result: ProfileResult) -> list[str]:
-    """What makes the result doubtful, in lines."""
-    points, about, found = result.profile.points, result.profile.metadata, []
+    """Returns the reasons to doubt the result as lines of text."""
+    points, found = result.profile.points, []
     if result.skipped:
         skipped = ", ".join(f"{point.batch_size} x {point.context_length}" for point in result.skipped)
         found.append(f"not measured, because their sequences never all decoded at once: {skipped} tokens.")
@@ -56,7 +58,7 @@ def warn(result: ProfileResult) -> list[str]:
             f"repetitions of {noisy} of {len(points)} points differ by more than {NOISY:.0%}: the machine was busy. "
             "Repeat on an idle one, or with more `--repeats`."
         )
-    for k, url in enumerate(about["servers"]):
+    for k, url in enumerate(result.profile.metadata["servers"]):
         ratios = sorted(point.server_seconds[k] / point.seconds for point in points)
         if abs(ratio := ratios[len(ratios) // 2] - 1) > UNEQUAL:
             found.append(f"{url} is {abs(ratio):.0%} {'slower' if ratio > 0 else 'faster'} than the servers' median.")
@@ -65,20 +67,27 @@ def warn(result: ProfileResult) -> list[str]:
 
 def draw(profile: LatencyProfile, path: str | Path) -> None:
     """
-    Writes a picture, in the format of the path's suffix: latency against batch size with a colour per context length,
-    latency against the tokens of all contexts with a colour per batch size, and the time until the first token against
-    the prompt's length. The axes are logarithmic, so equal distances are equal relative errors.
+    Writes a picture, in the format of the path's suffix, with three panels: latency against batch size with a colour
+    per context length, latency against the tokens of all contexts with a colour per batch size, and the time until the
+    first token against the prompt's length. The axes are logarithmic, so equal distances are equal relative errors.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.8), layout="constrained")
     by_batch, by_tokens, prompts = figure.subplots(1, 3)
-    _draw_batches(by_batch, profile)
-    _draw_contexts(by_tokens, profile)
-    if profile.prefill is not None:
-        tokens = [point.num_tokens for point in profile.prefill_points]
-        _draw(prompts, tokens, profile.prefill_points, profile.prefill, color="C0")
+    points, surface, prefill = pd.DataFrame(map(asdict, profile.points)), profile.surface, profile.prefill
+    _draw_decoding(by_batch, points, "context_length", "batch_size", surface, "viridis", label="{:,} tokens")
+    _draw_curve(by_batch, profile.curve)
+    by_batch.legend(frameon=False, fontsize=8, title="context", title_fontsize=8)
+    sizes = np.unique(points["batch_size"])
+    sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, MAX_BATCHES).round().astype(int))]
+    few = points[points["batch_size"].isin(sizes)]
+    _draw_decoding(by_tokens, few, "batch_size", "context_tokens", surface, "plasma", label="{:,}")
+    by_tokens.legend(frameon=False, fontsize=8, title="sequences", title_fontsize=8)
+    if prefill is not None:
+        tokens, seconds = np.array([(point.num_tokens, point.seconds) for point in profile.prefill_points]).T
+        _draw(prompts, tokens, seconds, prefill, color="C0")
     _style(by_batch, "Batch size", profile.held_out.get("curve"), "sequences that decode together")
     _style(by_tokens, "Context", profile.held_out.get("surface"), "tokens in all contexts")
     _style(prompts, "Prompt", profile.held_out.get("prefill"), "tokens of the prompt", "ms until the first token")
@@ -89,54 +98,37 @@ def draw(profile: LatencyProfile, path: str | Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw_batches(axes: Any, profile: LatencyProfile) -> None:
-    surface, curve = profile.surface, profile.curve
-    contexts = sorted({point.context_length for point in profile.points})
-    for context, color in zip(contexts, _colors("viridis", len(contexts)), strict=True):
-        points = [point for point in profile.points if point.context_length == context]
-        sizes, tokens = np.array([(point.batch_size, point.context_tokens) for point in points]).T
-        fitted = partial(_along, surface, sizes, tokens) if surface else None
-        _draw(axes, sizes, points, fitted, color=color, label=f"{context:,} tokens")
+def _draw_decoding(
+    axes: Any, points: pd.DataFrame, by: str, x: str, surface: LatencySurface | None, colors: str, label: str
+) -> None:
+    """Draws the points of each value of a column over another column, and the surface between them."""
+    from matplotlib import colormaps
+
+    groups = points.groupby(by)
+    for (value, own), color in zip(groups, colormaps[colors](np.linspace(0.08, 0.85, len(groups))), strict=True):
+        own = own.sort_values(x)
+        between = partial(_between, own, x, surface) if surface is not None else None
+        _draw(axes, own[x], own["seconds"], between, color=color, label=label.format(value))
+
+
+def _between(own: pd.DataFrame, x: str, surface: LatencySurface, grid: np.ndarray) -> np.ndarray:
+    """Evaluates the surface between points, on a grid of one of their columns."""
+    return surface(*(np.interp(grid, own[x], own[name]) for name in ("batch_size", "context_tokens")))
+
+
+def _draw_curve(axes: Any, curve: LatencyCurve) -> None:
     grid = np.geomspace(curve.knots[0], curve.knots[-1], 300)
     label = f"latency_curve ({curve.metadata['context_length']:,})"
     axes.plot(grid, curve(grid) * 1e3, color="black", linewidth=1.4, linestyle="--", label=label)
     axes.plot(curve.knots, np.array(curve.values) * 1e3, "D", color="black", markersize=6, markerfacecolor="none")
-    axes.legend(frameon=False, fontsize=8, title="context", title_fontsize=8)
 
 
-def _along(surface: LatencySurface, sizes: np.ndarray, tokens: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """The surface above batch sizes between the measured ones."""
-    return surface(grid, np.interp(grid, sizes, tokens))
-
-
-def _draw_contexts(axes: Any, profile: LatencyProfile) -> None:
-    sizes = sorted({point.batch_size for point in profile.points})
-    chosen = [sizes[i] for i in np.unique(np.linspace(0, len(sizes) - 1, MAX_BATCHES).round().astype(int))]
-    for size, color in zip(chosen, _colors("plasma", len(chosen)), strict=True):
-        points = [point for point in profile.points if point.batch_size == size]
-        fitted = partial(profile.surface, size) if profile.surface else None
-        _draw(axes, [p.context_tokens for p in points], points, fitted, color=color, label=f"{size:,}")
-    axes.legend(frameon=False, fontsize=8, title="sequences", title_fontsize=8)
-
-
-def _draw(
-    axes: Any,
-    x: Sequence[float],
-    points: Sequence[DecodePoint] | Sequence[PrefillPoint],
-    fitted: Callable[[Any], Any] | None,
-    **style: Any,
-) -> None:
-    """Measurements as dots, and the fit as a line between the first and the last."""
-    axes.plot(x, [point.seconds * 1e3 for point in points], "o", markersize=5, **style)
+def _draw(axes: Any, x: Any, seconds: Any, fitted: Callable[[Any], Any] | None, **style: Any) -> None:
+    """Draws measurements as dots, and the fit as a line between the first and the last."""
+    axes.plot(x, seconds * 1e3, "o", markersize=5, **style)
     if fitted is not None and len(x) > 1:
         grid = np.geomspace(min(x), max(x), 200)
         axes.plot(grid, fitted(grid) * 1e3, color=style["color"], linewidth=1.2)
-
-
-def _colors(name: str, num: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps[name](np.linspace(0.08, 0.85, num))
 
 
 def _style(axes: Any, title: str, error: HeldOutError | None, xlabel: str, ylabel: str = "ms per token") -> None:

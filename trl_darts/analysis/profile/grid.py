@@ -1,6 +1,6 @@
 """
-The batch sizes, context lengths and prompts to measure: a few of each order of magnitude, as far as the servers can
-hold them (PAT, Section 4.2).
+Chooses the batch sizes, context lengths and prompts to measure: a few of each order of magnitude, as far as they fit
+into the servers (PAT, Section 4.2).
 """
 
 from collections import Counter
@@ -14,10 +14,10 @@ from .profiled_server import ProfiledServer
 
 CONTEXT_LENGTHS = (128, 512, 2048, 8192, 32768)
 PREFILL_LENGTHS = (128, 256, 512, 1024, 1536, 2048, 4096, 8192)
-MAX_CONTEXT_TOKENS = 131_072  # of all sequences together: beyond, latency is linear and prompts take minutes
-DEFAULT_MAX_BATCH_SIZE = 256  # where a server does not report `max_num_seqs`
+MAX_CONTEXT_TOKENS = 131_072  # of all sequences together: with more, latency is linear and prompts take minutes
+DEFAULT_MAX_BATCH_SIZE = 256  # if a server does not report `max_num_seqs`
 MIN_COMPLETION = 128  # tokens that a sequence needs: some until all sequences have started, then the timed ones
-MAX_COMPLETION = 1024  # tokens after which a request ends by itself, in case this process dies
+MAX_COMPLETION = 1024  # tokens after which a request ends, in case this process dies
 KV_SHARE = 0.9  # of the KV cache: sequences occupy whole blocks, and a full server preempts
 
 
@@ -33,8 +33,8 @@ class ProfileOptions:
     repeats: int = 3  # measurements of each point
     hardware: str | None = None  # a note for the file; default: what the servers report
     api_key: str | None = field(default=None, repr=False)
-    seed: int = 0  # of prompts and order
-    model: str | None = None  # of the profile that these servers are added to
+    seed: int = 0  # of the prompts and of the order of measurements
+    model: str | None = None  # of the profile to which these servers are added
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
@@ -62,14 +62,14 @@ class GridPoint:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The batches to decode, and the lengths of the prompts whose first token is timed."""
+    """The batches to decode, and the lengths of the prompts to time."""
 
     points: tuple[GridPoint, ...]
     prefill_lengths: tuple[int, ...]
 
 
 def make_grid(servers: Sequence[ProfiledServer], options: ProfileOptions) -> Grid:
-    """The points that every server can hold. Raises [`ConfigurationError`] if there is none."""
+    """Returns the points that fit into every server. Raises [`ConfigurationError`] if there is none."""
     longest = min(server.max_model_len for server in servers)
     caches = [server.kv_cache_tokens for server in servers if server.kv_cache_tokens]
     cache = int(KV_SHARE * min(caches)) if caches else None
@@ -116,7 +116,7 @@ def _context_lengths(longest: int, lengths: Sequence[int] | None) -> list[int]:
     if lengths is None:
         possible = [length for length in CONTEXT_LENGTHS if length <= most]
         if not possible or 2 * possible[-1] <= most < CONTEXT_LENGTHS[-1]:
-            possible.append(most)  # or the longest contexts of a short model would not be measured
+            possible.append(most)  # otherwise the longest contexts of a short model would not be measured
         return possible
     if max(lengths) > most:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""What a server reports about itself: enough to plan a measurement, to time it, and to describe it in the file."""
+"""Reads what a server reports about itself: its limits, its clock, and a description for the file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,13 +33,13 @@ CLOCK_METRICS = (
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total"),
     *("vllm:inter_token_latency_seconds_sum", "vllm:generation_tokens_total"),
 )
-FALLBACK_VOCABULARY = 128  # where a server's refusal names no size; real vocabularies are larger
+FALLBACK_VOCABULARY = 128  # if a server's error names no size; real vocabularies are larger
 IDLE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledServer:
-    """One server. What follows `kv_cache_tokens`, except vLLM's version, needs the development endpoints."""
+    """A server. Fields after `kv_cache_tokens`, except vLLM's version, need its development endpoints."""
 
     url: str  # without credentials
     model: str  # the name that requests must carry
@@ -56,10 +57,10 @@ class ProfiledServer:
 @dataclass(frozen=True, slots=True)
 class EngineClock:
     """
-    The engine's own counters, in the order of `CLOCK_METRICS`; the engine stamps a token when it exists.
+    The engine's own counters, in the order of `CLOCK_METRICS`. The engine times a token when it is generated.
 
-    A client sees tokens later, by the delay of the server's front end and its own. Where one of them is held up,
-    tokens arrive in bursts, and a window that begins after a burst looks much shorter than it was.
+    A client sees tokens later, delayed by the server's front end and by itself. If either is held up, tokens arrive in
+    bursts, and a window that begins after a burst looks much shorter than it was.
     """
 
     num_running: float
@@ -69,7 +70,7 @@ class EngineClock:
     tokens: float
 
     def seconds_per_token_since(self, before: EngineClock) -> float:
-        """Mean over all sequences and tokens since an earlier reading; NaN if there were no tokens."""
+        """Returns the mean over all sequences and tokens since an earlier reading; NaN if there were no tokens."""
         tokens = self.tokens - before.tokens
         return (self.seconds - before.seconds) / tokens if tokens > 0 else math.nan
 
@@ -89,7 +90,7 @@ async def read_clock(server: VLLMServer) -> EngineClock:
 
 
 def samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
-    """The samples with one of the names in the text of `/metrics`."""
+    """Returns the samples of the named metrics in the text of `/metrics`."""
     lines = [line for line in text.splitlines() if line.startswith(names)]  # a few of a thousand
     found = defaultdict(list)
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
@@ -100,23 +101,25 @@ def samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
 
 async def describe_server(server: VLLMServer) -> ProfiledServer:
     """
-    Asks a server what it is, and whether it is idle. Raises [`ConfigurationError`] if it can't be reached, is no vLLM
-    server, refuses the key, or has other requests.
+    Describes a server, and waits until it is idle. Raises [`ConfigurationError`] if it can't be reached, is no vLLM
+    server, rejects the key, or has other requests.
     """
+    url = urlsplit(server.base_url)
     try:
         models = await server.get("/v1/models")
         if models is None:
             raise ValueError("it has no `/v1/models`, and an address ends before `/v1`")
         served = models["data"][0]
         described = ProfiledServer(
-            url=without_credentials(server.base_url),
+            url=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl(),  # without credentials
             model=str(served["id"]),
             max_model_len=int(served["max_model_len"]),
             vocab_size=await _vocab_size(server, str(served["id"])),
             kv_cache_tokens=kv_cache_tokens(await server.get_text("/metrics")),
             vllm_version=(await server.get("/version") or {}).get("version"),
         )
-        info = await server.get("/server_info?config_format=json", timeout_s=120.0)  # collects the machine's data
+        # Slow: vLLM collects data about its machine.
+        info = await server.get("/server_info?config_format=json", timeout_s=120.0)
     except (aiohttp.ClientError, ServerRefusedError, TimeoutError, ValueError, TypeError, LookupError) as error:
         raise _unreachable(server.base_url, error) from error
     await _check_idle(server, described.model)
@@ -124,7 +127,7 @@ async def describe_server(server: VLLMServer) -> ProfiledServer:
 
 
 def kv_cache_tokens(metrics: str) -> int | None:
-    """Tokens that fit into the KV caches behind one address, from the text of `/metrics`; `None` if it has none."""
+    """Returns the tokens that fit into the KV caches behind one address, `None` if `/metrics` does not have them."""
     try:
         engines = [sample.labels for sample in samples(metrics, (CACHE_INFO,))[CACHE_INFO]]
         if engines and engines[0].get("kv_cache_size_tokens", "None") != "None":
@@ -136,7 +139,7 @@ def kv_cache_tokens(metrics: str) -> int | None:
 
 
 def with_server_info(server: ProfiledServer, info: Mapping[str, Any]) -> ProfiledServer:
-    """Adds what `/server_info` reports; its JSON is empty where the server does not have it."""
+    """Adds what `/server_info` reports, an empty mapping if the server does not have it."""
     config = info.get("vllm_config") or {}
     parallel = config.get("parallel_config") or {}
     dtype = (config.get("model_config") or {}).get("dtype")
@@ -151,7 +154,7 @@ def with_server_info(server: ProfiledServer, info: Mapping[str, Any]) -> Profile
 
 
 def hardware_of(system_env: Mapping[str, Any]) -> str | None:
-    """The GPUs of the server's machine, or its CPU, in one line."""
+    """Names the GPUs of the server's machine, or its CPU."""
     gpus = re.findall(r"^GPU.*?:\s*(.+?)\s*(?:\(UUID.*)?$", system_env.get("nvidia_gpu_models") or "", re.MULTILINE)
     if gpus:
         return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
@@ -159,10 +162,31 @@ def hardware_of(system_env: Mapping[str, Any]) -> str | None:
     return f"{fields.get('CPU(s)', '?')} CPUs, {fields['Model name']}" if "Model name" in fields else None
 
 
-def without_credentials(url: str) -> str:
-    """The address without user name and password: it goes into a file."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+def check_alike(servers: Sequence[ProfiledServer]) -> None:
+    """Refuses servers that differ in model, precision or layout: each kind needs a profile of its own."""
+    for name in ("model", "dtype", "tensor_parallel_size", "data_parallel_size"):
+        values = [getattr(server, name) for server in servers]
+        if len(set(values)) > 1:
+            found = ", ".join(f"{server.url} has {value!r}" for server, value in zip(servers, values, strict=True))
+            raise ConfigurationError(
+                f"`url` must name servers with the same `{name}`, and {found}. Profile them separately."
+            )
+
+
+def metadata_of(servers: Sequence[ProfiledServer], hardware: str | None = None) -> dict[str, Any]:
+    """Describes what is measured, for the file."""
+    first = asdict(servers[0])
+    del first["url"], first["vocab_size"]
+    return first | {
+        "hardware": hardware or _joined(server.hardware for server in servers),
+        "vllm_version": _joined(server.vllm_version for server in servers),
+        "servers": [server.url for server in servers],
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _joined(values: Iterable[str | None]) -> str | None:
+    return "; ".join(dict.fromkeys(value for value in values if value)) or None
 
 
 async def _vocab_size(server: VLLMServer, model: str) -> int:
@@ -182,7 +206,7 @@ async def _check_idle(server: VLLMServer, model: str) -> None:
                 f"`url` ({server.base_url!r}) must be the address of an idle server, and it has {now.num_running:g} "
                 f"requests running and {now.num_waiting:g} waiting. Wait until they are done, or end what sends them."
             )
-        # The counters are those of the last step, and after an abort there is none until the server decodes again.
+        # The counters are updated by steps, and after an abort there is none until the server decodes again.
         with suppress(aiohttp.ClientError, ServerRefusedError, TimeoutError):
             one_token = CompletionRequest.of("idle", ServerPrompt([0]), [], {"model": model, "max_tokens": 1})
             await server.complete(one_token, timeout_s=IDLE_TIMEOUT_S)

@@ -5,9 +5,8 @@ affects a few repetitions of many points and not all repetitions of one.
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
@@ -18,14 +17,16 @@ from ...engines.vllm_server import max_open_files
 from ...errors import ConfigurationError, GenerationError
 from ...policy import DecodePoint, LatencyProfile, PrefillPoint
 from .grid import Grid, GridPoint, ProfileOptions, make_grid
-from .measure import REQUEST_TIMEOUT_S, WINDOW_TOKENS, ServerProbe
-from .profiled_server import ProfiledServer, describe_server
+from .probe import REQUEST_TIMEOUT_S, WINDOW_TOKENS, Decoded, ServerProbe
+from .profiled_server import check_alike, describe_server, metadata_of
 
 
 QUANTILE = 0.1  # of a point's repetitions: a disturbance only slows down, and the very fastest would be luck
 DIGITS = 5  # significant digits in the file, more than are measured
 
-Report = Callable[[int, int, str], None]
+Task = GridPoint | int  # a batch that decodes, or the length of a prompt
+Measured = Mapping[Task, Sequence[Sequence[Decoded]]]  # repetitions on each server
+OnProgress = Callable[[int, int, str], None]
 """Called with the number of measurements done, their total, and what comes next."""
 
 
@@ -37,14 +38,16 @@ class ProfileResult:
     skipped: tuple[GridPoint, ...]
 
 
-def profile_servers(options: ProfileOptions, report: Report = lambda done, total, what: None) -> ProfileResult:
+def profile_servers(
+    options: ProfileOptions, on_progress: OnProgress = lambda done, total, what: None
+) -> ProfileResult:
     """
     Measures each point on one server after the other, so that they don't compete for the network and this process.
 
     Args:
         options ([`ProfileOptions`]):
             What to measure.
-        report (`Callable`, *optional*):
+        on_progress (`Callable`, *optional*):
             Called before each measurement.
 
     Returns:
@@ -52,10 +55,10 @@ def profile_servers(options: ProfileOptions, report: Report = lambda done, total
 
     Raises:
         [`ConfigurationError`]: If a server can't be measured this way. Names the setting.
-        [`GenerationError`]: If a server breaks meanwhile.
+        [`GenerationError`]: If a server fails during the measurement.
     """
     try:
-        return asyncio.run(_profile(options, report))
+        return asyncio.run(_profile(options, on_progress))
     except TimeoutError as error:
         raise GenerationError(
             f"A server took more than {REQUEST_TIMEOUT_S:g} s for a batch. Is it stuck? If it is only slow, lower "
@@ -65,7 +68,7 @@ def profile_servers(options: ProfileOptions, report: Report = lambda done, total
         raise GenerationError(f"A server was lost: {type(error).__name__} {error}. See its log.") from error
 
 
-async def _profile(options: ProfileOptions, report: Report) -> ProfileResult:
+async def _profile(options: ProfileOptions, on_progress: OnProgress) -> ProfileResult:
     async with new_session(options.api_key) as session:
         servers = [VLLMServer(url, session) for url in options.urls]
         described = [await describe_server(server) for server in servers]
@@ -80,114 +83,72 @@ async def _profile(options: ProfileOptions, report: Report) -> ProfileResult:
         _check_open_files(grid)
         order, *prompts = np.random.default_rng(options.seed).spawn(len(servers) + 1)
         probes = [ServerProbe(*of_server) for of_server in zip(servers, described, prompts, strict=True)]
-        measurement = Measurement(probes, grid, options.repeats, order, report)
-        await measurement.run()
-    return measurement.result(describe(described, options))
+        measured = await measure(probes, grid, options.repeats, order, on_progress)
+    return fit(measured, {**metadata_of(described, options.hardware), "repeats": options.repeats})
 
 
-class Measurement:
-    """Rounds over all points and servers."""
-
-    def __init__(
-        self, probes: Sequence[ServerProbe], grid: Grid, repeats: int, rng: np.random.Generator, report: Report
-    ) -> None:
-        self.probes, self.grid, self.repeats = probes, grid, repeats
-        self._rng = rng
-        self._report = report
-        self._tasks: list[GridPoint | int] = [*grid.points, *grid.prefill_lengths]
-        self._seconds: dict[GridPoint | int, list[list[float]]] = {task: [[] for _ in probes] for task in self._tasks}
-        self._completions: dict[GridPoint, list[float]] = {point: [] for point in grid.points}
-        # Each batch size once, with its longest context: the other prompts are prefixes of these, and whatever a
-        # server compiles or captures for a batch size is then there.
-        by_length = sorted(grid.points, key=lambda point: point.context_length)
-        self._warm_up = list({point.batch_size: point for point in by_length}.values())
-        self._num_done, self._total = 0, (len(self._tasks) * repeats + len(self._warm_up)) * len(probes)
-
-    async def run(self) -> None:
-        for point in self._warm_up:
-            for probe in self.probes:
-                self._next(f"{_words(point)} (warm-up)")
-                await probe.warm_up(point)
-        for _ in range(self.repeats):
-            for i in self._rng.permutation(len(self._tasks)):
-                for k in self._rng.permutation(len(self.probes)):
-                    await self._measure(self._tasks[i], int(k))
-        self._report(self._total, self._total, "done")
-
-    async def _measure(self, task: GridPoint | int, k: int) -> None:
-        probe, seconds = self.probes[k], self._seconds[task]
-        self._next(f"prompt of {task:,} tokens" if isinstance(task, int) else _words(task))
+async def measure(
+    probes: Sequence[ServerProbe], grid: Grid, repeats: int, rng: np.random.Generator, on_progress: OnProgress
+) -> Measured:
+    """Warms up, then measures every task on every server, in `repeats` rounds of random order."""
+    tasks: list[Task] = [*grid.points, *grid.prefill_lengths]
+    # Each batch size once, with its longest context: the other prompts are prefixes of these, and whatever a server
+    # compiles or captures for a batch size is then there.
+    by_length = sorted(grid.points, key=lambda point: point.context_length)
+    warm_up = {point.batch_size: point for point in by_length}.values()
+    cold = [(point, k) for point in warm_up for k in range(len(probes))]
+    timed = [
+        (tasks[i], int(k))
+        for _ in range(repeats)
+        for i in rng.permutation(len(tasks))
+        for k in rng.permutation(len(probes))
+    ]
+    total = len(cold) + len(timed)
+    for done, (point, k) in enumerate(cold):
+        on_progress(done, total, f"{_label(point)} (warm-up)")
+        await probes[k].warm_up(point)
+    measured: dict[Task, list[list[Decoded]]] = {task: [[] for _ in probes] for task in tasks}
+    for done, (task, k) in enumerate(timed, start=len(cold)):
+        on_progress(done, total, _label(task))
         if isinstance(task, int):
-            seconds[k].append(await probe.prefill(task))
-        elif (decoded := await probe.decode(task)) is not None:
-            seconds[k].append(decoded.seconds)
-            self._completions[task].append(decoded.completion_tokens)
-
-    def _next(self, what: str) -> None:
-        self._report(self._num_done, self._total, what)
-        self._num_done += 1
-
-    def result(self, metadata: dict[str, Any]) -> ProfileResult:
-        """Points and fits. Raises [`GenerationError`] if no point could be measured."""
-        points, skipped = [], []
-        for point in self.grid.points:
-            if not all(self._seconds[point]):
-                skipped.append(point)
-                continue
-            seconds, spread = reduce(self._seconds[point])
-            tokens = point.batch_size * point.context_length + float(np.mean(self._completions[point]))
-            middle = float(np.median(seconds))
-            points.append(DecodePoint(point.batch_size, point.context_length, tokens, middle, spread, tuple(seconds)))
-        if not points:
-            raise GenerationError(
-                "No point could be measured: the sequences of a batch never all decoded at once. Is the server idle?"
-            )
-        prefill = []
-        for num_tokens in self.grid.prefill_lengths:
-            seconds, spread = reduce(self._seconds[num_tokens])
-            prefill.append(PrefillPoint(num_tokens, float(np.median(seconds)), spread))
-        about = {**metadata, "repeats": self.repeats, "window_tokens": WINDOW_TOKENS}
-        text = json.dumps(LatencyProfile.fit(points, prefill, about).to_dict())
-        rounded = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.{DIGITS}g}"))
-        return ProfileResult(LatencyProfile.from_dict(rounded), tuple(skipped))
+            measured[task][k].append(Decoded(await probes[k].prefill(task), 0))
+        elif (decoded := await probes[k].decode(task)) is not None:
+            measured[task][k].append(decoded)
+    on_progress(total, total, "done")
+    return measured
 
 
-def reduce(repeats: Sequence[Sequence[float]]) -> tuple[list[float], float]:
-    """The low quantile of each server, and by how much its slowest repetition exceeds its fastest, at most."""
-    values = [float(np.quantile(times, QUANTILE)) for times in repeats]
-    return values, max(max(times) / min(times) - 1 for times in repeats)
+def fit(measured: Measured, metadata: Mapping[str, Any]) -> ProfileResult:
+    """Reduces repetitions to points and fits the models. Raises [`GenerationError`] if no point could be measured."""
+    points: list[DecodePoint] = []
+    prefill: list[PrefillPoint] = []
+    skipped: list[GridPoint] = []
+    for task, servers in measured.items():
+        if isinstance(task, GridPoint) and not all(servers):
+            skipped.append(task)
+            continue
+        times = [[decoded.seconds for decoded in own] for own in servers]
+        seconds = tuple(float(np.quantile(own, QUANTILE)) for own in times)
+        middle, spread = float(np.median(seconds)), max(max(own) / min(own) - 1 for own in times)
+        if isinstance(task, int):
+            prefill.append(PrefillPoint(task, middle, spread))
+            continue
+        tokens = float(np.mean([decoded.completion_tokens for own in servers for decoded in own]))
+        tokens += task.batch_size * task.context_length
+        points.append(DecodePoint(task.batch_size, task.context_length, tokens, middle, spread, seconds))
+    if not points:
+        raise GenerationError(
+            "No point could be measured: the sequences of a batch never all decoded at once. Is the server idle?"
+        )
+    text = json.dumps(LatencyProfile.fit(points, prefill, {**metadata, "window_tokens": WINDOW_TOKENS}).to_dict())
+    rounded = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.{DIGITS}g}"))
+    return ProfileResult(LatencyProfile.from_dict(rounded), tuple(skipped))
 
 
-def check_alike(servers: Sequence[ProfiledServer]) -> None:
-    """Refuses servers that differ in model, precision or layout: each kind needs a profile of its own."""
-    for name in ("model", "dtype", "tensor_parallel_size", "data_parallel_size"):
-        values = [getattr(server, name) for server in servers]
-        if len(set(values)) > 1:
-            found = ", ".join(f"{server.url} has {value!r}" for server, value in zip(servers, values, strict=True))
-            raise ConfigurationError(
-                f"`url` must name servers with the same `{name}`, and {found}. Profile them separately."
-            )
-
-
-def describe(servers: Sequence[ProfiledServer], options: ProfileOptions) -> dict[str, Any]:
-    """What was measured, for the file."""
-    same = ("tensor_parallel_size", "data_parallel_size", "dtype", "max_model_len", "max_num_seqs", "kv_cache_tokens")
-    return {
-        "model": servers[0].model,
-        "hardware": options.hardware or _joined(server.hardware for server in servers),
-        "vllm_version": _joined(server.vllm_version for server in servers),
-        **{name: getattr(servers[0], name) for name in same},
-        "servers": [server.url for server in servers],
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _joined(values: Iterable[str | None]) -> str | None:
-    return "; ".join(dict.fromkeys(value for value in values if value)) or None
-
-
-def _words(point: GridPoint) -> str:
-    return f"{point.batch_size:,} x {point.context_length:,} tokens"
+def _label(task: Task) -> str:
+    if isinstance(task, int):
+        return f"prompt of {task:,} tokens"
+    return f"{task.batch_size:,} x {task.context_length:,} tokens"
 
 
 def _check_open_files(grid: Grid) -> None:

@@ -1,8 +1,8 @@
 """
-`trl-darts report`: one page from what trainings left behind.
+`trl-darts report`: one page about one or several trainings.
 
-`runs` reads them, `tables` counts, `estimates` has the intervals, `verdict` says what compares and what was saved,
-`panels` draws, `page` writes. Nothing here loads torch.
+`runs` reads them, `tables` has the numbers, `verdict` compares them, `panels` draws, `page` writes. Nothing here loads
+torch.
 """
 
 from .page import write_report

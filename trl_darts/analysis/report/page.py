@@ -1,5 +1,5 @@
 """
-The report: one HTML page, and its figures as PNG files beside it.
+Writes the report: one HTML page, and its figures as PNG files beside it.
 
 Invariant: the page loads nothing, runs no script, and is the same for the same runs.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from ... import __version__
 from ...errors import ConfigurationError
 from ...import_utils import require_matplotlib
-from ...policy import LatencyCurve
-from ..output_files import check_directory, check_writable, not_writable
+from ..output_files import check_directory, check_writable, writing
+from ..simulation.recorded import curve_of
 from . import panels
 from .panels import Panel, figure
 from .runs import Run, read_runs
@@ -34,21 +34,21 @@ def write_report(
 
     Args:
         directories (`Sequence[str | Path]`):
-            The `output_dir` of each training, at most six. The others are compared with the first.
+            The `output_dir` of each training, at most six. The first is the baseline.
         output (`str` or `Path`, *optional*, defaults to `"report.html"`):
-            The page. Its directory is created. Figures go beside it, `report-<panel>.png`.
+            The page. Its directory is created. Figures are written beside it, as `report-<panel>.png`.
         names (`Sequence[str]`, *optional*):
             The runs' names. Defaults to their directories'.
         step (`int`, *optional*):
-            The step whose occupancy is shown, from 1. Defaults to one whose rollouts took the median of time.
+            The step whose first rollout is shown, counted from 1. Defaults to one whose rollouts took the median time.
         latency_curve (`str` or `Path`, *optional*):
-            File of a [`LatencyCurve`]: adds predicted against real times.
+            File of a [`LatencyCurve`], with which predicted times are shown against real ones.
 
     Returns:
         `list[Path]`: The page, then the figures.
 
     Raises:
-        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, an argument does not fit, or a file
+        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, an argument is wrong, or a file
             can't be written.
         [`ImportError`]: If matplotlib or Jinja is missing.
 
@@ -69,27 +69,19 @@ def write_report(
         check_writable("--output", path)
     run_names = [run.name for run in runs]
     figures = {panel.key: figure(panel.charts, run_names, panel.looks) for panel in found if panel.charts}
-    try:
+    with writing("--output", output):
         output.write_text(render(runs, found, figures), encoding="utf-8")
-        for key, path in paths.items():
+    for key, path in paths.items():
+        with writing("--output", path):
             path.unlink(missing_ok=True)  # a figure of an earlier report
             if key in figures:
                 path.write_bytes(figures[key])
-    except OSError as error:  # such as a full disk
-        raise not_writable("--output", Path(error.filename or output), error.strerror) from error
     return [output, *(paths[key] for key in figures)]
 
 
 def _panels(runs: Sequence[Run], step: int | None, latency_curve: str | Path | None) -> list[Panel]:
-    curve = LatencyCurve.load(latency_curve, "--latency-curve") if latency_curve is not None else None
-    for run in runs:
-        model = run.settings.get("model")
-        if curve is not None and not curve.is_of(model):
-            raise ConfigurationError(
-                f"`--latency-curve` ({str(latency_curve)!r}) must be of the runs' model, and is of "
-                f"{curve.metadata.get('model')!r}, while {run.name!r} trained {model!r}. Measure one with `trl-darts "
-                "profile`, or leave the option out."
-            )
+    models = {run.name: run.settings.get("model") for run in runs}
+    curve = None if latency_curve is None else curve_of(latency_curve, models)
     return [
         panels.reward(runs),
         panels.time(runs),
@@ -102,7 +94,7 @@ def _panels(runs: Sequence[Run], step: int | None, latency_curve: str | Path | N
 
 
 def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, bytes]) -> str:
-    """The page's text, with the figures in it."""
+    """Returns the page, with the figures in it."""
     import jinja2
     from markupsafe import Markup, escape
 

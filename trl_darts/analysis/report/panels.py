@@ -1,8 +1,8 @@
 """
-The page's panels: what each shows, its charts, its table, and what can't be told.
+The page's panels: what each shows, its charts, its table, and notes on what is missing.
 
-Charts are drawn on white, for light and dark pages. A run keeps its colour and its dashes in all of them; the outcomes
-of tokens and time differ in opacity and hatching.
+Charts are drawn on white, for light and dark pages. A run has the same colour and dashes in all of them; outcomes of
+tokens and parts of time differ in opacity and hatching.
 """
 
 import io
@@ -17,11 +17,10 @@ import pandas as pd
 
 from ...errors import ConfigurationError
 from ...policy import LatencyCurve
-from ..simulation import Estimate
+from ..estimates import Estimate, number, percent, plus_minus, ratio_of_sums
 from . import tables
-from .estimates import number, percent, plus_minus, ratio_of_sums
 from .runs import OUTCOMES, Run
-from .tables import common_traces, in_common
+from .tables import ENGINES, PHASES, common_traces, in_common
 
 
 Draw = Callable[[Any], None]  # on matplotlib's axes
@@ -41,29 +40,24 @@ _RC: dict[Any, Any] = {
     **{"axes.grid": True, "axes.grid.axis": "y", "grid.color": "#d5dae0", "grid.linewidth": 0.6},
 }
 BINS = {tables.FIRST_SEEN: "new", "1": "least", "2": "", "3": "middle", "4": "", "5": "most spread"}
-FAULTS = {
-    "resumed": "Candidates resumed on another server or later",
-    "dropped": "Prompts dropped",
-    "timeouts": "Reward calls stopped at their deadline",
-}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One part of the page."""
+    """A section of the page."""
 
     key: str  # its anchor, and the end of its picture's name
     title: str
     lead: str  # how to read it
     charts: Sequence[Draw] = ()
     caption: str = ""  # of the table
-    rows: Sequence[Sequence[str]] = ()  # the table's: first the header, and each row begins with its name
+    rows: Sequence[Sequence[str]] = ()  # of the table: the header, then rows that begin with their names
     looks: Sequence[str] = ()  # fillings that need a legend
-    notes: Sequence[str] = ()  # what can't be told
+    notes: Sequence[str] = ()  # what is missing
 
 
 def reward(runs: Sequence[Run]) -> Panel:
-    """Reward against steps and against time."""
+    """Shows the reward against steps and against time."""
     curves = {i: tables.reward_curve(run) for i, run in enumerate(runs) if run.logged("reward")}
     timed = {i: known for i, curve in curves.items() if len(known := curve.dropna())}
     longest = max((known["seconds"].max() for known in timed.values()), default=0.0)
@@ -81,42 +75,33 @@ def reward(runs: Sequence[Run]) -> Panel:
     return Panel(
         "reward",
         "Reward",
-        "Mean reward of the rows trained on, against steps and against time. Where a schedule chose rows by their "
+        "Mean reward of the rows trained on, against steps and against time. If a schedule chooses rows by their "
         "lengths, their reward does not compare between runs; evaluation reward against time does, within its noise"
         + (". " if evaluated else ", and no log has `eval_reward`: train with `eval_strategy`. ")
-        + "Time is the sum of `step_time`: evaluation, checkpoints and the optimizer's update are not in it."
-        + (f" Strong lines are means of up to {smooth} log entries, faint ones the entries." if smooth > 1 else ""),
+        + "Time is the sum of `step_time`, without evaluation, checkpoints and the optimizer's update."
+        + (f" Strong lines are means of up to {smooth} log entries, faint lines the entries." if smooth > 1 else ""),
         charts,
         notes=notes,
     )
 
 
 def time(runs: Sequence[Run]) -> Panel:
-    """Generating, scoring, training, sending weights."""
+    """Shows the seconds of generating, scoring, training and sending weights."""
     splits, window = in_common([tables.time_split(run) for run in runs])
     known = {i: own for i, split in enumerate(splits) if len(own := split.dropna(subset=["train"]))}
-    phases = pd.DataFrame({i: _means(split, tables.PHASES) for i, split in known.items()}, index=tables.PHASES).T
-    waits = {
-        "Trainer": _busy_and_idle(known, lambda split: split["generate"]),
-        "Engines": _busy_and_idle(known, lambda split: split["total"] - split["decode"]),
-    }
+    means = {i: {name: _mean(own, name) for name in (*PHASES, *ENGINES, "total")} for i, own in known.items()}
     names = [run.name for run in runs]
-    shown = {"Seconds per step": phases} | {f"{who}, seconds per step": table for who, table in waits.items()}
-    charts = [
-        partial(stacks, title=title, table=table.map(lambda part: part.mean), names=names, xlabel="seconds")
-        for title, table in shown.items()
-        if known
-    ]
-    header = ["Run", *map(str.capitalize, tables.PHASES), "Step", *(f"{who} idle" for who in waits)]
-    rows = []
-    for i, split in known.items():
-        (step,) = _means(split, ["total"])
-        parts = [f"{plus_minus(part)} ({percent(part.mean / step.mean)})" for part in phases.loc[i]]
-        idle = [percent(table.loc[i, "idle"].mean / step.mean) for table in waits.values()]
-        rows.append([names[i], *parts, plus_minus(step), *idle])
+    charts, rows = [], []
+    for title, part in (("Seconds per step", PHASES), ("Engines, seconds per step", ENGINES)) if known else ():
+        parts = {i: {name: own[name].mean for name in part} for i, own in means.items()}
+        charts.append(partial(stacks, title=title, parts=parts, names=names))
+    for i, own in means.items():
+        seconds = own["total"].mean
+        phases = [f"{plus_minus(own[name])} ({percent(own[name].mean / seconds)})" for name in PHASES]
+        rows.append([names[i], *phases, plus_minus(own["total"]), percent(own["idle"].mean / seconds)])
     notes = []
+    needed = ("step_time", "darts/rollout/seconds", "darts/score/seconds")
     for i, run in enumerate(runs):
-        needed = ("step_time", "darts/rollout/seconds", "darts/score/seconds")
         if missing := [f"`{name}`" for name in needed if not run.logged(name)]:
             notes.append(f"{run.name}: the log lacks {', '.join(missing)}.")
         elif left := len(splits[i]) - len(known.get(i, ())):
@@ -124,32 +109,24 @@ def time(runs: Sequence[Run]) -> Panel:
     return Panel(
         "time",
         "Where the time goes",
-        "Where a step's time (`step_time`) goes. Generate: rollouts. Score: rewards, log-probs of the old and the "
-        "reference policy. Sync: weights to the servers. Train: what is left, forward and backward. The trainer is "
-        "idle while it waits for a rollout, the engines while none is under way; `rollout_ahead=1` overlaps the two.",
+        "Where a step's time (`step_time`) goes. Generate: the trainer waits for rollouts. Score: rewards, log-probs "
+        "of the old and the reference policy. Sync: weights to the servers. Train: the rest, forward and backward. "
+        "Engines are idle while no rollout is running; `rollout_ahead=1` overlaps training and rollouts.",
         charts,
         f"Seconds per step and share, mean over {window}, ± 95 % intervals",
-        [header, *rows] if rows else (),
-        (*tables.PHASES, "busy", "idle"),
+        [["Run", *map(str.capitalize, PHASES), "Step", "Engines idle"], *rows] if rows else (),
+        (*PHASES, *ENGINES),
         notes,
     )
 
 
-def _means(split: pd.DataFrame, names: Sequence[str]) -> list[Estimate]:
-    """Of columns of a time split, over the steps."""
-    return [ratio_of_sums([split[name] * split["num_steps"]], [split["num_steps"]]) for name in names]
-
-
-def _busy_and_idle(splits: Mapping[int, pd.DataFrame], idle: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-    """Seconds per step of each run."""
-    parts = {}
-    for i, split in splits.items():
-        parts[i] = _means(split.assign(idle=idle(split), busy=split["total"] - idle(split)), ["busy", "idle"])
-    return pd.DataFrame(parts, index=["busy", "idle"]).T
+def _mean(split: pd.DataFrame, name: str) -> Estimate:
+    """Returns the mean of a column of a time split over the steps."""
+    return ratio_of_sums([split[name] * split["num_steps"]], [split["num_steps"]])
 
 
 def occupancy(runs: Sequence[Run], step: int | None) -> Panel:
-    """How many candidates ran during one step's first rollout."""
+    """Shows how many candidates ran during one step's first rollout."""
     step = _check_step(runs, step)
     rolls = {i: run.traces[run.traces["step"] == (step or 0)] for i, run in enumerate(runs)}
     rolls = {i: own[own["micro"] == own["micro"].min()] for i, own in rolls.items() if len(own)}
@@ -162,10 +139,10 @@ def occupancy(runs: Sequence[Run], step: int | None) -> Panel:
         charts.append(partial(timeline, title=title, run=i, running=table, seconds=seconds, peak=peak))
     return Panel(
         "occupancy",
-        "One rollout from within",
-        "Each candidate runs from its submission to its end. Kept: it is trained on. Unused: it was complete and not "
-        "kept. Aborted: it was called off. White below the dashed line: slots that stood idle, the bubble. "
-        f"{f'This is step {step}; take another with `--step`.' if step else ''}",
+        "Inside one rollout",
+        "Each candidate runs from its submission to its end. Kept: trained on. Unused: complete, but not kept. "
+        "Aborted: stopped before its end. White below the dashed line: idle slots, the bubble. "
+        f"{f'This is step {step}; choose another with `--step`.' if step else ''}",
         charts,
         looks=OUTCOMES,
         notes=[f"{run.name}: no trace of this step." for i, run in enumerate(runs) if i not in rolls],
@@ -177,48 +154,43 @@ def _check_step(runs: Sequence[Run], step: int | None) -> int | None:
         return tables.typical_step(runs)
     steps = pd.concat([run.traces["step"] for run in runs])
     if not (steps == step).any():
-        there = f"{steps.min()} to {steps.max()}" if len(steps) else "of no step"
+        there = f"there are traces of steps {steps.min()} to {steps.max()}" if len(steps) else "there are no traces"
         raise ConfigurationError(
-            f"`--step` ({step}) must be a step with a trace, and traces are there {there}. Steps count from 1: the "
-            "file rollout_00000_00.parquet is step 1."
+            f"`--step` ({step}) must be a step with a trace, and {there}. Steps count from 1: the file "
+            "rollout_00000_00.parquet is step 1."
         )
     return step
 
 
 def lengths(runs: Sequence[Run]) -> Panel:
-    """Lengths of the pool and of the kept rows: distributions, and over training."""
+    """Shows lengths of the pool and of the kept rows: distributions, and over training."""
     traces, window = common_traces(runs)
     shown = {i: table for i, table in enumerate(traces) if len(table)}
-    rows = []
+    edges = tables.length_edges(max((int(table["length"].max()) for table in shown.values()), default=1))
+    shares = {i: tables.length_shares(table, edges) for i, table in shown.items()}
+    top = max((float(share.max().max()) for share in shares.values()), default=1.0)
+    rows, charts = [], []
     for i, table in shown.items():
         parts = (tables.ended(table)["length"], table["length"][table["selected"]])
         stats = [(p.mean(), p.median(), p.quantile(0.99), p.max()) for p in parts]
         rows.append([runs[i].name, *(f"{number(a)} → {number(b)}" for a, b in zip(*stats, strict=True))])
+        title = f"{runs[i].name}: % of candidates"
+        charts.append(partial(distribution, title=title, run=i, shares=shares[i], edges=edges, top=top))
     return Panel(
         "lengths",
         "Lengths of the pool and of the kept rows",
-        "Distributions: the area is all candidates, the line the rows that are trained on. Aborted candidates count "
-        "with the tokens they had, so with early stops the pool's tail is longer than it looks. The longest is what a "
-        "rollout waits for.",
-        [*_distributions(runs, shown), *_lengths_over_training(runs)],
+        "Distributions: the area is all candidates, the line the rows trained on. Aborted candidates count with the "
+        "tokens they had, so with early stops the pool's tail is longer than it looks. A rollout waits for the "
+        "longest.",
+        [*charts, *_lengths_over_training(runs)],
         f"Tokens, all candidates → kept rows, {window}",
         [["Run", "Mean", "Median", "p99", "Longest"], *rows] if rows else (),
-        notes=[f"{run.name}: no traces, so no distribution; curves are from the log." for run in _untraced(runs)],
+        notes=_without_traces(runs, "no traces, so no distribution; curves are from the log"),
     )
 
 
-def _untraced(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.traces.empty]
-
-
-def _distributions(runs: Sequence[Run], traces: Mapping[int, pd.DataFrame]) -> list[Draw]:
-    edges = tables.length_edges(max((int(table["length"].max()) for table in traces.values()), default=1))
-    shares = {i: tables.length_shares(table, edges) for i, table in traces.items()}
-    top = max((float(share.max().max()) for share in shares.values()), default=1.0)
-    return [
-        partial(distribution, title=f"{runs[i].name}: % of candidates", run=i, shares=own, edges=edges, top=top)
-        for i, own in shares.items()
-    ]
+def _without_traces(runs: Sequence[Run], note: str) -> list[str]:
+    return [f"{run.name}: {note}." for run in runs if run.traces.empty]
 
 
 def _lengths_over_training(runs: Sequence[Run]) -> list[Draw]:
@@ -233,41 +205,37 @@ def _lengths_over_training(runs: Sequence[Run]) -> list[Draw]:
 
 
 def budget(runs: Sequence[Run]) -> Panel:
-    """How many candidates prompts got, and which prompts."""
+    """Shows how many candidates prompts got, and which prompts."""
     traces, window = common_traces(runs)
     shares = {i: tables.budget_shares(table) for i, table in enumerate(traces) if len(table)}
-    spreads = {i: tables.budget_by_spread(traces[i])["candidates"] for i in shares}
-    charts = [
-        partial(bars, title="% of prompts", shares=shares, xlabel="candidates"),
-        partial(bins, title="Candidates per prompt, mean", means=spreads, labels=BINS),
-    ]
+    spreads = {i: tables.budget_by_spread(traces[i]) for i in shares}
     notes = [f"{run.name}: no traces, and budgets need them." for i, run in enumerate(runs) if i not in shares]
-    if spreads and all(set(table.index) == {tables.FIRST_SEEN} for table in spreads.values()):
-        notes.append("No prompt came back within these steps, so there is no history to compare with.")
+    if spreads and all(set(means.index) == {tables.FIRST_SEEN} for means in spreads.values()):
+        notes.append("No prompt was sampled twice in these steps, so there is no history to compare with.")
     return Panel(
         "budget",
         "Budget",
-        "Left: how many candidates prompts got. Right: who got them, by how much the lengths of a prompt's earlier "
-        "answers differed, in five bins of equally many prompts. “New” prompts have no history."
+        "Left: how many candidates prompts got. Right: which prompts got them, by how much the lengths of a prompt's "
+        "earlier answers differed, in five bins of equally many prompts. “New” prompts have no history."
         f"{f' Over {window}.' if window else ''}",
-        charts if shares else [],
+        [partial(bars, shares=shares), partial(bins, means=spreads)] if shares else [],
         notes=notes,
     )
 
 
 def faults(runs: Sequence[Run]) -> Panel:
-    """Faults that the run survived."""
+    """Shows the faults that the run survived."""
     counted = [tables.faults(run) for run in runs]
     rows = [
-        [label, *(_fault_cell(table[name]) if name in table else "–" for table in counted)]
-        for name, label in FAULTS.items()
-        if any(name in table for table in counted)
+        [label, *(_fault_cell(table[label]) if label in table else "–" for table in counted)]
+        for label in tables.FAULTS
+        if any(label in table for table in counted)
     ]
     return Panel(
         "faults",
         "Faults",
-        "Lost or full servers and late rewards that the run survived, and in which steps. A dropped prompt's rows "
-        "repeat another's, without weight. A server that was lost while nothing ran on it leaves no sign here.",
+        "Lost or full servers and late rewards that the run survived, and their steps. A dropped prompt's rows repeat "
+        "another's, with zero loss weight. A server that was lost while nothing ran on it is not counted.",
         caption="Over each run's own steps",
         rows=[["Fault", *(run.name for run in runs)], *rows] if rows else (),
         notes=[f"{run.name}: the log counts none." for run, table in zip(runs, counted, strict=True) if table.empty],
@@ -280,7 +248,7 @@ def _fault_cell(counts: pd.Series) -> str:
 
 
 def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
-    """The cost model's seconds against those that rollouts took."""
+    """Shows the seconds predicted by the cost model against those that rollouts took."""
     rows, predicted = [], {}
     for i, run in enumerate(runs):
         if curve is not None and not run.traces.empty:
@@ -288,17 +256,17 @@ def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
             ratio = predicted[i]["predicted"] / predicted[i]["real"]
             off = percent((ratio - 1).abs().median())
             rows.append([run.name, str(len(ratio)), number(ratio.median()), off])
-    notes = [f"{run.name}: no traces, and a prediction needs lengths." for run in _untraced(runs)]
+    notes = _without_traces(runs, "no traces, and a prediction needs lengths")
     if curve is None:
         notes = ["No latency curve was given. `trl-darts profile` measures one; then add `--latency-curve FILE`."]
-    model = curve.metadata.get("model", "a model it does not tell") if curve else ""
+    model = curve.metadata.get("model", "an unknown model") if curve else ""
     return Panel(
         "prediction",
         "Predicted against real time",
-        "Each point is a rollout: what the latency curve makes of the lengths in its trace (DARTS, Eq. 4), against "
-        "the seconds it took. Above the line it took longer. The model starts all candidates at once, on one engine: "
-        "queues, prefill and requests are not in it.",
-        [partial(scatter, points=predicted, x="predicted", y="real")] if rows else [],
+        "Each point is a rollout: the seconds predicted by the latency curve from the lengths in its trace (DARTS, "
+        "Eq. 4), against the seconds it took. Above the line it took longer. The model starts all candidates at once, "
+        "on one engine, and leaves out queues, prefill and requests.",
+        [partial(scatter, points=predicted)] if rows else [],
         f"All rollouts of each run; curve of {model}",
         [["Run", "Rollouts", "Predicted / real, median", "Off by, median"], *rows] if rows else (),
         notes=notes,
@@ -306,7 +274,7 @@ def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
 
 
 def figure(charts: Sequence[Draw], names: Sequence[str], looks: Sequence[str] = ()) -> bytes:
-    """Charts in one PNG picture, at most three in a row, with a legend of the runs and of the looks."""
+    """Draws charts into one PNG picture, at most three in a row, with a legend of the runs and of the looks."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -339,28 +307,27 @@ def lines(
     dotted: Mapping[int, pd.Series] | None = None,
     from_zero: bool = True,
 ) -> None:
-    """One smoothed line per run, with its values faintly behind it."""
+    """Draws one smoothed line per run, in front of its own values in a faint line."""
     window = smoothing(curves)
     for run, curve in curves.items():
         if window > 1:
-            axes.plot(curve.index, curve, color=COLORS[run], linewidth=0.8, alpha=0.3)
+            axes.plot(curve, color=COLORS[run], linewidth=0.8, alpha=0.3)
         style = {"linewidth": 1.9, "linestyle": DASHES[run], "marker": "o" if len(curve) == 1 else ""}
-        axes.plot(curve.index, curve.rolling(window, min_periods=1).mean(), color=COLORS[run], **style)
+        axes.plot(curve.rolling(window, min_periods=1).mean(), color=COLORS[run], **style)
     for run, curve in (dotted or {}).items():
-        smooth = curve.rolling(window, min_periods=1).mean()
-        axes.plot(curve.index, smooth, color=COLORS[run], linewidth=1, linestyle=":")
+        axes.plot(curve.rolling(window, min_periods=1).mean(), color=COLORS[run], linewidth=1, linestyle=":")
     axes.set(title=title, xlabel=xlabel)
     if from_zero:
         axes.set_ylim(0, 1.03 * axes.get_ylim()[1])
 
 
 def smoothing(curves: Mapping[int, pd.Series]) -> int:
-    """How many values a line averages: a tenth of the longest curve, at most 20."""
+    """Returns the number of values that a line averages: a tenth of the longest curve, at most 20."""
     return max(1, min(20, max(map(len, curves.values()), default=1) // 10))
 
 
 def distribution(axes: Any, title: str, run: int, shares: pd.DataFrame, edges: np.ndarray, top: float) -> None:
-    """The pool's lengths as an area, the kept rows' as a line, over a logarithmic axis; see `tables.length_shares`."""
+    """Draws the pool's lengths as an area and the kept rows' as a line, over a logarithmic axis."""
     from matplotlib.ticker import NullFormatter
 
     shown = np.maximum(edges, 0.7)  # a logarithmic axis has no 0
@@ -371,31 +338,31 @@ def distribution(axes: Any, title: str, run: int, shares: pd.DataFrame, edges: n
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def bars(axes: Any, title: str, shares: Mapping[int, pd.Series], xlabel: str) -> None:
-    """Shares in percent by whole number, with the runs' bars side by side."""
+def bars(axes: Any, shares: Mapping[int, pd.Series]) -> None:
+    """Draws the share of prompts by their number of candidates, with the runs' bars side by side."""
     width = 0.84 / len(shares)
     for place, (run, share) in enumerate(shares.items()):
         left = share.index.to_numpy(dtype=float) - 0.42 + width * (place + 0.5)
         axes.bar(left, 100 * share, width, color=COLORS[run])
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(title=title, xlabel=xlabel)
+    axes.set(title="% of prompts", xlabel="candidates")
 
 
-def bins(axes: Any, title: str, means: Mapping[int, pd.Series], labels: Mapping[str, str]) -> None:
-    """One line with marks per run over named bins. The first bin stands apart."""
-    order = list(labels)
+def bins(axes: Any, means: Mapping[int, pd.Series]) -> None:
+    """Draws one line with markers per run over the `BINS`. The first bin is not connected to the others."""
+    order = list(BINS)
     for run, values in means.items():
         places = np.array([order.index(name) for name in values.index])
         style = {"color": COLORS[run], "marker": MARKERS[run], "markersize": 5, "linewidth": 1.9}
         for part, line in ((places == 0, ""), (places > 0, DASHES[run])):
             axes.plot(places[part], values[part], linestyle=line, **style)
-    axes.set_xticks(range(len(order)), labels.values())
-    axes.set(title=title, xlim=(-0.5, len(order) - 0.5), ylim=(0, 1.03 * axes.get_ylim()[1]))
+    axes.set_xticks(range(len(order)), BINS.values())
+    axes.set(title="Candidates per prompt, mean", xlim=(-0.5, len(order) - 0.5), ylim=(0, 1.03 * axes.get_ylim()[1]))
     axes.yaxis.get_major_locator().set_params(integer=True)
 
 
 def timeline(axes: Any, title: str, run: int, running: pd.DataFrame, seconds: float, peak: int) -> None:
-    """How many candidates ran, stacked by outcome, on axes up to the `seconds` and the `peak` of all runs."""
+    """Draws how many candidates ran, stacked by outcome, on axes up to the `seconds` and the `peak` of all runs."""
     highest, end = running["running"].max(), running.index[-1]
     bottom = np.zeros(len(running))
     for name in OUTCOMES:
@@ -408,25 +375,26 @@ def timeline(axes: Any, title: str, run: int, running: pd.DataFrame, seconds: fl
     axes.set(title=title, xlabel="seconds", xlim=(0, 1.02 * seconds or 1), ylim=(0, 1.08 * peak))
 
 
-def stacks(axes: Any, title: str, table: pd.DataFrame, names: Sequence[str], xlabel: str) -> None:
-    """One horizontal bar per run (the index), split into parts (the columns)."""
-    left = np.zeros(len(table))
-    for part in table:
-        opacity, hatch = LOOKS[part]
-        for place, run in enumerate(table.index):
+def stacks(axes: Any, title: str, parts: Mapping[int, Mapping[str, float]], names: Sequence[str]) -> None:
+    """Draws one horizontal bar per run, split into named parts."""
+    for place, (run, own) in enumerate(parts.items()):
+        left = 0.0
+        for name, seconds in own.items():
+            opacity, hatch = LOOKS[name]
             look = {"facecolor": (COLORS[run], opacity), "edgecolor": COLORS[run], "hatch": hatch, "linewidth": 0.8}
-            axes.barh(place, table[part].iloc[place], 0.62, left[place], **look)
-        left += table[part].to_numpy()
-    axes.set_yticks(range(len(table)), [shorten(names[run], 24, placeholder="…") for run in table.index])
-    axes.set(title=title, xlabel=xlabel, ylim=(len(table) - 0.4, -0.6), xlim=(0, 1.02 * left.max() or 1))
+            axes.barh(place, seconds, 0.62, left, **look)
+            left += seconds
+    longest = max(sum(own.values()) for own in parts.values())
+    axes.set_yticks(range(len(parts)), [shorten(names[run], 24, placeholder="…") for run in parts])
+    axes.set(title=title, xlabel="seconds", ylim=(len(parts) - 0.4, -0.6), xlim=(0, 1.02 * longest or 1))
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
 
 
-def scatter(axes: Any, points: Mapping[int, pd.DataFrame], x: str, y: str) -> None:
-    """Points of all runs, and the line on which both axes are equal."""
-    end = 1.05 * max(float(table[[x, y]].max().max()) for table in points.values())
+def scatter(axes: Any, points: Mapping[int, pd.DataFrame]) -> None:
+    """Draws the points of all runs, and the line on which predicted and real seconds are equal."""
+    end = 1.05 * max(float(table[["predicted", "real"]].max().max()) for table in points.values())
     axes.plot([0, end], [0, end], color=MUTED, linewidth=1)
     for run, table in points.items():
-        axes.scatter(table[x], table[y], s=16, marker=MARKERS[run], color=COLORS[run], alpha=0.6, linewidths=0)
-    axes.set(title=f"{y.capitalize()} seconds", xlim=(0, end), ylim=(0, end), xlabel=f"{x} seconds")
+        axes.scatter("predicted", "real", 16, COLORS[run], marker=MARKERS[run], data=table, alpha=0.6, linewidths=0)
+    axes.set(title="Real seconds", xlim=(0, end), ylim=(0, end), xlabel="predicted seconds")

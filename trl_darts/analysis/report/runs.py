@@ -1,8 +1,8 @@
 """
-What a training left behind: its settings, its log and its traces, as tables.
+Reads a training's settings, log and traces as tables.
 
-Invariants: steps count from 1, as in the trainer's log; the files of traces count from 0. [`Run.notes`] names what is
-missing or left out; a directory that can't be used at all is a [`ConfigurationError`].
+Invariants: steps count from 1, as in the trainer's log; names of trace files count from 0. [`Run.notes`] names what is
+missing or left out; a directory that can't be used at all raises a [`ConfigurationError`].
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ from ...telemetry.log import LOG_FILE, read_evaluations, read_log
 from ...telemetry.traces import TRACE_PATTERN, read_traces
 
 
-MAX_RUNS = 6  # as many colours can be told apart, also by the colour-blind
+MAX_RUNS = 6  # colours that can be told apart, also by the colour-blind
 OUTCOMES = ("kept", "unused", "aborted")
 SIGNS = (f"rollouts/{LOG_FILE}", f"rollouts/{TRACE_PATTERN}", "checkpoint-*/trainer_state.json")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training, as far as it can be read. Missing parts are empty."""
+    """A training, as far as it can be read. Missing parts are empty."""
 
-    name: str  # what the report calls it
+    name: str  # in the report
     directory: Path  # its `output_dir`
     settings: dict[str, Any]  # from the first line of its log
-    # One row per log entry, indexed by `step`: `num_steps` optimizer steps that it is a mean of, `num_rollouts` in
-    # them, and the metrics.
+    # One row per log entry, indexed by `step`: the `num_steps` optimizer steps that it averages, their `num_rollouts`,
+    # and the metrics.
     log: pd.DataFrame
     # One row per candidate: the columns of a trace, `micro` (which rollout of the step), and `outcome`: "kept",
     # "aborted", or "unused" (complete and not kept).
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """The last step of which anything is known."""
+        """The last step with a log entry or a trace."""
         return int(max([*self.log.index[-1:], *self.traces["step"].tail(1)], default=0))
 
     def logged(self, *metrics: str) -> bool:
@@ -50,7 +50,7 @@ class Run:
 
 
 def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> list[Run]:
-    """Reads at most six runs. Names default to those of their directories, or to their paths where these are alike."""
+    """Reads at most six runs. Names default to those of their directories, or to their paths if names repeat."""
     paths = [Path(directory) for directory in directories]
     if not 1 <= len(paths) <= MAX_RUNS:
         raise ConfigurationError(
@@ -62,17 +62,17 @@ def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> l
 
 def read_run(directory: str | Path, name: str | None = None) -> Run:
     """
-    Reads one run: the traces of `output_dir/rollouts`, and `log.jsonl` beside them or, where there is none, the newest
+    Reads one run: the traces in `output_dir/rollouts`, and the `log.jsonl` beside them, or else the newest
     checkpoint's `trainer_state.json`.
 
     Args:
         directory (`str` or `Path`):
-            Its `output_dir`.
+            The run's `output_dir`.
         name (`str`, *optional*):
-            Its name. Defaults to the directory's.
+            Name of the run. Defaults to the directory's.
 
     Returns:
-        [`Run`]: What was found.
+        [`Run`]: The run.
 
     Raises:
         [`ConfigurationError`]: If the directory is no run, or the run is empty or broken.
@@ -83,8 +83,8 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     traces, trace_notes = read_traces(directory)
     if log.empty and traces.empty:
         raise ConfigurationError(
-            f"`RUN_DIR` ({str(directory)!r}) is a run without a single finished step: there is nothing to report. Let "
-            "it train for a step."
+            f"`RUN_DIR` ({str(directory)!r}) has no finished step, so there is nothing to report. Let it train for a "
+            "step."
         )
     notes = [*notes, *trace_notes]
     if traces.empty:
@@ -94,7 +94,7 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     elif restarted and (stale := traces["step"] > log.index[-1]).any():
         notes.append(
             f"Traces of steps {traces['step'][stale].min()} to {traces['step'].max()} are left out: the run was "
-            "started again, and has not logged these steps since."
+            "restarted, and has not logged these steps since."
         )
         traces = traces[~stale]
     traces = traces.assign(outcome=outcomes(traces))
@@ -129,16 +129,16 @@ def _names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
         found = [str(path) for path in paths]
     if twice := [name for name in found if found.count(name) > 1]:
         raise ConfigurationError(
-            f"`{'--name' if names else 'RUN_DIR'}` ({twice[0]!r}) is there twice: runs must be told apart. Leave one "
-            f"out{', or name it differently' if names else ''}."
+            f"`{'--name' if names else 'RUN_DIR'}` ({twice[0]!r}) must be given once, so that runs can be told apart. "
+            f"Leave one out{', or name it differently' if names else ''}."
         )
     return found
 
 
 def outcomes(traces: pd.DataFrame) -> pd.Series:
     """
-    The outcome of each candidate. One that was carried over has a row in each of its rollouts, all with the outcome of
-    the last one; its tokens count where they were decoded. If the run ended first, it is unused.
+    Returns the outcome of each candidate. One that was carried over has a row in each of its rollouts, all with the
+    outcome of the last one; its tokens count in the rollouts that decoded them. It is unused if the run ended first.
     """
     aborted = traces["finish_reason"].eq("abort")
     own = np.select([traces["selected"], aborted], ["kept", "aborted"], "unused")
@@ -147,7 +147,7 @@ def outcomes(traces: pd.DataFrame) -> pd.Series:
 
 
 def _count_rollouts(log: pd.DataFrame, traces: pd.DataFrame) -> pd.Series:
-    """Rollouts of each entry: as many as its steps have traces, else one per step that logged any."""
+    """Counts the rollouts of each entry: the traces of its steps, or else one per step that logged any."""
     if "darts/rollout/seconds" not in log:
         return pd.Series(0.0, log.index)
     per_step = traces.drop_duplicates(["step", "micro"]).groupby("step").size()

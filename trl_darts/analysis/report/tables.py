@@ -1,9 +1,9 @@
 """
 The numbers behind the panels: tables from runs and traces, and the steps over which runs can be compared.
 
-Invariants: the log is used only where there are no traces; shares sum to 1; kept, unused and aborted tokens sum to the
-generated ones; the parts of a step's time sum to the step's time; no number of one run stands beside another's unless
-both are over the same steps.
+Invariants: the log is used only if there are no traces; shares sum to 1; kept, unused and aborted tokens sum to the
+generated ones; the parts of a step's time sum to the step's time; numbers of different runs are compared only over the
+same steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,16 @@ import numpy as np
 import pandas as pd
 
 from ...policy import rollout_time
+from ...scheduling import Occupancy, bubble_ratio
 from .runs import OUTCOMES, Run
 
 
-PHASES = ("generate", "score", "train", "sync")
+PHASES, ENGINES = ("generate", "score", "train", "sync"), ("busy", "idle")  # of the trainer, and of the engines
 FIRST_SEEN = "new"
 FAULTS = {
-    "resumed": "darts/rollout/resumed_candidates",
-    "dropped": "darts/rollout/dropped_groups",
-    "timeouts": "darts/stream/reward_timeouts",
+    "Candidates resumed on another server or later": "darts/rollout/resumed_candidates",
+    "Prompts dropped": "darts/rollout/dropped_groups",
+    "Reward calls stopped at their deadline": "darts/stream/reward_timeouts",
 }
 POOL = {stat: f"darts/pool/length_{stat}" for stat in ("mean", "p50", "p99", "max")}
 KEPT = {"mean": "completions/mean_length", "max": "completions/max_length"}
@@ -36,7 +37,7 @@ class Window:
     last: int
 
     def of(self, table: pd.DataFrame) -> pd.DataFrame:
-        """The rows that lie entirely in it: one with `num_steps` stands for as many steps, up to its own."""
+        """Returns the rows that lie entirely in it. A row with `num_steps` covers as many steps, up to its own."""
         return table[(_begins(table) >= self.first) & (table.index <= self.last)]
 
     def __str__(self) -> str:
@@ -44,7 +45,7 @@ class Window:
 
 
 def common_window(tables: Sequence[pd.DataFrame]) -> Window | None:
-    """The steps that all tables cover, if there are any. Empty tables don't count."""
+    """Returns the steps that all tables cover, if there are any. Empty tables don't count."""
     tables = [table for table in tables if len(table)]
     first = max((int(_begins(table)[0]) for table in tables), default=1)
     last = min((int(table.index[-1]) for table in tables), default=0)
@@ -56,19 +57,19 @@ def _begins(table: pd.DataFrame) -> Any:
 
 
 def in_common(tables: Sequence[pd.DataFrame]) -> tuple[list[pd.DataFrame], Window | None]:
-    """The rows of each table in the steps that all of them cover, and these steps."""
+    """Returns the rows of each table in the steps that all of them cover, and these steps."""
     window = common_window(tables)
     return [window.of(table) if window else table.iloc[:0] for table in tables], window
 
 
 def common_traces(runs: Sequence[Run]) -> tuple[list[pd.DataFrame], Window | None]:
-    """Each run's candidates of the steps that all runs with traces have, and these steps."""
+    """Returns each run's candidates in the steps that all runs with traces have, and these steps."""
     tables, window = in_common([run.traces.set_index("step", drop=False) for run in runs])
     return [table.reset_index(drop=True) for table in tables], window
 
 
 def typical_step(runs: Sequence[Run]) -> int | None:
-    """The common step whose rollouts took the (lower) median of time, summed over all runs with traces."""
+    """Returns the common step whose rollouts took the (lower) median of time, summed over all runs with traces."""
     seconds = [rollouts(run)["seconds"] for run in runs if not run.traces.empty]
     if not seconds:
         return None
@@ -77,18 +78,18 @@ def typical_step(runs: Sequence[Run]) -> int | None:
 
 
 def decoded(traces: pd.DataFrame) -> pd.Series:
-    """Tokens of each candidate that were decoded in this rollout, not in an earlier one."""
+    """Returns the tokens of each candidate that were decoded in this rollout, not in an earlier one."""
     return traces["length"] - traces["num_carried_tokens"]
 
 
 def ended(traces: pd.DataFrame) -> pd.DataFrame:
-    """The candidates whose lengths are final."""
+    """Returns the candidates whose lengths are final."""
     return traces[~traces["carried_over"]]
 
 
 def length_stats(run: Run, kept: bool = False) -> pd.DataFrame:
     """
-    `mean`, `p50`, `p99` and `max` of the response lengths by step (Figures 14 and 15 of
+    Returns `mean`, `p50`, `p99` and `max` of the response lengths by step (Figures 14 and 15 of
     [DARTS](https://huggingface.co/papers/2605.30859)), of all candidates or of the `kept` rows. A log may lack some.
     """
     traces = run.traces[run.traces["selected"]] if kept else ended(run.traces)
@@ -101,15 +102,15 @@ def length_stats(run: Run, kept: bool = False) -> pd.DataFrame:
 
 
 def length_edges(longest: int, num_bins: int = 32) -> np.ndarray:
-    """Edges of at most `num_bins` bins of whole tokens, from 0 to beyond `longest`, equal on a logarithmic scale."""
+    """Returns edges of at most `num_bins` bins of whole tokens, 0 to beyond `longest`, on a logarithmic scale."""
     return np.unique([0, *np.ceil(np.geomspace(1, max(2, longest + 1), num_bins))]).astype(float)
 
 
 def length_shares(traces: pd.DataFrame, edges: np.ndarray) -> pd.DataFrame:
     """
-    How lengths are distributed before and after selection (Figure 10 of
-    [DARTS](https://huggingface.co/papers/2605.30859)): by bin, the share of all candidates (`pool`) and of the kept
-    ones (`kept`). The edges must cover all lengths.
+    Returns the distribution of lengths before and after selection (Figure 10 of
+    [DARTS](https://huggingface.co/papers/2605.30859)): by bin, the share of all candidates (`pool`) and of the `kept`
+    ones. The edges must cover all lengths.
     """
     parts = {"pool": ended(traces)["length"], "kept": traces["length"][traces["selected"]]}
     counts = {name: np.histogram(lengths, edges)[0] for name, lengths in parts.items()}
@@ -117,31 +118,30 @@ def length_shares(traces: pd.DataFrame, edges: np.ndarray) -> pd.DataFrame:
 
 
 def budget_shares(traces: pd.DataFrame) -> pd.Series:
-    """Share of the groups by `num_candidates`, in ascending order."""
+    """Returns the share of the groups by `num_candidates`, in ascending order."""
     return _groups(traces)["num_candidates"].value_counts(normalize=True).sort_index()
 
 
-def budget_by_spread(traces: pd.DataFrame, num_bins: int = 5) -> pd.DataFrame:
+def budget_by_spread(traces: pd.DataFrame, num_bins: int = 5) -> pd.Series:
     """
-    Candidates per prompt by how much the prompt's earlier answers differed in length: the mean over its earlier
-    rollouts of the sample standard deviation, with aborted candidates at the length they had. ([`LengthTracker`] takes
-    these for lower bounds.)
+    Returns the mean number of candidates per prompt, by how much the lengths of the prompt's earlier answers differed:
+    the mean over its earlier rollouts of the sample standard deviation, with aborted candidates at the length they had
+    ([`LengthTracker`] treats these as lower bounds).
 
-    `candidates` (mean), `spread` (mean, in tokens) and `groups` (count) by bin: `"new"` for prompts without an earlier
-    rollout, then `"1"` (least spread) to `num_bins`, equally full. Empty bins are left out.
+    Bins are `"new"` for prompts without an earlier rollout, then `"1"` (least spread) to `num_bins`, equally full.
+    Empty bins are left out.
     """
     groups = _groups(traces)
     earlier = groups.groupby("prompt_key")["spread"].transform(lambda spread: spread.expanding().mean().shift())
     rank = earlier.rank(method="first")  # breaks ties, so that bins are equally full
     bins = np.ceil(rank * num_bins / max(1, rank.count()))
     label = bins.map(lambda number: FIRST_SEEN if np.isnan(number) else str(int(number)))
-    table = groups.assign(earlier=earlier, bin=label).groupby("bin")
-    stats = table.agg(candidates=("num_candidates", "mean"), spread=("earlier", "mean"), groups=("earlier", "size"))
-    return stats.reindex([name for name in (FIRST_SEEN, *map(str, range(1, num_bins + 1))) if name in stats.index])
+    means = groups["num_candidates"].groupby(label).mean()
+    return means.reindex([name for name in (FIRST_SEEN, *map(str, range(1, num_bins + 1))) if name in means.index])
 
 
 def _groups(traces: pd.DataFrame) -> pd.DataFrame:
-    """One row per group, in the order of the rollouts: prompt, budget, and the spread of its lengths."""
+    """Returns one row per group, in the order of the rollouts: prompt, budget, and the spread of its lengths."""
     grouped = ended(traces).groupby(["step", "micro", "group"], sort=True)
     return grouped.agg(
         prompt_key=("prompt_key", "first"), num_candidates=("num_candidates", "first"), spread=("length", "std")
@@ -150,8 +150,8 @@ def _groups(traces: pd.DataFrame) -> pd.DataFrame:
 
 def occupancy(rollout: pd.DataFrame) -> pd.DataFrame:
     """
-    How many candidates of one rollout ran, by outcome (`kept`, `unused`, `aborted`) and in all (`running`), from each
-    time in seconds (the index) until the next. The last row is all zeros.
+    Counts the running candidates of one rollout by outcome (`kept`, `unused`, `aborted`) and in all (`running`), from
+    each time in seconds (the index) until the next. The last row is all zeros.
     """
     begin = rollout["start_seconds"].min()
     changes = [
@@ -164,23 +164,19 @@ def occupancy(rollout: pd.DataFrame) -> pd.DataFrame:
 
 
 def bubble(rollout: pd.DataFrame) -> float:
-    """Share of one rollout's decoding slots that stood idle (SortedRL, Eq. 4), as `darts/rollout/bubble_ratio`."""
-    starts, ends = rollout["start_seconds"].to_numpy(), rollout["end_seconds"].to_numpy()
-    times = np.concatenate([starts, ends])
-    order = np.argsort(times, kind="stable")
-    running = np.cumsum(np.repeat([1, -1], len(starts))[order])
-    settled = np.append(np.diff(times[order]) > 0, True)  # what happens at one time counts together
-    slots = running[settled].max() * (times.max() - times.min())
-    return float(max(0.0, 1 - (ends - starts).sum() / slots)) if slots > 0 else 0.0
+    """Returns the share of one rollout's decoding slots that were idle, as `darts/rollout/bubble_ratio`."""
+    starts, ends = rollout["start_seconds"], rollout["end_seconds"]
+    running = starts.value_counts().sub(ends.value_counts(), fill_value=0).sort_index().cumsum()
+    return max(0.0, bubble_ratio(Occupancy(int(running.max()), (ends - starts).sum(), ends.max() - starts.min())))
 
 
 def rollouts(run: Run) -> pd.DataFrame:
     """
-    The costs and results of each step's rollouts, by step; from the log, one row per entry that has a rollout.
+    Returns costs and results of the rollouts by step; from a log, one row per entry that has a rollout.
 
-    `num_steps` that a row stands for, and their `num_rollouts`; sums over these of `seconds`, of the decoded tokens
-    `kept`, `unused` and `aborted`, of `candidates` that ended and `rows` trained on; and the means `longest` (tokens
-    of the longest candidate) and `bubble`.
+    Columns are `num_steps` that a row covers, and their `num_rollouts`; sums over these of `seconds`, of the decoded
+    tokens `kept`, `unused` and `aborted`, of `candidates` that ended and `rows` trained on; and the means `longest`
+    (tokens of the longest candidate) and `bubble`.
     """
     if run.traces.empty:
         return _rollouts_of_log(run)
@@ -225,9 +221,9 @@ def _rollouts_of_log(run: Run) -> pd.DataFrame:
 
 def time_split(run: Run) -> pd.DataFrame:
     """
-    Seconds per optimizer step, by log entry: `total` (TRL's `step_time`), `generate` (with `rollout_ahead`, the time
-    that the trainer waited), `score`, `sync` (0 where weights were not sent), `train` (the rest), `decode` (the time
-    in which engines decoded) and `num_steps`. NaN where the log lacks a part.
+    Returns seconds per optimizer step, by log entry: `total` (TRL's `step_time`) and its parts `generate` (with
+    `rollout_ahead`, the time that the trainer waited), `score`, `sync` (0 if no weights were sent) and `train` (the
+    rest); `busy` and `idle` of the engines; and `num_steps`. NaN if the log lacks a part.
     """
     metrics = ("step_time", "darts/rollout/seconds", "darts/score/seconds", "darts/sync/seconds")
     total, generate, score, sync = (run.log.get(name, pd.Series(np.nan, run.log.index)) for name in metrics)
@@ -239,19 +235,19 @@ def time_split(run: Run) -> pd.DataFrame:
             "total": total,
             "generate": (generate * per_step).mask(idle, 0.0),
             "score": (score * per_step).mask(idle, 0.0),
-            "decode": (decode * per_step).mask(idle, 0.0).clip(upper=total),
+            "busy": (decode * per_step).mask(idle, 0.0).clip(upper=total),
             "sync": sync.fillna(0.0) * per_step.clip(upper=1),  # at most once per optimizer step
             "num_steps": run.log["num_steps"],
         }
     )
     train = total - split["generate"] - split["score"] - split["sync"]
-    return split.assign(train=train.where(train >= 0))
+    return split.assign(idle=total - split["busy"], train=train.where(train >= 0))
 
 
 def reward_curve(run: Run) -> pd.DataFrame:
     """
-    `reward` by step, and `seconds`: the sum of `step_time` so far, without evaluation, checkpoints and the optimizer's
-    update. NaN after an entry without `step_time`.
+    Returns `reward` by step, and `seconds`: the sum of `step_time` so far, without evaluation, checkpoints and the
+    optimizer's update. NaN after an entry without `step_time`.
     """
     log = run.log.reindex(columns=["reward", "step_time", "num_steps"])
     seconds = (log["step_time"] * log["num_steps"]).cumsum(skipna=False)
@@ -259,7 +255,7 @@ def reward_curve(run: Run) -> pd.DataFrame:
 
 
 def evaluation_curve(run: Run) -> pd.Series:
-    """Evaluation reward by the seconds of [`reward_curve`], where these are known."""
+    """Returns the evaluation reward by the seconds of [`reward_curve`], as far as these are known."""
     known = reward_curve(run)["seconds"].dropna()
     steps = run.evaluations.index[run.evaluations.index <= known.index.max()] if len(known) else []
     seconds = np.interp(steps, [0, *known.index], [0.0, *known])
@@ -267,19 +263,16 @@ def evaluation_curve(run: Run) -> pd.Series:
 
 
 def faults(run: Run) -> pd.DataFrame:
-    """How often each of the `FAULTS` that the log counts occurred in each entry's rollouts."""
-    counted = {name: metric for name, metric in FAULTS.items() if run.logged(metric)}
-    return pd.DataFrame(
-        {name: run.log[metric].fillna(0.0) * run.log["num_rollouts"] for name, metric in counted.items()},
-        index=run.log.index,
-    )
+    """Counts the `FAULTS` in each entry's rollouts, as far as the log has them."""
+    counted = {label: run.log[metric].fillna(0.0) for label, metric in FAULTS.items() if run.logged(metric)}
+    return pd.DataFrame(counted, index=run.log.index).mul(run.log["num_rollouts"], axis=0)
 
 
 def predicted_times(traces: pd.DataFrame, latency: Callable[[np.ndarray], np.ndarray]) -> pd.DataFrame:
     """
-    The seconds that the cost model predicts from each rollout's lengths
-    ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 4), and the `real` ones, by `step` and `micro`.
-    Carried-over candidates count with the tokens that the rollout decoded.
+    Returns the `predicted` seconds of each rollout from its lengths
+    ([DARTS](https://huggingface.co/papers/2605.30859), Eq. 4), and the `real` ones, by `step` and `micro`. Candidates
+    that were carried over count with the tokens that the rollout decoded.
     """
     rolls = traces.assign(decoded=decoded(traces)).groupby(["step", "micro"])
     predicted = rolls["decoded"].agg(lambda lengths: rollout_time(lengths, latency))

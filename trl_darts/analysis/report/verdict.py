@@ -1,11 +1,11 @@
 """
-What the runs' numbers say beside each other: settings, cautions, the summary, and what a step saved and by what.
+Compares runs: settings, cautions, the summary, and the seconds of a step that a run saved.
 
 Training and scoring take longer the wider their micro-batches are: with `trim_padding` as wide as their own longest
-row, else as wide as the longest of the whole batch. How much longer, the steps of each run tell, compared with each
-other: a slower machine, or other work on it, does not pass for shorter rows.
+row, otherwise as wide as the longest of the whole batch. The seconds per token are fitted to the steps within each
+run, so that a slower machine, or other work on it, is not mistaken for shorter rows.
 
-Invariants: the parts of a saving sum to it; each number of the summary says over which steps it is.
+Invariants: the parts of a saving sum to it; each number of the summary names its steps.
 """
 
 import math
@@ -17,10 +17,9 @@ import numpy as np
 import pandas as pd
 
 from ...scheduling import ScheduleSettings
-from ..simulation import Estimate
-from ..simulation.sweep import has_effect
-from .estimates import (
+from ..estimates import (
     MIN_ENTRIES,
+    Estimate,
     fit_linear,
     mean_of,
     number,
@@ -30,24 +29,25 @@ from .estimates import (
     quotient,
     ratio_of_sums,
 )
+from ..simulation.sweep import has_effect
 from .runs import OUTCOMES, Run
 from .tables import Window, common_window, in_common, rollouts, time_split
 
 
-# What a schedule may change. A difference anywhere else means that the runs did different work.
+# Settings of the method. Runs that differ in any other setting did different work.
 METHOD_SETTINGS = frozenset(
     {field.name for field in fields(ScheduleSettings)} - {"num_generations"} | {"latency_curve", "length_history"}
 )
-SWITCHES = ("rollout_ahead", "drop_uniform_groups", "tail_share")  # listed only where they are on
+SWITCHES = ("rollout_ahead", "drop_uniform_groups", "tail_share")  # listed only if a run turns them on
 ENGINE_METRICS = {
     "darts/drafts/step_share": ("Decoding steps with a draft", plus_minus_percent),
     "darts/drafts/accepted_per_step": ("Tokens accepted in each of these", plus_minus),
-    "darts/tail/switches": ("Rollouts of which tail servers took over what was left", plus_minus_percent),
+    "darts/tail/switches": ("Rollouts whose last candidates moved to tail servers", plus_minus_percent),
     "darts/tail/gain_seconds": ("Seconds saved in each of these", plus_minus),
 }
 WIDTH = "darts/train/completion_width"  # tokens computed per row, padding included
 LONGEST_ROW = "completions/max_length"  # the width of TRL's own trainer
-NOTABLE = 0.1  # share of a step: a larger rest needs another reason than the schedule
+NOTABLE = 0.1  # share of a step: a larger rest is not explained by the schedule
 BUSY = 1.5  # times the usual seconds of rows of the same length
 BUSY_SHARE, MIN_BUSY = 0.1, 3  # of the log entries, at least
 
@@ -66,9 +66,9 @@ class Setting:
 
 
 def compare_settings(runs: Sequence[Run]) -> list[Setting]:
-    """Lines up the settings that have an effect, then what the traces say of the runs' work."""
+    """Compares the settings that have an effect, then the work that traces show."""
     work = [{**_meaningful(run.settings), **_work(run)} for run in runs]
-    # A run's name in its log is its directory, or says nothing about the work.
+    # A run's name in its log is its directory, or a name that says nothing about its work.
     names = dict.fromkeys(name for settings in work for name in settings if name != "name")
     settings = []
     for name in names:
@@ -81,7 +81,7 @@ def compare_settings(runs: Sequence[Run]) -> list[Setting]:
 
 
 def _meaningful(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that the run's schedule does not read."""
+    """Drops the settings that the run's schedule does not read."""
     schedule = settings.get("schedule")
     return {
         name: value
@@ -91,7 +91,7 @@ def _meaningful(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _work(run: Run) -> dict[str, Any]:
-    trained_on = run.traces[run.traces["selected"]]  # a schedule may start more prompts than that
+    trained_on = run.traces[run.traces["selected"]]  # a schedule may start more prompts
     if trained_on.empty:
         return {}
     prompts = trained_on.groupby(["step", "micro"])["group"].nunique()
@@ -102,32 +102,32 @@ def _work(run: Run) -> dict[str, Any]:
 
 
 def cautions(runs: Sequence[Run], settings: Sequence[Setting]) -> list[str]:
-    """What a reader must know before comparing; nothing for a single run."""
+    """Returns what a reader must know before comparing; nothing for a single run."""
     if len(runs) == 1:
         return []
     found = []
     if matters := [setting.name for setting in settings if setting.matters]:
         found.append(
             f"The runs did different work: they differ in {', '.join(matters)}. Times, tokens and rewards are those "
-            "of different tasks; don't take a ratio for a gain."
+            "of different tasks, so ratios are no gains."
         )
     if unknown := [run.name for run in runs if not run.settings]:
         found.append(f"Settings are unknown: {', '.join(unknown)}. Check that the runs did the same work.")
     if len({run.num_steps for run in runs}) > 1:
         counts = ", ".join(f"{run.name} {run.num_steps}" for run in runs)
-        found.append(f"The runs have different numbers of steps: {counts}. Comparisons are over the steps all have.")
+        found.append(f"The runs have different numbers of steps: {counts}. Comparisons are over their common steps.")
     if common_window([rollouts(run) for run in runs]) is None:
-        found.append("No step has rollouts of all runs: nothing about them can be compared.")
+        found.append("No step has rollouts of all runs: they can't be compared.")
     if common_window([run.log for run in runs]) is None and any(not run.log.empty for run in runs):
         found.append("No step has a log entry of all runs: times and rewards can't be compared.")
     same, steps = _same_prompts(runs)
     if same < steps:
-        found.append(f"The runs saw the same prompts in {same} of {steps} common steps only: order or data differ.")
+        found.append(f"The runs saw the same prompts in only {same} of {steps} common steps: order or data differ.")
     return found
 
 
 def _same_prompts(runs: Sequence[Run]) -> tuple[int, int]:
-    """In how many of the steps that all runs with traces have they saw the same prompts, and of how many steps."""
+    """Counts the common steps in which the runs with traces saw the same prompts, and all common steps."""
     prompts = [run.traces.groupby("step")["prompt_key"].agg(frozenset) for run in runs if not run.traces.empty]
     if len(prompts) < 2:
         return 0, 0
@@ -136,12 +136,12 @@ def _same_prompts(runs: Sequence[Run]) -> tuple[int, int]:
 
 
 Form = Callable[[Estimate], str]
-Quantities = dict[str, tuple[str, Form, Estimate]]  # of one run: label, how it is written, and value
+Quantities = dict[str, tuple[str, Form, Estimate]]  # of one run: label, format, and value
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A row of the summary: one quantity of all runs (NaN where unknown), and what it is a mean of."""
+    """A row of the summary: one quantity of all runs (NaN if unknown), averaged over the steps named in `over`."""
 
     key: str
     label: str
@@ -151,11 +151,11 @@ class Quantity:
 
     @property
     def cells(self) -> list[str]:
-        """All runs' values as text."""
+        """The values of all runs as text."""
         return [self.form(estimate) for estimate in self.estimates]
 
     def ratio(self, index: int) -> str:
-        """A run's value as a multiple of the first run's. Empty for the first, and where it is meaningless."""
+        """Returns a run's value as a multiple of the first run's: empty for the first, and if it is meaningless."""
         first, own = self.estimates[0], self.estimates[index]
         if index == 0 or not (first.mean > 0 and own.mean > 0) or self.key.startswith("reward"):
             return ""
@@ -163,24 +163,23 @@ class Quantity:
 
 
 def summary(runs: Sequence[Run]) -> list[Quantity]:
-    """The quantities that at least one run has, over the steps that all runs have."""
+    """Returns the quantities that at least one run has, over the steps that all runs have."""
     splits, log_window = in_common([time_split(run) for run in runs])
     tables, window = in_common([rollouts(run) for run in runs])
     rewards, _ = in_common([run.log.reindex(columns=["reward", "num_steps"]) for run in runs])
     from_log = f"{log_window}, from the log"
-    found = [
-        *_lined_up([_of_log(split) for split in splits], from_log),
-        *_lined_up([_of_engines(run.log) for run in runs], "the whole log of each run"),
-        *_lined_up([_of_rollouts(table) for table in tables], f"rollouts of {window}"),
-        *_lined_up([_of_rewards(log["reward"]) for log in rewards], from_log),
+    sources = [
+        ([_of_log(split) for split in splits], from_log),
+        ([_of_engines(run.log) for run in runs], "the whole log of each run"),
+        ([_of_rollouts(table) for table in tables], f"rollouts of {window}"),
+        ([_of_rewards(log["reward"]) for log in rewards], from_log),
     ]
-    return [row for row in found if any(math.isfinite(estimate.mean) for estimate in row.estimates)]
-
-
-def _lined_up(runs: Sequence[Quantities], over: str) -> list[Quantity]:
-    return [
-        Quantity(key, label, form, [own[key][2] for own in runs], over) for key, (label, form, _) in runs[0].items()
+    rows = [
+        Quantity(key, label, form, [own[key][2] for own in of_runs], over)
+        for of_runs, over in sources
+        for key, (label, form, _) in of_runs[0].items()
     ]
+    return [row for row in rows if any(math.isfinite(estimate.mean) for estimate in row.estimates)]
 
 
 def _of_log(split: pd.DataFrame) -> Quantities:
@@ -208,7 +207,7 @@ def _of_rollouts(table: pd.DataFrame) -> Quantities:
     return {
         "rollout": ("Seconds per rollout", plus_minus, ratio_of_sums([table["seconds"]], [count])),
         "longest": ("Longest candidate, tokens", plus_minus, longest),
-        "bubble": ("Bubble: decoding slots that stood idle", plus_minus_percent, bubble),
+        "bubble": ("Bubble: idle decoding slots", plus_minus_percent, bubble),
         "candidates": ("Candidates per row trained on", plus_minus, ratio_of_sums([candidates], [rows])),
         "tokens": ("Tokens generated per rollout", plus_minus, ratio_of_sums([generated], [count])),
         "waste": ("Tokens thrown away", plus_minus_percent, ratio_of_sums([wasted], [generated])),
@@ -226,7 +225,7 @@ def _of_rewards(rewards: pd.Series) -> Quantities:
 
 
 def reward_ends(rewards: pd.Series) -> tuple[pd.Series, pd.Series]:
-    """The entries of the first and of the last third; none where a third is a single one."""
+    """Returns the entries of the first and of the last third; none if a third has a single one."""
     rewards = rewards.dropna()
     third = len(rewards) // 3 if len(rewards) >= 6 else 0
     return rewards.iloc[:third], rewards.iloc[len(rewards) - third :]
@@ -234,12 +233,12 @@ def reward_ends(rewards: pd.Series) -> tuple[pd.Series, pd.Series]:
 
 @dataclass(frozen=True)
 class Saving:
-    """Seconds that a step of `other` took less than one of `first`, and their parts. NaN where the logs don't tell."""
+    """Seconds that a step of `other` took less than one of `first`, and their parts. NaN if the logs lack them."""
 
     first: Run
     other: Run
     over: Window
-    entries: int  # of the log, of the run that has fewer
+    entries: int  # log entries of the run that has fewer
     seconds: list[float]  # of a step of each run
     widths: list[float]  # of a row as it is computed, in tokens
     step: Estimate
@@ -249,7 +248,7 @@ class Saving:
 
 
 def saving(first: Run, other: Run) -> Saving | None:
-    """Over the steps of both runs except step 1, which warms up. `None` where they have no times in common."""
+    """Compares the common steps except step 1, which warms up. Returns `None` if no step has times of both runs."""
     tables, window = in_common([_widths_and_times(first), _widths_and_times(other)])
     tables = [table[table.index > 1] if (table.index > 1).any() else table for table in tables]
     if window is None or not all(map(len, tables)):
@@ -265,7 +264,7 @@ def saving(first: Run, other: Run) -> Saving | None:
         for name in ("total", "generate", "width")
     )
     slope, rest = fit_linear(runs, both["total"] - both["generate"], both["num_steps"], [[0, 0, 1], [0, -1, 0]])
-    # Of a product of two estimates. Rows of equal lengths explain nothing, whatever a token costs.
+    # The error of a product of two estimates. Rows of equal lengths save nothing, whatever a token costs.
     error = math.hypot(slope.mean * shorter.half_width, shorter.mean * slope.half_width)
     shorter_rows = Estimate(slope.mean * shorter.mean, error) if widths[0] != widths[1] else Estimate(0.0, 0.0)
     over = Window(max(window.first, int(both.index.min())), window.last)
@@ -278,14 +277,14 @@ def _widths_and_times(run: Run) -> pd.DataFrame:
 
 
 def in_short(runs: Sequence[Run], settings: Sequence[Setting]) -> list[list[str]]:
-    """For each run but the first a verdict, and the parts of what it saved."""
+    """Returns, for each run but the first, a verdict and the parts of what it saved."""
     matters = [setting.name for setting in settings if setting.matters]
     found = [saving(runs[0], run) for run in runs[1:]]
     return [describe(saved, matters) for saved in found if saved is not None]
 
 
 def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
-    """The verdict, then a line for each part. `matters`: settings because of which the runs did different work."""
+    """Returns the verdict, then a line for each part. `matters` are settings that change the work of a step."""
     if saved.entries < MIN_ENTRIES:
         return [
             f"{saved.other.name} and {saved.first.name}: too few steps to compare. Without step 1, which warms up, "
@@ -294,7 +293,7 @@ def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
     verdict = _verdict(saved)
     rollouts = f"Saved in rollouts: {plus_minus(saved.rollouts, ' s')}."
     if not math.isfinite(saved.rest.mean):
-        unknown = "Rows had the same length in all steps: what shorter ones saved and the rest can't be told apart."
+        unknown = "Rows had the same length in all steps: the parts of shorter rows and of the rest are unknown."
         return [verdict, rollouts, unknown]
     lengths = f"the mean row was computed with {saved.widths[1]:,.0f} tokens, not {saved.widths[0]:,.0f}"
     shorter_rows = plus_minus(saved.shorter_rows, " s")
@@ -325,11 +324,11 @@ def _reason(saved: Saving, matters: Sequence[str]) -> str:
         return ""
     slower = saved.other if saved.rest.mean < 0 else saved.first
     what = ", ".join(matters) or "streaming"
-    return f" Unless {what} explains that, the machine of {slower.name} was busy with other work, or is another one."
+    return f" Unless {what} explains that, the machine of {slower.name} was busy with other work, or is a slower one."
 
 
 def busy(run: Run) -> str | None:
-    """The steps in which other work ran on the machine: training took longer than on other rows of such lengths."""
+    """Names the steps in which training took much longer than usual for its rows: the machine had other work."""
     table = _widths_and_times(run)
     table = table[table.index > 1]
     if len(table) < MIN_BUSY:
@@ -345,7 +344,7 @@ def busy(run: Run) -> str | None:
 
 
 def _usual(lengths: pd.Series, seconds: pd.Series) -> pd.Series:
-    """A line through most of the points, which up to half of them can't move."""
+    """Evaluates a robust line through the points, which up to half of them don't influence."""
     if lengths.nunique() < 2:
         return pd.Series(seconds.median(), seconds.index)
     from scipy.stats import siegelslopes  # takes most of a second to import

@@ -1,8 +1,9 @@
-"""Training in virtual time: the same scheduler and policies on engines that only count."""
+"""Simulates trainings in virtual time: the trainer's scheduler and policies on engines that only count tokens."""
 
+from ..estimates import Estimate
 from .cluster import SimulatedCluster
 from .cluster_spec import ASSUMED_CLUSTER, LLAMA_8B_NIM, PAT_CLUSTER, PAT_LAYOUT, ClusterSpec
-from .comparison import Estimate, Outcome, compare
+from .comparison import Outcome, compare
 from .recorded import RecordedRollout, recorded_rollouts, recorded_workload
 from .sweep import parse_sweep, settings_of
 from .training import SimulatedRun, SimulatedTraining

@@ -11,8 +11,8 @@ Invariants: time never runs backwards; a candidate that ends by itself has exact
 limits takes `rollout_time` seconds.
 
 A sequence of a thousand tokens reports sixty times, and few reports decide anything: [`DualEnd`] with a numeric
-patience acts on the first one beyond a bound. Only reports from there on are events, which makes a simulation up to
-fifty times as fast and changes no decision. A policy that is not known here gets every report.
+patience acts on the first one beyond a bound. Only reports beyond it are events, which makes a simulation up to fifty
+times as fast and changes no decision. Any other policy gets every report.
 """
 
 import math
@@ -123,12 +123,12 @@ class _Rollout:
             self._watch(self.groups[command.group_id], now)
 
     def _report_all(self, now: float) -> None:
-        """Reports of all sequences, also of those that decide nothing else."""
+        """Reports all sequences, also those whose reports decide nothing else."""
         for sequence in [own for own in self.sequences.values() if own.alive]:
             self._report_streamed(sequence, 0.0, now)
 
     def _watch(self, group: Group, now: float) -> None:
-        """One of the group has ended: the others report from the length on that can decide something."""
+        """Plans the reports that can decide something, after a candidate of the group has ended."""
         bound = self._report_from(group)
         for candidate in group.unfinished if bound < math.inf else ():
             sequence = self.sequences.get(candidate.candidate_id)
@@ -141,14 +141,14 @@ class _Rollout:
                 self.times[index] = self.engines[index].next_time()
 
     def _report_streamed(self, sequence: SimulatedSequence, bound: float, now: float) -> None:
-        """Reports what a server would have streamed of a sequence, if that is new and at least `bound` tokens."""
+        """Reports the tokens that a server would have streamed, if they are new and at least `bound`."""
         engine = self.engines[int(sequence.command.engine_id)]
         engine.advance(now)
         if sequence.alive and (length := engine.streamed(sequence)) > sequence.reported and length >= bound:
             self._report(sequence, length, now)
 
     def _report_from(self, group: Group) -> float:
-        """The length from which on a report of the group's sequences can decide something; infinity for never."""
+        """Returns the length from which a report of the group's sequences can decide something; infinity for never."""
         stop = self.scheduler.policies.group_stop
         if not isinstance(stop, DualEnd) or type(stop).surplus is not DualEnd.surplus:
             return 0.0

@@ -1,4 +1,4 @@
-"""The engines of a simulation: as `trl-darts profile` measured them, or as others published theirs."""
+"""Describes the engines of a simulation, as measured by `trl-darts profile` or as published by others."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class ClusterSpec:
         num_engines (`int`, *optional*, defaults to `1`):
             Data parallel replicas.
         max_num_seqs (`int`, *optional*):
-            Most sequences that an engine decodes at once; the others wait in its queue. Defaults to no limit.
+            Sequences that an engine decodes at once; the others wait in its queue. Defaults to no limit.
         kv_tokens (`int`, *optional*):
-            Tokens that fit in an engine's KV cache. When it overflows, the sequence that came last is preempted: it
+            Tokens that fit in an engine's KV cache. When it overflows, the last admitted sequence is preempted: it
             returns to the head of the queue and is prefilled again. Defaults to no limit.
         prefill_seconds_per_token (`float`, *optional*, defaults to `0.0`):
-            An engine that prefills decodes nothing. A prompt is prefilled once per engine, its candidates share it.
+            Seconds in which the engine decodes nothing. A prompt is prefilled once per engine, for all candidates.
         seconds_per_request (`float`, *optional*, defaults to `0.0`):
-            Time that each candidate costs its engine before it decodes, whatever its length.
+            Seconds that each candidate occupies its engine before it decodes.
         report_interval (`int`, *optional*, defaults to `16`):
-            Tokens between two reports of a sequence, where the schedule asks for them. The default is our vLLM
-            engine's streaming interval.
+            Tokens between two reports of a sequence, if the schedule needs them. The default is the streaming
+            interval of the vLLM engine.
         tail ([`ClusterSpec`], *optional*):
-            Engines of another layout, which take over the last sequences.
+            Engines of another layout, to which the last sequences move.
         switch_seconds (`float`, *optional*, defaults to `0.0`):
-            Time to wake `tail` where it shares the GPUs and sleeps until it takes over. With 0 it has its own GPUs.
+            Seconds to wake `tail` if it shares the GPUs and sleeps until then. With 0 it has its own GPUs.
 
     Raises:
         [`ConfigurationError`]: If a number is not positive.
@@ -63,13 +63,8 @@ class ClusterSpec:
                 raise ConfigurationError(f"`{name}` ({getattr(self, name)}) must be finite and not negative.")
 
     @classmethod
-    def measured(cls, path: Path, **fields: Any) -> ClusterSpec:
-        """From the file of a profile; `fields` override it."""
-        return cls.of(LatencyCurve.load(path, "--latency-curve"), PrefillCurve.load(path), **fields)
-
-    @classmethod
     def of(cls, curve: LatencyCurve, prefill: PrefillCurve | None, **fields: Any) -> ClusterSpec:
-        """From a profile's curves, with the limits of its server; `fields` override them."""
+        """Builds the engines from a profile's curves, with the limits of its server; `fields` override them."""
         own: dict[str, Any] = {
             "max_num_seqs": curve.metadata.get("max_num_seqs"),
             "kv_tokens": curve.metadata.get("kv_cache_tokens"),
@@ -79,7 +74,7 @@ class ClusterSpec:
 
     @classmethod
     def of_layouts(cls, path: Path, main: Layout, tail: Layout, **fields: Any) -> ClusterSpec:
-        """Main and tail engines, from a profile of both."""
+        """Reads main and tail engines from a profile of both."""
         profile = LatencyProfile.load(path, "--latency-curve")
         if profile.tail is None:
             raise ConfigurationError(
@@ -90,7 +85,7 @@ class ClusterSpec:
         return cls.of(profile.curve, profile.prefill, num_engines=main.num_engines, tail=own, **fields)
 
     def tail_servers(self, max_completion_length: int) -> TailServers | None:
-        """The tail engines as the schedule knows them."""
+        """Returns the tail engines as the schedule describes them."""
         if self.tail is None:
             return None
         main, tail = (

@@ -1,10 +1,11 @@
-"""Several settings on the same workload, seed by seed, and the table that compares them in a terminal."""
+"""Compares several settings on the same workload, seed by seed, and prints the table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -12,35 +13,19 @@ from rich.table import Table
 
 from ...errors import ConfigurationError
 from ...scheduling import ScheduleSettings
+from ..estimates import Estimate
 from .cluster_spec import ClusterSpec
 from .training import SimulatedRun, SimulatedTraining
 from .workload import Workload
 
 
-def half_width(standard_error: float, degrees: int) -> float:
-    """Half of a 95 % interval, by Student's t; infinity without degrees of freedom."""
-    from scipy.special import stdtrit  # takes a third of a second to import, for which `--help` should not wait
-
-    return float(stdtrit(degrees, 0.975) * standard_error) if degrees > 0 else math.inf
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds, and half of its 95 % confidence interval: infinity for a single seed."""
-
-    mean: float
-    half_width: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """From one value per seed, with Student's t."""
-        mean, num = float(np.mean(values)), len(values)
-        if num == 1:
-            return cls(mean, math.inf)
-        return cls(mean, half_width(float(np.std(values, ddof=1)) / math.sqrt(num), num - 1))
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3g}" if math.isinf(self.half_width) else f"{self.mean:.3g} ± {self.half_width:.2g}"
+# Quantities of a whole training that are not the mean over its steps.
+TOTALS: dict[str, Callable[[SimulatedRun], float]] = {
+    # Tokens that may still be trained on are not wasted.
+    "wasted_share": lambda run: 1 - (sum(run.kept_tokens) + run.buffered_tokens[-1]) / sum(run.pool_tokens),
+    "batch_length_spread": lambda run: float(np.std(run.mean_kept) / np.mean(run.mean_kept)),
+    "off_policy_share": lambda run: float(np.dot(run.off_policy_share, run.kept_tokens) / sum(run.kept_tokens)),
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +34,8 @@ class Outcome:
 
     name: str
     runs: list[SimulatedRun]  # one per seed
-    # Seconds of the baseline over those of this setting, seed by seed: of a step, or, where some groups teach nothing,
-    # per group that does. Where both start a prompt's i-th candidate in an epoch, it is the same one.
+    # Seconds of the baseline over those of this setting, seed by seed: of a step, or per group whose rewards have a
+    # spread if the workload has groups without. If both start a prompt's i-th candidate in an epoch, it is the same.
     speedups: list[float]
 
     @property
@@ -59,46 +44,17 @@ class Outcome:
         return Estimate.of(self.speedups)
 
     def estimate(self, quantity: str) -> Estimate:
-        """The mean over the steps of a quantity of [`SimulatedRun`], where it is known."""
-        return self._over_seeds(lambda run: float(np.nanmean(getattr(run, quantity))))
-
-    @property
-    def wasted_share(self) -> Estimate:
-        """Share of the tokens that are never trained on. Those that still may be count as kept."""
-        return self._over_seeds(
-            lambda run: 1 - (sum(run.kept_tokens) + run.buffered_tokens[-1]) / sum(run.pool_tokens)
-        )
-
-    @property
-    def batch_length_spread(self) -> Estimate:
-        """Coefficient of variation of the batches' mean lengths."""
-        return self._over_seeds(lambda run: float(np.std(run.mean_kept) / np.mean(run.mean_kept)))
-
-    @property
-    def off_policy_share(self) -> Estimate:
-        """Share of the tokens trained on that an older policy sampled."""
-        return self._over_seeds(
-            lambda run: float(np.dot(run.off_policy_share, run.kept_tokens)) / sum(run.kept_tokens)
-        )
-
-    def _over_seeds(self, quantity: Callable[[SimulatedRun], float]) -> Estimate:
-        return Estimate.of([quantity(run) for run in self.runs])
-
-    @property
-    def longest_wait(self) -> float:
-        """The most steps that a prompt waited for after its first candidate was started."""
-        return max(max(run.longest_wait) for run in self.runs)
+        """Returns one of the `TOTALS`, or else the mean over the steps of a quantity of [`SimulatedRun`], if known."""
+        of_run = TOTALS.get(quantity, lambda run: float(np.nanmean(getattr(run, quantity))))
+        return Estimate.of([of_run(run) for run in self.runs])
 
     def row(self) -> dict[str, float | str]:
-        """
-        All quantities as a row of a table. One with a property of its own here is that, and not the mean over the
-        steps. `longest_wait`, a maximum, has no interval.
-        """
-        row: dict[str, float | str] = {"setting": self.name, "longest_wait": self.longest_wait}
-        own = {name: getattr(self, name) for name in ("speedup", "wasted_share", "batch_length_spread")}
-        own["off_policy_share"] = self.off_policy_share
-        means = (field.name for field in fields(SimulatedRun) if field.name not in {*row, *own})
-        for name, estimate in (own | {name: self.estimate(name) for name in means}).items():
+        """Returns all quantities as a row of a table. `longest_wait`, the maximum over all steps, has no interval."""
+        names = dict.fromkeys([*TOTALS, *(field.name for field in fields(SimulatedRun))])
+        estimates = {"speedup": self.speedup} | {name: self.estimate(name) for name in names if name != "longest_wait"}
+        longest_wait = max(max(run.longest_wait) for run in self.runs)
+        row: dict[str, float | str] = {"setting": self.name, "longest_wait": longest_wait}
+        for name, estimate in estimates.items():
             row[name], row[f"{name}_ci95"] = estimate.mean, estimate.half_width
         return row
 
@@ -118,7 +74,7 @@ def compare(
         workload ([`Workload`]):
             Prompts, their response lengths, and the costs of a step.
         settings (`Mapping[str, ScheduleSettings]`):
-            By name. The first is the baseline.
+            Settings by name. The first is the baseline.
         cluster ([`ClusterSpec`]):
             The engines.
         num_steps (`int`):
@@ -153,28 +109,38 @@ def compare(
     ]
 
 
-# A column's header, its quantity (an attribute of `Outcome`, or else a mean over the steps), its format (z: no "-0%"
-# of a rounding error), and its meaning.
-Column = tuple[str, str, str, str]
-COLUMNS: list[Column] = [
-    ("speed-\nup", "speedup", ".3g", "speed-up: over the first row with the same lengths"),
-    ("seconds\nper step", "step_seconds", ".3g", "seconds per step: rollout, and training if given"),
-    ("wasted\ntokens", "wasted_share", "z.0%", "wasted tokens: decoded, and never trained on"),
-    ("bubble", "bubble_ratio", ".2f", "bubble: share of the decoding slots that stood idle"),
-    ("satu-\nrated", "saturated_ratio", ".2f", "saturated: prompts with max_num_generations candidates"),
-    (
+class Column(NamedTuple):
+    """A column of the table."""
+
+    header: str
+    quantity: str  # an estimate of the outcome
+    style: str  # z: no "-0%" of a rounding error
+    meaning: str
+
+
+COLUMNS = [
+    Column("speed-\nup", "speedup", ".3g", "speed-up: over the first row with the same lengths"),
+    Column("seconds\nper step", "step_seconds", ".3g", "seconds per step: rollout, and training if given"),
+    Column("wasted\ntokens", "wasted_share", "z.0%", "wasted tokens: decoded, and never trained on"),
+    Column("bubble", "bubble_ratio", ".2f", "bubble: share of idle decoding slots"),
+    Column("satu-\nrated", "saturated_ratio", ".2f", "saturated: prompts with max_num_generations candidates"),
+    Column(
         *("kept/\npool", "kept_vs_pool_length_ratio", ".2f"),
-        "kept/pool: mean length of the rows over that of all candidates. Far below 1, look at the reward too",
+        "kept/pool: mean length of the rows over that of all candidates. Far below 1: look at the reward too",
     ),
-]
-LESSONS = "informative: groups of a step whose rewards have a spread. The speed-up is of seconds per such group"
-INFORMATIVE: Column = ("infor-\nmative", "informative_groups", ".0f", LESSONS)
-STALE = "off-policy: share of the tokens trained on that an older policy sampled"
-OFF_POLICY: Column = ("off-\npolicy", "off_policy_share", "z.0%", STALE)
-SPREAD = "batch lengths: how much the batches' mean lengths differ (coefficient of variation)"
-DEFERRED: list[Column] = [
-    ("defer-\nred", "deferred_groups", ".0f", "deferred: prompts that a rollout ended without"),
-    ("batch\nlengths", "batch_length_spread", ".0%", SPREAD),
+    Column(
+        *("infor-\nmative", "informative_groups", ".0f"),
+        "informative: groups of a step whose rewards have a spread. The speed-up is of seconds per such group",
+    ),
+    Column(
+        *("off-\npolicy", "off_policy_share", "z.0%"),
+        "off-policy: share of the tokens trained on that an older policy sampled",
+    ),
+    Column("defer-\nred", "deferred_groups", ".0f", "deferred: prompts that a rollout left unfinished"),
+    Column(
+        *("batch\nlengths", "batch_length_spread", ".0%"),
+        "batch lengths: how much the batches' mean lengths differ (coefficient of variation)",
+    ),
 ]
 
 
@@ -182,24 +148,23 @@ def show(
     console: Console, outcomes: Sequence[Outcome], workload: Workload, cluster: ClusterSpec, steps: int, seeds: int
 ) -> None:
     """Prints a table of 80 columns, what its columns mean, and what was assumed. The baseline comes first."""
-    columns = list(COLUMNS)
-    if workload.uniform_share:
-        columns.append(INFORMATIVE)
-    if any(outcome.off_policy_share.mean for outcome in outcomes):
-        columns.append(OFF_POLICY)
-    if any(outcome.estimate("deferred_groups").mean for outcome in outcomes):
-        columns += DEFERRED
+    stale, deferred = (
+        any(outcome.estimate(name).mean for outcome in outcomes) for name in ("off_policy_share", "deferred_groups")
+    )
+    optional = {"informative_groups": workload.uniform_share > 0, "off_policy_share": stale}
+    optional |= {"deferred_groups": deferred, "batch_length_spread": deferred}
+    columns = [column for column in COLUMNS if optional.get(column.quantity, True)]
     # With ten columns there is room for one space between them.
     padding = (0, 2 if len(columns) < 8 else 1, 0, 0)
     title = _title(workload, cluster, steps, seeds)
     table = Table(title=title, box=None, padding=padding, pad_edge=False, header_style="underline")
     table.add_column("setting", overflow="fold")
-    for header, *_ in columns:
-        table.add_column(header, justify="right", no_wrap=True)
+    for column in columns:
+        table.add_column(column.header, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(outcome.name.replace(", ", "\n"), *(_cell(outcome, column) for column in columns))
     console.print(table)
-    lines = [meaning for *_, meaning in columns]
+    lines = [column.meaning for column in columns]
     if seeds > 1:
         lines.append("±: half of a 95 % confidence interval over seeds")
     console.print("\n".join(lines), style="dim", markup=False, highlight=False)
@@ -208,19 +173,18 @@ def show(
 
 
 def _cell(outcome: Outcome, column: Column) -> str:
-    """The interval stands below the mean, so that the table fits 80 columns. One seed has none."""
-    _, quantity, style, _ = column
-    estimate = getattr(outcome, quantity, None) or outcome.estimate(quantity)
-    mean = format(estimate.mean, style)
+    """The interval stands below the mean, so that the table fits 80 columns. A single seed has none."""
+    estimate = outcome.speedup if column.quantity == "speedup" else outcome.estimate(column.quantity)
+    mean = format(estimate.mean, column.style)
     if math.isinf(estimate.half_width):
         return mean
-    return f"{mean}\n±{estimate.half_width:{style.replace('.3g', '.2g')}}"
+    return f"{mean}\n±{estimate.half_width:{column.style.replace('.3g', '.2g')}}"
 
 
 def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> str:
     limits = [f"{cluster.max_num_seqs:,} sequences"] if cluster.max_num_seqs else []
     limits += [f"{cluster.kv_tokens:,} tokens of KV cache"] if cluster.kv_tokens else []
-    tail = "" if cluster.tail is None else f", {cluster.tail.num_engines} of another layout for what is left"
+    tail = "" if cluster.tail is None else f", {cluster.tail.num_engines} of another layout for the last candidates"
     return (
         f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
         f"{'s' if cluster.num_engines > 1 else ''}{' of at most ' if limits else ''}{' and '.join(limits)}{tail}"
@@ -229,22 +193,22 @@ def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> 
 
 
 def _remarks(workload: Workload, cluster: ClusterSpec, steps: int) -> list[str]:
-    """What a reader of the table must know before believing it."""
+    """Returns what limits the validity of the table."""
     remarks = []
     if not workload.fixed_seconds and not workload.train_seconds_per_token:
         remarks.append(
             "Rollouts only: training takes no time here, so a whole step gains less. Give --train-seconds-per-token "
-            "and --fixed-seconds, as a run's log has them."
+            "and --fixed-seconds, as measured in a run's log."
         )
     if source := cluster.latency.metadata.get("assumed"):
         remarks.append(
-            f"WARNING: the latency curve is assumed ({source}). The speed-ups hang on what a further candidate costs "
-            "on your servers: measure it with `trl-darts profile`, and name the file with --latency-curve."
+            f"WARNING: the latency curve is assumed ({source}). The speed-ups depend on what a further candidate "
+            "costs on your servers: measure it with `trl-darts profile`, and name the file with --latency-curve."
         )
     epochs = steps * workload.prompts_per_step / workload.lengths.num_prompts
     if epochs < 2:
         remarks.append(
-            f"Each prompt came up less than twice ({epochs:.1f} epochs): what a schedule learns of prompts hardly "
-            "shows. Simulate more --steps."
+            f"Each prompt was sampled less than twice ({epochs:.1f} epochs): what a schedule learns about prompts "
+            "hardly shows. Simulate more --steps."
         )
     return remarks

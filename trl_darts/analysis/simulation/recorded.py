@@ -1,14 +1,14 @@
 """
-Recorded runs in virtual time: their lengths as a workload, or their rollouts replayed. Would the run's engines, as the
-model knows them, have taken as long, and would the same candidates have been kept?
+Reads recorded runs: their lengths as a workload, or their rollouts for a replay, which shows whether simulated engines
+take as long and keep the same candidates.
 
-How long an aborted candidate would have become is unknown, and does not matter to a replay, which aborts it as well.
+The final length of an aborted candidate is unknown. A replay aborts it as well, so it does not matter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ def recorded_workload(
     **fields: Any,
 ) -> tuple[Workload, int]:
     """
-    Reads the traces of a run with `save_rollout_trace=True`.
+    Builds a workload from the traces of a run with `save_rollout_trace=True`.
 
     Args:
         run_dir (`Path`):
@@ -58,7 +58,7 @@ def recorded_workload(
         [`ConfigurationError`]: If there are no traces, they lack columns, or the log can't be read.
     """
     traces = _traces(run_dir)
-    traces = traces[~traces["carried_over"]]  # they return later, with all their tokens
+    traces = traces[~traces["carried_over"]]  # a later rollout has them with all their tokens
     trained_on = traces[traces["selected"]].groupby(["step", "micro"])
     if not len(trained_on):
         raise ConfigurationError(
@@ -70,29 +70,30 @@ def recorded_workload(
         [own.tolist() for _, own in by_prompt["length"]],
         [(own != STOP).tolist() for _, own in by_prompt["finish_reason"]],
     )
+    limit = run_settings(run_dir).get("max_completion_length") or int(traces["length"].max())
     batch = int(trained_on["group"].nunique().median())
     rows = int(trained_on["group"].value_counts().iloc[0])
     workload = Workload(
         lengths,
         min(batch, lengths.num_prompts) if prompts_per_step is None else prompts_per_step,
-        _limit(run_dir, traces) if max_completion_length is None else max_completion_length,
+        limit if max_completion_length is None else max_completion_length,
         prompt_tokens=int(traces["num_prompt_tokens"].mean()),
         **fields,
     )
     return workload, rows if num_generations is None else num_generations
 
 
-def check_model(run_dir: Path, curve_file: Path) -> None:
-    """Refuses a latency curve of another model than the run's."""
-    from ...telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
-
-    model, curve = read_log(run_dir)[0].get("model"), LatencyCurve.load(curve_file, "--latency-curve")
-    if not curve.is_of(model):
-        raise ConfigurationError(
-            f"`--latency-curve` ({str(curve_file)!r}) must be of the trace's model, and is of "
-            f"{curve.metadata.get('model')!r}, while {str(run_dir)!r} trained {model!r}. Measure one with "
-            "`trl-darts profile`, or leave the option out."
-        )
+def curve_of(path: str | Path, models: Mapping[str, Any]) -> LatencyCurve:
+    """Loads a latency curve. Raises [`ConfigurationError`] if one of the `models`, by run, is another."""
+    curve = LatencyCurve.load(path, "--latency-curve")
+    for run, model in models.items():
+        if not curve.is_of(model):
+            raise ConfigurationError(
+                f"`--latency-curve` ({str(path)!r}) must be of the model that was trained, and is of "
+                f"{curve.metadata.get('model')!r}, while {run!r} trained {model!r}. Measure one with `trl-darts "
+                "profile`, or leave the option out."
+            )
+    return curve
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,17 @@ class RecordedRollout:
     lengths: list[list[int]]
     selected: list[list[int]]
     seconds: float
-    number: int = 0  # rollouts before it
+    number: int = 0  # of the rollout in its run, from 0
 
     def replay(self, settings: ScheduleSettings, cluster: ClusterSpec, max_length: int) -> RolloutResult:
         """
         Replays the rollout with the run's `settings` and `max_completion_length`. Raises [`ConfigurationError`] if the
-        schedule also decides which prompts belong to a rollout, which a trace does not record.
+        schedule also chooses the prompts of a rollout, which a trace does not record.
         """
         if round_policy(settings, len(self.plans)) is not None:
             raise ConfigurationError(
-                f"`schedule` ({settings.schedule!r}) can't be replayed: a rollout's trace does not tell when its "
-                "prompts were added. Replay a run of 'grpo' or 'darts', or simulate this run's workload."
+                f"`schedule` ({settings.schedule!r}) can't be replayed: traces don't record when prompts were added "
+                "to a rollout. Replay a run of 'grpo' or 'darts', or simulate this run's workload."
             )
         known = [plan.expected_length for plan in self.plans if plan.expected_length is not None]
         policies = settings.policies(known if len(known) == len(self.plans) else None, rollout=self.number)
@@ -122,7 +123,7 @@ class RecordedRollout:
 
 
 def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
-    """The rollouts of a run with `save_rollout_trace=True`, in order."""
+    """Yields the rollouts of a run with `save_rollout_trace=True`, in order."""
     for number, (_, rollout) in enumerate(_traces(run_dir).groupby(["step", "micro"])):
         groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
         yield RecordedRollout(
@@ -153,9 +154,8 @@ def _traces(run_dir: Path) -> pd.DataFrame:
     return traces
 
 
-def _limit(run_dir: Path, traces: pd.DataFrame) -> int:
-    """`max_completion_length` of the run from its log, or else its longest candidate."""
-    from ...telemetry.log import read_log
+def run_settings(run_dir: Path) -> dict[str, Any]:
+    """Reads the settings in a run's log."""
+    from ...telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
 
-    limit = read_log(run_dir)[0].get("max_completion_length")
-    return limit if isinstance(limit, int) else int(traces["length"].max())
+    return read_log(run_dir)[0]

@@ -1,4 +1,4 @@
-"""The settings that a comparison runs over: schedules, and all combinations of values."""
+"""Builds the settings that a comparison runs over: schedules, and all combinations of values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,8 @@ from ...scheduling import SCHEDULES, ScheduleSettings
 from ...scheduling.settings import OF_SELECTION, SCHEDULE_DEFAULTS
 
 
-UNSWEPT = (
-    "schedule",
-    "mask_stale_after",
-    "defer_unsettled_groups",
-    "audit_share",
-)  # has an option of its own; decides what is learned
+# `schedule` has an option of its own; the others change only what is learned.
+UNSWEPT = ("schedule", "mask_stale_after", "defer_unsettled_groups", "audit_share")
 OF_ANY_SCHEDULE = (
     *("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling"),
     *("tail_switch_at", "tail_share"),
@@ -32,7 +28,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
 
 
 def parse_sweep(options: Sequence[str]) -> dict[str, list[Any]]:
-    """Reads settings and their values."""
+    """Parses `NAME=VALUE,…` into values by setting."""
     sweep: dict[str, list[Any]] = {}
     for option in options:
         name, equals, values = option.partition("=")
@@ -66,8 +62,8 @@ def settings_of(
     schedules: Sequence[str], num_generations: int, sweep: Mapping[str, Sequence[Any]]
 ) -> dict[str, ScheduleSettings]:
     """
-    All settings of a comparison, by name. Each schedule takes the settings of the sweep that have an effect on it, and
-    is not repeated for the others: `"grpo"`, for one, takes `num_generations` alone.
+    Returns all settings of a comparison, by name. Each schedule takes the settings of the sweep that have an effect on
+    it, and is not repeated for the others: `"grpo"`, for example, takes `num_generations` alone.
     """
     if not schedules or (unknown := [name for name in schedules if name not in SCHEDULES]):
         raise ConfigurationError(
@@ -77,7 +73,7 @@ def settings_of(
     settings: dict[str, ScheduleSettings] = {}
     unused = {(name, value) for name, values in sweep.items() for value in values}
     for schedule in schedules:
-        # "darts" always selects: of several selections, it takes the others.
+        # "darts" always selects, so it skips `selection="all"` if there are other selections.
         choices = [
             [value for value in values if (schedule, name, value) != ("darts", "selection", "all")] or values
             for name, values in sweep.items()
@@ -101,7 +97,7 @@ def settings_of(
 
 
 def has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
-    """Whether a given value changes what a schedule does, beside the other values."""
+    """Whether a setting changes what a schedule does, given the values of the others."""
     if name in OF_ANY_SCHEDULE:
         return True
     if name in SCHEDULE_DEFAULTS or schedule == "grpo":

@@ -7,7 +7,7 @@ Workload ──▶ N prompts ──▶ admission ──▶ plans ──▶ Simul
    └────────────── the next step, the next epoch ◀── shaping ◀──────────────┘
 ```
 
-Schedules whose batches are not the loader's have a [`RolloutBuffer`] between the prompts and the admission.
+Schedules that make their own batches have a [`RolloutBuffer`] between the prompts and the admission.
 """
 
 import gc
@@ -42,12 +42,12 @@ from .workload import BatchLengths, Workload
 
 
 @dataclass(frozen=True)
-class StepOutcome:
+class SimulatedStep:
     """A step: the groups of its rollouts, and the rows trained on."""
 
-    settled: list[GroupSummary]  # that the rollouts completed
-    deferred: list[GroupSummary]  # that the rollouts ended without
-    observed: list[GroupSummary]  # that the tracker learns from
+    settled: list[GroupSummary]  # completed by the rollouts
+    deferred: list[GroupSummary]  # left unfinished by the rollouts
+    observed: list[GroupSummary]  # groups from which the tracker learns
     kept: list[tuple[int, FinishReason | None]]  # length and finish reason of each row
     occupancy: Occupancy
     num_saturated: int
@@ -60,13 +60,13 @@ class StepOutcome:
 @dataclass
 class SimulatedRun:
     """
-    What each step of a training was like; all lists have one entry per step.
+    Quantities of a training, with one entry per step in each list.
 
     Seconds are virtual. Tokens and candidates are counted over the batch; lengths are in tokens.
     """
 
     rollout_seconds: list[float] = field(default_factory=list)
-    train_seconds: list[float] = field(default_factory=list)  # all of a step beside its rollout
+    train_seconds: list[float] = field(default_factory=list)  # of a step without its rollout
     step_seconds: list[float] = field(default_factory=list)
     bubble_ratio: list[float] = field(default_factory=list)
     candidates: list[float] = field(default_factory=list)
@@ -79,13 +79,13 @@ class SimulatedRun:
     mean_kept: list[float] = field(default_factory=list)
     longest_kept: list[float] = field(default_factory=list)
     off_policy_share: list[float] = field(default_factory=list)  # of the kept tokens: sampled by an older policy
-    deferred_groups: list[float] = field(default_factory=list)  # that the rollout ended without
+    deferred_groups: list[float] = field(default_factory=list)  # left unfinished by the rollout
     buffered_tokens: list[float] = field(default_factory=list)  # at its end, of prompts not yet trained on
     longest_wait: list[float] = field(default_factory=list)  # steps from a prompt's first candidate to its training
     informative_groups: list[float] = field(default_factory=list)  # trained on, with a spread of rewards
 
-    def add(self, step: StepOutcome, workload: Workload, ahead: int = 0) -> None:
-        """Appends a step of a `workload`. With a rollout `ahead`, it was sampled while the step before trained."""
+    def add(self, step: SimulatedStep, workload: Workload, ahead: int = 0) -> None:
+        """Appends a step. With a rollout `ahead`, it was sampled while the previous step trained."""
         summaries, seconds = [*step.settled, *step.deferred], step.occupancy.seconds
         pool = np.array([length for summary in summaries for length in summary.lengths])
         ended = np.array([length for summary in step.observed for length in summary.lengths])
@@ -94,7 +94,7 @@ class SimulatedRun:
         num_aborted = sum(own.finish_reasons.count(FinishReason.ABORT.value) for own in step.observed)
         trained = kept.sum() + len(kept) * workload.prompt_tokens
         train_seconds = workload.fixed_seconds + trained * workload.train_seconds_per_token
-        # With a rollout ahead, the training of the last step is left out.
+        # With a rollout ahead, the training of the last step is not counted.
         whole = max(seconds, *self.train_seconds[-1:], 0.0) if ahead else seconds + train_seconds
         values: dict[str, float] = {
             "rollout_seconds": seconds,
@@ -141,15 +141,15 @@ class SimulatedTraining:
             raise ConfigurationError(f"`num_steps` ({num_steps}) must be at least 1.")
         run = SimulatedRun()
         with _collector_off():
-            for outcome in islice(self.outcomes(), num_steps):
-                run.add(outcome, self.workload, self.settings.rollout_ahead)
+            for step in islice(self.optimizer_steps(), num_steps):
+                run.add(step, self.workload, self.settings.rollout_ahead)
         return run
 
-    def outcomes(self) -> Iterator[StepOutcome]:
-        """Optimizer steps, without end."""
-        for outcome in self._steps():
-            self.admission.observe(outcome.observed)
-            yield outcome
+    def optimizer_steps(self) -> Iterator[SimulatedStep]:
+        """Yields optimizer steps, without end."""
+        for step in self._steps():
+            self.admission.observe(step.observed)
+            yield step
 
     def rollout(
         self,
@@ -158,7 +158,7 @@ class SimulatedTraining:
         lengths: list[list[int]],
         batch_stop: BatchStop | None = None,
     ) -> RolloutResult:
-        """One rollout. It ends with all of its groups, unless `batch_stop` decides otherwise."""
+        """Runs one rollout, until all groups are complete or `batch_stop` ends it."""
         policies = self.settings.policies(admission.expected_lengths, batch_stop, None, self.num_rollouts, self.tail)
         self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
@@ -168,7 +168,7 @@ class SimulatedTraining:
         return result
 
     def _selection_effect(self, result: RolloutResult, lengths: list[list[int]]) -> float:
-        """The kept candidates' probability to stop at a token, less that of all candidates, aborted ones in full."""
+        """Returns the kept candidates' probability to stop at a token, minus that of all at full length."""
         kept, pool = [], []
         for group in result.groups:
             own = np.array(lengths[group.plan.group_id][: len(group.candidates)])
@@ -177,14 +177,14 @@ class SimulatedTraining:
             pool.append(logs.mean())
         return float(np.exp(-np.mean(kept)) - np.exp(-np.mean(pool))) if kept else 0.0
 
-    def _steps(self) -> Iterator[StepOutcome]:
+    def _steps(self) -> Iterator[SimulatedStep]:
         numbers = count()
         rounds = round_policy(self.settings, self.workload.prompts_per_step)
         for epoch in self.workload.epochs(self.seed):
             batches = (BatchLengths(self.workload.lengths, self.seed, next(numbers), prompts) for prompts in epoch)
             yield from map(self._step, batches) if rounds is None else _EpochOfRounds(self, rounds).steps(batches)
 
-    def _step(self, batch: BatchLengths) -> StepOutcome:
+    def _step(self, batch: BatchLengths) -> SimulatedStep:
         infos = [PromptInfo(int(prompt), self.workload.prompt_tokens) for prompt in batch.prompts]
         admission = self.admission.plan(infos)
         lengths = batch.all(max(admission.num_candidates), self.stop_rate)
@@ -192,24 +192,24 @@ class SimulatedTraining:
         kept = [(row.length, row.finish_reason) for group in result.groups for row in group.rows]
         settled = [GroupSummary.of(group) for group in result.groups]
         informative = int(batch.informative(self.workload.uniform_share).sum())
-        return StepOutcome(settled, [], settled, kept, Occupancy.of(result), admission.saturated, informative)
+        return SimulatedStep(settled, [], settled, kept, Occupancy.of(result), admission.saturated, informative)
 
 
 @dataclass(slots=True)
 class _Sampled:
-    """A buffer's entry: its place in a batch, its candidates' lengths, and when it began."""
+    """The batch of a buffer's entry, its place there, and its candidates' lengths."""
 
     batch: BatchLengths
     place: int
     informative: bool
     lengths: list[int] = field(default_factory=list)
-    begun: int | None = None  # version of the policy that first sampled for it
+    first_version: int | None = None  # of the policy that first sampled for it
 
 
 class _EpochOfRounds:
     """
-    An epoch of a schedule whose batches are not the loader's. The buffer is empty before and after it, so a prompt is
-    in it once, and the policy's version counts from its first step.
+    An epoch of a schedule that makes its own batches. The buffer is empty before and after it, so it holds each prompt
+    at most once. The policy's version counts from the epoch's first step.
     """
 
     def __init__(self, training: SimulatedTraining, rounds: RoundPolicy) -> None:
@@ -219,8 +219,8 @@ class _EpochOfRounds:
         self.version = 0
         self.sampled: dict[int, _Sampled] = {}  # by the ID of the entry
 
-    def steps(self, batches: Iterator[BatchLengths]) -> Iterator[StepOutcome]:
-        """One step per batch of the loader; with `drop_uniform_groups`, while there are prompts for one."""
+    def steps(self, batches: Iterator[BatchLengths]) -> Iterator[SimulatedStep]:
+        """Yields one step per batch of the loader; with `drop_uniform_groups`, while there are prompts for one."""
         drops = self.training.settings.drop_uniform_groups
         for self.version in count():
             rollouts: list[tuple[RolloutResult, int]] = []  # with their saturated prompts
@@ -233,12 +233,12 @@ class _EpochOfRounds:
                     break
                 self._drop_uniform([plan.entries[group.plan.group_id] for group in result.groups])
                 plan = self._next(batches)
-            if not len(self.buffer) or (drops and self.rounds.lacking(self.buffer)):  # no prompts are left for it
+            if not len(self.buffer) or (drops and self.rounds.lacking(self.buffer)):  # too few prompts for a step
                 return
-            yield self._outcome(rollouts, self.buffer.take(plan, num_dropped))
+            yield self._finished(rollouts, self.buffer.take(plan, num_dropped))
 
     def _next(self, batches: Iterator[BatchLengths]) -> Round:
-        """The next round, with the prompts that it needs, or with all remaining ones."""
+        """Returns the next round, with the prompts that it needs, or with all remaining ones."""
         while self.rounds.lacking(self.buffer):
             batch = next(batches, None)
             if batch is None:
@@ -262,21 +262,21 @@ class _EpochOfRounds:
             del self.sampled[entry_id]
 
     def _lengths_of(self, entry: BufferEntry) -> list[int]:
-        """A resumed entry keeps its lengths."""
+        """Returns the lengths of an entry's candidates. A resumed entry keeps them."""
         own, training = self.sampled[entry.entry_id], self.training
         if not entry.candidates:
             redraws = training.workload.redraws and not self.buffer.keeps_tokens
             attempt = entry.num_deferrals if redraws else 0
             own.lengths = own.batch.of(own.place, training.settings.max_num_generations, attempt, training.stop_rate)
-            own.begun = self.version if own.begun is None else own.begun
+            own.first_version = self.version if own.first_version is None else own.first_version
         return own.lengths
 
-    def _outcome(self, rollouts: list[tuple[RolloutResult, int]], entries: list[BufferEntry]) -> StepOutcome:
+    def _finished(self, rollouts: list[tuple[RolloutResult, int]], entries: list[BufferEntry]) -> SimulatedStep:
         rows = [row for entry in entries for row in entry.candidates]
         settled = [GroupSummary.of(group) for result, _ in rollouts for group in result.groups]
         deferred = [GroupSummary.of(group) for result, _ in rollouts for group in result.deferred]
         taken = [self.sampled.pop(entry.entry_id) for entry in entries]
-        return StepOutcome(
+        return SimulatedStep(
             settled,
             deferred,
             settled if self.buffer.keeps_tokens else [*settled, *deferred],
@@ -286,7 +286,7 @@ class _EpochOfRounds:
             sum(own.informative for own in taken),
             sum(num for row in rows for version, num in row.versions if version != self.version),
             sum(c.length for entry in self.buffer.entries.values() for c in entry.candidates),
-            self.version - min(own.begun or 0 for own in taken),
+            self.version - min(own.first_version or 0 for own in taken),
         )
 
 

@@ -1,7 +1,6 @@
 """
-An engine in virtual time: one token of every running sequence per step, [`LatencyCurve`] seconds per step.
-
-Between two events its batch is constant, so nothing is computed per token.
+An engine in virtual time. A step decodes one token of every running sequence, and takes the seconds of a
+[`LatencyCurve`]. Between two events the batch is constant, so nothing is computed per token.
 """
 
 import math
@@ -13,7 +12,7 @@ from ...scheduling import FinishReason, Submit
 from .cluster_spec import ClusterSpec
 
 
-_NOW = 1e-6  # steps, or tokens of the cache, that count as none
+_NOW = 1e-6  # steps, or tokens of the cache, that count as zero
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +24,9 @@ class SimulatedSequence:
     length: int  # tokens when it was last admitted
     remaining: int  # tokens to decode from there
     reason: FinishReason
-    reported: int  # tokens that the scheduler knows of
-    report_from: float = math.inf  # tokens from which on its reports are events
-    next_report: float = -1.0  # step
+    reported: int  # tokens that were reported to the scheduler
+    report_from: float = math.inf  # its reports are events from this number of tokens on
+    next_report: float = -1.0  # step of the next one
     begin: float = 0.0  # the engine's step at which it was admitted
     end: float = 0.0  # the step at which it ends; 0 while it waits
     admissions: int = 0
@@ -43,7 +42,7 @@ class SimulatedEngine:
     clock: float = 0.0
     steps: float = 0.0  # a step may be partly done
     num_running: int = 0
-    used: float = 0.0  # tokens in the KV cache; counted only where it has a limit
+    used: float = 0.0  # tokens in the KV cache; counted only if it has a limit
     events: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)  # sorted, by step
     admitted: list[SimulatedSequence] = field(default_factory=list)  # in order, for preemptions
     waiting: deque[SimulatedSequence] = field(default_factory=deque)
@@ -59,7 +58,7 @@ class SimulatedEngine:
             self.clock = now
 
     def next_time(self) -> float:
-        """When a sequence ends or reports, or the cache overflows; infinity if it is idle."""
+        """Returns the time at which a sequence ends or reports, or the cache overflows; infinity if it is idle."""
         events = self.events
         while events:
             step, _, admissions, sequence = events[0]
@@ -75,12 +74,12 @@ class SimulatedEngine:
         return self.clock if steps < 0 else self.clock + steps * self.seconds[self.num_running]
 
     def take_event(self) -> SimulatedSequence | None:
-        """The sequence that ends or reports now; `None` if the cache overflowed, and a sequence was preempted."""
+        """Returns the sequence that ends or reports now, or `None` if the cache overflowed and one was preempted."""
         step, _, _, sequence = self.events[0]
         if step - self.steps > _NOW:
             self._preempt()
             return None
-        del self.events[0]  # moves the others, and is still faster than a heap
+        del self.events[0]  # faster than a heap, although it moves the others
         if step > self.steps - _NOW:  # rounding errors would reorder events that coincide
             self.steps = step
         if step < sequence.end:
@@ -88,7 +87,7 @@ class SimulatedEngine:
         return sequence
 
     def watch(self, sequence: SimulatedSequence, num_tokens: float) -> None:
-        """Has a sequence report from now on, once it has this many tokens."""
+        """Turns the reports of a sequence into events, once it has this many tokens."""
         sequence.report_from = num_tokens
         if sequence.end != 0.0:
             self._plan_report(sequence)
@@ -130,13 +129,13 @@ class SimulatedEngine:
             self.used = max(0.0, self.used - sequence.prompt_tokens - length) if self.num_running else 0.0
 
     def decoded(self, sequence: SimulatedSequence) -> int:
-        """Tokens that a sequence has now, including prior ones."""
+        """Returns the tokens that a sequence has now, including prior ones."""
         if sequence.end == 0.0:
             return sequence.length
         return sequence.length + min(int(self.steps - sequence.begin + _NOW), sequence.remaining)
 
     def streamed(self, sequence: SimulatedSequence) -> int:
-        """Tokens that a server would have streamed by now. The last one comes with the end."""
+        """Returns the tokens that a server would have streamed by now. The last one comes with the end."""
         prior, interval = len(sequence.command.prior_tokens), self.spec.report_interval
         last = sequence.length + sequence.remaining - 1
         return prior + (min(self.decoded(sequence), last) - prior) // interval * interval
@@ -156,7 +155,7 @@ class SimulatedEngine:
             self.admitted.append(sequence)
 
     def _plan_report(self, sequence: SimulatedSequence) -> None:
-        """Plans its next report that is an event, if there is one before its end."""
+        """Plans the sequence's next report that is an event, if there is one before its end."""
         prior, interval = len(sequence.command.prior_tokens), self.spec.report_interval
         tokens = max(sequence.report_from, self.decoded(sequence) + 1) - prior
         tokens = prior + math.ceil(tokens / interval) * interval

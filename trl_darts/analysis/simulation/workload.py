@@ -1,8 +1,9 @@
 """
-What a simulated training trains on: prompts, the lengths of their responses, and what a step costs beside its rollout.
+The workload of a simulated training: prompts, the lengths of their responses, and the costs of a step beside its
+rollout.
 
-Invariant: the length of a prompt's i-th candidate in an epoch depends on the seed, the loader's batch, the prompt's
-place in it and i alone. So all schedules see the same candidates, whenever and however many they start.
+Invariant: the length of a prompt's i-th candidate in an epoch depends only on the seed, the loader's batch, the
+prompt's place in it and i. So all schedules see the same candidates, whenever and however many they start.
 """
 
 import math
@@ -32,7 +33,7 @@ class LengthModel(Protocol):
         """Prompts in the data set."""
 
     def draw(self, prompts: IntArray, num_candidates: int, seed: Sequence[int]) -> IntArray:
-        """Lengths in tokens, of shape `(len(prompts), num_candidates)`, at least 1, without any limit."""
+        """Returns lengths in tokens, of shape `(len(prompts), num_candidates)`, at least 1, without any limit."""
 
 
 def _check_finite(**values: float) -> None:
@@ -42,7 +43,7 @@ def _check_finite(**values: float) -> None:
 
 
 def _streams(seed: Sequence[int], num_prompts: int, num_candidates: int) -> tuple[FloatArray, FloatArray]:
-    """Normal scores and uniform numbers, candidate by candidate, so that further candidates change no earlier one."""
+    """Draws normal and uniform numbers, candidate by candidate, so that further candidates change no earlier one."""
     shape = (num_candidates, num_prompts)
     normal = np.random.default_rng([*seed, 0]).standard_normal(shape)
     uniform = np.random.default_rng([*seed, 1]).random(shape)
@@ -52,7 +53,7 @@ def _streams(seed: Sequence[int], num_prompts: int, num_candidates: int) -> tupl
 @dataclass(frozen=True)
 class LogNormalLengths:
     """
-    Log-normal within each prompt and between prompts.
+    Lengths that are log-normal within each prompt and between prompts.
 
     Args:
         num_prompts (`int`, *optional*, defaults to `10_000`):
@@ -67,7 +68,7 @@ class LogNormalLengths:
         endless_share (`float`, *optional*, defaults to `0.0`):
             Share of candidates that never end by themselves. Half of them belong to a tenth of the prompts.
         seed (`int`, *optional*, defaults to `0`):
-            Of the prompts' own parameters.
+            Seed of the prompts' own parameters.
 
     Raises:
         [`ConfigurationError`]: If a number is out of range.
@@ -122,8 +123,8 @@ class RecordedLengths:
     """
     Lengths like those of a recorded run: each candidate has one of its prompt's recorded lengths.
 
-    A recorded candidate that was aborted or cut off is longer than it was seen. It is replaced by a longer complete
-    candidate of any prompt; where there is none, it never ends.
+    The full length of a recorded candidate that was aborted or truncated is unknown. A longer complete candidate of
+    any prompt replaces it. If there is none, it never ends.
 
     Args:
         lengths (`Sequence[Sequence[int]]` of shape `(num_prompts, C_i)`):
@@ -160,7 +161,7 @@ class RecordedLengths:
 
     @cached_property
     def _flat(self) -> tuple[IntArray, NDArray[np.bool_], IntArray, IntArray]:
-        """All lengths, whether each is a lower bound, and where each prompt's lengths begin and how many they are."""
+        """All lengths, whether each is a lower bound, and the start and number of each prompt's lengths."""
         lengths = np.concatenate([np.asarray(own, np.int64) for own in self.lengths])
         bounds = np.concatenate([np.asarray(own, bool) for own in self.censored])
         sizes = np.array([len(own) for own in self.lengths])
@@ -187,31 +188,31 @@ class RecordedLengths:
 @dataclass(frozen=True)
 class Workload:
     """
-    The data set of a training, and what a step costs beside its rollout.
+    The data set of a training, and the costs of a step beside its rollout.
 
     Args:
         lengths ([`LengthModel`]):
             Response lengths of the data set's prompts.
         prompts_per_step (`int`):
-            N.
+            Prompts of each step [N].
         max_completion_length (`int`):
-            Tokens at which responses are cut off.
+            Tokens at which responses are truncated.
         prompt_tokens (`int`, *optional*, defaults to `0`):
             Length of each prompt.
         train_seconds_per_token (`float`, *optional*, defaults to `0.0`):
-            Forward and backward pass, per token of prompts and kept responses.
+            Seconds of the forward and backward pass, per token of prompts and kept responses.
         fixed_seconds (`float`, *optional*, defaults to `0.0`):
-            Per step: weight sync, rewards, optimizer.
+            Seconds per step for weight sync, rewards and optimizer.
         shaping (`float`, *optional*, defaults to `0.0`):
-            An assumption: how fast the policy follows what is selected. A candidate stops at each token with a
-            probability of 1 / its length, a batch with that of its geometric mean. Each step adds `shaping` × (that of
-            the kept candidates − that of all) to every candidate's probability, so the longest shrink most, and those
-            that never end do end. Rewards play no part in it.
+            How fast the policy follows the selection (an assumption). A candidate stops at each token with a
+            probability of 1 / its length; for a batch, the length is the geometric mean. Each step adds `shaping` ×
+            (probability of the kept candidates − probability of all) to every candidate's probability, so the longest
+            shrink most, and those that never end do end. Rewards have no influence.
         uniform_share (`float`, *optional*, defaults to `0.0`):
             Share of groups whose rewards have no spread, from which nothing is learned. At most 0.9.
         redraws (`bool`, *optional*, defaults to `False`):
-            Whether a restarted candidate gets a new length, as in reality. By default it gets its own again, so that
-            all schedules that keep all candidates train on the same ones.
+            Whether a restarted candidate gets a new length, as in reality. By default it gets the same length, so
+            that all schedules that keep all candidates train on the same ones.
 
     Raises:
         [`ConfigurationError`]: If a number is out of range.
@@ -241,7 +242,7 @@ class Workload:
         _check_finite(**{name: getattr(self, name) for name in costs})
 
     def epochs(self, seed: int) -> Iterator[list[IntArray]]:
-        """Batches of prompts in a new order each epoch, without an incomplete last batch."""
+        """Yields an epoch's batches of prompts, in a new order each epoch, without an incomplete last batch."""
         rng = np.random.default_rng([seed, 3])
         size = self.prompts_per_step
         while True:
@@ -259,13 +260,13 @@ class BatchLengths:
         self._attempts: dict[int, IntArray] = {}
 
     def all(self, num_candidates: int, stop_rate: float) -> list[list[int]]:
-        """Of each prompt's first candidates; `stop_rate` is what training has added to their probability to stop."""
+        """Returns the lengths of each prompt's first candidates; see `_shaped` for `stop_rate`."""
         drawn = self._model.draw(self.prompts, num_candidates, self._seed)
         lengths: list[list[int]] = _shaped(drawn, stop_rate).tolist()
         return lengths
 
     def of(self, place: int, num_candidates: int, attempt: int, stop_rate: float) -> list[int]:
-        """Of the prompt at a place, when it is restarted for the `attempt`-th time."""
+        """Returns the lengths of the prompt at a place, when it is restarted for the `attempt`-th time."""
         if attempt not in self._attempts:
             # A generator reads a seed's missing numbers as zeros, and a length model appends 0 or 1: hence the 1.
             key = (*self._seed, attempt + 1) if attempt else self._seed
@@ -274,7 +275,7 @@ class BatchLengths:
         return lengths
 
     def informative(self, uniform_share: float) -> NDArray[np.bool_]:
-        """Which prompts have rewards with a spread."""
+        """Returns a mask of the prompts whose rewards have a spread."""
         drawn = np.random.default_rng((*self._seed, 5)).random(len(self.prompts))
         return np.asarray(drawn >= uniform_share)
 

@@ -1,23 +1,20 @@
-"""One measurement against a server over HTTP: what is sent, how it ends, and when it counts."""
+"""One measurement of a server over HTTP: its requests, its end, and when it is discarded."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.engines.fake_server import fake_server
 from trl_darts.analysis.profile.grid import GridPoint
-from trl_darts.analysis.profile.measure import WINDOW_TOKENS, DecodeWindow, ServerProbe
+from trl_darts.analysis.profile.probe import WINDOW_TOKENS, ServerProbe
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 
 from .builders import FakeVLLM, facts, rng
 
 
 POINT = GridPoint(batch_size=3, context_length=8, max_tokens=200)
-chunks = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=120)
 
 
 def probed(server: FakeVLLM, function: Callable[[ServerProbe], Coroutine], **changes: Any) -> Any:
@@ -29,43 +26,6 @@ def probed(server: FakeVLLM, function: Callable[[ServerProbe], Coroutine], **cha
                 return await function(ServerProbe(VLLMServer(url, session), facts(**changes), rng()))
 
         return asyncio.run(run())
-
-
-@given(chunks, chunks)
-def test_complete_when_each_sequence_has_decoded_enough_since_it_was_opened(
-    before: list[tuple[int, int]], after: list[tuple[int, int]]
-) -> None:
-    window = DecodeWindow(4, 32)
-    counts = [0] * 4
-    for sequence, num_tokens in before:
-        window.add(sequence, num_tokens)
-        counts[sequence] += num_tokens
-        assert window.began == (min(counts) > 0)
-        assert not window.over  # whatever came: it was not opened
-    window.open()
-    marks = list(counts)
-    for sequence, num_tokens in after:
-        if not window.over:
-            counts[sequence] += num_tokens
-        window.add(sequence, num_tokens)
-        assert window.complete == all(n - m >= 32 for n, m in zip(counts, marks, strict=True))
-    assert window.completion_tokens == (sum(marks) + sum(counts)) / 2
-    assert not window.failed
-
-
-def test_a_sequence_that_ends_fails_the_window_unless_it_is_complete() -> None:
-    window = DecodeWindow(2, 8)
-    window.add(0, 7, finished=True)
-    window.add(1, 100)
-    assert window.failed
-    assert not window.complete
-    window = DecodeWindow(1, 2)
-    window.add(0, 1)
-    window.open()
-    window.add(0, 2, finished=True)
-    window.add(0, 0, finished=True)
-    assert window.complete
-    assert not window.failed
 
 
 def test_measures_the_servers_step_and_ends_the_batch() -> None:

@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -28,18 +28,18 @@ CLOSE_S = 0.2  # until a server notices that connections were closed: 13 to 72 m
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Seconds per token of each sequence, and how many tokens all had generated in the middle of the measurement."""
+    """Result of decoding a batch."""
 
-    seconds: float
-    completion_tokens: float
+    seconds: float  # per token of each sequence
+    completion_tokens: float  # that all sequences together had generated in the middle of the measurement
 
 
 class ServerProbe:
     """
     Measures one server.
 
-    Sequence i of every batch is a prefix of one fixed row of random tokens. So after the first time most
-    of a prompt is in the server's prefix cache, and repetitions cost no prefill. No two sequences share a prefix.
+    Sequence i of every batch is a prefix of one fixed row of random tokens. After the first batch, most of each prompt
+    is in the server's prefix cache, so repetitions need no prefill. No two sequences share a prefix.
     """
 
     def __init__(self, server: VLLMServer, described: ProfiledServer, rng: np.random.Generator) -> None:
@@ -51,7 +51,7 @@ class ServerProbe:
         self._name = f"profile-{uuid.uuid4().hex}"
 
     async def warm_up(self, point: GridPoint) -> None:
-        """Reads a batch's prompts and decodes it once: the server compiles kernels and captures graphs."""
+        """Caches a batch's prompts and decodes it once, so that the server compiles kernels and captures graphs."""
         requests = [self._request(prompt, max_tokens=1) for prompt in self._prompts(point)]
         await asyncio.gather(*(self.server.complete(request, REQUEST_TIMEOUT_S) for request in requests))
         await self.decode(point)
@@ -60,26 +60,27 @@ class ServerProbe:
         """
         Decodes a batch until each sequence has been timed, then aborts it.
 
-        Returns `None` if the sequences never decoded all at once, and alone: the server takes fewer, preempted some,
-        or had other requests. Raises [`ServerRefusedError`] if the server refuses a request or breaks.
+        Returns `None` if the sequences did not decode together and alone: the server takes fewer, preempted some, or
+        had other requests. Raises [`ServerRefusedError`] if the server refuses a request or fails.
         """
         batch = _Batch(self.server, [self._request(prompt, point.max_tokens) for prompt in self._prompts(point)])
-        window = batch.window
         try:
-            await batch.until(lambda: window.began or window.over)
-            before = await read_clock(self.server)
-            window.open()
-            await batch.until(lambda: window.over)
+            if not await batch.reach(1):
+                return None
+            before, first = await read_clock(self.server), batch.counts.copy()
+            if not await batch.reach(first + WINDOW_TOKENS):
+                return None
+            completion_tokens = float(first.sum() + batch.counts.sum()) / 2
             after = await read_clock(self.server)
         finally:
             await batch.end()
         alone = before.num_running == after.num_running == point.batch_size
-        if window.failed or not alone or after.num_preemptions > before.num_preemptions:
+        if not alone or after.num_preemptions > before.num_preemptions:
             return None
-        return Decoded(after.seconds_per_token_since(before), window.completion_tokens)
+        return Decoded(after.seconds_per_token_since(before), completion_tokens)
 
     async def prefill(self, num_tokens: int) -> float:
-        """Seconds from sending a prompt that is not cached to its first token."""
+        """Returns the seconds from sending a prompt that is not cached to its first token."""
         request = self._request(self._random(num_tokens), max_tokens=1)
         start = time.perf_counter()
         await self.server.complete(request, REQUEST_TIMEOUT_S)
@@ -106,57 +107,14 @@ class ServerProbe:
         return tokens
 
 
-class DecodeWindow:
-    """
-    The time in which all sequences of a batch decode, and when to read the server's clock.
-
-    ```
-    waiting for first tokens → (all began) → open → (each decoded enough) → complete
-                    └────────── a sequence ends early ──────┴──────────────→ failed
-    ```
-    """
-
-    def __init__(self, num_sequences: int, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self.failed = False
-        self._counts = np.zeros(num_sequences, int)
-        self._at_open: np.ndarray | None = None
-
-    def add(self, sequence: int, num_tokens: int, finished: bool = False) -> None:
-        """Counts tokens of a sequence. The window fails if one finishes before the window is complete."""
-        if not self.over:
-            self._counts[sequence] += num_tokens
-            self.failed = finished and not self.complete
-
-    def open(self) -> None:
-        """The clock was read: tokens count from here on."""
-        self._at_open = self._counts.copy()
-
-    @property
-    def began(self) -> bool:
-        return bool(self._counts.all())
-
-    @property
-    def complete(self) -> bool:
-        return self._at_open is not None and bool((self._counts - self._at_open).min() >= self.num_tokens)
-
-    @property
-    def over(self) -> bool:
-        return self.failed or self.complete
-
-    @property
-    def completion_tokens(self) -> float:
-        """Tokens that all sequences together had generated in the middle of the window."""
-        return float(self._counts.sum() + (0 if self._at_open is None else self._at_open.sum())) / 2
-
-
 class _Batch:
-    """Streaming requests, and the window over them."""
+    """Streaming requests that decode together."""
 
     def __init__(self, server: VLLMServer, requests: Sequence[CompletionRequest]) -> None:
         self.server = server
         self.requests = requests
-        self.window = DecodeWindow(len(requests), WINDOW_TOKENS)
+        self.counts = np.zeros(len(requests), int)  # tokens of each sequence
+        self._one_finished = False
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self.tasks = [asyncio.create_task(self._follow(i, request)) for i, request in enumerate(requests)]
@@ -164,22 +122,26 @@ class _Batch:
     async def _follow(self, sequence: int, request: CompletionRequest) -> None:
         try:
             async for chunk in self.server.stream(request, STREAM_INTERVAL, REQUEST_TIMEOUT_S):
-                self.window.add(sequence, len(chunk.tokens), chunk.finish_reason is not None)
+                self.counts[sequence] += len(chunk.tokens)
+                self._one_finished |= chunk.finish_reason is not None
                 self._changed.set()
         except Exception as error:
             self._error = error
             self._changed.set()
 
-    async def until(self, reached: Callable[[], bool]) -> None:
-        """Waits, or raises the error of a request. An error after the last wait does not matter."""
-        while not reached():
+    async def reach(self, num_tokens: int | np.ndarray) -> bool:
+        """Waits until each sequence has this many tokens. Returns `False` if one finishes before."""
+        while not (self.counts >= num_tokens).all():
             if self._error is not None:
                 raise self._error
+            if self._one_finished:
+                return False
             self._changed.clear()
             await self._changed.wait()
+        return True
 
     async def end(self) -> None:
-        """Aborts the requests, which answer at once, or closes their connections where that endpoint is missing."""
+        """Aborts the requests, or closes their connections if the server has no endpoint for that."""
         try:
             if await self.server.abort([request.internal_id for request in self.requests], ABORT_GRACE_S):
                 await asyncio.wait(self.tasks, timeout=ABORT_GRACE_S)
