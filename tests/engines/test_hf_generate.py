@@ -7,9 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.policies import make_policies
-from trl_darts.engines.in_process.director import Director
 from trl_darts.engines.in_process.hf_generate import SchedulerCriterion, replaced, stopping_criterion
-from trl_darts.engines.in_process.share import Share
+from trl_darts.engines.in_process.share import MainLink, Share
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler
 
 
@@ -43,19 +42,19 @@ def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
 
 def rollout(model, counts, schedule="darts", max_new_tokens=200, seed=0, **kwargs):
     policies = make_policies(schedule, 4, **kwargs)
-    director = Director(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)])
-    share = Share(director.slots[0], director, director.scheduler.needs_progress)
+    main = MainLink(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)])
+    share = Share(main.slots[0], main, main.scheduler.needs_progress)
     criterion = SchedulerCriterion(share, [EOS])
     prompts = [[60 + i, 61] for i, n in enumerate(counts) for _ in range(n)]
     completions = generate(model, criterion, prompts, max_new_tokens, seed)
     criterion.finish(completions)
     share.exchange()
-    result = director.result()
+    result = main.result()
     for candidate in (c for group in result.groups for c in group.candidates):
         tokens, logprobs = share.rows[candidate.candidate_id]
         assert len(tokens) == candidate.length
         assert logprobs is None
-        candidate.tokens = tokens  # the director has seen none
+        candidate.tokens = tokens  # the scheduler has none
     return result, completions, criterion
 
 

@@ -243,7 +243,7 @@ def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
     with switch.serve() as url, engine_on(url, return_s=0.5, refresh=refresh) as engine:
         with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
             rollout(engine)
-        assert f"No vLLM server left; waiting for {url} (0 of 0 s)" in caplog.messages
+        assert f"No vLLM server is up; waiting for {url} (0 of 0 s)" in caplog.messages
         assert switch.num_completions <= 2
         broken.clear()
         deadline = time.monotonic() + 10

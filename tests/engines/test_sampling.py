@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from trl_darts.engines.sampling import COUNTED, not_carried
+from trl_darts.engines.sampling import PER_REQUEST, not_carried
 
 
 def test_options_that_are_not_set_do_not_count():
@@ -19,4 +19,4 @@ def test_every_option_is_known_to_vllm():
 
     names = set(SamplingParams.__struct_fields__) if hasattr(SamplingParams, "__struct_fields__") else set()
     names = names or {field.name for field in fields(SamplingParams)}
-    assert set(COUNTED) - {"response_format"} <= names
+    assert set(PER_REQUEST) - {"response_format"} <= names

@@ -76,7 +76,7 @@ def launched(servers: VLLMServerEngine, **fields) -> tuple[ServerEngine, tuple[R
     main = MainProcess(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
     own = dict.fromkeys(SAMPLING) | {"max_completion_length": 8, "generation_kwargs": {}}
     facts = ServerFacts(model="m", max_model_len=100)
-    engine = ServerEngine(SimpleNamespace(main=main, engine=servers, facts=facts, bring_back=lambda: None, **own))
+    engine = ServerEngine(SimpleNamespace(main=main, own_engine=servers, facts=facts, bring_back=lambda: None, **own))
     batch = PromptBatch.alone([[5]] * M, M)
     admission = UniformAdmission(M).plan(batch.infos)
     scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M, **fields)
@@ -126,7 +126,7 @@ def test_a_launched_rollout_ends_whose_weights_no_server_has_any_more(monkeypatc
         engine, ahead = launched(servers)
         if drains:  # before a weight sync
             engine.drain()
-        with pytest.raises(WeightsLostError, match="came back without the weights"):
+        with pytest.raises(WeightsLostError, match="reconnected without the weights"):
             engine.run(*ahead)
         assert len(server.prompts) == M
         servers.join(url)  # the sync

@@ -297,7 +297,7 @@ def test_tail_servers_sleep_before_and_after(servers, fleet_of, tmp_path):
 
 
 def test_images_are_processed_by_the_first_server_that_is_up():
-    """Each process has clients of its own, and was pinned to the first server, also when that one was lost."""
+    """Each process uses clients of its own, and another server if the first one is lost."""
 
     async def reply(body, request):
         return await answer(body)
@@ -309,18 +309,20 @@ def test_images_are_processed_by_the_first_server_that_is_up():
 
     generation = object.__new__(SyncedGeneration)
     generation.settings = SimpleNamespace(api_key=None)
+    generation._place_features = lambda features, prompt: features
+    prompts = [[1], [2]]
     images = [[Image.new("RGB", (2, 2))], None]
     with processor("second") as second:
         with processor("first") as first:
             generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
-            assert generation.image_features(images) == [{"by": "first"}, None]
+            assert generation.image_features(images, prompts) == [{"by": "first"}, None]
             generation.engine = SimpleNamespace(states=lambda: {first: State.DOWN, second: State.UP})
-            assert generation.image_features(images) == [{"by": "second"}, None]
+            assert generation.image_features(images, prompts) == [{"by": "second"}, None]
             generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
-        # It is gone, and this process, which has asked nothing of it yet, does not know.
-        assert generation.image_features(images) == [{"by": "second"}, None]
+        # It has stopped, which this process does not know yet.
+        assert generation.image_features(images, prompts) == [{"by": "second"}, None]
     with pytest.raises(GenerationError, match=f"{first}: ConnectionError"):
-        generation.image_features(images)
+        generation.image_features(images, prompts)
 
 
 def test_generation_keeps_the_order(fleet, servers, monkeypatch):

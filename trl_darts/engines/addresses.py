@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 from ..errors import ConfigurationError
 
 
-API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's servers read their key from it
+API_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's servers read their key from this variable
 
 
 def split_addresses(text: str) -> list[str]:

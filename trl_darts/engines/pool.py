@@ -192,7 +192,7 @@ class ServerPool:
         if member.limit is None or member.limit.slots != slots:
             member.limit = ConcurrencyLimit(slots, self._connections)
         if member.state is State.UP:
-            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+            self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
     def lose(self, url: str, reason: str) -> None:
         """Stops using a server until it answers again."""
@@ -206,7 +206,7 @@ class ServerPool:
         member.asleep = self._asleep_at_first
         if was_up:
             member.num_losses += 1
-            self._tell(lambda listener: listener.on_lost(url, reason))
+            self._notify(lambda listener: listener.on_lost(url, reason))
 
     def join(self, url: str) -> None:
         """Starts using a server that has the current weights."""
@@ -214,7 +214,7 @@ class ServerPool:
         member.version, member.waits = self.version, False
         if member.state is State.RETURNED:
             member.state = State.UP
-            self._tell(lambda listener: listener.on_joined(url, member.capacity))
+            self._notify(lambda listener: listener.on_joined(url, member.capacity))
 
     def follow(self, version: int, up: Collection[str]) -> None:
         """Copies the state from the main process: the version, and the servers that have its weights."""
@@ -230,7 +230,7 @@ class ServerPool:
         member = self.members[url]
         member.draining = draining
         if member.state is State.UP:
-            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+            self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
     def has_turn(self, tail: bool) -> bool:
         """Whether one kind of servers (tail or main) is awake, and the other kind asleep."""
@@ -251,7 +251,7 @@ class ServerPool:
         if member.state is not State.UP or member.asleep == asleep:
             return
         member.asleep = None  # stays unknown if the call is interrupted
-        self._tell(lambda listener: listener.on_resized(url, 0))
+        self._notify(lambda listener: listener.on_resized(url, 0))
         try:
             await (member.server.sleep if asleep else member.server.wake_up)(TURN_TIMEOUT_S)
         except FAILURES as error:
@@ -259,11 +259,11 @@ class ServerPool:
             return
         if member.state is State.UP:
             member.asleep = asleep
-            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+            self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
-    def _tell(self, say: Callable[[Listener], None]) -> None:
+    def _notify(self, call: Callable[[Listener], None]) -> None:
         if self.listener is not None:
-            say(self.listener)
+            call(self.listener)
 
     async def _watch(self, url: str) -> None:
         await asyncio.gather(self._begin(url), self._keep_probing(url))

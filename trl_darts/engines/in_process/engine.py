@@ -1,7 +1,8 @@
-"""Decoding on the training's own processes: each decodes a share of the candidates, the main process decides."""
+"""Decodes on the trainer's own processes: each decodes a share of the candidates, and the main process decides."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -12,12 +13,10 @@ from ...training.rows import Tokens
 from ..batch import PromptBatch
 from ..engine import Engine, OnProgress, RolloutPlan
 from ..main_process import MainProcess
-from .director import Director
-from .links import FollowingLink, RemoteLink
-from .share import Share, Slot
+from .share import GroupLink, MainLink, RemoteLink, Share, Slot
 
 
-# Decodes a share until nothing of it runs. Its last argument are the candidates whose prompts this process brings.
+# Decodes a share until none of it is running. The last argument has the candidates whose prompts this process passes.
 Decode = Callable[[PromptBatch, Share, list[Slot]], None]
 
 
@@ -25,8 +24,8 @@ class InProcessEngine(Engine):
     """
     An [`Engine`] inside the trainer: transformers, or colocated vLLM.
 
-    Candidates are spread so that all processes are expected to end together. They stay with the rows that they are for
-    where there are no more of them than rows, as TRL has it, or where something else than tokens goes with them.
+    Candidates are distributed so that all processes are expected to end together. A candidate stays on the process of
+    its row if there are no more candidates than rows, or if prompts have images or other fields.
     """
 
     def __init__(
@@ -57,10 +56,10 @@ class InProcessEngine(Engine):
         """TRL generates later turns itself."""
 
     def placement(self, admission: Admission, batch: PromptBatch) -> AssignedPlacement:
-        """All candidates start at once, so each has its process before the rollout."""
+        """See [`Engine`]. All candidates start at once, so each gets its process before the rollout."""
         counts, lengths, order = admission.num_candidates, None, self._submit_order
         if batch.multimodal or sum(counts) == len(batch.rows):
-            owners = batch.owners  # of each row; a candidate's home is the process that has its prompt
+            owners = batch.owners
             engines = [[owners[batch.row_of(g, i)] // self._size for i in range(n)] for g, n in enumerate(counts)]
         else:
             lengths = (None if order == "arrival" else admission.expected_lengths) or [1.0] * len(counts)
@@ -75,61 +74,58 @@ class InProcessEngine(Engine):
         on_progress: OnProgress | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> RolloutResult | None:
-        """See [`Engine`]. Nobody waits for servers here, so `meanwhile` is never called."""
+        """See [`Engine`]. No process waits for servers, so `meanwhile` is not called."""
         self._num_rollouts += 1
-        director = self._main.run(lambda: self._direct(plan))  # `None` on the other processes
-        feeds, needs_progress = self._main.broadcast(
-            lambda: (self._feeds(director, batch), director.scheduler.needs_progress)
-        )
-        link = RemoteLink(self._main.mailbox, self._num_rollouts) if director is None else director
+        main_link: Any = self._main.run(lambda: self._main_link(plan))  # `None` on the other processes
+        slots, needs_progress = self._main.broadcast(lambda: self._slots(main_link, batch))
+        link = main_link or RemoteLink(self._main.mailbox, self._num_rollouts)
         try:
-            if director is not None:
-                director.listen()
-            share = self._share(feeds, needs_progress, link, director, on_progress)
-            self._decode(batch, share, feeds[self._main.index])
+            if main_link is not None:
+                main_link.listen()
+            share = self._share(slots, needs_progress, link, on_progress)
+            self._decode(batch, share, slots[self._main.index])
             if share.running:
                 raise GenerationError(f"The engine left {len(share.running)} candidates without an end.")
             share.exchange()
-        except Exception as error:  # no other process must wait for this one
+        except Exception as error:  # otherwise, the other processes would wait for this one
             link.fail(error)
-            if director is not None and self._main.num_processes > 1:
+            if main_link is not None and self._main.num_processes > 1:
                 self._main.fail(error)
             raise
-        return self._with_tokens(self._main.run(lambda: director.result()), share)
+        return self._with_tokens(self._main.run(lambda: main_link.result()), share)
 
-    def _direct(self, plan: Any) -> Director:
+    def _main_link(self, plan: Any) -> MainLink:
         leaders = range(0, self._main.num_processes, self._size)
         mailbox = self._main.mailbox if self._main.num_processes > 1 else None
-        return Director(plan.scheduler, plan.groups, leaders, mailbox, self._num_rollouts)
+        return MainLink(plan.scheduler, plan.groups, leaders, mailbox, self._num_rollouts)
 
-    def _feeds(self, director: Director, batch: PromptBatch) -> list[list[Slot]]:
-        """By process, the candidates whose prompts it brings. What goes with a prompt is on the prompt's process."""
+    def _slots(self, link: Any, batch: PromptBatch) -> tuple[list[list[Slot]], bool]:
+        """
+        Returns the candidates whose prompts each process passes to its engine, and whether the scheduler needs
+        progress. Images and other fields of a prompt are on the process of its row.
+        """
         owners = batch.owners
-        feeds: list[list[Slot]] = [[] for _ in batch.sizes]
-        for engine, slots in enumerate(director.slots):
+        slots_of: list[list[Slot]] = [[] for _ in batch.sizes]
+        for engine, slots in enumerate(link.slots):
             for slot in slots:
-                home = owners[batch.row_of(slot.group_id, slot.index)]
-                feeds[home if batch.multimodal else engine * self._size].append(slot)
-        return feeds
+                owner = owners[batch.row_of(slot.group_id, slot.index)]
+                slots_of[owner if batch.multimodal else engine * self._size].append(slot)
+        return slots_of, link.scheduler.needs_progress
 
     def _share(
-        self,
-        feeds: list[list[Slot]],
-        needs_progress: bool,
-        link: Director | RemoteLink,
-        director: Director | None,
-        on_progress: OnProgress | None,
+        self, slots_of: list[list[Slot]], needs_progress: bool, link: Any, on_progress: OnProgress | None
     ) -> Share:
-        me = self._main.index
-        leader = me - me % self._size
-        slots = [slot for feed in feeds[leader : leader + self._size] for slot in feed]
-        way = link if self._group is None else FollowingLink(link if me == leader else None, leader, self._group)
-        if director is None or on_progress is None:
-            return Share(slots, way, needs_progress)
-        return Share(slots, way, needs_progress, lambda: on_progress(director.scheduler.ledger))
+        leader = self._main.index - self._main.index % self._size
+        slots = [slot for own in slots_of[leader : leader + self._size] for slot in own]
+        on_exchange = None
+        if on_progress is not None and self._main.is_here:
+            on_exchange = partial(on_progress, link.scheduler.ledger)
+        if self._group is not None:
+            link = GroupLink(link if self._main.index == leader else None, leader, self._group)
+        return Share(slots, link, needs_progress, on_exchange)
 
     def _with_tokens(self, result: Any, share: Share) -> RolloutResult | None:
-        """Puts the tokens of the rows, which are on the processes that decoded them, into the main one's result."""
+        """Adds the tokens and log-probs of the kept rows, from the processes that decoded them, to the result."""
         kept = self._main.broadcast(lambda: {row.candidate_id for group in result.groups for row in group.rows})
         leads = self._main.index % self._size == 0
         own = {number: row for number, row in share.rows.items() if leads and number in kept}
@@ -142,7 +138,7 @@ class InProcessEngine(Engine):
 
 
 def check_lengths(prompts: Sequence[Tokens], where: str, first_index: int, num_positions: float) -> None:
-    """Raises [`ConfigurationError`] if prompts fill all positions of a model."""
+    """Raises [`ConfigurationError`] if a prompt fills all positions of a model."""
     lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) >= num_positions}
     if lengths:
         first = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
