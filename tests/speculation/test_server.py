@@ -93,7 +93,7 @@ def test_ten_thousand_answers(drafting, chain_dir):
 
 @pytest.mark.slow
 def test_without_the_cure_they_are_not(chain_dir, tmp_path_factory):
-    """Where this fails, vLLM has mended its kernel, and `cure_expand` can go."""
+    """Where this fails, vLLM has mended its kernel, and `fix_expand` can go."""
     with start(chain_dir, tmp_path_factory, "ngram", env={"VLLM_PLUGINS": ""}) as server:
         # Of its log-probs some are no numbers, for which it answers 400.
         answers = sample(server, 240, logprobs=None, **SAMPLING["cool"])

@@ -40,11 +40,11 @@ def profile(
     tail_of: Annotated[
         Path | None,
         option(
-            help="A profile to which these servers are added as the tail servers, of another layout, beside the main "
-            "ones that it has. By default also the file to write."
+            help="Profile of the main servers, to which these servers are added as tail servers. By default also the "
+            "file to write."
         ),
     ] = None,
-    plot: Annotated[Path | None, option(help="The picture to write. By default beside the output, as .png.")] = None,
+    plot: Annotated[Path | None, option(help="The picture to write. By default next to the output, as .png.")] = None,
     max_batch_size: Annotated[int | None, option(help="Largest batch. By default the server's max_num_seqs.")] = None,
     batch_sizes: Annotated[
         str | None, option(help="Batch sizes, such as 1,8,64. By default powers of two.", metavar="LIST")
@@ -59,10 +59,10 @@ def profile(
     repeats: Annotated[int, typer.Option(help="Measurements of each point, in rounds of random order.")] = 3,
     hardware: Annotated[
         str | None,
-        option(help="What the servers run on, for the file. By default what they say.", metavar="TEXT"),
+        option(help="Hardware of the servers, for the file. By default what the servers report.", metavar="TEXT"),
     ] = None,
     api_key: Annotated[str | None, option(help="Key of the servers.", envvar=API_KEY_VARIABLE)] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts, and of the order of measurements.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the order of measurements.")] = 0,
 ) -> None:
     """
     Measure how fast servers decode, and fit the curve that `latency_curve` of the trainer takes.
@@ -106,7 +106,7 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _check_outputs(output: Path, plot: Path | None) -> Path | None:
-    """The picture's path, or `None` where none can be drawn. Before anything is measured."""
+    """Checks both paths before any measurement. Returns the picture's, or `None` if it can't be drawn."""
     if plot is not None and not is_matplotlib_available():
         raise ConfigurationError(
             f"`plot` ({str(plot)!r}) needs matplotlib. `pip install 'trl-darts[report]'`, or leave it out."
@@ -123,7 +123,7 @@ def _check_outputs(output: Path, plot: Path | None) -> Path | None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar in a terminal, else a line every ten seconds."""
+    """Shows a progress bar in a terminal, or prints a line every ten seconds."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:

@@ -12,39 +12,39 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR...",
-            help="`output_dir` of a training, one or several. The first is what the others are compared with.",
+            help="`output_dir` of one or several runs. The others are compared with the first.",
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page. Its figures go beside it as PNG files.")
+        Path, typer.Option("--output", "-o", help="The page. Its figures are also written next to it, as PNG files.")
     ] = Path("report.html"),
     name: Annotated[
         list[str] | None,
-        typer.Option(help="What to call a run, once per run in their order. Its directory's name by default."),
+        typer.Option(help="Name of a run. Repeat it for each run, in their order. By default the directory's name."),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(help="Step whose rollout is shown from within, from 1 on. A typical one by default."),
+        typer.Option(help="Step whose rollout is shown in detail, from 1 on. By default a typical one."),
     ] = None,
     latency_curve: Annotated[
         Path | None,
-        typer.Option(help="File of a latency curve: adds predicted against real times.", metavar="FILE"),
+        typer.Option(help="File of a latency curve, to compare predicted and measured times.", metavar="FILE"),
     ] = None,
 ) -> None:
     """
-    Write one HTML page about one or several trainings: rewards, times, lengths, budgets and faults.
+    Write one HTML page about one or several runs: rewards, times, lengths, budgets and faults.
 
-    Trainings leave what it needs with `save_rollout_trace=True`. The page has everything in it: mail it, print it.
+    The runs need `save_rollout_trace=True`. The page is self-contained, so it can be mailed and printed.
 
     Example:
 
         trl-darts report outputs/grpo outputs/darts --output report.html
     """
-    # pandas takes a second to load, for which a wrong option or `--help` should not wait.
+    # Loads pandas, which takes a second. `--help` and wrong options should be fast.
     from ..analysis.report import write_report
 
     paths = write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve)
     console = Console(stderr=True)
-    pictures = f"{len(paths) - 1} figures beside it, {paths[0].stem}-*.png"
+    pictures = f"{len(paths) - 1} figures next to it, {paths[0].stem}-*.png"
     console.print(f"{pictures}. Open the page in a browser.", markup=False, highlight=False, soft_wrap=True)
     typer.echo(paths[0])

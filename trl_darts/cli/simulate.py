@@ -1,4 +1,4 @@
-"""`trl-darts simulate`: what a schedule would gain on a workload, before any GPU is paid for."""
+"""`trl-darts simulate`: simulates schedules on a workload and compares them."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -43,7 +43,7 @@ console = Console()
 
 
 def option(text: str, panel: str | None = None, **more: Any) -> Any:
-    """An option whose default stands in its help."""
+    """Declares an option whose help has its default."""
     return typer.Option(help=text, show_default=False, rich_help_panel=panel, **more)
 
 
@@ -65,10 +65,10 @@ def simulate(
     ] = None,
     train_seconds_per_token: Annotated[
         float | None,
-        for_workload("Forward and backward pass, per token trained on, without padding. Default: 0, rollouts only."),
+        for_workload("Seconds of forward and backward pass per trained token, unpadded. Default: 0, only rollouts."),
     ] = None,
     fixed_seconds: Annotated[
-        float | None, for_workload("Weight sync, rewards and the like, per step. Default: 0.")
+        float | None, for_workload("Seconds of weight sync, rewards and the like per step. Default: 0.")
     ] = None,
     shaping: Annotated[
         float | None,
@@ -84,22 +84,26 @@ def simulate(
         str | None, for_lengths(f"Published lengths: {' (the default) or '.join(WORKLOADS)}.", metavar="NAME")
     ] = None,
     num_prompts: Annotated[int | None, for_lengths("Prompts in the data set. Default: 1,024.")] = None,
-    median_length: Annotated[float | None, for_lengths("Median response length, instead of the workload's.")] = None,
-    inter_prompt_std: Annotated[float | None, for_lengths("Spread of log-lengths between prompts, likewise.")] = None,
-    intra_prompt_std: Annotated[float | None, for_lengths("Spread of log-lengths of one prompt, likewise.")] = None,
+    median_length: Annotated[float | None, for_lengths("Median response length. Default: the workload's.")] = None,
+    inter_prompt_std: Annotated[
+        float | None, for_lengths("Spread of log-lengths between prompts. Default: the workload's.")
+    ] = None,
+    intra_prompt_std: Annotated[
+        float | None, for_lengths("Spread of log-lengths of one prompt. Default: the workload's.")
+    ] = None,
     endless_share: Annotated[
         str | None,
         for_lengths(
-            "Share of responses that never end by themselves, or several, such as 0,0.002,0.01. Default: 0.",
+            "Share of responses that always reach the limit, or several shares, such as 0,0.002,0.01. Default: 0.",
             metavar="LIST",
         ),
     ] = None,
     latency_curve: Annotated[
         Path | None,
-        for_engines("File of `trl-darts profile`. Default: an assumed curve, Llama-3.1-8B as NVIDIA published it."),
+        for_engines("File of `trl-darts profile`. Default: NVIDIA's published latencies of Llama-3.1-8B."),
     ] = None,
     num_engines: Annotated[
-        int | None, for_engines("Data parallel engines. Default: 1, or 8 with the assumed curve.")
+        int | None, for_engines("Data parallel engines. Default: 1, or 8 with the default curve.")
     ] = None,
     max_num_seqs: Annotated[
         int | None, for_engines("Sequences that an engine decodes at once. Default: the file's, or no limit.")
@@ -108,31 +112,30 @@ def simulate(
         int | None, for_engines("Tokens that fit in an engine's KV cache. Default: the file's, or no limit.")
     ] = None,
     prefill_seconds_per_token: Annotated[
-        float | None, for_engines("Per token that is prefilled. Default: what the file has, or 0.")
+        float | None, for_engines("Seconds per prefilled token. Default: the file's, or 0.")
     ] = None,
     seconds_per_request: Annotated[
-        float | None, for_engines("What each candidate costs its engine, whatever its length. Default: 0.")
+        float | None, for_engines("Seconds per candidate that do not depend on its length. Default: 0.")
     ] = None,
     layout: Annotated[
         str | None,
         for_engines(
-            "Main engines, and those of another layout that take over what is left, such as 4x1+1x4 (engines × GPUs "
-            f"each), with a profile of both. {PAT_LAYOUT} needs none: PAT published it.",
+            "Main engines, and tail engines for the last candidates, such as 4x1+1x4 (engines × GPUs each). "
+            f"Needs a profile of both, except for {PAT_LAYOUT}, which PAT published.",
             metavar="LAYOUT",
         ),
     ] = None,
     switch_seconds: Annotated[
         float | None,
         for_engines(
-            "With --layout: time of a switch between engines on the same GPUs. 0 where they have GPUs of their own. "
-            "Default: 3.16, as PAT's beside its cache."
+            "With --layout: seconds of a switch between engines on the same GPUs, or 0 if each kind has its own GPUs. "
+            "Default: 3.16, PAT's without its KV cache."
         ),
     ] = None,
     draft_acceptance: Annotated[
         float | None,
         for_engines(
-            "Servers draft: the probability that a drafted token is accepted once those before it are. Default: no "
-            "drafts."
+            "Probability that a drafted token is accepted once those before it are. Default: servers do not draft."
         ),
     ] = None,
     schedule: Annotated[
@@ -147,12 +150,12 @@ def simulate(
         list[str] | None,
         option(
             "A setting and its values, such as max_num_generations=10,12,16. Repeat it for all combinations. Each "
-            "schedule takes the settings that mean something to it.",
+            "schedule uses the settings that affect it.",
             metavar="NAME=VALUE,…",
         ),
     ] = None,
-    steps: Annotated[int, option("Steps of each training. Default: 50.")] = 50,
-    seeds: Annotated[int, option("Trainings of each setting. Default: 5.")] = 5,
+    steps: Annotated[int, option("Steps of each simulated run. Default: 50.")] = 50,
+    seeds: Annotated[int, option("Simulated runs of each setting. Default: 5.")] = 5,
     output: Annotated[Path | None, option(f"Directory for `{FILES[0]}` and `{FILES[1]}`.")] = None,
 ) -> None:
     """
@@ -170,7 +173,7 @@ def simulate(
     settings = settings_of(names, rows, swept)
     _check(steps, seeds, output)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("Trainings", total=len(workloads) * len(settings) * seeds)
+        task = progress.add_task("Runs", total=len(workloads) * len(settings) * seeds)
         outcomes = [
             replace(outcome, name=outcome.name + label)
             for label, own in workloads.items()
@@ -182,7 +185,7 @@ def simulate(
 
 
 def schedule_names(schedules: list[str], more: list[str]) -> list[str]:
-    """The schedules of `--schedule`, and those behind it without an option's name."""
+    """Returns the schedules of `--schedule` and those that follow it as separate arguments."""
     names, further = (
         [name.strip() for given in words for name in given.split(",") if name.strip()] for words in (schedules, more)
     )
@@ -213,13 +216,13 @@ def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
 
 
 def _layouts(given: Mapping[str, Any], sweep: Mapping[str, Any], own: dict[str, Any]) -> ClusterSpec:
-    """Main and tail engines. Options of one kind of engines are refused."""
+    """Returns a cluster of main and tail engines. Raises for options of a single kind of engines."""
     text, layouts = given["layout"], Layout.parse("--layout", given["layout"])
     single = sorted(SINGLE_LAYOUT & given.keys())
     if single:
         raise ConfigurationError(
-            f"`{_flag(single[0])}` ({given[single[0]]}) does not go with `--layout` ({text!r}), whose engines are of "
-            "two kinds. Leave one of them out."
+            f"`{_flag(single[0])}` ({given[single[0]]}) has no effect with `--layout` ({text!r}), which has two "
+            "kinds of engines. Leave one of them out."
         )
     own = {"switch_seconds": PAT_CLUSTER.switch_seconds, **own}
     if "tail_share" in sweep and own["switch_seconds"]:
@@ -231,14 +234,14 @@ def _layouts(given: Mapping[str, Any], sweep: Mapping[str, Any], own: dict[str, 
         return ClusterSpec.of_layouts(given["latency_curve"], *layouts, **own)
     if text != PAT_LAYOUT:
         raise ConfigurationError(
-            f"`--layout` ({text!r}) needs `--latency-curve`, a profile of both kinds of engines. Without one there is "
-            f"{PAT_LAYOUT} alone."
+            f"`--layout` ({text!r}) needs `--latency-curve`, a profile of both kinds of engines. Only {PAT_LAYOUT} "
+            "works without one."
         )
     return replace(PAT_CLUSTER, **own)
 
 
 def _workloads(given: Mapping[str, Any]) -> tuple[dict[str, Workload], int]:
-    """A trace's workload, or one for each endless share, by the end of their rows' names; and the rows per prompt."""
+    """Returns the workloads by the suffix of their rows' names, and the rows per prompt."""
     own = {"redraws": True, **_fields(Workload, given)}
     if "trace" in given:
         for name in LENGTHS:
@@ -267,7 +270,7 @@ def _workloads(given: Mapping[str, Any]) -> tuple[dict[str, Workload], int]:
 
 
 def _fields(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options that are fields of a dataclass."""
+    """Returns the given options that are fields of a dataclass."""
     return {field.name: given[field.name] for field in fields(kind) if field.name in given}
 
 
@@ -276,7 +279,7 @@ def _flag(name: str) -> str:
 
 
 def _check(steps: int, seeds: int, output: Path | None) -> None:
-    """Before anything is computed."""
+    """Raises for wrong options before any simulation."""
     for name, value in (("--steps", steps), ("--seeds", seeds)):
         if value < 1:
             raise ConfigurationError(f"`{name}` ({value}) must be at least 1.")

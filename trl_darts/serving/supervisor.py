@@ -78,7 +78,7 @@ class Server:
     process: subprocess.Popen[bytes] | None = None  # the guard's
 
     def start(self, now: float) -> None:
-        """Start or restart the server. A restart appends to the log."""
+        """Starts or restarts the server. A restart appends to the log."""
         self.ask_to_stop()  # closes the pipe of the previous guard
         with self.log_path.open("wb" if self.process is None else "ab") as log:
             self.enter(State.STARTING, now)
@@ -111,7 +111,7 @@ class Server:
         return False
 
     def take_turn(self, asleep: bool) -> None:
-        """Put the server to sleep, or wake it up. Raises [`ServerFailedError`] if it does not respond."""
+        """Puts the server to sleep, or wakes it up. Raises [`ServerFailedError`] if it does not respond."""
         try:
             self._ask(lambda server: server.sleep(TURN_TIMEOUT_S) if asleep else server.wake_up(TURN_TIMEOUT_S))
         except NO_ANSWER as error:
@@ -129,13 +129,13 @@ class Server:
         return asyncio.run(ask())
 
     def ask_to_stop(self) -> None:
-        """Have the guard stop the server. Returns at once and can be called twice."""
+        """Makes the guard stop the server. Returns at once and can be called twice."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """Kill every process of the server. The guard is last, because orphans are reparented to it."""
+        """Kills every process of the server. The guard is last, because orphans are reparented to it."""
         self.ask_to_stop()
         if self.process is not None and self.poll() is None:
             guard.kill_family(self.process.pid)
@@ -185,7 +185,7 @@ class Supervisor:
         return [f"{one.command.base_url} {one.state.value} for {now - one.since:.0f} s" for one in self.servers]
 
     def run(self, stop: Sequence[int], report: Callable[[list[str]], None]) -> None:
-        """Start all servers, report changes until `stop` has a signal, and finally stop all servers."""
+        """Starts all servers, reports changes until `stop` has a signal, and finally stops all servers."""
         try:
             for server in self.servers:
                 if self.takes_turns and server.command.tail:
@@ -202,7 +202,7 @@ class Supervisor:
 
     def look(self) -> list[str]:
         """
-        Poll every server, start or restart those that are due, and return messages for the user. Raises
+        Polls every server, starts or restarts those that are due, and returns messages for the user. Raises
         [`ServerFailedError`] if a server fails before all were healthy, or if the last one fails.
         """
         messages = [message for server in self.servers if (message := self._look_at(server))]
@@ -212,7 +212,7 @@ class Supervisor:
         return messages
 
     def _take_turns(self) -> None:
-        """Put the main servers to sleep while the tail servers start, then swap their roles."""
+        """Puts the main servers to sleep while the tail servers start, then swaps their roles."""
         main, tail = ([server for server in self.servers if server.command.tail == kind] for kind in (False, True))
         if self.is_ready:
             for server in tail:
@@ -226,7 +226,7 @@ class Supervisor:
                 server.restart_at = 0.0
 
     def end(self, stop: Sequence[int]) -> None:
-        """Stop all servers at once. Kill them after the grace period, or on a second signal."""
+        """Stops all servers at once. Kills them after the grace period, or on a second signal."""
         for server in self.servers:
             server.ask_to_stop()
         deadline = self.clock() + max(server.grace_s for server in self.servers) + KILL_MARGIN_S

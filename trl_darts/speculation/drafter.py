@@ -91,7 +91,7 @@ class SuffixDrafter:
         return [[] for _ in sampled_token_ids]
 
     def new_policy(self) -> None:
-        """Called after a weight update. Stores the previous policy's answers."""
+        """Stores the previous policy's answers. Called after a weight update."""
         with self._surviving():
             self._sweep(max_age=0)
             if self._store is not None:

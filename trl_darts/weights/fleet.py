@@ -1,4 +1,4 @@
-"""The client that TRL's `VLLMGeneration` uses on the main thread, for several vLLM servers."""
+"""Replaces TRL's client of one vLLM server in `VLLMGeneration`, for several servers."""
 
 import asyncio
 import itertools
@@ -89,7 +89,7 @@ class FleetVLLMClient:
         return list(self._engine.base_urls)
 
     def get_server_info(self) -> dict[str, Any]:
-        """The first server's configuration, for TRL."""
+        """Returns the first server's configuration, for TRL."""
         return BlockingVLLMClient(self.base_urls[0], self._api_key).get_server_info()
 
     def init_communicator(self) -> None:

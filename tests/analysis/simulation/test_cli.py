@@ -227,7 +227,7 @@ def test_engines_of_two_layouts(tmp_path):
         (["--layout", "4x2"], "`--layout` ('4x2') must be main and tail engines that differ"),
         (["--layout", "1x2+1x2"], "must be main and tail engines that differ"),
         (["--layout", "8x1+1x8"], "needs `--latency-curve`, a profile of both kinds of engines"),
-        (["--layout", "4x2+1x8", "--num-engines", "4"], "`--num-engines` (4) does not go with `--layout`"),
+        (["--layout", "4x2+1x8", "--num-engines", "4"], "`--num-engines` (4) has no effect with `--layout`"),
         (
             ["--layout", "4x2+1x8", "--sweep", "tail_share=0.1"],
             "`--sweep tail_share` needs tail engines",
