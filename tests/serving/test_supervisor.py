@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trl_darts.serving import supervisor
-from trl_darts.serving.supervisor import Server, ServerFailedError, State, Supervisor, counted_signals
+from trl_darts.serving.supervisor import ProcessState, Server, ServerFailedError, Supervisor, counted_signals
 
 from .builders import assert_ended, fake_command, fake_server, family, make_exit, wait_for
 
@@ -198,12 +198,12 @@ def test_crash_loop_ends(tmp_path):
 def test_backoff_doubles_and_a_stable_server_starts_anew(tmp_path, clock, monkeypatch):
     server = fake_server(tmp_path)
     monkeypatch.setattr(server, "poll", lambda: 1)
-    monkeypatch.setattr(server, "start", lambda now: server.enter(State.STARTING, now))
+    monkeypatch.setattr(server, "start", lambda now: server.enter(ProcessState.STARTING, now))
     watcher = Supervisor([server], timeout_s=1e9, restart=True, clock=clock)
     watcher.was_ready = True
     waits = []
     for healthy_s in [0.0, 0.0, 0.0, supervisor.STABLE_S, 0.0]:
-        server.enter(State.HEALTHY, clock())
+        server.enter(ProcessState.HEALTHY, clock())
         clock.advance(healthy_s)
         watcher.look()
         waits.append(server.restart_at - clock())

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from tests.builders import make_args, make_trainer
 from trl_darts.scheduling import Candidate, GroupPlan
 from trl_darts.scheduling.ledger import Ledger
-from trl_darts.streaming.rewards import RewardStream, SettledRows
+from trl_darts.streaming.reward_stream import RewardStream, SettledRows
 from trl_darts.streaming.streams import Streams
 
 

@@ -22,8 +22,8 @@ from trl_darts.scheduling import (
 )
 from trl_darts.scheduling.policies import DualEnd, SchedulePolicies
 from trl_darts.streaming.forward import Scorer, row_digest
-from trl_darts.streaming.log_probs import LogprobStream, RoundDone
-from trl_darts.streaming.plan import Limits, Round, ScoringPlan
+from trl_darts.streaming.logprob_stream import LogprobStream, RoundDone
+from trl_darts.streaming.plan import Limits, ScoringPlan, ScoringRound
 
 
 NUM_GENERATIONS = 2
@@ -160,7 +160,7 @@ def test_little_room(model, seed):
     """Whatever has to wait, nothing is wrong, a third of the bound holds what is kept, and some of it is scored."""
     course = Course(random.Random(seed), num_groups=3)
     scorers, measured = make_scorers(model), make_scorers(model)["policy"]
-    measured.execute(Round(1, prefills=True))
+    measured.execute(ScoringRound(1, prefills=True))
     rows = run(course, make_stream(scorers, cache_gib=2 * 180 * measured.bytes_per_token / 2**30))
     policy = scorers["policy"]
     assert 0 < policy.peak_tokens <= 180 / 3
@@ -210,5 +210,5 @@ def test_only_what_is_trained_on_is_kept_until_the_next_rollout(model):
     policy = stream.scorers["policy"]
     assert {row_digest(*row) for row in rows} == policy.complete.keys()
     assert not policy.num_cached
-    policy.execute(Round(2))
+    policy.execute(ScoringRound(2))
     assert not policy.complete

@@ -22,7 +22,7 @@ from tests.weights.stubs import BlockingCommunicator, RecordingCuda, answer_toge
 from trl_darts.engines.pool import State
 from trl_darts.errors import ConfigurationError, WeightSyncError
 from trl_darts.weights import nccl
-from trl_darts.weights.nccl import GROUP_PORT, WeightGroup, chunks, listen
+from trl_darts.weights.nccl import GROUP_PORT, WeightGroup, listen, weight_chunks
 from trl_darts.weights.parameters import as_served, num_bytes
 
 
@@ -193,7 +193,7 @@ def test_chunks_are_what_vllm_reads(cuda, monkeypatch):
     ]
     metadata = [(name, str(param.dtype).removeprefix("torch."), list(param.shape)) for name, param in params]
     found = {}
-    parts = list(chunks(metadata, iter(params), torch.device("cpu")))
+    parts = list(weight_chunks(metadata, iter(params), torch.device("cpu")))
     assert [[name for name, *_ in chunk.metadata] for chunk in parts] == [
         ["odd"],  # a float behind its 6 bytes could not be read
         ["float", "columns"],

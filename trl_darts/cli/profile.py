@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..analysis.output_files import check_writable, not_writable
 from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.waiting import INTERVAL_S as LINE_INTERVAL_S
 from ..engines.waiting import repeated
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 
 SERVER_FAILED = 1
-LINE_INTERVAL_S = 10.0
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 
 

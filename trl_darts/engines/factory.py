@@ -7,8 +7,8 @@ from typing import Any
 
 from .batch import PromptBatch
 from .engine import Engine
-from .in_process.engine import InProcessEngine
 from .in_process.hf_generate import SchedulerCriterion, replaced, stopping_criterion
+from .in_process.processes import InProcessEngine
 from .in_process.share import Share, Slot
 from .main_process import MainProcess
 from .servers import ServerEngine

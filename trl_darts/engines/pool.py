@@ -27,12 +27,11 @@ import aiohttp
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
 from .deadlines import Deadlines
 from .server_log import explain, find_log
-from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, server_load
+from .vllm_api import TURN_TIMEOUT_S, ServerRefusedError, VLLMServer, max_num_seqs, server_load
 
 
 PROBE_INTERVAL_S = 2.0
 READY_POLL_S = 0.005
-TURN_TIMEOUT_S = 120.0  # a large model's weights are moved to the host's memory or back
 FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
 
@@ -253,7 +252,7 @@ class ServerPool:
         member.asleep = None  # stays unknown if the call is interrupted
         self._notify(lambda listener: listener.on_resized(url, 0))
         try:
-            await (member.server.sleep if asleep else member.server.wake_up)(TURN_TIMEOUT_S)
+            await (member.server.sleep() if asleep else member.server.wake_up())
         except FAILURES as error:
             self.lose(url, describe(error, f"`{'/sleep' if asleep else '/wake_up'}` after {TURN_TIMEOUT_S:g} s"))
             return

@@ -40,7 +40,7 @@ from ..scheduling.scheduler import MAX_STALLS
 from .deadlines import Deadlines
 from .lateness import Key, OpenRequest, silence, stalled_requests
 from .pool import ServerPool, State, describe
-from .vllm_api import Chunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
+from .vllm_api import CompletionChunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
 from .waiting import Waiting
 
 
@@ -291,7 +291,7 @@ class RolloutRun:
             reason = f"the answer could not be read ({type(error).__name__}: {error})"
             self._report(CandidateFailed(*request.key, reason, now))
 
-    def _add(self, request: OpenRequest, offset: int, chunk: Chunk) -> None:
+    def _add(self, request: OpenRequest, offset: int, chunk: CompletionChunk) -> None:
         now = time.perf_counter()
         self.tokens = Waiting(self.deadlines.token_s)
         request.last_progress = self.pool.members[request.command.engine_id].last_progress = now
@@ -303,10 +303,10 @@ class RolloutRun:
         reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
         self._report(CandidateEnded(*request.key, offset, chunk.tokens, chunk.logprobs, reason, now))
 
-    async def _chunks(self, request: OpenRequest) -> AsyncIterator[Chunk]:
+    async def _chunks(self, request: OpenRequest) -> AsyncIterator[CompletionChunk]:
         completion = self._request(request.command)
         if completion is None:  # its server was lost after the last token, but before the end
-            yield Chunk([], None, "length")
+            yield CompletionChunk([], None, "length")
             return
         request.internal_id = completion.internal_id
         server = self.pool.members[request.command.engine_id].server

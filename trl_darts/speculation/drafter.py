@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..policy.drafts import draft_budget
-from .history import History, Prompt
+from .answers import History, Prompt
 from .step_times import StepTimes
 
 

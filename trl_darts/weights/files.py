@@ -3,7 +3,6 @@
 import fcntl
 import os
 import shutil
-import socket
 import tempfile
 import uuid
 import weakref
@@ -120,15 +119,3 @@ def _remove(roots: list[Path], locks: list[IO[str]]) -> None:
         shutil.rmtree(root, ignore_errors=True)
     for lock in locks:
         lock.close()
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether `host` is an address of this machine, tested by binding a socket to it."""
-    for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as sock:
-                sock.bind(address)
-        except OSError:
-            continue
-        return True
-    return False
