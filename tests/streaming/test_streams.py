@@ -72,6 +72,5 @@ def test_without_streams_nothing_is_done():
     with streams.serving([{"prompt": "p"}].__getitem__) as metrics, streams.serving_rewards():
         streams.watch([[1]], seen.append)(ledger := Ledger())
         streams.follow()
-    streams.close()
     assert seen == [ledger]
     assert metrics == {}

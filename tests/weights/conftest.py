@@ -73,5 +73,6 @@ def fleet_of() -> Iterator[Callable[..., Any]]:
 
     yield make
     for fleet, engine in made:
-        fleet.close_communicator()
+        for url in fleet.base_urls:
+            fleet.leave(url)
         engine.close()

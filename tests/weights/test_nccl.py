@@ -296,7 +296,8 @@ def test_a_server_that_is_back_gets_a_group_of_its_own(generation, fleet, engine
     assert engine.states()[servers[1].url] is State.UP
     fleet.leave(servers[1].url)
     assert servers[1].communicator.disabled
-    fleet.close_communicator()
+    for url in fleet.base_urls:
+        fleet.leave(url)
     assert all(communicator.disabled for _, communicator in formed)
 
 

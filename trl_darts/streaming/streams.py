@@ -91,11 +91,6 @@ class Streams:
 
         return stream.log_probs(name, input_ids, attention_mask, logits_to_keep, rest), None, None
 
-    def close(self) -> None:
-        """Ends the threads of reward functions."""
-        if self.rewards is not None:
-            self.rewards.close()
-
     # On the main process
 
     def watch(

@@ -111,13 +111,6 @@ class FleetVLLMClient:
         if dtype != self._dtype:
             self._dtype = None
 
-    def close_communicator(self) -> None:
-        """Leaves every group, and removes the files."""
-        for url in list(self._groups):
-            self.leave(url)
-        if self._directory is not None:
-            self._directory.close()
-
     def leave(self, url: str) -> None:
         """Leaves a server's group."""
         if (group := self._groups.pop(url, None)) is not None:

@@ -47,7 +47,14 @@ class InProcessEngine(Engine):
 
     def check_prompts(self, prompts: Sequence[Tokens], where: str, first_index: int = 0) -> None:
         """See [`Engine`]."""
-        check_lengths(prompts, where, first_index, self._num_positions)
+        limit = self._num_positions
+        lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) >= limit}
+        if lengths:
+            first = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
+            raise ConfigurationError(
+                f"{len(lengths)} prompts of {where} leave no room for a completion ({first} tokens): the model has "
+                f"{limit} positions (`max_position_embeddings`). Filter the data set, or use a longer model."
+            )
 
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
         raise GenerationError("An engine in the trainer's process can't decode while the trainer trains.")
@@ -135,15 +142,3 @@ class InProcessEngine(Engine):
                 for row in group.rows:
                     row.tokens, row.logprobs = rows[row.candidate_id]
         return result
-
-
-def check_lengths(prompts: Sequence[Tokens], where: str, first_index: int, num_positions: float) -> None:
-    """Raises [`ConfigurationError`] if a prompt fills all positions of a model."""
-    lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) >= num_positions}
-    if lengths:
-        first = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
-        raise ConfigurationError(
-            f"{len(lengths)} prompts of {where} leave no room for a completion ({first} tokens): the model has "
-            f"{num_positions} positions (`max_position_embeddings`). Filter the data set, or take a model for longer "
-            "texts."
-        )
