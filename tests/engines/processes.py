@@ -23,7 +23,7 @@ Lengths = list[list[int]]  # by group and index
 
 
 class Token:
-    """A token that stays where it is."""
+    """A token that must not leave its process."""
 
     def __reduce__(self) -> Any:
         raise AssertionError("a token left its process")
@@ -60,7 +60,7 @@ class WatchedMainLink(MainLink):
 
 
 class Decoder:
-    """Decodes a share: each step gives each running candidate a token, until it is as long as the script says."""
+    """Decodes a share: each step adds a token to each running candidate, up to its scripted length."""
 
     def __init__(self, share: Share, lengths: Lengths) -> None:
         self.share = share
@@ -109,7 +109,7 @@ def make_main_link(
 
 
 class Processes:
-    """A rollout on several processes: the first decides, and each has a share."""
+    """A rollout on several processes. The first one decides, and each has a share."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Processes:
         self.decoders = [Decoder(share, lengths) for share in self.shares]
 
     def run(self, pauses: Sequence[Callable[[], float]]) -> RolloutResult:
-        """Each process at its own pace."""
+        """Decodes on all processes, each at its own pace."""
         at_once(*(lambda d=d, p=p: d.decode(p) for d, p in zip(self.decoders, pauses, strict=True)))
         return self.main.result()
 
@@ -155,7 +155,7 @@ class Processes:
 
 
 def random_lengths(seed: int, highest: int = 60) -> Lengths:
-    """No two end at the same time: then it does not matter in which order processes report."""
+    """Returns lengths without duplicates, so that the order of the processes' reports does not matter."""
     draw = random.Random(seed)
     counts = [draw.randint(M, M_UP) for _ in range(draw.randint(2, 5))]
     lengths = iter(draw.sample(range(1, highest), sum(counts)))

@@ -128,7 +128,7 @@ def test_progress_never_goes_back_when_the_cache_is_full(model, monkeypatch):
 
 @pytest.mark.parametrize("error", [GenerationError("Generation failed on process 1: boom"), KeyboardInterrupt("ctrl")])
 def test_a_failure_elsewhere_ends_the_call_at_once(model, error):
-    """Four candidates of 20,000 tokens run. Nothing of them is left a second later, and the model is as it was."""
+    """Four candidates of 20,000 tokens run. A second later, none is running, and the model is unchanged."""
     attention = model.config._attn_implementation
     with pytest.raises(type(error), match=str(error)):
         rollout(model, [4], "grpo", max_new_tokens=20_000, eos=-1, limits={"num_blocks": 400}, error=error)
@@ -212,7 +212,7 @@ def test_generation_output_can_be_made_without_a_request():
 
 
 def test_books_of_the_real_manager(model):
-    """`batch_processor.scheduler.active_requests` has the states of what runs, and a cancelled one leaves it."""
+    """`batch_processor.scheduler.active_requests` has the states of running requests, without cancelled ones."""
     config = GenerationConfig(max_new_tokens=3000, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
     name = hook("batch_processor.scheduler.active_requests")
     with model.continuous_batching_context_manager(

@@ -21,7 +21,7 @@ def model(markov_model_dir):
 
 
 def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
-    """What TRL's transformers path does: one call for all rows, then a cut after the first end-of-sequence token."""
+    """Calls `generate` once for all rows, then cuts after the first end-of-sequence token, as TRL does."""
     torch.manual_seed(seed)
     ids = torch.tensor(prompts)
     config = GenerationConfig(
@@ -92,7 +92,7 @@ def test_rows_at_the_limit_are_truncated(model):
 
 @pytest.mark.parametrize("before", [{}, {"name": 1}, {"name": None}])
 def test_a_replaced_attribute_is_as_it_was(before):
-    """Also after an error, and where it was `None`."""
+    """Also after an error, and if it was `None`."""
     instance = SimpleNamespace(**before)
     with pytest.raises(RuntimeError), replaced(instance, "name", 2):
         raise RuntimeError(instance.name)

@@ -100,7 +100,9 @@ def test_processes_at_their_own_pace(options, seed):
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
 def test_an_abort_reaches_each_process(owner):
-    """Candidates 0, 3 are on the main process, 1, 4 on the second, 2, 5 on the third: one of them never ends."""
+    """
+    Candidates 0, 3 are on the main process, 1, 4 on the second, 2, 5 on the third. Those of one process never end.
+    """
     lengths = [[4, 4, 4, 9, 9, 9]]
     lengths[0][owner] = lengths[0][owner + 3] = NEVER
     result = Processes(lengths, num_processes=3).run([lambda: 0.001] * 3)

@@ -1,4 +1,4 @@
-"""Which sampling options keep a completion from going on in another request."""
+"""Sampling options with which a completion can't be continued in another request."""
 
 from dataclasses import fields
 
@@ -14,7 +14,7 @@ def test_options_that_are_not_set_do_not_count():
 
 @pytest.mark.vllm
 def test_every_option_is_known_to_vllm():
-    """A contract: an option that is renamed would be carried without a word. `response_format` is the API's own."""
+    """Contract: a renamed option would be ignored silently. `response_format` is an option of the API only."""
     from vllm import SamplingParams
 
     names = set(SamplingParams.__struct_fields__) if hasattr(SamplingParams, "__struct_fields__") else set()

@@ -14,7 +14,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 def darts_link(counts: Sequence[int], num_engines: int = 1, **kwargs) -> MainLink:
-    """M = 2 of at most 4."""
+    """Returns a link whose scheduler keeps 2 of at most 4 candidates."""
     scheduler = Scheduler(make_policies("darts", 2, **kwargs), 2)
     return MainLink(scheduler, [GroupPlan(index, count) for index, count in enumerate(counts)], range(num_engines))
 

@@ -1,7 +1,6 @@
 """
-Servers behind their guards, one and several. The servers are fake, the processes are not.
-
-Nothing of a server remains, whoever ends it and however.
+One or several servers behind their guards. The servers are fake, the processes are real. No process of a server
+remains, whoever ends it and however.
 """
 
 import os
@@ -87,7 +86,9 @@ def interrupt(number: int = signal.SIGINT) -> None:
 def supervise(
     servers, *when_ready, restart: bool = False, timeout_s: float = 20.0, told: list | None = None, **more
 ) -> list:
-    """Run until a signal or a failure; each time all are healthy, the next call of `when_ready`. What was reported."""
+    """
+    Runs until a signal or a failure. Each time all are healthy, calls the next of `when_ready`. Returns the reports.
+    """
     messages, calls = [] if told is None else told, list(when_ready)
     watcher = Supervisor(servers, timeout_s, restart, **more)
 

@@ -1,4 +1,4 @@
-"""The drafter in a decoding loop as vLLM's, without a model: sequences come, move between rows, and go."""
+"""The drafter in a decoding loop like vLLM's, without a model: sequences start, change rows and end."""
 
 import logging
 from types import SimpleNamespace

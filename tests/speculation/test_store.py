@@ -1,4 +1,4 @@
-"""Answers outlive the server that wrote them, and never reach one of another tokenizer."""
+"""Answers are available to later servers, but not to one with another tokenizer."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What is changed in vLLM, on stand-ins; `test_server.py` has the real one."""
+"""Our patches of vLLM, on stubs. `test_server.py` has the real vLLM."""
 
 from types import SimpleNamespace
 
