@@ -147,7 +147,7 @@ def test_an_error_in_the_forward_pass_has_its_words(model, monkeypatch):
         rollout(model, [4], "grpo")
 
 
-# What we lean on
+# Contracts
 
 
 def source(function: Any) -> str:

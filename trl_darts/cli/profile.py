@@ -127,7 +127,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
-        task = bar.add_task("asking the servers", total=None)
+        task = bar.add_task("querying the servers", total=None)
 
         def print_line() -> None:
             now = bar.tasks[0]
