@@ -1,4 +1,4 @@
-"""A vLLM-like server that misbehaves on purpose. For the decisions of the client; the real server proves the rest."""
+"""A server with vLLM's API that can misbehave, to test the client's decisions. Other tests use the real server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEALTHY = {
 
 
 def completion(tokens: list[int], finish_reason: str | None = "stop", logprobs: list[float] | None = None) -> dict:
-    """The JSON of a completion."""
+    """Returns the JSON of a completion."""
     logprobs = [-1.0] * len(tokens) if logprobs is None else logprobs
     choice = {
         "index": 0,
@@ -34,7 +34,7 @@ def completion(tokens: list[int], finish_reason: str | None = "stop", logprobs: 
 
 
 async def answer(payload: dict, status: int = 200) -> web.Response:
-    """A JSON response; a completion comes as a stream."""
+    """Returns a JSON response, or a stream for a completion."""
     if status == 200 and "choices" in payload:
         body = f"data: {json.dumps(payload)}\n\ndata: [DONE]\n\n"
         return web.Response(body=body.encode(), content_type="text/event-stream")
@@ -43,9 +43,7 @@ async def answer(payload: dict, status: int = 200) -> web.Response:
 
 @contextmanager
 def fake_server(routes: dict[str, Handler]) -> Iterator[str]:
-    """
-    Serves handlers by `"METHOD /path"` on a free port, in a thread of its own; others answer 404. Yields the base URL.
-    """
+    """Serves handlers by `"METHOD /path"` on a free port, in a thread. Other paths answer 404. Yields the base URL."""
     loop, ready, box = asyncio.new_event_loop(), threading.Event(), {}
 
     async def serve() -> None:

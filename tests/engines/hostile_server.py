@@ -26,7 +26,7 @@ Mutation = Callable[[random.Random, dict[str, Any]], None]
 
 
 def right_answer(group: int, index: int) -> tuple[list[int], list[float], str]:
-    """Tokens, log-probs and `finish_reason` of a candidate."""
+    """Returns tokens, log-probs and `finish_reason` of a candidate."""
     rng = random.Random(1000 * group + index)
     length = rng.choice([rng.randint(1, MAX_TOKENS), rng.randint(1, 5), MAX_TOKENS])
     tokens = [rng.randrange(150_000) for _ in range(length)]
@@ -35,13 +35,15 @@ def right_answer(group: int, index: int) -> tuple[list[int], list[float], str]:
 
 
 def chunk(tokens: list[Any], logprobs: list[Any] | None, finish_reason: str | None = None) -> dict[str, Any]:
-    """A chunk of a stream."""
+    """Returns a chunk of a stream."""
     logprobs = None if logprobs is None else {"token_logprobs": logprobs}
     return {"choices": [{"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": finish_reason}]}
 
 
 def right_messages(rng: random.Random, group: int, index: int, start: int) -> Messages:
-    """The right answer from a position on, in chunks; the reason comes with the last tokens, or alone."""
+    """
+    Returns the right answer from a position on, in chunks. The reason is in the last chunk, or in one of its own.
+    """
     tokens, logprobs, reason = right_answer(group, index)
     messages = []
     while start < len(tokens):
@@ -69,7 +71,7 @@ class Reply:
 
 
 def encode(messages: Messages, done: bool = True) -> bytes:
-    """Server-sent events."""
+    """Encodes server-sent events."""
     events = [b"data: " + json.dumps(message).encode() + b"\n\n" for message in messages]
     return b"".join([*events, b"data: [DONE]\n\n"] if done else events)
 
@@ -80,7 +82,7 @@ def _cut(rng: random.Random, messages: Messages) -> Reply:
 
 
 def _between(rng: random.Random, messages: Messages, *extra: bytes) -> bytes:
-    """The right stream with something else between two of its chunks."""
+    """Inserts something between two chunks of the right stream."""
     at = rng.randrange(len(messages))
     return encode(messages[:at], done=False) + b"".join(extra) + encode(messages[at:])
 
@@ -117,7 +119,7 @@ def _hang(share: float | None) -> Callable[[random.Random, Messages], Reply]:
 
 
 def _mutated(mutate: Mutation) -> Callable[[random.Random, Messages], Reply]:
-    """One chunk with tokens is changed."""
+    """Changes one chunk with tokens."""
 
     def reply(rng: random.Random, messages: Messages) -> Reply:
         mutate(rng, rng.choice([m for m in messages if m["choices"][0]["token_ids"]])["choices"][0])
@@ -220,7 +222,7 @@ REPLIES = {**ROWS, **RESUMES, **STALLS, **EMPTY_FOR_EVER, **{kind: reply for kin
 
 
 class HostileServer:
-    """Handles `/v1/completions`. `plan` tells the kind of the answer to `(group, index, segment)`."""
+    """Handles `/v1/completions`. `plan` has the kind of answer for each `(group, index, segment)`."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -229,7 +231,7 @@ class HostileServer:
         self.problems: list[str] = []  # requests that should not have been sent
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Answers as planned."""
+        """Answers according to the plan."""
         fields = await request.json()
         segment = int(fields["request_id"].rsplit("-", 1)[1])
         group, index, *prior = fields["prompt"]

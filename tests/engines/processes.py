@@ -1,7 +1,7 @@
 """
-A rollout over several processes: each a thread that decodes by a script, over a real key-value store.
+A rollout over several processes. Each is a thread that decodes by a script; the key-value store is real.
 
-A candidate's tokens can't be pickled, so that a test fails in which one leaves its process.
+Tokens can't be pickled, so a test fails if one leaves its process.
 """
 
 import random
@@ -12,9 +12,7 @@ from typing import Any
 
 from tests.engines.threads import TIMEOUT_S, at_once, open_mailboxes
 from tests.policies import make_policies
-from trl_darts.engines.in_process.director import Director
-from trl_darts.engines.in_process.links import RemoteLink
-from trl_darts.engines.in_process.share import Link, Report, Share
+from trl_darts.engines.in_process.share import Link, MainLink, RemoteLink, Report, Share
 from trl_darts.engines.mailbox import Mailbox
 from trl_darts.scheduling import AssignedPlacement, FinishReason, GroupPlan, RolloutResult, Scheduler
 
@@ -25,14 +23,14 @@ Lengths = list[list[int]]  # by group and index
 
 
 class Token:
-    """A token that stays where it is."""
+    """A token that must not leave its process."""
 
     def __reduce__(self) -> Any:
         raise AssertionError("a token left its process")
 
 
 class Watched:
-    """A link that counts the reports that go through it, and notes the aborts that come."""
+    """A link that counts the reports and records the aborts of another link."""
 
     def __init__(self, inner: Link) -> None:
         self.inner = inner
@@ -46,23 +44,23 @@ class Watched:
         return aborts
 
 
-class WatchedDirector(Director):
-    """A director that notes what it was told, in order, and what it decided."""
+class WatchedMainLink(MainLink):
+    """A link that records its reports and decisions in order."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.told: list[Report] = []
+        self.reports: list[Report] = []
         self.decided: list[tuple[int, int]] = []
 
     def handle(self, reports: Sequence[Report]) -> list[tuple[int, int]]:
         aborts = super().handle(reports)
         self.decided += aborts
-        self.told += reports
+        self.reports += reports
         return aborts
 
 
 class Decoder:
-    """Decodes a share: each step gives each running candidate a token, until it is as long as the script says."""
+    """Decodes a share: each step adds a token to each running candidate, up to its scripted length."""
 
     def __init__(self, share: Share, lengths: Lengths) -> None:
         self.share = share
@@ -98,20 +96,20 @@ class Decoder:
         self.share.exchange()
 
 
-def make_director(
+def make_main_link(
     lengths: Lengths, num_engines: int, mailbox: Mailbox | None = None, rollout: int = 1, **options: Any
-) -> WatchedDirector:
-    """Candidates are dealt out in turn, so that every group has some on every engine."""
+) -> WatchedMainLink:
+    """Assigns candidates to the engines in turn, so that every group has some on every engine."""
     policies = make_policies("darts", M, max_num_generations=M_UP, **options)
     numbers = iter(range(10**6))
     placement = AssignedPlacement([[str(next(numbers) % num_engines) for _ in group] for group in lengths])
     plans = [GroupPlan(index, len(group)) for index, group in enumerate(lengths)]
     scheduler = Scheduler(replace(policies, placement=placement), M)
-    return WatchedDirector(scheduler, plans, range(num_engines), mailbox, rollout)
+    return WatchedMainLink(scheduler, plans, range(num_engines), mailbox, rollout)
 
 
 class Processes:
-    """A rollout on several processes: the first decides, and each has a share."""
+    """A rollout on several processes. The first one decides, and each has a share."""
 
     def __init__(
         self,
@@ -122,42 +120,42 @@ class Processes:
         **options: Any,
     ) -> None:
         main, *others = boxes or open_mailboxes(num_processes)
-        self.director = make_director(lengths, num_processes, main, rollout, **options)
-        self.director.listen()
-        self.links = [self.director, *(RemoteLink(box, rollout) for box in others)]
+        self.main = make_main_link(lengths, num_processes, main, rollout, **options)
+        self.main.listen()
+        self.links = [self.main, *(RemoteLink(box, rollout) for box in others)]
         self.watched = [Watched(link) for link in self.links]
-        needs_progress = self.director.scheduler.needs_progress
-        self.shares = [Share(*pair, needs_progress) for pair in zip(self.director.slots, self.watched, strict=True)]
+        needs_progress = self.main.scheduler.needs_progress
+        self.shares = [Share(*pair, needs_progress) for pair in zip(self.main.slots, self.watched, strict=True)]
         self.decoders = [Decoder(share, lengths) for share in self.shares]
 
     def run(self, pauses: Sequence[Callable[[], float]]) -> RolloutResult:
-        """Each process at its own pace."""
+        """Decodes on all processes, each at its own pace."""
         at_once(*(lambda d=d, p=p: d.decode(p) for d, p in zip(self.decoders, pauses, strict=True)))
-        return self.director.result()
+        return self.main.result()
 
     def run_in_step(self) -> RolloutResult:
         """All processes take each step together, and every decision arrives before the next."""
-        while not self.director.scheduler.done:
+        while not self.main.scheduler.done:
             for decoder in self.decoders:
                 decoder.grow()
             self._settle()
-        return self.director.result()
+        return self.main.result()
 
     def _settle(self) -> None:
-        """Until the director knows everything, and everybody knows what it decided."""
+        """Waits until all reports and all decisions have arrived."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             for decoder in self.decoders:
                 decoder.exchange()
             running = {number for share in self.shares for number in share.running}
-            told = len(self.director.told) == sum(link.num_sent for link in self.watched)
-            if told and not running & {candidate_id for _, candidate_id in self.director.decided}:
+            all_arrived = len(self.main.reports) == sum(link.num_sent for link in self.watched)
+            if all_arrived and not running & {candidate_id for _, candidate_id in self.main.decided}:
                 return
             assert time.monotonic() < deadline, "messages got lost"
 
 
 def random_lengths(seed: int, highest: int = 60) -> Lengths:
-    """No two end at the same time: then it does not matter in which order processes report."""
+    """Returns lengths without duplicates, so that the order of the processes' reports does not matter."""
     draw = random.Random(seed)
     counts = [draw.randint(M, M_UP) for _ in range(draw.randint(2, 5))]
     lengths = iter(draw.sample(range(1, highest), sum(counts)))

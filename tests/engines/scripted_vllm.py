@@ -1,6 +1,5 @@
 """
-vLLM in this process without a model: its `LLMEngine` and output processor are real, and run over a core that decodes
-by a script.
+vLLM in this process without a model: its `LLMEngine` and output processor are real, the core decodes by a script.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ NEVER = 10**9
 
 
 class LazyNames:
-    """vLLM's names, imported when one is used: that takes seconds, and vLLM may be missing."""
+    """Imports vLLM's names on first use: this takes seconds, and vLLM may be missing."""
 
     modules: ClassVar[dict[str, str]] = {
         "EngineCoreOutput": "vllm.v1.engine",
@@ -43,9 +42,8 @@ vllm = LazyNames()
 
 class Core:
     """
-    The part of vLLM that runs the model. Token t of a request is 10 + t, its log-prob −t / 100.
-
-    `lengths[r]` and `reasons[r]` tell when and why the r-th request ends.
+    Replaces the part of vLLM that runs the model. Token t of a request is 10 + t, its log-prob −t / 100. `lengths[r]`
+    and `reasons[r]` are the length and finish reason of the r-th request.
     """
 
     def __init__(self, calls: list[Any], lengths: Sequence[int], reasons: dict[int, str], reports_late: bool) -> None:
@@ -106,7 +104,7 @@ class Core:
 
 
 class Inputs:
-    """The part of vLLM that turns a prompt into a request."""
+    """Replaces the part of vLLM that converts a prompt to a request."""
 
     def __init__(self, longest: int = 100) -> None:
         self.longest = longest
@@ -125,7 +123,7 @@ class Inputs:
 
 
 class Link:
-    """Answers the n-th exchange with the n-th entry, and notes the reports with the step that they came in."""
+    """Returns the n-th entry at the n-th exchange, and records the reports with their step."""
 
     def __init__(self, calls: list[Any], answers: dict[int, Any]) -> None:
         self.calls = calls
@@ -182,7 +180,7 @@ class World:
         return vllm.SteppedLLM(self.llm, self.share).generate(prompts, sampling_params=sampling_params, use_tqdm=False)
 
     def assert_clean(self) -> None:
-        """The next rollout starts with an empty engine."""
+        """Asserts that the next rollout starts with an empty engine."""
         assert not self.engine.has_unfinished_requests()
         assert not self.engine.output_processor.request_states
         assert not self.core.running

@@ -1,4 +1,4 @@
-"""How a trainer is told to use each of the engines, small enough for tests."""
+"""Settings of each engine, small enough for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENGINES = ("transformers", "continuous_batching", "vllm_colocated", "vllm_server
 
 
 def engine_settings(engine: str, url: str | None = None) -> dict[str, Any]:
-    """Fields of the config that choose an engine."""
+    """Returns the config fields for an engine."""
     if engine == "transformers":
         return {}
     if engine == "continuous_batching":
@@ -29,7 +29,7 @@ def engine_settings(engine: str, url: str | None = None) -> dict[str, Any]:
 
 
 def prepare_colocated() -> None:
-    """What the CPU build needs and TRL has no setting for. Before any trainer is made."""
+    """Sets what the CPU build needs and TRL has no setting for. Must be called before a trainer is made."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from trl.generation import vllm_generation
@@ -41,8 +41,8 @@ def prepare_colocated() -> None:
 
 def _name_shared_memory() -> None:
     """
-    With tensor parallelism inside a launcher, vLLM's CPU build gives its shared memory the same name in every job: two
-    can't run at once, and one that was killed leaves a name behind that no other may take.
+    Gives vLLM's shared memory a name per job. With tensor parallelism in a launcher, the CPU build uses the same name
+    in every job, so two can't run at once, and a killed one blocks the name.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 

@@ -1,4 +1,4 @@
-"""The prompts of a batch over processes, what identifies them, and how many candidates admission gives them."""
+"""The prompts of a batch over processes, their keys, and the number of candidates from admission."""
 
 import hashlib
 import pickle
@@ -23,7 +23,7 @@ M, M_UP = 4, 8
 
 
 def gather(monkeypatch: pytest.MonkeyPatch, shares: list[dict[str, Any]], num_generations: int) -> list[PromptBatch]:
-    """The batch on every process: first what each contributes, then what each gets."""
+    """Returns the batch on every process. All contribute first, then all get the result."""
     sent: list[Any] = []
 
     def collect(objects: list[Any]) -> list[Any]:
@@ -109,7 +109,7 @@ def test_a_group_whose_rows_differ_in_their_images_is_mixed():
 
 @pytest.mark.parametrize(("images", "fields"), [(True, False), (False, True), (True, True)])
 def test_one_multimodal_process_makes_the_batch_multimodal(monkeypatch, images, fields):
-    """Images or other fields on any process: then every process keeps its own rows."""
+    """If any process has images or other fields, every process keeps its own rows."""
     other = {
         "rows": [[2]],
         "images": [[Image.new("L", (1, 1))]] if images else None,
@@ -124,7 +124,7 @@ def test_one_multimodal_process_makes_the_batch_multimodal(monkeypatch, images, 
 
 
 def test_images_stay_where_they_are(monkeypatch):
-    """Pixels of a batch are megabytes: only their digests travel."""
+    """Only digests are gathered: the pixels of a batch have megabytes."""
     images = [[Image.effect_noise((300, 300), 50)] for _ in range(2)]
     sent: list[Any] = []
     monkeypatch.setattr(batch, "gather_object", lambda objects: sent.extend(objects) or objects)
@@ -196,7 +196,7 @@ def test_the_palette_belongs_to_the_image():
 
 
 def test_a_tensor_is_told_by_all_of_its_pixels():
-    """Its `str` leaves out the middle of a large one."""
+    """The `str` of a large tensor omits its middle."""
     image = torch.zeros(3, 64, 64)
     dotted = image.clone()
     dotted[1, 32, 32] = 1.0
@@ -204,7 +204,7 @@ def test_a_tensor_is_told_by_all_of_its_pixels():
 
 
 def test_keys_do_not_depend_on_the_process():
-    """They are saved with the length statistics: Python's own hash would differ from run to run."""
+    """Keys are saved with the length statistics, and Python's own hash differs between runs."""
     data = struct.pack("<3q", 1, 2, 3)
     assert prompt_key([1, 2, 3]) == int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
@@ -213,7 +213,7 @@ def test_keys_do_not_depend_on_the_process():
 
 
 def admission(target_redundancy: float = 1.5, max_num_generations: int = M_UP) -> VarianceAdmission:
-    """A tracker that knows prompts 0 to 4, calm to wild."""
+    """Returns an admission whose tracker knows prompts 0 to 4, with increasing variance."""
     tracker = LengthTracker()
     for key in range(5):
         tracker.update(key, [50 - 10 * key, 50, 50, 50 + 10 * key])

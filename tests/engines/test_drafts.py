@@ -1,4 +1,4 @@
-"""What servers have drafted, counted from one look to the next."""
+"""The servers' draft counts between two calls."""
 
 from types import SimpleNamespace
 

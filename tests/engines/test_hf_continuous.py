@@ -1,4 +1,4 @@
-"""Our manager between `generate_batch` and transformers' continuous batching: its decisions, on a fake one."""
+"""Our manager between `generate_batch` and transformers' continuous batching, on a fake manager."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 class FakeManager:
-    """Transformers' manager, with results that the test puts there."""
+    """Transformers' manager, with results set by the test."""
 
     def __init__(self, calls: list[tuple] | None = None) -> None:
         self.calls: list[tuple] = [] if calls is None else calls
@@ -51,14 +51,14 @@ class FakeManager:
     # What its thread does
 
     def decode(self, name: str, *tokens: int) -> None:
-        """A request is taken up, or goes on."""
+        """Starts or continues a request."""
         self.scheduler.waiting_requests.pop(name, None)
         self.scheduler.active_requests[name] = self.states[name]
         self.states[name].status = RequestStatus.DECODING
         self.states[name].generated_tokens += tokens
 
     def finish(self, name: str, *tokens: int, error: str | None = None) -> None:
-        """A request ends; its result waits to be fetched."""
+        """Ends a request. Its result can then be fetched."""
         self.decode(name, *tokens)
         del self.scheduler.active_requests[name]
         self.states[name].status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
@@ -66,13 +66,13 @@ class FakeManager:
         self.results.append(self.states[name].to_generation_output())
 
     def evict(self, name: str) -> None:
-        """A request gives up its room: its tokens become part of its prompt, and it waits again."""
+        """Preempts a request: its tokens become part of its prompt, and it waits again."""
         state = self.states[name] = self.scheduler.active_requests.pop(name).create_equivalent_initial_request()
         self.scheduler.waiting_requests[name] = state
 
 
 class Link:
-    """Answers each exchange with what the test says, and notes the reports."""
+    """Returns the aborts that the test sets, and records the reports."""
 
     def __init__(self, calls: list[tuple] | None = None) -> None:
         self.calls = [] if calls is None else calls
@@ -123,7 +123,7 @@ def test_decisions_come_before_the_wait_and_none_means_that_nothing_ended():
 
 
 def test_an_aborted_request_is_cancelled_and_returned_once():
-    """`generate_batch` counts what it is given: each request must come, and none twice."""
+    """`generate_batch` counts results, so each request must be returned exactly once."""
     world = World(3)
     for name in ("req_10", "req_11", "req_12"):
         world.manager.decode(name, 7, 8)
@@ -166,7 +166,7 @@ def test_a_result_that_comes_after_the_abort_is_ignored():
 
 
 def test_a_request_that_ended_just_before_the_abort_keeps_its_tokens():
-    """Its state has left transformers' books, and nobody has fetched its result."""
+    """Transformers no longer has its state, and its result was not fetched yet."""
     world = World(2)
     world.manager.decode("req_10", 7, 8)
     assert world.result() is None
@@ -179,7 +179,7 @@ def test_a_request_that_ended_just_before_the_abort_keeps_its_tokens():
 
 
 def test_a_request_that_gave_up_its_room_keeps_its_tokens():
-    """With a full cache, transformers puts a request back into its queue."""
+    """With a full cache, transformers preempts a request and queues it again."""
     world = World(1, needs_progress=True)
     world.manager.decode("req_10", 7, 8)
     world.manager.evict("req_10")
@@ -229,7 +229,7 @@ def test_progress_is_reported_now_and_then_to_schedules_that_need_it(monkeypatch
 
 
 class FakeModel:
-    """A model whose `generate_batch` does what transformers' does with its manager."""
+    """A model whose `generate_batch` uses its manager as transformers' does."""
 
     def __init__(self, manager: FakeManager) -> None:
         self.manager = manager
@@ -256,7 +256,7 @@ class FakeModel:
 
 
 def test_the_model_inside_an_adapter_is_the_one_that_is_changed():
-    """`PeftModel.generate_batch` is that of the model inside, which looks for its own context manager."""
+    """`PeftModel.generate_batch` calls the base model's, which uses the base model's context manager."""
     inner = FakeModel(FakeManager())
     with scheduled_batching(SimpleNamespace(get_base_model=lambda: inner), Share([], Link(), False), [EOS]):
         assert "continuous_batching_context_manager" in vars(inner)

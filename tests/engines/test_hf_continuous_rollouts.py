@@ -1,4 +1,4 @@
-"""Whole rollouts on transformers' own continuous batching, and what we lean on in it."""
+"""Whole rollouts on transformers' continuous batching, and contracts of what we use of it."""
 
 import inspect
 import re
@@ -17,9 +17,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from tests.engines.settings import engine_settings
 from tests.policies import make_policies
 from trl_darts.engines.in_process import hf_continuous
-from trl_darts.engines.in_process.director import Director
 from trl_darts.engines.in_process.hf_continuous import scheduled_batching
-from trl_darts.engines.in_process.share import Report, Share
+from trl_darts.engines.in_process.share import MainLink, Report, Share
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler
 
@@ -36,7 +35,7 @@ def model(markov_model_dir):
 
 @pytest.fixture(autouse=True)
 def few_threads():
-    """Transformers' thread must be gone with the call that started it."""
+    """Transformers' thread must end with the call that started it."""
     yield
     deadline = time.monotonic() + 10
     while generating() and time.monotonic() < deadline:
@@ -49,10 +48,10 @@ def generating() -> list[threading.Thread]:
 
 
 class RecordingLink:
-    """Notes the reports; with an error, raises it after a few exchanges."""
+    """Records the reports, and raises `error` after a few exchanges."""
 
-    def __init__(self, director: Director, error: BaseException | None = None) -> None:
-        self.director = director
+    def __init__(self, main: MainLink, error: BaseException | None = None) -> None:
+        self.main = main
         self.reports: list[Report] = []
         self.error = error
         self.num_exchanges = 0
@@ -63,7 +62,7 @@ class RecordingLink:
         if self.error is not None and self.num_exchanges > 5:
             self.error.raised_at = time.monotonic()
             raise self.error
-        return self.director.exchange(reports)
+        return self.main.exchange(reports)
 
 
 def rollout(
@@ -75,12 +74,12 @@ def rollout(
     limits: dict[str, Any] | None = None,
     error: BaseException | None = None,
     **options: Any,
-) -> tuple[Director, Share, dict[str, GenerationOutput], RecordingLink]:
-    """What TRL's path of continuous batching does: one call for all rows. Prompts differ in their first token."""
+) -> tuple[MainLink, Share, dict[str, GenerationOutput], RecordingLink]:
+    """Calls `generate_batch` once for all rows, as TRL does. Prompts differ in their first token."""
     policies = make_policies(schedule, 4, **options)
-    director = Director(Scheduler(policies, 4), [GroupPlan(index, count) for index, count in enumerate(counts)])
-    link = RecordingLink(director, error)
-    share = Share(director.slots[0], link, director.scheduler.needs_progress)
+    main = MainLink(Scheduler(policies, 4), [GroupPlan(index, count) for index, count in enumerate(counts)])
+    link = RecordingLink(main, error)
+    share = Share(main.slots[0], link, main.scheduler.needs_progress)
     prompts = [[90 - group, 61] for group, count in enumerate(counts) for _ in range(count)]
     config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=True, top_k=0, eos_token_id=eos, pad_token_id=0)
     batching = ContinuousBatchingConfig(**{**LIMITS, **(limits or {})})
@@ -90,23 +89,23 @@ def rollout(
         )
     share.exchange()
     for prompt, output in zip(prompts, outputs.values(), strict=True):
-        assert output.prompt_ids in (prompt, [])  # one that was never taken up has not even that
-    return director, share, outputs, link
+        assert output.prompt_ids in (prompt, [])  # empty if it never started
+    return main, share, outputs, link
 
 
 def test_saturated_groups_stop_and_every_candidate_ends_once(model):
     aborted = []
-    for _ in range(3):  # five steps or so decide, and the thread that decodes does not wait for us
-        director, share, outputs, link = rollout(model, [8, 6, 8])
+    for _ in range(3):  # about five steps decide, and the decoding thread does not wait
+        main, share, outputs, link = rollout(model, [8, 6, 8])
         assert len(outputs) == 22  # `generate_batch` has counted all
         assert not share.running
         ends = [report.candidate_id for report in link.reports if report.finish_reason is not None]
         assert sorted(ends) == list(range(22))
-        for group in director.result().groups:
+        for group in main.result().groups:
             assert all(row.state is CandidateState.FINISHED for row in group.rows)
             for candidate in group.candidates:
                 assert candidate.length == len(share.rows[candidate.candidate_id][0])
-        aborted += [c for c in director.scheduler.ledger.candidates if c.state is CandidateState.ABORTED]
+        aborted += [c for c in main.scheduler.ledger.candidates if c.state is CandidateState.ABORTED]
         if aborted:
             break
     assert aborted
@@ -114,13 +113,13 @@ def test_saturated_groups_stop_and_every_candidate_ends_once(model):
 
 
 def test_progress_never_goes_back_when_the_cache_is_full(model, monkeypatch):
-    """Six candidates of 60 tokens in a cache for four: some are put off, and go on later."""
+    """Six candidates of 60 tokens in a cache for four: some are preempted and continue later."""
     monkeypatch.setattr(hf_continuous, "PROGRESS_INTERVAL_S", 0.0)
     limits = {"num_blocks": 16, "block_size": 16, "max_batch_tokens": 64}
-    director, _, _, link = rollout(
+    main, _, _, link = rollout(
         model, [6], max_new_tokens=60, eos=-1, limits=limits, tail_pruning=False, long_end_patience=1000.0
     )
-    assert [c.length for c in director.scheduler.ledger.candidates] == [60] * 6
+    assert [c.length for c in main.scheduler.ledger.candidates] == [60] * 6
     known: dict[int, int] = {}
     for report in link.reports:
         assert report.length >= known.get(report.candidate_id, 0)
@@ -129,7 +128,7 @@ def test_progress_never_goes_back_when_the_cache_is_full(model, monkeypatch):
 
 @pytest.mark.parametrize("error", [GenerationError("Generation failed on process 1: boom"), KeyboardInterrupt("ctrl")])
 def test_a_failure_elsewhere_ends_the_call_at_once(model, error):
-    """Four candidates of 20,000 tokens run. Nothing of them is left a second later, and the model is as it was."""
+    """Four candidates of 20,000 tokens run. A second later, none is running, and the model is unchanged."""
     attention = model.config._attn_implementation
     with pytest.raises(type(error), match=str(error)):
         rollout(model, [4], "grpo", max_new_tokens=20_000, eos=-1, limits={"num_blocks": 400}, error=error)
@@ -148,7 +147,7 @@ def test_an_error_in_the_forward_pass_has_its_words(model, monkeypatch):
         rollout(model, [4], "grpo")
 
 
-# What we lean on
+# Contracts
 
 
 def source(function: Any) -> str:
@@ -213,7 +212,7 @@ def test_generation_output_can_be_made_without_a_request():
 
 
 def test_books_of_the_real_manager(model):
-    """`batch_processor.scheduler.active_requests` has the states of what runs, and a cancelled one leaves it."""
+    """`batch_processor.scheduler.active_requests` has the states of running requests, without cancelled ones."""
     config = GenerationConfig(max_new_tokens=3000, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
     name = hook("batch_processor.scheduler.active_requests")
     with model.continuous_batching_context_manager(

@@ -7,9 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.policies import make_policies
-from trl_darts.engines.in_process.director import Director
 from trl_darts.engines.in_process.hf_generate import SchedulerCriterion, replaced, stopping_criterion
-from trl_darts.engines.in_process.share import Share
+from trl_darts.engines.in_process.share import MainLink, Share
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler
 
 
@@ -22,7 +21,7 @@ def model(markov_model_dir):
 
 
 def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
-    """What TRL's transformers path does: one call for all rows, then a cut after the first end-of-sequence token."""
+    """Calls `generate` once for all rows, then cuts after the first end-of-sequence token, as TRL does."""
     torch.manual_seed(seed)
     ids = torch.tensor(prompts)
     config = GenerationConfig(
@@ -43,19 +42,19 @@ def generate(model, criterion, prompts, max_new_tokens=200, seed=0):
 
 def rollout(model, counts, schedule="darts", max_new_tokens=200, seed=0, **kwargs):
     policies = make_policies(schedule, 4, **kwargs)
-    director = Director(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)])
-    share = Share(director.slots[0], director, director.scheduler.needs_progress)
+    main = MainLink(Scheduler(policies, 4), [GroupPlan(i, n) for i, n in enumerate(counts)])
+    share = Share(main.slots[0], main, main.scheduler.needs_progress)
     criterion = SchedulerCriterion(share, [EOS])
     prompts = [[60 + i, 61] for i, n in enumerate(counts) for _ in range(n)]
     completions = generate(model, criterion, prompts, max_new_tokens, seed)
     criterion.finish(completions)
     share.exchange()
-    result = director.result()
+    result = main.result()
     for candidate in (c for group in result.groups for c in group.candidates):
         tokens, logprobs = share.rows[candidate.candidate_id]
         assert len(tokens) == candidate.length
         assert logprobs is None
-        candidate.tokens = tokens  # the director has seen none
+        candidate.tokens = tokens  # the scheduler has none
     return result, completions, criterion
 
 
@@ -93,7 +92,7 @@ def test_rows_at_the_limit_are_truncated(model):
 
 @pytest.mark.parametrize("before", [{}, {"name": 1}, {"name": None}])
 def test_a_replaced_attribute_is_as_it_was(before):
-    """Also after an error, and where it was `None`."""
+    """Also after an error, and if it was `None`."""
     instance = SimpleNamespace(**before)
     with pytest.raises(RuntimeError), replaced(instance, "name", 2):
         raise RuntimeError(instance.name)

@@ -84,7 +84,7 @@ class Rollouts:
         self.num_groups = 0
 
     def run(self, engine: VLLMServerEngine, num_groups: int, size: int, long_s: float = LONG_S) -> str | None:
-        """One rollout; returns the error's words, if it is one."""
+        """Runs one rollout. Returns the message of its error, if any."""
         scheduler, error = Scheduler(ScheduleSettings("grpo", size).policies(), size), None
         first, self.num_groups = self.num_groups, self.num_groups + num_groups
         plans = [GroupPlan(i, size) for i in range(num_groups)]
@@ -116,12 +116,12 @@ class Rollouts:
                     assert re.search(ERRORS[kind][1], error), (kind, error)
 
     def ends(self, kind: str) -> set[str]:
-        """How requests of a kind ended."""
+        """Returns how the requests of a kind ended."""
         return {outcome for (k, outcome), count in self.outcomes.items() if k == kind and count}
 
 
 def check_tokens(scheduler: Scheduler, first_group: int, complete: bool) -> None:
-    """All that is known of each candidate is right; `complete` ones are whole."""
+    """Checks that all known tokens of each candidate are right, and that complete ones are whole."""
     for candidate in scheduler.ledger.candidates:
         tokens, logprobs, reason = right_answer(first_group + candidate.group_id, candidate.index)
         assert candidate.tokens == tokens[: candidate.length]
@@ -136,7 +136,7 @@ def check_tokens(scheduler: Scheduler, first_group: int, complete: bool) -> None
 
 
 def disturb(server: HostileServer, rng: random.Random) -> None:
-    """Plans a rollout that comes to a good end: most answers are cut, until that has happened often enough."""
+    """Plans a rollout that succeeds: most answers are cut at first."""
     left = rng.randint(0, MAX_DISTURBANCES)
 
     def plan(group: int, index: int, segment: int) -> str:
@@ -150,7 +150,7 @@ def disturb(server: HostileServer, rng: random.Random) -> None:
 
 
 def spoil(server: HostileServer, rng: random.Random, kind: str) -> None:
-    """Plans a rollout that fails: one candidate's answer is beyond repair, at once or after a cut."""
+    """Plans a rollout that fails: one candidate's answer is invalid, at once or after a cut."""
     at = rng.choice([0, 0, 1])
 
     def plan(group: int, index: int, segment: int) -> str:
@@ -187,7 +187,7 @@ def test_fuzz(num_cases):
 
 
 def report(rollouts: Rollouts) -> None:
-    """Prints how each kind ended; pytest shows it when a check fails, or with `-s`."""
+    """Prints how each kind ended. pytest shows it if a check fails, or with `-s`."""
     for (kind, outcome), count in sorted(rollouts.outcomes.items()):
         print(f"{kind:40} {outcome:12} {count:6}")
     print(f"{sum(rollouts.outcomes.values())} cases")

@@ -1,4 +1,4 @@
-"""Rollouts over several processes decide as one engine does, and none waits for one that failed."""
+"""Rollouts over several processes decide as one engine does, and no process waits for one that failed."""
 
 import random
 from collections import Counter
@@ -15,17 +15,14 @@ from tests.engines.processes import (
     M,
     Processes,
     Token,
-    make_director,
+    make_main_link,
     random_lengths,
 )
 from tests.engines.threads import in_threads, open_mailboxes
 from tests.policies import make_policies
 from tests.stub_engine import StubEngine
-from trl_darts.engines.in_process import director as director_module
-from trl_darts.engines.in_process import links
-from trl_darts.engines.in_process.director import Director
-from trl_darts.engines.in_process.links import RemoteLink
-from trl_darts.engines.in_process.share import Report
+from trl_darts.engines.in_process import share as share_module
+from trl_darts.engines.in_process.share import MainLink, RemoteLink, Report
 from trl_darts.errors import GenerationError
 from trl_darts.policy import select_dual_end
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler
@@ -34,8 +31,7 @@ from trl_darts.scheduling.types import FINAL_STATES
 
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch):
-    monkeypatch.setattr(links, "POLL_S", 0.0005)
-    monkeypatch.setattr(director_module, "POLL_S", 0.0005)
+    monkeypatch.setattr(share_module, "POLL_S", 0.0005)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -63,22 +59,22 @@ def test_processes_at_their_own_pace(options, seed):
     draw = random.Random(seed)
     pace = [draw.uniform(0, 0.002) for _ in range(num_processes)]
     result = processes.run([lambda p=p: draw.uniform(0, p) for p in pace])
-    director, ledger = processes.director, processes.director.scheduler.ledger
+    main, ledger = processes.main, processes.main.scheduler.ledger
 
-    # Every candidate ends once, on the process that has its slot, and the director knows of all its tokens.
-    ends = Counter(report.candidate_id for report in director.told if report.finish_reason is not None)
+    # Every candidate ends once, on the process that has its slot, and the scheduler knows the number of its tokens.
+    ends = Counter(report.candidate_id for report in main.reports if report.finish_reason is not None)
     assert ends == Counter(range(sum(map(len, lengths))))
     assert all(candidate.state in FINAL_STATES for candidate in ledger.candidates)
-    for share, slots in zip(processes.shares, director.slots, strict=True):
+    for share, slots in zip(processes.shares, main.slots, strict=True):
         assert not share.running
         assert set(share.rows) == {slot.candidate_id for slot in slots}
         for number, (tokens, _) in share.rows.items():
             assert all(isinstance(token, Token) for token in tokens)
             assert ledger.candidates[number].tokens == [0] * len(tokens)
 
-    # Aborts reach the process that decodes the candidate, once, and nobody else.
+    # Aborts reach only the process that decodes the candidate, and once.
     for engine, watched in enumerate(processes.watched):
-        decided = [number for owner, number in director.decided if owner == engine]
+        decided = [number for owner, number in main.decided if owner == engine]
         assert Counter(watched.aborts) <= Counter(decided)
         for number in set(decided) - set(watched.aborts):  # it had ended by itself
             assert ledger.candidates[number].finish_reason is FinishReason.STOP
@@ -95,16 +91,18 @@ def test_processes_at_their_own_pace(options, seed):
         if options.get("long_end_patience") is None and len(script) < M_UP:
             assert all(complete)
 
-    # One process that hears the same in the same order decides the same.
-    again = make_director(lengths, num_processes, **options)
-    aborts = [number for report in director.told for _, number in again.handle([report])]
-    assert Counter(aborts) == Counter(number for _, number in director.decided)
+    # One process that gets the same reports in the same order decides the same.
+    again = make_main_link(lengths, num_processes, **options)
+    aborts = [number for report in main.reports for _, number in again.handle([report])]
+    assert Counter(aborts) == Counter(number for _, number in main.decided)
     assert [group.selected for group in again.result().groups] == [group.selected for group in result.groups]
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
-def test_an_abort_reaches_a_process_that_waits_for_nothing_else(owner):
-    """Candidates 0, 3 are on the main process, 1, 4 on the second, 2, 5 on the third: one of them never ends."""
+def test_an_abort_reaches_each_process(owner):
+    """
+    Candidates 0, 3 are on the main process, 1, 4 on the second, 2, 5 on the third. Those of one process never end.
+    """
     lengths = [[4, 4, 4, 9, 9, 9]]
     lengths[0][owner] = lengths[0][owner + 3] = NEVER
     result = Processes(lengths, num_processes=3).run([lambda: 0.001] * 3)
@@ -115,7 +113,7 @@ def test_an_abort_reaches_a_process_that_waits_for_nothing_else(owner):
         assert group.candidates[index].finish_reason is FinishReason.ABORT
 
 
-def test_a_process_without_candidates_takes_no_part():
+def test_processes_without_candidates():
     result = Processes([[3, 5, 4]], num_processes=5).run([lambda: 0.001] * 5)
     assert result.groups[0].selected == [0, 1, 2]
 
@@ -124,11 +122,11 @@ def test_a_process_without_candidates_takes_no_part():
 
 
 class OutOfMemory(Exception):
-    """What an engine raises."""
+    """An engine's error."""
 
 
 def play(processes: Processes, broken: int, error: Exception, at_step: int = 3) -> dict[int, BaseException]:
-    """Process `broken` raises in a step. What each process raised, as `InProcessEngine.run` would."""
+    """Process `broken` raises in a step. Returns the error of each process, as `InProcessEngine.run` raises it."""
 
     def decode(index: int) -> None:
         decoder, link = processes.decoders[index], processes.links[index]
@@ -144,7 +142,7 @@ def play(processes: Processes, broken: int, error: Exception, at_step: int = 3) 
         except Exception as problem:
             link.fail(problem)
             raise
-        if isinstance(link, Director):
+        if isinstance(link, MainLink):
             link.result()
 
     return in_threads(*(lambda index=index: decode(index) for index in range(len(processes.links))))[1]
@@ -166,7 +164,7 @@ def test_an_error_of_one_process_ends_the_rollout_everywhere(broken, error, mess
 
 
 def test_only_one_thread_reads_the_mailbox_after_an_error():
-    """The trainer's thread reads it next, for those that have heard of the error."""
+    """The main thread reads it next."""
     processes = Processes([[NEVER] * 3], num_processes=3)
     link = processes.links[0]
     assert link._thread.is_alive()
@@ -180,16 +178,16 @@ def test_an_error_reaches_a_main_process_that_has_ended_its_share():
     assert str(errors[0]) == "Generation failed on process 1: gone"
 
 
-def test_an_error_of_the_director_ends_the_rollout_everywhere():
-    """For example a group stop of the user's that selects too few: it happens in the thread that serves the others."""
+def test_an_error_of_the_scheduler_ends_the_rollout_everywhere():
+    """For example, a user's group stop that selects too few rows. It is raised in the thread that listens."""
     processes = Processes([[NEVER, 3, NEVER]], num_processes=3)
-    handle = processes.director.handle
+    handle = processes.main.handle
 
     def broken(reports: Sequence[Report]) -> list[tuple[int, int]]:
         handle(reports)
         raise ValueError("`select` returned 2 rows")
 
-    processes.director.handle = broken
+    processes.main.handle = broken
     errors = play(processes, broken=-1, error=OutOfMemory())
     assert isinstance(errors[0], ValueError)
     assert {str(error) for error in errors.values()} == {"`select` returned 2 rows"}
@@ -200,7 +198,7 @@ def test_an_error_of_the_director_ends_the_rollout_everywhere():
 
 
 def test_late_messages_of_an_earlier_rollout_are_ignored():
-    """Reports, errors and aborts that were on their way when their rollout ended."""
+    """Reports, errors and aborts that arrive after the end of their rollout."""
     lengths = [[4, 9, 6, 7], [3, 8, 5]]
     *boxes, late = open_mailboxes(3)
     for message in ([Report(n, 1, FinishReason.STOP) for n in range(7)], [Report(0, 0, error="old")], "old"):
@@ -220,24 +218,24 @@ def test_a_rollout_after_one_that_failed():
     assert [c.length for c in result.groups[0].candidates] == [5, 6, 7, 8]
 
 
-def test_a_remote_asks_for_aborts_every_five_milliseconds_at_most(monkeypatch, clock):
+def test_a_remote_link_checks_for_aborts_every_five_milliseconds_at_most(monkeypatch, clock):
     monkeypatch.undo()
-    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(share_module, "time", SimpleNamespace(monotonic=clock))
     clock.advance(100)
     main, other = open_mailboxes(2)
     link = RemoteLink(other, 1)
-    heard = []
+    received = []
     for number in range(12):
         main.post(1, (1, [number]))
-        heard.append(link.exchange([]))
+        received.append(link.exchange([]))
         clock.advance(0.001)
-    assert [aborts for aborts in heard if aborts] == [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
-    assert heard[0] == [0]
-    assert heard[5] == [1, 2, 3, 4, 5]
+    assert [aborts for aborts in received if aborts] == [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    assert received[0] == [0]
+    assert received[5] == [1, 2, 3, 4, 5]
 
 
-def test_reports_are_not_held_back_by_that(monkeypatch):
-    monkeypatch.setattr(links, "POLL_S", 60.0)
+def test_reports_are_sent_at_once(monkeypatch):
+    monkeypatch.setattr(share_module, "POLL_S", 60.0)
     main, other = open_mailboxes(2)
     link = RemoteLink(other, 5)
     link.exchange([Report(0, 1)])

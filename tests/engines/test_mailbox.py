@@ -1,6 +1,6 @@
 """
-Messages, announcements and what the main process runs, over a real store: between threads with a connection each.
-Between two processes: `tests/launches/test_two_processes.py`.
+Messages, announcements and functions of the main process over a real store, between threads with separate connections.
+`tests/launches/test_two_processes.py` has two processes.
 """
 
 import pickle
@@ -24,7 +24,7 @@ from trl_darts.errors import GenerationError
 
 
 def receive_all(inbox: Mailbox, count: int) -> list[Any]:
-    """What comes, until there are `count` messages."""
+    """Receives until there are `count` messages."""
     messages: list[Any] = []
     deadline = time.monotonic() + TIMEOUT_S
     while len(messages) < count and time.monotonic() < deadline:
@@ -68,7 +68,7 @@ def test_nothing_is_lost_or_doubled_under_concurrent_posting():
 
 
 class Paused:
-    """A store whose `set` waits for a sign: the sender has drawn a number, and its message is not there yet."""
+    """A store whose `set` waits: the sender has its number, but the message is not stored yet."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -124,7 +124,7 @@ def test_waiting_ends_when_the_store_is_gone():
 
 
 class Opened(Exception):
-    """Whoever unpickles a trap runs its code."""
+    """Raised by code in a pickle when it is unpickled."""
 
 
 def spring() -> None:
@@ -137,7 +137,7 @@ class Trap:
 
 
 def forge(box: Mailbox, name: str, message: bytes) -> None:
-    """What a stranger can do who reaches the store but has no key."""
+    """Writes a message to the store without the key, as a stranger could."""
     Mailbox(box._store, 0, 2, key=b"a stranger's")._set(name, message)
 
 
@@ -198,7 +198,7 @@ def test_keys_are_cleaned_up():
 
 
 class Processes:
-    """The main process as several see it, with a broadcast that lets them wait for each other as a collective does."""
+    """The main process as several processes see it, with a broadcast that waits like a collective."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.rank = threading.local()
@@ -236,7 +236,9 @@ def test_one_process_has_the_value_at_once():
 
 
 def test_a_late_process_finds_every_announcement(monkeypatch):
-    """The main process does not wait for the others, in NCCL's broadcasts neither: it may be several steps ahead."""
+    """
+    The main process does not wait for the others, not even in NCCL's broadcasts, so it may be several steps ahead.
+    """
     processes = Processes(monkeypatch, 3)
 
     def act(main: MainProcess) -> list[Any]:
@@ -261,7 +263,7 @@ class Locked(Exception):
     [(GenerationError("boom"), GenerationError, "boom"), (Locked("boom"), GenerationError, "Locked: boom")],
 )
 def test_an_error_of_the_main_process_is_raised_on_all(monkeypatch, error, expected, words):
-    """And leaves nothing behind that would disturb the next call."""
+    """The next call works as before."""
     processes = Processes(monkeypatch, 3)
 
     def fail() -> None:
@@ -284,7 +286,7 @@ def test_an_error_of_the_main_process_is_raised_on_all(monkeypatch, error, expec
 
 
 def test_the_main_process_waits_until_the_others_have_heard_of_its_error(monkeypatch):
-    """The store ends with it. One that comes late still finds the error there."""
+    """The store ends with the main process. A late process still finds the error in it."""
     processes = Processes(monkeypatch, 2)
     gone = threading.Event()
 

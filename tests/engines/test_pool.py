@@ -1,4 +1,4 @@
-"""The pool of servers: who is in it, who hears of it, and how an engine gets a server back."""
+"""The pool of servers: its members, its notifications, and how an engine reconnects a server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _quick(monkeypatch):
 
 
 class Log:
-    """A listener that writes down what it hears."""
+    """A listener that records its notifications."""
 
     def __init__(self):
         self.heard = []
@@ -78,7 +78,7 @@ class Switch:
 
 
 async def waits(member, version):
-    """A server that comes back waits for a weight sync."""
+    """Makes a reconnected server wait for a weight sync."""
     return False
 
 
@@ -103,7 +103,7 @@ def with_pool(switch, play, refresh=waits, **deadlines):
 
 
 def test_a_strange_answer_does_not_end_the_watch(monkeypatch):
-    """A server that was lost would stay lost for good."""
+    """Otherwise, a lost server could never reconnect."""
     switch, get_text = Switch(), VLLMServer.get_text
 
     async def strange(self, *args):
@@ -213,7 +213,7 @@ def engine_on(*urls, refresh=has_loaded_weights, **deadlines):
 
 
 def test_refreshed_server_serves_again():
-    """While the main thread is busy: nothing is asked of a server before it has the weights of the last sync."""
+    """The main thread is busy. The server gets no requests before it has the weights of the last sync."""
     switch, asked = Switch(), []
     switch.breaks = 2  # both candidates' first requests
 
@@ -243,7 +243,7 @@ def test_server_that_is_not_refreshed_stays_out(monkeypatch, caplog):
     with switch.serve() as url, engine_on(url, return_s=0.5, refresh=refresh) as engine:
         with pytest.raises(GenerationError, match=f"within `vllm_server_timeout` .0.5 s.*{url}: {words}"):
             rollout(engine)
-        assert f"No vLLM server left; waiting for {url} (0 of 0 s)" in caplog.messages
+        assert f"No vLLM server is up; waiting for {url} (0 of 0 s)" in caplog.messages
         assert switch.num_completions <= 2
         broken.clear()
         deadline = time.monotonic() + 10
@@ -301,7 +301,7 @@ def test_drained_server_gets_nothing_new():
 
 
 class Aborted:
-    """A server whose streams just end when they are aborted, as vLLM's do in its queue: one after the other."""
+    """A server whose streams end without a reason when they are aborted, as vLLM's do in its queue."""
 
     def __init__(self):
         self.running, self.ended, self.closed = set(), set(), set()
@@ -325,7 +325,7 @@ class Aborted:
 
 
 def test_requests_of_an_interrupted_rollout_are_aborted_and_none_is_closed():
-    """vLLM loses requests whose connections close at once. The server is not lost by what it was told."""
+    """vLLM misses some of many connections that close at once. The aborts do not make the server lost."""
     server = Aborted()
 
     def interrupt(ledger):
@@ -387,7 +387,7 @@ def test_the_next_rollout_hears_of_losses_while_a_cancelled_one_ends():
 
 @contextmanager
 def mute_server(backlog=100):
-    """Accepts connections and never answers; with a full backlog, it does not even accept them."""
+    """Accepts connections and never answers. With a full backlog, it does not accept them either."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(backlog)

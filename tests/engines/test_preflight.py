@@ -1,4 +1,4 @@
-"""Servers that can't serve a training are refused before the model is loaded, with the setting to change."""
+"""Servers that can't serve a run are rejected before the model is loaded, with the setting to change."""
 
 import copy
 import socket
@@ -162,7 +162,7 @@ def not_http(connection):
 
 @contextmanager
 def listener(answer_to):
-    """Answers each connection in its own way, as what is no HTTP server does."""
+    """Answers each connection in a way that is not HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
 
         def listen():

@@ -1,6 +1,6 @@
 """
-Servers with few slots: a queue is not taken for silence, what has no slot waits with us, and who is late by itself is
-tried elsewhere. Against a server that decodes as many candidates at once as it has slots, like vLLM's.
+Servers with few slots, which decode as many candidates at once, like vLLM's. A server with a queue is not late,
+candidates without a slot wait in the trainer, and a single late candidate is tried on another server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _quick(monkeypatch):
 
 
 class SlottedServer:
-    """Decodes `slots` candidates at once, a token every `step_s`; the others wait in its queue."""
+    """Decodes `slots` candidates at once, one token every `step_s`. The others wait in its queue."""
 
     def __init__(self, slots=1, step_s=0.01, tells_slots=True, has_metrics=True):
         self.slots, self.step_s = slots, step_s
@@ -125,7 +125,7 @@ def check_rows(result):
 @pytest.mark.parametrize("tells_slots", [True, False])
 @pytest.mark.parametrize("has_metrics", [True, False])
 def test_a_queue_is_not_silence(tells_slots, has_metrics):
-    """One slot, steady decoding, and answers that take longer than the deadline of first tokens."""
+    """One slot, steady decoding, and answers that take longer than the first-token deadline."""
     server = SlottedServer(1, 0.1, tells_slots, has_metrics)
     with engine_on(server, first_token_s=0.6, token_s=0.6) as engine:
         result = rollout(engine)
@@ -157,7 +157,7 @@ def test_what_waits_goes_to_whichever_server_is_free_first():
 
 @pytest.mark.parametrize(("stall_at", "has_metrics"), [(0, True), (3, True), (3, False)])
 def test_a_candidate_that_is_late_by_itself_is_tried_elsewhere_and_its_server_stays(stall_at, has_metrics):
-    """Without metrics, one that has not begun may wait in the server's queue for all that is known."""
+    """Without metrics, a candidate without tokens may be in the server's queue."""
     bad, good = SlottedServer(8, 0.15, has_metrics=has_metrics), SlottedServer(8)
     bad.stalls, bad.stall_at = {0}, stall_at
     with engine_on(bad, good, first_token_s=0.5, token_s=0.5) as engine:
@@ -168,7 +168,7 @@ def test_a_candidate_that_is_late_by_itself_is_tried_elsewhere_and_its_server_st
 
 
 def test_a_preempted_candidate_is_not_late():
-    """The server has put it back into its queue."""
+    """The server has queued it again."""
     server = SlottedServer(8, 0.15)
     server.preempted, server.stall_at = {0}, 2
     with engine_on(server, token_s=0.6) as engine:

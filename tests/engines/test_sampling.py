@@ -1,10 +1,10 @@
-"""Which sampling options keep a completion from going on in another request."""
+"""Sampling options with which a completion can't be continued in another request."""
 
 from dataclasses import fields
 
 import pytest
 
-from trl_darts.engines.sampling import COUNTED, not_carried
+from trl_darts.engines.sampling import PER_REQUEST, not_carried
 
 
 def test_options_that_are_not_set_do_not_count():
@@ -14,9 +14,9 @@ def test_options_that_are_not_set_do_not_count():
 
 @pytest.mark.vllm
 def test_every_option_is_known_to_vllm():
-    """A contract: an option that is renamed would be carried without a word. `response_format` is the API's own."""
+    """Contract: a renamed option would be ignored silently. `response_format` is an option of the API only."""
     from vllm import SamplingParams
 
     names = set(SamplingParams.__struct_fields__) if hasattr(SamplingParams, "__struct_fields__") else set()
     names = names or {field.name for field in fields(SamplingParams)}
-    assert set(COUNTED) - {"response_format"} <= names
+    assert set(PER_REQUEST) - {"response_format"} <= names

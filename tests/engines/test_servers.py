@@ -1,7 +1,4 @@
-"""
-A server that leaves while a rollout is under way that nobody waits for yet. What else becomes of one that was launched
-ahead, its evaluations and its end: `tests/test_rollout_ahead.py`.
-"""
+"""Servers that are removed or lost during a launched rollout. `tests/test_rollout_ahead.py` has its other cases."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def routes(completions) -> dict:
 
 
 class Breaks:
-    """Cuts its first completions, as a server does that dies; it is back at once."""
+    """Cuts its first completions like a server that dies, and is available again at once."""
 
     def __init__(self, num_cut: int) -> None:
         self.num_left = num_cut
@@ -72,11 +69,11 @@ class Breaks:
 
 
 def launched(servers: VLLMServerEngine, **fields) -> tuple[ServerEngine, tuple[RolloutPlan, PromptBatch]]:
-    """The engine of a single process, and a rollout that it has launched."""
+    """Returns the engine of a single process, and the rollout that it has launched."""
     main = MainProcess(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
     own = dict.fromkeys(SAMPLING) | {"max_completion_length": 8, "generation_kwargs": {}}
     facts = ServerFacts(model="m", max_model_len=100)
-    engine = ServerEngine(SimpleNamespace(main=main, engine=servers, facts=facts, bring_back=lambda: None, **own))
+    engine = ServerEngine(SimpleNamespace(main=main, own_engine=servers, facts=facts, bring_back=lambda: None, **own))
     batch = PromptBatch.alone([[5]] * M, M)
     admission = UniformAdmission(M).plan(batch.infos)
     scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M, **fields)
@@ -101,7 +98,7 @@ def test_a_server_can_leave_while_a_rollout_is_under_way():
 
 
 def test_a_server_comes_back_while_nobody_waits_for_the_rollout(monkeypatch):
-    """The main thread may be in a long optimizer step: the engine's thread gives a server its weights."""
+    """During a long optimizer step, the engine's thread updates the server's weights."""
     monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
     server = Breaks(num_cut=M)
     with fake_server(routes(server.completions)) as url:
@@ -126,7 +123,7 @@ def test_a_launched_rollout_ends_whose_weights_no_server_has_any_more(monkeypatc
         engine, ahead = launched(servers)
         if drains:  # before a weight sync
             engine.drain()
-        with pytest.raises(WeightsLostError, match="came back without the weights"):
+        with pytest.raises(WeightsLostError, match="reconnected without the weights"):
             engine.run(*ahead)
         assert len(server.prompts) == M
         servers.join(url)  # the sync

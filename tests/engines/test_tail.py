@@ -1,5 +1,5 @@
 """
-What is left of a rollout moves between servers of two layouts: nothing is lost or doubled, whatever fails, and servers
+The end of a rollout moves between servers of two layouts. No token is lost or doubled, whatever fails, and servers
 that share GPUs never decode at the same time.
 """
 
@@ -34,7 +34,10 @@ def _quick(monkeypatch):
 
 
 class Decoder:
-    """Token t of a completion is t, its log-prob -t; candidate `index` of prompt `[group, index]` has its length."""
+    """
+    Token t of a completion is t, its log-prob -t. Candidate `index` of prompt `[group, index]` has its scripted
+    length.
+    """
 
     def __init__(self, url_of_peers: list[Decoder]) -> None:
         self.peers = url_of_peers  # on the same GPUs
@@ -48,7 +51,7 @@ class Decoder:
         self.problems: list[str] = []
 
     def die(self) -> None:
-        """Nothing of what it decodes goes on, even if it is back before the next token."""
+        """Ends all that the server decodes, even if it is available again before the next token."""
         self.dead, self.life, self.num_running = True, self.life + 1, 0
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -135,7 +138,7 @@ def two_kinds(takes_turns: bool, num_main: int = 1) -> Iterator[tuple[VLLMServer
 
 
 def run(engine, switch_at=2, takes_turns=False, on_progress=lambda: None):
-    """A rollout of which every row is what it should be."""
+    """Runs a rollout and checks every row."""
     policies = make_policies("grpo", 2, tail=TailPolicy(TailServers(takes_turns=takes_turns), switch_at))
     scheduler = Scheduler(policies, 2)
     prompts = [[ServerPrompt([group, index]) for index in range(2)] for group in range(len(LENGTHS))]
@@ -201,7 +204,7 @@ def test_a_tail_server_that_dies_gives_back(takes_turns):
 
 @pytest.mark.parametrize("takes_turns", [False, True])
 def test_twenty_kills_of_either_kind(takes_turns):
-    """At random moments; each is back a moment later."""
+    """Servers are killed at random moments and available again a moment later."""
     rng, kills = random.Random(0), 0
     with two_kinds(takes_turns, num_main=2) as (engine, decoders, _):
 

@@ -57,7 +57,7 @@ def test_abort_that_overtakes_its_request_is_sent_again():
 
 
 def test_error_after_an_abort_ends_the_asking():
-    """Each candidate that is called off answers with an error, and the rollout goes on with another group."""
+    """Each aborted candidate answers with an error, and the rollout continues with another group."""
     asked: list[list[str]] = []
 
     async def completions(request: web.Request) -> web.Response:
@@ -115,7 +115,7 @@ def test_requests_of_a_lost_server_are_closed_and_go_on_elsewhere():
 
 
 def test_result_that_comes_with_the_poll_is_not_lost():
-    """The waiting thread's poll times out, and the result arrives before it looks."""
+    """The result arrives between the timeout of the poll and the next check."""
     engine = VLLMServerEngine(["http://127.0.0.1:9"])
 
     class Future:

@@ -1,6 +1,6 @@
 """
-Decoding step by step with vLLM in the trainer's process, over a core that decodes by a script: no engine is started
-here. The conformance suite runs the whole.
+Decoding step by step with vLLM in the trainer's process, over a scripted core without a real engine. The conformance
+suite has the real one.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 def test_order_of_calls():
-    """All requests first; then a step, then decisions, until nothing runs."""
+    """All requests are added first. Then steps and decisions alternate until none is running."""
     world = World([1, 3, NEVER], answers={2: [2]})
     assert world.generate() == []
     assert world.calls == [
@@ -41,7 +41,7 @@ def test_order_of_calls():
 
 
 def test_candidates_are_told_by_their_id():
-    """They come in an order of their own, and vLLM's internal names are random."""
+    """Their order is arbitrary, and vLLM's internal IDs are random."""
     slots = [Slot(7, 1, 2), Slot(3, 0, 0), Slot(12, 1, 0)]
     world = World([2, 1, 3], slots=slots)
     world.generate()
@@ -60,7 +60,7 @@ def test_candidates_of_a_prompt_differ_under_a_seed():
 
 
 def test_only_final_outputs_are_asked_for():
-    """Others would be built in each step for each request."""
+    """Partial outputs would be built in each step for each request."""
     world = World([5, 5])
     sampling_params = vllm.SamplingParams(output_kind=vllm.RequestOutputKind.CUMULATIVE)
     vllm.SteppedLLM(world.llm, world.share).generate([{"prompt_token_ids": [3]}] * 2, sampling_params)
@@ -71,7 +71,7 @@ def test_only_final_outputs_are_asked_for():
 
 
 def test_finish_reasons():
-    """An end that nobody asked for is a failure, in vLLM's words."""
+    """An unknown reason is a failure, with vLLM's message."""
     world = World([1, 2, 3, 4, 5], reasons=dict(enumerate(["stop", "length", "repetition", "error", "abort"])))
     world.generate()
     assert [report for reports in world.link.reports for report in reports] == [
@@ -87,7 +87,7 @@ def test_finish_reasons():
 
 @pytest.mark.parametrize(("detokenize", "flat", "logprobs"), [(True, False, 0), (False, True, 2), (False, False, 2)])
 def test_log_probs_are_those_of_the_sampled_tokens(tokenizer, detokenize, flat, logprobs):
-    """The same for a candidate that ended and for one that was aborted; with more of them, others rank higher."""
+    """For ended and aborted candidates. With more than one log-prob, other tokens may rank higher."""
     world = World([4, NEVER], answers={3: [1]}, tokenizer=tokenizer)
     world.generate(logprobs=logprobs, flat_logprobs=flat, detokenize=detokenize)
     for number, length in ((0, 4), (1, 3)):
@@ -104,7 +104,7 @@ def test_without_log_probs_there_are_none():
 
 
 def test_what_an_engine_says_of_an_aborted_candidate_is_ignored():
-    """One that runs ahead may have decoded another token of it."""
+    """An engine that runs ahead may have decoded another token of it."""
     world = World([6, 4, NEVER], answers={2: [1, 2]}, reports_late=True)
     world.generate(logprobs=0)
     assert {number: len(row[0]) for number, row in world.share.rows.items()} == {0: 6, 1: 2, 2: 2}
@@ -152,7 +152,7 @@ def test_progress_is_reported_every_few_steps_to_schedules_that_need_it():
 
 
 def test_the_loop_ends_with_the_engine():
-    """Should vLLM drop a request without a word, the caller finds it running; it must not wait forever."""
+    """If vLLM drops a request silently, the caller finds it running and does not wait forever."""
     world = World([2, NEVER])
     step = world.engine.step
 
@@ -182,7 +182,7 @@ def test_everything_else_goes_to_the_llm():
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt("ctrl")])
 @pytest.mark.parametrize("where", ["step", "exchange"])
 def test_everything_in_flight_is_aborted_after_a_failure(error, where):
-    """Else the engine would go on with it in the next rollout."""
+    """Otherwise, the engine would continue these requests in the next rollout."""
     world = World([1, NEVER, NEVER, NEVER], answers={2: [3]} | ({4: error} if where == "exchange" else {}))
     if where == "step":
         world.core.error_at[4] = error
@@ -202,7 +202,7 @@ def test_a_prompt_that_is_refused_takes_the_others_with_it():
 
 
 def test_two_rollouts_on_one_engine():
-    """Candidates of the second have the same numbers as those of the first, which broke."""
+    """Candidates of the second rollout have the same IDs as those of the first, which failed."""
     first = World([NEVER] * 2, answers={2: GenerationError("boom")})
     with pytest.raises(GenerationError):
         first.generate()

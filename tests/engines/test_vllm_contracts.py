@@ -1,4 +1,4 @@
-"""What we lean on in vLLM's engine and in what TRL does with it inside the trainer's process."""
+"""Contracts of vLLM's engine, and of TRL's use of it in the trainer's process."""
 
 import inspect
 import re
@@ -52,7 +52,7 @@ def test_engine_methods():
 
 
 def test_output_processor_keeps_what_a_request_has(tokenizer):
-    """`request_states[internal ID]`, with the tokens in `detokenizer` and the log-probs in `logprobs_processor`."""
+    """`request_states[internal ID]` has the tokens in `detokenizer` and the log-probs in `logprobs_processor`."""
     world = World([NEVER], tokenizer=tokenizer)
     params = vllm.SamplingParams(logprobs=0, output_kind=vllm.RequestOutputKind.FINAL_ONLY)
     name = world.engine.add_request("17", {"prompt_token_ids": [3, 4]}, params)
@@ -109,7 +109,7 @@ def test_finish_reasons_of_vllm():
 
 
 def test_reload_of_a_colocated_model():
-    """`LLM.llm_engine.model_executor.driver_worker.model_runner` has the model that weights are loaded into."""
+    """`LLM.llm_engine.model_executor.driver_worker.model_runner` has the model whose weights are loaded."""
     from trl.generation.vllm_generation import VLLMGeneration
     from vllm.model_executor.model_loader import reload
     from vllm.v1.executor.uniproc_executor import UniProcExecutor

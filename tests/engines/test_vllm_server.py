@@ -51,7 +51,7 @@ def run(engine, body, counts, schedule="darts", prompts=None, overrides=None, on
 
 
 def fixed_lengths(lengths):
-    """Request fields under which the server decodes exactly this many tokens, the last of them an end-of-sequence."""
+    """Returns request fields with which the server decodes exactly this many tokens, including the end-of-sequence."""
     return lambda command: {
         "min_tokens": lengths[command.group_id][command.index] - 1,
         "logit_bias": {"1": 100},
@@ -138,7 +138,7 @@ def run_one(engine, vllm_server, scheduler, resumed):
 
 
 def test_what_moves_to_a_tail_server_is_the_models_own(vllm_server):
-    """Another name of the same address stands for a server of another layout."""
+    """Another name of the same address is used as a server of another layout."""
     tail_url = vllm_server.base_url.replace("127.0.0.1", "localhost")
     engine = VLLMServerEngine([vllm_server.base_url, tail_url], tail_urls=[tail_url])
     lengths = {0: [20, 300, 24, 280], 1: [30, 35, 320, 28]}

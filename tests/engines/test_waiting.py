@@ -1,4 +1,4 @@
-"""What is waited for is said every ten seconds, and no more often."""
+"""A wait is logged every ten seconds, and not more often."""
 
 import asyncio
 import logging

@@ -1,7 +1,6 @@
 """
-Several processes inside one: a thread for each, with a connection of its own to a real key-value store.
-
-The connections are made once: every now and then one takes five seconds.
+Several processes inside one: a thread for each, with its own connection to a real key-value store. Connections are
+made once, because some take five seconds.
 """
 
 import itertools
@@ -21,25 +20,25 @@ _spaces = itertools.count()
 
 @cache
 def store() -> torch.distributed.TCPStore:
-    """The store of the main process."""
+    """Returns the store of the main process."""
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @cache
 def connection(number: int) -> torch.distributed.TCPStore:
-    """A connection to it."""
+    """Returns a connection to the store."""
     return torch.distributed.TCPStore("127.0.0.1", store().port, is_master=False, wait_for_workers=False)
 
 
 def open_mailboxes(count: int) -> list[Mailbox]:
-    """New mailboxes that see each other and nobody else, each over a connection of its own."""
+    """Opens new mailboxes for a group of processes, each over its own connection."""
     space = f"space{next(_spaces)}"
     stores = [torch.distributed.PrefixStore(space, connection(index)) for index in range(count)]
     return [Mailbox(own, index, count, key=b"of this training") for index, own in enumerate(stores)]
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
-    """Runs functions in threads of their own. Returns what they return, or raises the first error."""
+    """Runs functions in separate threads. Returns their values, or raises the first error."""
     results, errors = in_threads(*functions)
     if errors:
         raise next(iter(errors.values()))
@@ -47,7 +46,7 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def in_threads(*functions: Callable[[], Any]) -> tuple[list[Any], dict[int, BaseException]]:
-    """What each of the functions returned or raised."""
+    """Runs functions in separate threads. Returns their values and their errors."""
     results: list[Any] = [None] * len(functions)
     errors: dict[int, BaseException] = {}
 

@@ -31,7 +31,7 @@ from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
 from tests.zoo import make_chat_tokenizer, tool_call
-from trl_darts.engines.in_process import engine as in_process
+from trl_darts.engines.in_process import processes as in_process
 from trl_darts.engines.main_process import MainProcess
 
 

@@ -1,4 +1,4 @@
-"""Servers that start in a moment."""
+"""Fake servers that start at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUDA = VLLMBuild("0.31.0", cpu=False, devices=("0", "1", "2", "3"))
 
 
 def free_ports(count: int) -> range:
-    """Ports in a row that nobody listens on at this moment."""
+    """Returns adjacent ports that are free now."""
     while True:
         first = free_port()
         with suppress(ConfigurationError):
@@ -35,20 +35,20 @@ def free_ports(count: int) -> range:
 
 
 def fake_command(*options: str) -> ServerCommand:
-    """A command of the fake server, with a free port."""
+    """Returns a command of the fake server with a free port."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     return ServerCommand(url, url, (sys.executable, str(FAKE_SERVER), "--port", str(port), *options))
 
 
 def fake_server(tmp_path: Path, *options: str, grace_s: float = 10.0) -> Server:
-    """A fake server, not started yet."""
+    """Returns a fake server that is not started yet."""
     command = fake_command(*options)
     return Server(command, tmp_path / f"{command.argv[3]}.log", grace_s)
 
 
 def make_exit(server: Server, code: int) -> None:
-    """Ask a fake server to end."""
+    """Makes a fake server exit."""
     with suppress(OSError):
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
             f"{server.command.health_url}/exit?{code}", timeout=5
@@ -56,13 +56,13 @@ def make_exit(server: Server, code: int) -> None:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants."""
+    """Returns a process and all its descendants."""
     leader = psutil.Process(pid)
     return [leader, *leader.children(recursive=True)]
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Look until it is so."""
+    """Waits until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -70,6 +70,6 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
 
 
 def assert_ended(processes: list[psutil.Process], timeout_s: float = 20.0) -> None:
-    """All processes end in time."""
+    """Asserts that all processes end in time."""
     assert processes
     wait_for(lambda: not any(map(runs, processes)), timeout_s)

@@ -1,4 +1,4 @@
-"""The command itself: what it prints, where, and with which exit code. Its servers are fake."""
+"""The command's output, streams and exit codes, with fake servers."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def model(tmp_path, monkeypatch) -> str:
 
 @pytest.fixture
 def started(monkeypatch) -> list:
-    """The options with which servers would be started."""
+    """Records the options with which servers would be started."""
     seen = []
     monkeypatch.setattr(serve, "start", seen.append)
     return seen

@@ -1,4 +1,4 @@
-"""What would run: arguments and environment of each server, and what the trainer is told."""
+"""Arguments and environment of each server, and the trainer's arguments."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ def one(build, environ=(), **settings) -> ServerCommand:
 
 
 def read_by_the_trainer(arguments, tmp_path) -> list[DARTSGRPOConfig]:
-    """The printed arguments, in both forms, as a user would take them."""
+    """Parses the printed arguments in both forms, as a user would use them."""
     common = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True}
     words = [*as_flags(arguments).split(), "--output_dir", str(tmp_path), "--bf16", "False", "--use_cpu"]
     return [

@@ -1,4 +1,4 @@
-"""Servers that share GPUs: what each may take of them, from the sizes of weights and memory."""
+"""The memory of servers that share GPUs, from the sizes of weights and GPUs."""
 
 import json
 
@@ -15,7 +15,7 @@ from .builders import CPU, CUDA
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
-    """A directory whose files say how large its weights are, on GPUs of 80 GiB."""
+    """Writes a checkpoint whose files have a given size, for GPUs of 80 GiB."""
     monkeypatch.setattr(memory, "gpu_bytes", lambda: 80 * GIB)
 
     def make(gib: float, dtype: str = "bfloat16") -> str:

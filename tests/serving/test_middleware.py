@@ -1,4 +1,4 @@
-"""Who may in: every path wants the key but `/health`. On a real server: `tests/test_trainer_server.py`."""
+"""Every path except `/health` requires the key. `tests/test_trainer_server.py` has a real server."""
 
 import pytest
 from starlette.applications import Starlette

@@ -1,4 +1,4 @@
-"""What is refused before a process exists: argument, value, rule, remedy."""
+"""Options that are rejected before any process is started."""
 
 import socket
 from types import SimpleNamespace

@@ -19,7 +19,7 @@ KEY = "a-key-that-nobody-shall-see"
 
 @pytest.fixture
 def serve(markov_model_dir, tmp_path):
-    """A running `trl-darts serve` with two servers, once it has printed the arguments."""
+    """Yields a running `trl-darts serve` with two servers, once it has printed the arguments."""
     ports = free_ports(2)
     argv = ["--num-servers", "2", "--port", str(ports[0]), "--max-model-len", "2048", "--api-key", KEY]
     argv += ["--log-dir", str(tmp_path / "logs"), "--restart", "--", "--max-num-seqs", "16"]

@@ -1,7 +1,6 @@
 """
-Servers behind their guards, one and several. The servers are fake, the processes are not.
-
-Nothing of a server remains, whoever ends it and however.
+One or several servers behind their guards. The servers are fake, the processes are real. No process of a server
+remains, whoever ends it and however.
 """
 
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trl_darts.serving import supervisor
-from trl_darts.serving.supervisor import Server, ServerFailedError, State, Supervisor, counted_signals
+from trl_darts.serving.supervisor import ProcessState, Server, ServerFailedError, Supervisor, counted_signals
 
 from .builders import assert_ended, fake_command, fake_server, family, make_exit, wait_for
 
@@ -87,7 +86,9 @@ def interrupt(number: int = signal.SIGINT) -> None:
 def supervise(
     servers, *when_ready, restart: bool = False, timeout_s: float = 20.0, told: list | None = None, **more
 ) -> list:
-    """Run until a signal or a failure; each time all are healthy, the next call of `when_ready`. What was reported."""
+    """
+    Runs until a signal or a failure. Each time all are healthy, calls the next of `when_ready`. Returns the reports.
+    """
     messages, calls = [] if told is None else told, list(when_ready)
     watcher = Supervisor(servers, timeout_s, restart, **more)
 
@@ -198,12 +199,12 @@ def test_crash_loop_ends(tmp_path):
 def test_backoff_doubles_and_a_stable_server_starts_anew(tmp_path, clock, monkeypatch):
     server = fake_server(tmp_path)
     monkeypatch.setattr(server, "poll", lambda: 1)
-    monkeypatch.setattr(server, "start", lambda now: server.enter(State.STARTING, now))
+    monkeypatch.setattr(server, "start", lambda now: server.enter(ProcessState.STARTING, now))
     watcher = Supervisor([server], timeout_s=1e9, restart=True, clock=clock)
     watcher.was_ready = True
     waits = []
     for healthy_s in [0.0, 0.0, 0.0, supervisor.STABLE_S, 0.0]:
-        server.enter(State.HEALTHY, clock())
+        server.enter(ProcessState.HEALTHY, clock())
         clock.advance(healthy_s)
         watcher.look()
         waits.append(server.restart_at - clock())

@@ -1,4 +1,4 @@
-"""A Markov chain as a model whose every answer can be checked: log-probs one by one, frequencies by a chi-square."""
+"""A Markov chain as a model whose answers can be checked: log-probs one by one, frequencies by a chi-square test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [[40 + letter, 60] for letter in range(10)]
 
 
 def make_chain(out_dir: Path, tokenizer: Any) -> Path:
-    """A chain in which no two tokens are equally likely, so that top-k and top-p have one meaning."""
+    """Returns a chain in which no two tokens are equally likely, so that top-k and top-p are unambiguous."""
     make_markov_model(out_dir, tokenizer, follow=0.8, classes=SHORT_HEAVY_TAIL)
     model = AutoModelForCausalLM.from_pretrained(out_dir, dtype=torch.float32)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -29,7 +29,7 @@ def make_chain(out_dir: Path, tokenizer: Any) -> Path:
 
 
 def transitions(model_dir: Path, temperature: float, top_k: int = -1, top_p: float = 1.0) -> torch.Tensor:
-    """Log-probs of the next token after each token, `(V, V)`, by a forward pass; -inf where top-k or top-p forbid."""
+    """Returns the log-probs of the next token after each token, `(V, V)`, -inf if top-k or top-p exclude it."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0] / temperature
@@ -45,7 +45,7 @@ def transitions(model_dir: Path, temperature: float, top_k: int = -1, top_p: flo
 def sample(
     server: Any, num_answers: int, num_per_request: int = 8, max_tokens: int = 48, **sampling: Any
 ) -> list[tuple[list[int], list[float]]]:
-    """Answers as token IDs, the prompt's last token in front, with log-probs."""
+    """Returns answers as token IDs, starting with the prompt's last token, with log-probs."""
     answers = []
     for start in range(0, num_answers, num_per_request):
         prompt = PROMPTS[start // num_per_request % len(PROMPTS)]
@@ -58,14 +58,17 @@ def sample(
 
 
 def largest_error(answers: list[tuple[list[int], list[float]]], expected: torch.Tensor) -> float:
-    """Of the log-probs."""
+    """Returns the largest error of the log-probs."""
     pairs = torch.tensor([pair for tokens, _ in answers for pair in pairwise(tokens)])
     found = torch.tensor([logprob for _, logprobs in answers for logprob in logprobs])
     return float((expected[pairs[:, 0], pairs[:, 1]] - found).abs().max())
 
 
 def p_value(answers: list[tuple[list[int], list[float]]], expected: torch.Tensor) -> float:
-    """Of a chi-square test that the tokens follow the transitions. Cells that expect less than 5 are put together."""
+    """
+    Returns the p-value of a chi-square test that tokens follow the transitions. Cells with an expectation below 5 are
+    merged.
+    """
     counts = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
     for tokens, _ in answers:
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)

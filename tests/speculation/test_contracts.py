@@ -1,4 +1,4 @@
-"""What we lean on in vLLM; what only a running server shows is in `test_server.py`."""
+"""Contracts of vLLM. `test_server.py` has those that need a running server."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""The drafter in a decoding loop as vLLM's, without a model: sequences come, move between rows, and go."""
+"""The drafter in a decoding loop like vLLM's, without a model: sequences start, change rows and end."""
 
 import logging
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.decoding import MAX_MODEL_LEN, Decoding, make_drafter
 from trl_darts.speculation import drafter as module
-from trl_darts.speculation.history import Answer, History
+from trl_darts.speculation.answers import Answer, History
 from trl_darts.speculation.index import GRAM
 from trl_darts.speculation.step_times import HIGHEST_KNEE, UNKNOWN_KNEE, StepTimes
 
@@ -139,7 +139,7 @@ def test_a_prompt_without_answers_is_forgotten():
 
 
 def test_an_index_begins_with_the_newest_answers(monkeypatch):
-    monkeypatch.setattr("trl_darts.speculation.history.NUM_INDEXED", 10)
+    monkeypatch.setattr("trl_darts.speculation.answers.NUM_INDEXED", 10)
     prompt = History().prompt_of(np.array([1, 2, 3, 4], dtype=np.int32))
     prompt.answers = [Answer(0, np.array([2, 3, 4, 5, last])) for last in (1, 2, 3)]
     index = prompt.make_index()

@@ -1,4 +1,4 @@
-"""The index: what it proposes, and what that costs."""
+"""Proposals of the index and their cost."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +42,7 @@ tokens = st.lists(st.integers(0, 2), max_size=24)
 
 @given(st.lists(tokens, min_size=1, max_size=4), st.integers(1, 8), st.randoms())
 def test_a_draft_is_a_continuation_of_the_longest_match(texts, num_tokens, random):
-    """Against a search of all texts, however they were interleaved."""
+    """Compared with a search of all texts, in any interleaving."""
     index, names = index_of(*([] for _ in texts))
     rest = {name: list(text) for name, text in zip(names, texts, strict=True)}
     while any(rest.values()):

@@ -1,4 +1,4 @@
-"""Drafts on a real server: answers are the model's own, token by token and in their frequencies."""
+"""Drafts on a real server: tokens and their frequencies follow the model's distribution."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_answers_are_the_models_own(drafting, chain_dir):
 
 
 def test_a_sequence_may_reach_the_limit_of_the_model(drafting, chain_dir):
-    """vLLM's own check would give every sequence drafts of token 0 then, and end a server on a CPU."""
+    """vLLM's own check would draft token 0 for every sequence, which ends a server on a CPU."""
     answers = sample(drafting, 24, max_tokens=MAX_MODEL_LEN - 2, ignore_eos=True)
     assert {len(tokens) for tokens, _ in answers} == {MAX_MODEL_LEN - 1}
     assert drafting.healthy()
@@ -93,7 +93,7 @@ def test_ten_thousand_answers(drafting, chain_dir):
 
 @pytest.mark.slow
 def test_without_the_cure_they_are_not(chain_dir, tmp_path_factory):
-    """Where this fails, vLLM has mended its kernel, and `cure_expand` can go."""
+    """If this fails, vLLM has fixed its kernel, and `fix_expand` can be removed."""
     with start(chain_dir, tmp_path_factory, "ngram", env={"VLLM_PLUGINS": ""}) as server:
         # Of its log-probs some are no numbers, for which it answers 400.
         answers = sample(server, 240, logprobs=None, **SAMPLING["cool"])

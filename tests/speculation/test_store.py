@@ -1,4 +1,4 @@
-"""Answers outlive the server that wrote them, and never reach one of another tokenizer."""
+"""Answers are available to later servers, but not to one with another tokenizer."""
 
 import logging
 
@@ -11,8 +11,8 @@ from trl_darts.errors import ConfigurationError
 from trl_darts.serving.command import make_commands
 from trl_darts.serving.options import ServeOptions, check_options
 from trl_darts.speculation import store as module
+from trl_darts.speculation.answers import History
 from trl_darts.speculation.drafter import HISTORY_VARIABLE
-from trl_darts.speculation.history import History
 from trl_darts.speculation.store import Store
 
 from ..serving.builders import CPU, free_ports

@@ -1,4 +1,4 @@
-"""What is changed in vLLM, on stand-ins; `test_server.py` has the real one."""
+"""Our patches of vLLM, on stubs. `test_server.py` has the real vLLM."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 
 from trl_darts.speculation import vllm_patches
 from trl_darts.speculation.drafter import SuffixDrafter
-from trl_darts.speculation.vllm_patches import count_policies, cure_expand, show_batch
+from trl_darts.speculation.vllm_patches import fix_expand, notify_drafter, pass_batch
 
 
 def forgetful(output, values, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
@@ -25,13 +25,13 @@ def right(output, values, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKEN
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
 def test_values_are_repeated_whatever_the_kernel_does(kernel, dtype):
     module = SimpleNamespace(_expand_kernel_impl=kernel)
-    cure_expand(module)
-    cure_expand(module)
+    fix_expand(module)
+    fix_expand(module)
     output = torch.full((6,), 99, dtype=dtype)
     values = torch.tensor([3, 0, 5], dtype=dtype)
     module._expand_kernel_impl(output, values, torch.tensor([2, 2, 6], dtype=torch.int32), 5, 1, MAX_NUM_TOKENS=128)
     assert output.tolist() == [3, 3, 1, 1, 1, 1]
-    assert vllm_patches._forgets(kernel) == (kernel is forgetful)
+    assert vllm_patches._loses_result(kernel) == (kernel is forgetful)
 
 
 def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them():
@@ -50,8 +50,8 @@ def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them():
             return False
 
     module = SimpleNamespace(GPUModelRunner=GPUModelRunner)
-    show_batch(module)
-    show_batch(module)
+    pass_batch(module)
+    pass_batch(module)
     runner = GPUModelRunner()
     assert runner._input_fits_in_drafter("metadata") is False
     runner.speculative_config = SimpleNamespace(method="ngram")
@@ -77,7 +77,7 @@ def test_new_weights_are_a_new_policy():
         def finish_weight_update(self):
             pass
 
-    count_policies(Worker)
+    notify_drafter(Worker)
     assert Worker().reload_weights() == "answer"
     Worker().finish_weight_update()
     assert policies == ["new", "new"]

@@ -1,4 +1,4 @@
-"""`stream_rewards` where groups wait in a buffer: each is scored once, while others decode, and rewards are TRL's."""
+"""`stream_rewards` with a rollout buffer: each group is scored once, while others decode, with TRL's rewards."""
 
 from collections import Counter
 

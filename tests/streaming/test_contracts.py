@@ -1,4 +1,4 @@
-"""What streaming leans on in TRL and transformers beyond their documented interface."""
+"""Contracts of TRL and transformers that streaming uses beyond their documented interface."""
 
 import inspect
 

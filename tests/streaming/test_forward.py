@@ -1,4 +1,4 @@
-"""Log-probs of new tokens alone are those of TRL's one forward pass over all, for each kind of attention."""
+"""Log-probs computed from new tokens equal those of TRL's single forward pass, for each kind of attention."""
 
 import random
 
@@ -62,7 +62,7 @@ def make_model(name, dtype=torch.float32, attention="sdpa"):
 
 
 def full_log_probs(model, prompts, completions):
-    """As TRL does it: prompts padded on the left, completions on the right."""
+    """Computes log-probs as TRL does: prompts padded on the left, completions on the right."""
     width, depth = max(map(len, prompts)), max(map(len, completions))
     ids = torch.zeros(len(prompts), width + depth, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -78,7 +78,7 @@ def full_log_probs(model, prompts, completions):
 
 
 def streamed_log_probs(model, prompts, completions, rng, max_chunk=14):
-    """In chunks of any length, in batches of any candidates."""
+    """Computes log-probs in chunks of any length, in batches of any candidates."""
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     pasts, done, parts = [None] * len(texts), [0] * len(texts), [[] for _ in texts]
     while any(count < len(text) - 1 for count, text in zip(done, texts, strict=True)):
@@ -113,7 +113,7 @@ def test_chunks_equal_one_pass(name, attention):
 
 
 def test_the_cache_is_a_copy():
-    """A view would keep the batch alive, and with it the caches of all its candidates."""
+    """A view would keep the batch alive, with the caches of all its candidates."""
     model = make_model("llama")
     with torch.no_grad():
         _, caches = forward_new(model, [NewTokens(None, [1, 2, 3]), NewTokens(None, [4])], torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Which candidates are scored next: bounds that hold for any rollout, and an order that prefers what is kept."""
+"""The next candidates to score: limits that hold for any rollout, and an order that prefers likely rows."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def any_limits(draw):
 
 
 def held_after(tracks, batch, prefixes):
-    """What a process keeps once the batch is done."""
+    """Returns the number of tokens that a process holds after the batch."""
     numbers = {track.candidate_id: num for track, num in batch}
     held = sum(prefixes.values())
     for track in tracks:
@@ -64,7 +64,9 @@ def test_bounds_hold(tracks, limits, prefixes):
 
 @given(any_tracks(), any_limits())
 def test_everything_is_scored_in_the_end(tracks, limits):
-    """With room for all, a plan is never empty as long as a candidate is due: the main process would wait for ever."""
+    """
+    With room for all, a plan is never empty while a candidate is due. Otherwise, the main process would wait forever.
+    """
     limits = Limits(limits.chunk_tokens, limits.batch_tokens, 10**6)
     tracks = [track for track in tracks if track not in hopeless(tracks, limits)]
     prefixes = {}
@@ -85,14 +87,14 @@ def test_likely_ones_come_first():
 
 
 def test_a_short_rest_does_not_cut_the_chunks_of_others():
-    """One token is left of a candidate that has ended, 300 of five that go on."""
+    """An ended candidate has one token left, five running ones have 300."""
     tracks = [Track(0, 0, 5, 300, 299, final=True), *(Track(i, 0, 5, 300) for i in range(1, 6))]
     batch = {track.candidate_id: num for track, num in plan_batch(tracks, Limits(64, 8192, 10**6), {})}
     assert batch == {0: 1, **dict.fromkeys(range(1, 6), 300)}
 
 
 def test_a_full_cache_lets_what_has_ended_go_on():
-    """Both hold 50 tokens of 100, and only the one that has ended needs no more of them."""
+    """Both hold 50 tokens of 100, and only the one that has ended needs no more."""
     tracks = [Track(0, 0, 1, 70, 50), Track(1, 0, 1, 70, 50, final=True)]
     assert [track.candidate_id for track, _ in plan_batch(tracks, Limits(1, 100, 300), {0: 0})] == [1]
 

@@ -1,4 +1,4 @@
-"""Rewards that are computed while groups still decode: the same as TRL's in one go; no function holds others up."""
+"""Rewards computed while groups still decode equal TRL's, and no function delays others."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from tests.builders import make_args, make_trainer
 from trl_darts.scheduling import Candidate, GroupPlan
 from trl_darts.scheduling.ledger import Ledger
-from trl_darts.streaming.rewards import RewardStream, SettledRows
+from trl_darts.streaming.reward_stream import RewardStream, SettledRows
 from trl_darts.streaming.streams import Streams
 
 
@@ -26,7 +26,7 @@ def length(completions, **kwargs):
 
 
 def of_columns(prompts, completions, target, trainer_state, log_extra, log_metric, **kwargs):
-    """Uses all that TRL passes."""
+    """Uses all arguments that TRL passes."""
     assert set(kwargs) == {"completion_ids", "note"}
     log_extra("target", target)
     for completion, each in zip(completions, target, strict=True):
@@ -52,7 +52,7 @@ IDS = [[0, 1], [2], [3, 4, 5], [6]]
 
 
 class Letters:
-    """A tokenizer: token i is the i-th letter."""
+    """A tokenizer whose token i is the i-th letter."""
 
     def batch_decode(self, completion_ids, skip_special_tokens):
         assert skip_special_tokens
@@ -71,7 +71,7 @@ def stub_trainer(*functions):
 
 @contextmanager
 def streaming(*functions, timeout_s=20.0, trainer=None, inputs=None):
-    """A stream with a batch of its own."""
+    """Starts a stream with a batch."""
     stream = RewardStream(trainer or stub_trainer(*functions), timeout_s)
     stream.begin((inputs or [{"prompt": f"p{row}", "target": row} for row in range(len(IDS))]).__getitem__)
     try:
@@ -85,7 +85,7 @@ def submit(stream, rows, completion_ids):
 
 
 def serve(stream, completion_ids):
-    """Calls what `_calculate_rewards` would, in its way. Returns rewards by function, columns and metrics."""
+    """Calls the functions as `_calculate_rewards` does. Returns rewards by function, columns and metrics."""
     columns, metrics = {}, []
     arguments = {
         "prompts": [f"p{row}" for row in range(len(completion_ids))],
@@ -114,7 +114,7 @@ def trl_trainer(model_dir, tmp_path_factory):
 
 
 def batch_of(trainer, conversational):
-    """Inputs, prompts, completions and their tokens, as TRL has them after decoding."""
+    """Returns inputs, prompts, completions and their tokens, as TRL has them after decoding."""
     prompts = [f"{row // 4}A" for row in range(16)]
     if conversational:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -126,7 +126,7 @@ def batch_of(trainer, conversational):
 
 
 def scored(trainer, batch):
-    """Rewards, and what was logged."""
+    """Returns rewards and logs."""
     rewards = trainer._calculate_rewards(*batch)
     logged = dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
     trainer._pending_extra_logs.clear()
@@ -189,7 +189,7 @@ def test_groups_are_submitted_while_others_are_added():
     ledger, seen = Ledger(), []
 
     class Group:
-        """The engine's thread adds the next group, just when this one is looked at."""
+        """The engine's thread adds the next group while this one is read."""
 
         def __init__(self, group_id):
             self.plan, self.candidates = GroupPlan(group_id, 1), [Candidate(0, group_id, 0, tokens=[1, 2])]
@@ -285,33 +285,33 @@ def test_functions_that_are_not_async_follow_each_other_while_candidates_decode(
 
 @pytest.fixture
 def released():
-    """What hangs is let go at the end."""
+    """Releases hanging functions at the end."""
     event = threading.Event()
     yield event
     event.set()
 
 
 def hangs(released):
-    """Goes on in its thread, and catches what it can."""
+    """Continues in its thread and catches all errors."""
     while not released.is_set():
         with suppress(Exception):
             time.sleep(0.001)
 
 
 async def refuses(released):
-    """Is cancelled, and does not end for that."""
+    """Ignores its cancellation."""
     while not released.is_set():
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.1)
 
 
 async def blocks(released):
-    """Does not let go of its event loop."""
+    """Blocks its event loop."""
     released.wait(20)
 
 
 def make_late(linger, released):
-    """A reward function that is late with the second row."""
+    """Returns a reward function that is late for the second row."""
 
     def score(target, log_extra, **kwargs):
         log_extra("target", target)

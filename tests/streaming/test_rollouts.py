@@ -1,4 +1,4 @@
-"""Rollouts of any course, on one process or two: in the end each kept row has the log-probs of one pass over it."""
+"""Random rollouts on one or two processes. In the end, each kept row has the log-probs of one forward pass."""
 
 import random
 from functools import partial
@@ -22,8 +22,8 @@ from trl_darts.scheduling import (
 )
 from trl_darts.scheduling.policies import DualEnd, SchedulePolicies
 from trl_darts.streaming.forward import Scorer, row_digest
-from trl_darts.streaming.log_probs import LogprobStream, RoundDone
-from trl_darts.streaming.plan import Limits, Round, ScoringPlan
+from trl_darts.streaming.logprob_stream import LogprobStream, RoundDone
+from trl_darts.streaming.plan import Limits, ScoringPlan, ScoringRound
 
 
 NUM_GENERATIONS = 2
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class OtherProcess:
-    """Stands for the mailbox and for the process behind it, which executes at once."""
+    """Replaces the mailbox and the process behind it, which executes at once."""
 
     process_index = 0
 
@@ -52,7 +52,7 @@ class OtherProcess:
 
 
 class Course:
-    """A rollout whose candidates get their tokens in any order."""
+    """A rollout whose candidates get their tokens in a random order."""
 
     def __init__(self, rng, num_groups):
         self.rng = rng
@@ -84,7 +84,7 @@ class Course:
         self.execute(self.scheduler.handle(event))
 
     def go_on(self):
-        """Some tokens of one candidate."""
+        """Adds some tokens to one candidate."""
         self.now += 1.0
         candidate_id = self.rng.choice(list(self.running))
         offset = self.scheduler.ledger.candidates[candidate_id].length
@@ -112,7 +112,7 @@ def make_stream(scorers, other=None, sharded=False, cache_gib=1.0):
 
 
 def run(course, stream, trained=None, chance=0.5):
-    """Runs a rollout; returns the rows that are trained on."""
+    """Runs a rollout and returns the rows to train on."""
     step = stream.watch(course.prompts)
     while not course.scheduler.done:
         course.go_on()
@@ -141,7 +141,7 @@ def model():
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), processes=st.sampled_from(["one", "two", "sharded"]))
 def test_each_row_is_right(model, seed, processes):
-    """Sharded processes also go through the same passes, in the same order."""
+    """Sharded processes also run the same passes in the same order."""
     course, sharded = Course(random.Random(seed), num_groups=3), processes == "sharded"
     passes = [[], []]
     other = None if processes == "one" else OtherProcess(make_scorers(model, sharded, passes[1]))
@@ -157,10 +157,10 @@ def test_each_row_is_right(model, seed, processes):
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_little_room(model, seed):
-    """Whatever has to wait, nothing is wrong, a third of the bound holds what is kept, and some of it is scored."""
+    """Log-probs are right, a third of the cache holds all stored tokens, and some tokens are scored."""
     course = Course(random.Random(seed), num_groups=3)
     scorers, measured = make_scorers(model), make_scorers(model)["policy"]
-    measured.execute(Round(1, prefills=True))
+    measured.execute(ScoringRound(1, prefills=True))
     rows = run(course, make_stream(scorers, cache_gib=2 * 180 * measured.bytes_per_token / 2**30))
     policy = scorers["policy"]
     assert 0 < policy.peak_tokens <= 180 / 3
@@ -178,13 +178,13 @@ def test_a_failure_elsewhere_ends_the_rollout(model):
 
 
 def test_an_end_comes_with_all_of_its_tokens():
-    """The engine's thread adds the last tokens while the plan looks at a candidate."""
+    """The engine's thread adds the last tokens while the plan reads a candidate."""
     course = Course(random.Random(2), num_groups=1)
     course.go_on()
     candidate = next(c for c in course.scheduler.ledger.candidates if c.length)
 
     class Racing:
-        """Its end arrives right after the first look at it."""
+        """A candidate that ends right after its first read."""
 
         def __getattr__(self, name):
             value = getattr(candidate, name)
@@ -204,11 +204,11 @@ def test_an_end_comes_with_all_of_its_tokens():
 
 
 def test_only_what_is_trained_on_is_kept_until_the_next_rollout(model):
-    """A schedule with a buffer may leave a group that has come to its end to a later batch."""
+    """A schedule with a buffer may keep a complete group for a later batch."""
     stream = make_stream(make_scorers(model))
     rows = run(Course(random.Random(4), num_groups=2), stream, trained=1, chance=0)
     policy = stream.scorers["policy"]
     assert {row_digest(*row) for row in rows} == policy.complete.keys()
     assert not policy.num_cached
-    policy.execute(Round(2))
+    policy.execute(ScoringRound(2))
     assert not policy.complete

@@ -1,4 +1,4 @@
-"""Models, settings and rollouts that can't be streamed are refused; without streams, nothing is done."""
+"""Models, settings and rollouts that can't be streamed are rejected. Without streams, nothing is done."""
 
 from types import SimpleNamespace
 
@@ -60,7 +60,7 @@ def test_rollouts_that_cannot(name, attributes, words):
     ],
 )
 def test_settings_that_cannot(model_dir, tmp_path, fields, words):
-    """Before any server is asked."""
+    """They are rejected before any request to a server."""
     servers = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
     with pytest.raises(ConfigurationError, match=words):
         make_trainer(model_dir, make_args(tmp_path, stream_logprobs=True, **{**servers, **fields}))
@@ -72,6 +72,5 @@ def test_without_streams_nothing_is_done():
     with streams.serving([{"prompt": "p"}].__getitem__) as metrics, streams.serving_rewards():
         streams.watch([[1]], seen.append)(ledger := Ledger())
         streams.follow()
-    streams.close()
     assert seen == [ledger]
     assert metrics == {}

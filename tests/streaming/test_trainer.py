@@ -1,4 +1,4 @@
-"""A training that streams from a real server has TRL's log-probs and rewards."""
+"""A run that streams from a real server has TRL's log-probs and rewards."""
 
 import threading
 
@@ -23,12 +23,12 @@ REWARDS = {"stream_rewards": True, "stream_reward_timeout_s": 20.0}
 
 
 def distinct_reward(completion_ids, **kwargs):
-    """No two rows of a call have the same, whatever was sampled: every group has advantages."""
+    """Returns different rewards for all rows, so that every group has advantages."""
     return [float(row) for row in range(len(completion_ids))]
 
 
 def train(server, model_dir, out, peft_config=None, **fields):
-    """What was compared with TRL, the logs and the batches of three steps with streamed log-probs."""
+    """Returns the differences from TRL, the logs and the batches of three steps with streamed log-probs."""
     args = server_args(out, server, **{**LOG_PROBS, **fields})
     trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(10), peft_config=peft_config)
     differences, batches = compare_with_trl(trainer), record_batches(trainer)
@@ -69,20 +69,20 @@ def test_reference(server, model_dir, tmp_path, reference):
 
 
 def test_without_room_trl_computes(server, model_dir, tmp_path):
-    """A cache that holds a few tokens: the long candidates are set aside, and their rows are TRL's own."""
+    """A cache of a few tokens: long candidates are closed, and TRL computes their rows."""
     _, logs, _ = train(server, model_dir, tmp_path, stream_cache_gib=5e-6)
     assert all(entry["darts/stream/missed_rows"] > 0 for entry in logs)
     assert all(entry["darts/stream/cache_bytes"] <= 5e-6 * 2**30 for entry in logs)
 
 
 def test_rows_that_come_from_a_buffer(server, model_dir, tmp_path):
-    """They were sampled under other weights: TRL computes theirs, and ours are right."""
+    """TRL computes rows that were sampled under other weights."""
     differences, _, _ = train(server, model_dir, tmp_path, schedule="partial_rollout")
     assert differences[0][2] == 0  # nothing was older in the first batch
 
 
 def test_same_training_with_and_without(server, model_dir, tmp_path):
-    """The weights after three steps on the same rows."""
+    """Compares the weights after three steps on the same rows."""
     weights = []
     for streams in ({}, {**LOG_PROBS, **REWARDS}):
         fields = {"generation_kwargs": {"seed": 3}, "schedule": "grpo", "learning_rate": 3e-3, "max_steps": 3}
@@ -96,7 +96,7 @@ def test_same_training_with_and_without(server, model_dir, tmp_path):
 
 
 def test_groups_are_scored_as_they_complete(server, model_dir, tmp_path, caplog):
-    """DARTS keeps other rows than the first ones: they are what is scored, each group by itself. One call hangs."""
+    """The rows that DARTS keeps are scored, group by group, and not the first ones. One call hangs."""
     calls, released = [], threading.Event()
 
     def reward(prompts, completion_ids, **kwargs):
@@ -123,7 +123,7 @@ def test_groups_are_scored_as_they_complete(server, model_dir, tmp_path, caplog)
 
 
 def test_evaluation_is_left_to_trl(server, model_dir, tmp_path):
-    """There is nothing to hide behind, and no deadline."""
+    """Evaluation has no decoding to overlap with, and no deadline."""
     threads = []
 
     def reward(prompts, completion_ids, **kwargs):
@@ -137,7 +137,7 @@ def test_evaluation_is_left_to_trl(server, model_dir, tmp_path):
 
 
 def test_dropped_group(server, model_dir, tmp_path):
-    """Its rows are another one's, with the prompt of the group that was dropped: TRL computes what it asks for."""
+    """Its rows repeat another group's with its own prompt, so TRL computes them."""
     fields = {**LOG_PROBS, **REWARDS, "on_generation_error": "drop_group", "max_steps": 2}
     trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), reward_funcs=distinct_reward)
     trainer._engine.overrides = lambda command: {"top_p": 7.0} if command.group_id == 1 else {}

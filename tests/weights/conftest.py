@@ -1,4 +1,4 @@
-"""Servers for the tests of weight sync. Few, and shared: each takes 15 to 25 s to start."""
+"""Servers for the tests of weight sync. They are shared, because each takes 15 to 25 s to start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.weights.stubs import WeightServer
 
 
 def put_back(server: VLLMServer) -> None:
-    """Give a server the weights it started with, for the tests after these."""
+    """Restores the initial weights of a server for the next tests."""
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(server.model_dir)}}
     server.request("/collective_rpc", body)
     server.request("/reset_prefix_cache", {})
@@ -23,14 +23,14 @@ def put_back(server: VLLMServer) -> None:
 
 @pytest.fixture(scope="module")
 def untied(vllm_server) -> Iterator[VLLMServer]:
-    """The session's server; its weights are put back after the module."""
+    """Yields the session's server, and restores its weights after the module."""
     yield vllm_server
     put_back(vllm_server)
 
 
 @pytest.fixture(scope="package")
 def pair(tied_model_dir, log_of) -> Iterator[tuple[VLLMServer, VLLMServer]]:
-    """Two servers of a model whose LM head is its embedding. Only the package's last test may kill the second."""
+    """Two servers of a model with tied embeddings. Only the package's last test may kill the second."""
     with (
         start_vllm_server(tied_model_dir, log_path=log_of("tied"), wait=False) as first,
         start_vllm_server(tied_model_dir, log_path=log_of("tied-second"), wait=False) as second,
@@ -42,7 +42,7 @@ def pair(tied_model_dir, log_of) -> Iterator[tuple[VLLMServer, VLLMServer]]:
 
 @pytest.fixture
 def servers() -> Iterator[list[WeightServer]]:
-    """Three that are only their answers."""
+    """Three servers without a model."""
     with ExitStack() as stack:
         servers = [WeightServer() for _ in range(3)]
         for server in servers:
@@ -53,8 +53,8 @@ def servers() -> Iterator[list[WeightServer]]:
 @pytest.fixture
 def fleet_of() -> Iterator[Callable[..., Any]]:
     """
-    `fleet_of(urls, directory, …)`: a [`FleetVLLMClient`] and its engine, closed after the test. The engine brings
-    servers back from the directory.
+    `fleet_of(urls, directory, …)` returns a [`FleetVLLMClient`] and its engine, closed after the test. The engine
+    updates reconnected servers from the directory.
     """
     from trl_darts.engines import VLLMServerEngine
     from trl_darts.weights.fleet import FleetVLLMClient
@@ -73,5 +73,6 @@ def fleet_of() -> Iterator[Callable[..., Any]]:
 
     yield make
     for fleet, engine in made:
-        fleet.close_communicator()
+        for url in fleet.base_urls:
+            fleet.leave(url)
         engine.close()

@@ -1,4 +1,4 @@
-"""vLLM servers that are only their answers, and NCCL without NCCL: a broadcast that needs its peer."""
+"""vLLM servers without a model, and a communicator whose broadcast needs its peer, in place of NCCL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INFO = {"vllm_config": {"device_config": {"device": "cpu"}}}
 
 
 class WeightServer:
-    """Records POSTs as `(path, body)`, and answers 200 or what `answers[path]` says: `(status, JSON)`."""
+    """Records POSTs as `(path, body)`, and answers 200, or `answers[path]`: `(status, JSON)`."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -34,7 +34,7 @@ class WeightServer:
 
     @property
     def paths(self) -> list[str]:
-        """The POSTs' paths, in order."""
+        """Returns the POSTs' paths in order."""
         return [path for path, _ in self.posts]
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -60,26 +60,28 @@ class WeightServer:
 
     @contextmanager
     def serve(self) -> Iterator[str]:
-        """Yields the address."""
+        """Serves and yields the address."""
         with fake_server({"GET /{path:.*}": self.handle, "POST /{path:.*}": self.handle}) as url:
             self.url = url
             yield url
 
 
 def world(size: int) -> dict[str, int]:
-    """The answer of `/get_world_size`."""
+    """Returns the answer of `/get_world_size`."""
     return {"world_size": size}
 
 
 def answer_together(servers: list[WeightServer]) -> None:
-    """From now on each server answers once all of them have been asked: who asks one after the other gets nothing."""
+    """
+    Makes servers answer only after all of them have a request. A client that asks them one by one gets no answer.
+    """
     barrier = threading.Barrier(len(servers), timeout=10)
     for server in servers:
         server.barrier = barrier
 
 
 class RecordingCuda:
-    """Streams and events that only write down what they are told: `(stream, what)`. The main thread's is `"main"`."""
+    """Streams and events that record their calls as `(stream, what)`. The main thread's stream is `"main"`."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -108,7 +110,7 @@ class RecordingCuda:
 
 
 class BlockingCommunicator:
-    """`PyNcclCommunicator` as one knows it: a broadcast blocks until its peer takes part, or it is destroyed."""
+    """Behaves like `PyNcclCommunicator`: a broadcast blocks until its peer takes part, or it is destroyed."""
 
     device = torch.device("cpu")
 

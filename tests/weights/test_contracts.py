@@ -1,7 +1,6 @@
 """
-One test per private behaviour of TRL and vLLM that weight sync leans on.
-
-A failure names the hook and where we use it. Behaviour that only a running server shows is held by `test_sync`.
+Contracts of private behaviour of TRL and vLLM that weight sync uses. A failure names the hook and its use. Behaviour
+that needs a running server is in `test_sync`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def test_what_trl_asks_of_its_client_for_weights():
 
 
 def test_vllm_group():
-    """We make a group of it ourselves, so that it can be aborted, and listen for it ourselves."""
+    """We build the group ourselves, so that it can be aborted, and listen for it ourselves."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
@@ -81,7 +80,7 @@ def test_trl_generate_answers_with_lists_per_row():
 
 
 def test_vllm_worker_reload():
-    """Its return value is ours to give: that is how a client learns of the plugin."""
+    """It returns nothing, so that our return value tells a client that the plugin is installed."""
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -1,4 +1,4 @@
-"""`WeightDirectory`: a version is there completely, or not at all, and nothing of it outlives the run."""
+"""`WeightDirectory`: a version exists completely or not at all, and nothing remains after the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from trl_darts.errors import WeightSyncError
 from trl_darts.weights import files
-from trl_darts.weights.files import WeightDirectory, is_this_machine
+from trl_darts.weights.files import WeightDirectory
 
 
 PARAMS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.tensor(1.5))]
@@ -25,7 +25,7 @@ def read(path):
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    """Stands for the shared memory of this machine."""
+    """Replaces this machine's shared memory."""
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(files, "_free_bytes", lambda root: 1000)
@@ -48,7 +48,7 @@ def test_round_trip(tmp_path, shard_bytes, num_files):
 
 
 def test_views_of_one_memory_are_written_apart(tmp_path):
-    """Tied parameters, and the columns of a transposed one: safetensors refuses both as they are."""
+    """Tied parameters and views of a transposed one, which safetensors rejects."""
     weight = torch.arange(12.0).reshape(3, 4)
     directory = WeightDirectory(tmp_path)
     found = read(directory.write(1, [("x", weight), ("y", weight), ("z", weight.T)], 144))
@@ -76,7 +76,7 @@ def test_directory_that_can_not_be_written(tmp_path):
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    """safetensors raises an error of its own."""
+    """safetensors raises its own error."""
 
     def full(*args):
         raise files.SafetensorError("I/O error: No space left on device (os error 28)")
@@ -112,7 +112,7 @@ def test_without_room_in_memory_it_is_the_temporary_directory(memory, tmp_path):
 
 
 def test_a_killed_run_leaves_its_files_to_the_next(memory):
-    """Shared memory would stay occupied; that of a run that is alive is not touched."""
+    """The next run removes them from shared memory. Files of a live run are not removed."""
     code = (
         "import sys, time, pathlib; from trl_darts.weights import files; "
         f"files.SHARED_MEMORY = pathlib.Path({str(memory)!r}); directory = files.WeightDirectory(); "
@@ -127,8 +127,3 @@ def test_a_killed_run_leaves_its_files_to_the_next(memory):
     WeightDirectory().write(1, [], 0)
     assert not os.path.exists(root)
     assert alive.roots[0].exists()
-
-
-def test_addresses():
-    assert all(map(is_this_machine, ["127.0.0.1", "localhost", "0.0.0.0"]))
-    assert not is_this_machine("192.0.2.1")  # reserved for documentation

@@ -1,7 +1,6 @@
 """
-Weights over NCCL without NCCL: a communicator whose broadcast blocks until its peer takes part, or it is destroyed.
-
-Nothing here needs a GPU: streams and events write down what they are told.
+Weights over NCCL with a communicator whose broadcast blocks until its peer takes part, or it is destroyed. No test
+needs a GPU: streams and events record their calls.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.weights.stubs import BlockingCommunicator, RecordingCuda, answer_toge
 from trl_darts.engines.pool import State
 from trl_darts.errors import ConfigurationError, WeightSyncError
 from trl_darts.weights import nccl
-from trl_darts.weights.nccl import GROUP_PORT, WeightGroup, chunks, listen
+from trl_darts.weights.nccl import GROUP_PORT, WeightGroup, listen, weight_chunks
 from trl_darts.weights.parameters import as_served, num_bytes
 
 
@@ -40,7 +39,7 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def generation(tiny_model_dir):
-    """TRL's `VLLMGeneration` with a LoRA model whose adapter does something."""
+    """TRL's `VLLMGeneration` with a LoRA model whose adapter is not zero."""
     model = peft.get_peft_model(load_model(tiny_model_dir), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -54,7 +53,7 @@ def generation(tiny_model_dir):
 
 @pytest.fixture
 def formed(monkeypatch, servers, cuda):
-    """Groups without a rendezvous, in the order in which they were formed: `(address, communicator)`."""
+    """Groups without a rendezvous, in the order of their creation: `(address, communicator)`."""
     formed = []
 
     async def form(server, device, first_port, timeout_s):
@@ -92,7 +91,7 @@ def sync_weights(generation, fleet):
 
 
 def merged_bytes(generation, dtype=torch.float32):
-    """What a server must get: matrices in a dtype."""
+    """Returns the bytes that a server must get, with matrices in a dtype."""
     params = [
         param.to(dtype if param.dim() > 1 else param.dtype, copy=True) for _, param in generation._iter_named_params()
     ]
@@ -129,7 +128,7 @@ def test_matrices_are_sent_as_the_servers_have_them(generation, servers, fleet_o
 
 
 def test_one_sync_is_a_round_trip_per_chunk_and_seven_more(generation, fleet, servers):
-    """Whatever the number of servers: each answers once all have been asked."""
+    """The number of servers does not matter: each answers only after all have a request."""
     servers[0].num_answers = 0
     answer_together(servers)
     sync_weights(generation, fleet)
@@ -138,7 +137,7 @@ def test_one_sync_is_a_round_trip_per_chunk_and_seven_more(generation, fleet, se
 
 
 def test_a_stream_of_its_own_that_waits_until_the_chunk_is_there(generation, fleet, servers, cuda, formed):
-    """And the memory stays until it is sent."""
+    """Its memory is kept until it is sent."""
     sync_weights(generation, fleet)
     events = [event for stream, what, event in (e for e in cuda.log if len(e) == 3) if what == "record"]
     assert len(events) == len(set(events)) == len(servers[0].received)
@@ -156,7 +155,7 @@ def test_a_stream_of_its_own_that_waits_until_the_chunk_is_there(generation, fle
 
 
 def test_the_next_chunk_is_gathered_while_one_is_sent(fleet, servers):
-    """And no further one: two are in memory."""
+    """No further chunk is gathered: at most two are in memory."""
     gathered = []
     sent = threading.Event()
 
@@ -180,7 +179,7 @@ def test_the_next_chunk_is_gathered_while_one_is_sent(fleet, servers):
 
 
 def test_chunks_are_what_vllm_reads(cuda, monkeypatch):
-    """In the order of the metadata, no longer than its buffer, and each tensor where its dtype can be read."""
+    """In the order of the metadata, no longer than the buffer, and each tensor aligned for its dtype."""
     from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES, unpack_tensor
 
     assert nccl.CHUNK_BYTES == DEFAULT_PACKED_BUFFER_SIZE_BYTES
@@ -193,7 +192,7 @@ def test_chunks_are_what_vllm_reads(cuda, monkeypatch):
     ]
     metadata = [(name, str(param.dtype).removeprefix("torch."), list(param.shape)) for name, param in params]
     found = {}
-    parts = list(chunks(metadata, iter(params), torch.device("cpu")))
+    parts = list(weight_chunks(metadata, iter(params), torch.device("cpu")))
     assert [[name for name, *_ in chunk.metadata] for chunk in parts] == [
         ["odd"],  # a float behind its 6 bytes could not be read
         ["float", "columns"],
@@ -215,7 +214,7 @@ def test_only_matrices_are_cast_and_only_to_fewer_bytes():
 
 
 async def killed(server):
-    """Its connection breaks without an answer."""
+    """Closes the connection without an answer."""
     server.answers.clear()
     raise ConnectionResetError
 
@@ -226,7 +225,7 @@ async def silent(server):
 
 @pytest.mark.parametrize("fault", ["refuses", "never answers", "killed", "never takes part"])
 def test_a_broadcast_that_fails_is_ended(generation, fleet, engine, servers, formed, fault, monkeypatch):
-    """The others end with the new weights, none stays paused, and the trainer goes on."""
+    """The other servers end with the new weights, none stays paused, and the trainer continues."""
     bad = servers[0]
     communicator = bad.communicator
     if fault == "refuses":
@@ -261,7 +260,7 @@ def test_a_broadcast_that_fails_is_ended(generation, fleet, engine, servers, for
 
 
 def test_all_servers_fail(generation, fleet, engine, servers):
-    """The iterator is run to its end all the same: other processes gather with this one."""
+    """The iterator is still exhausted, because other processes gather with this one."""
     for server in servers:
         server.answers["/start_weight_update"] = (500, "stuck")
     sync_weights(generation, fleet)
@@ -283,7 +282,7 @@ def test_a_gather_that_fails_leaves_no_server_paused(generation, fleet, servers)
 
 
 def test_a_server_that_is_back_gets_a_group_of_its_own(generation, fleet, engine, servers, formed):
-    """The old one's communicator is destroyed, as when a server leaves."""
+    """The old communicator is destroyed, as when a server is removed."""
     old = servers[1].communicator
     engine.lose(servers[1].url, "killed")
     sync_weights(generation, fleet)
@@ -296,12 +295,13 @@ def test_a_server_that_is_back_gets_a_group_of_its_own(generation, fleet, engine
     assert engine.states()[servers[1].url] is State.UP
     fleet.leave(servers[1].url)
     assert servers[1].communicator.disabled
-    fleet.close_communicator()
+    for url in fleet.base_urls:
+        fleet.leave(url)
     assert all(communicator.disabled for _, communicator in formed)
 
 
 def test_a_server_that_waits_is_given_the_weights_of_the_last_sync(generation, fleet, engine, servers):
-    """Without another version: the rollout goes on with them."""
+    """The version does not change, because the rollout continues with it."""
     engine.lose(servers[1].url, "killed")
     sync_weights(generation, fleet)
     servers[0].posts.clear()
@@ -315,7 +315,7 @@ def test_a_server_that_waits_is_given_the_weights_of_the_last_sync(generation, f
 
 
 def test_update_that_a_lost_trainer_left_open(generation, fleet, engine, servers):
-    """It started an update, then it was killed: `/start_weight_update` says so once."""
+    """A killed trainer has started an update, which `/start_weight_update` rejects once."""
 
     async def finish():
         servers[0].answers.pop("/start_weight_update", None)
@@ -330,7 +330,7 @@ def test_update_that_a_lost_trainer_left_open(generation, fleet, engine, servers
 
 
 class Joined(BlockingCommunicator):
-    """Stands for `PyNcclCommunicator`, made of a group of vLLM's."""
+    """Replaces `PyNcclCommunicator`, with one of vLLM's groups."""
 
     def __init__(self, group, device):
         super().__init__()
@@ -339,7 +339,7 @@ class Joined(BlockingCommunicator):
 
 @pytest.fixture
 def rendezvous(monkeypatch, cuda, servers, fleet_of):
-    """A fleet whose servers dial back, each as its only worker."""
+    """A fleet whose servers connect back, each as its only worker."""
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.utils import StatelessProcessGroup
 
@@ -361,7 +361,7 @@ def init_infos(servers):
 
 
 def test_groups_are_formed_on_ports_of_their_own(rendezvous, servers):
-    """All from the given one on, as those of another training on this machine are."""
+    """From the given port on. Other runs on this machine may use the same range."""
     rendezvous.init_communicator()
     infos = init_infos(servers)
     ports = [info["master_port"] for info in infos]
@@ -373,7 +373,7 @@ def test_groups_are_formed_on_ports_of_their_own(rendezvous, servers):
 
 
 def test_a_server_that_can_not_reach_the_trainer_is_told_in_seconds(rendezvous, servers, monkeypatch):
-    """It would try for five minutes, and the trainer would wait with it."""
+    """The server would try for five minutes, while the trainer waits."""
     monkeypatch.setattr(nccl, "DIAL_BACK_S", 0.3)
     servers[1].acts["/init_weight_transfer_engine"] = partial(silent, servers[1])
     with pytest.raises(WeightSyncError, match=r"VLLM_HOST_IP.*NCCL_SOCKET_IFNAME.*firewall") as error:
@@ -391,7 +391,7 @@ def test_a_server_that_refuses_to_join(rendezvous, servers):
 
 
 def test_a_worker_that_never_joins(rendezvous, monkeypatch):
-    """NCCL waits for it. The group is given up after `vllm_server_timeout`, and its communicator aborted."""
+    """NCCL waits for it. After `vllm_server_timeout`, the group's communicator is aborted."""
     from vllm.distributed.device_communicators import pynccl
 
     missing = threading.Event()

@@ -1,4 +1,4 @@
-"""The vLLM plugin: light, repeatable, and harmless where it does not fit."""
+"""The vLLM plugin is light, can be loaded repeatedly, and does no harm to an unsupported vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl_darts.weights import plugin
 
 
 def test_loading_it_loads_nothing_heavy():
-    """Every vLLM process imports it; and `trl_darts.weights` on the way."""
+    """Every vLLM process imports the plugin, and `trl_darts.weights` with it."""
     code = (
         "import sys; before = set(sys.modules); import trl_darts.weights.plugin; "
         "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
@@ -54,7 +54,7 @@ def test_a_vllm_that_differs_is_a_warning_with_its_version(monkeypatch, caplog):
 
 
 def test_reload_says_that_it_was_ours(monkeypatch):
-    """And restores the layers if vLLM's own reload fails, with vLLM's own error."""
+    """If vLLM's reload fails, layers are restored and its error is raised."""
     done = []
     steps = SimpleNamespace(
         repack_tied_lm_heads=lambda model: done.append(("repack", model)),

@@ -1,4 +1,4 @@
-"""A colocated engine's layers after a sync that broke."""
+"""A colocated engine's layers after a failed sync."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def llm():
-    """As much of a colocated engine as a reload touches: a model of two layers."""
+    """The parts of a colocated engine that a reload uses, with a model of two layers."""
     from vllm.config import VllmConfig
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
@@ -31,7 +31,7 @@ def load(param, value):
 
 
 def test_layers_that_were_not_loaded_keep_their_weights(llm):
-    """Without it they have no memory after an error, and the next rollout ends the process."""
+    """Otherwise, they have no memory after an error, and the next rollout ends the process."""
     from trl_darts.weights.reload import reloaded_layers
 
     last = {name: param.clone() for name, param in llm.model[1].named_parameters()}

@@ -44,7 +44,7 @@ def servers(request):
 
 @pytest.fixture
 def client_of(fleet_of):
-    """`client_of(server, …)`: a connected client whose weights are files, and the engine with the servers."""
+    """`client_of(server, …)` returns a connected client that writes files, and the engine of the servers."""
 
     def connect(*servers):
         fleet, engine = fleet_of([server.base_url for server in servers], WeightDirectory())
@@ -55,7 +55,7 @@ def client_of(fleet_of):
 
 
 def behind(engine):
-    """The servers that have not got the weights of the last sync."""
+    """Returns the servers without the weights of the last sync."""
     version = engine.call(engine.pool()).version
     return [url for url, member in engine.members.items() if member.version != version]
 
@@ -80,7 +80,7 @@ def test_servers_follow_the_trainer(servers, client_of, rng):
 
 
 def test_bfloat16_trainer(untied, client_of, rng):
-    """The server keeps its own dtype; what is written is the trainer's. A trainer that was killed left it paused."""
+    """The server keeps its dtype, and the files have the trainer's. A killed trainer has left the server paused."""
     model = load_model(untied.model_dir)
     untied.request("/pause?mode=keep", {})
     perturb(model, rng)
@@ -90,7 +90,7 @@ def test_bfloat16_trainer(untied, client_of, rng):
 
 
 def test_running_requests_survive_a_sync(untied, client_of, rng):
-    """They freeze, and go on under the new weights with all their keys and values computed anew, the cached too."""
+    """They freeze, and continue under the new weights with all keys and values recomputed, including cached ones."""
     model = load_model(untied.model_dir)
     fleet, _ = client_of(untied)
     server_logprobs(untied, PROBE)  # fills the cache
@@ -118,7 +118,9 @@ def test_running_requests_survive_a_sync(untied, client_of, rng):
 
 
 def test_checkpoint_that_a_server_can_not_read(servers, client_of, rng, monkeypatch):
-    """The reload fails in the middle of a fused layer; what was not complete is restored and does not count later."""
+    """
+    The reload fails in the middle of a fused layer. Incomplete layers are restored and do not affect the next reload.
+    """
     model = load_model(servers[0].model_dir)
     fleet, engine = client_of(*servers)
     write = WeightDirectory.write
@@ -145,7 +147,7 @@ def test_checkpoint_that_a_server_can_not_read(servers, client_of, rng, monkeypa
 
 
 def test_a_server_that_was_left_out_gets_the_weights_when_it_is_back(pair, client_of, rng):
-    """Also where none was there to take them."""
+    """Also if no other server took them."""
     model = load_model(pair[0].model_dir)
     fleet, engine = client_of(*pair)
     for server in pair:
@@ -160,7 +162,7 @@ def test_a_server_that_was_left_out_gets_the_weights_when_it_is_back(pair, clien
 
 @pytest.mark.parametrize("moment", ["pause", "load"])
 def test_server_that_freezes_is_not_waited_for(pair, client_of, rng, monkeypatch, moment):
-    """The other gets its weights; the frozen one is good for the next sync once it goes on."""
+    """The other server gets its weights. The frozen one takes the next sync once it continues."""
     for name in ("PAUSE_TIMEOUT_S", "LOAD_TIMEOUT_S"):
         monkeypatch.setattr(calls, name, 3.0)
     first, second = pair

@@ -1,4 +1,4 @@
-"""A weight update by its invariants, the messages of its errors, and which server has which weights."""
+"""Invariants of a weight update, the messages of its errors, and the weights of each server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_server_that_fails_leaves_the_update_and_the_others_go_on(fleet, engin
 
 
 def test_a_server_that_is_lost_while_it_loads_is_not_waited_for(fleet, engine, servers):
-    """Its health check has found it frozen, and files have half an hour."""
+    """Its health check fails. The timeout for loading files is half an hour."""
 
     async def freeze():
         threading.Thread(target=engine.lose, args=(servers[1].url, "no answer to `/health`")).start()
@@ -119,7 +119,7 @@ def test_a_server_has_the_weights_only_if_it_did_everything(fleet, engine, serve
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/reset_prefix_cache"])
 def test_no_server_stays_paused_after_ctrl_c(fleet, engine, servers, path):
-    """Also where it comes before the weights or after them, and the trainer ends."""
+    """Also before and after the weights are sent, when the trainer ends."""
 
     async def update():
         async with fleet._update(lambda member: True) as update:
@@ -175,7 +175,7 @@ def test_a_server_that_is_gone_and_one_that_is_late(engine, servers, monkeypatch
 
 
 def test_a_cpu_server_without_our_plugin_is_lost(fleet, engine, servers):
-    """It would keep a stale LM head without a word: its answer is not that of our `reload_weights`."""
+    """It would silently keep a stale LM head. Its answer is not that of our `reload_weights`."""
     servers[1].answers["/collective_rpc"] = (200, {"results": [None]})
     fleet.update_named_params(METADATA, params())
     assert "pip install trl-darts" in engine.members[servers[1].url].reason
@@ -230,7 +230,7 @@ def test_the_version_of_an_earlier_run_proves_nothing(fleet, engine, servers):
 
 
 def test_weights_that_could_not_be_written(fleet, engine, servers):
-    """The training ends: nothing would bring the servers these weights."""
+    """The run ends, because the servers would never get these weights."""
 
     def broken():
         yield "a", torch.zeros(2)
@@ -255,7 +255,7 @@ def test_a_server_that_takes_long_is_said(engine, servers, monkeypatch, caplog):
 
 
 def test_every_tensor_is_asked_for(fleet):
-    """The processes that gather with us wait for each; and one that was not announced is an error."""
+    """Other processes gather with this one and wait for each tensor. A tensor without metadata is an error."""
     rest = iter([*params(), ("c", torch.zeros(1))])
     with pytest.raises(WeightSyncError, match="1 tensors without metadata were not sent: c"):
         fleet.update_named_params(METADATA, rest)
@@ -267,7 +267,7 @@ def test_every_tensor_is_asked_for(fleet):
 
 
 def test_one_sync_of_files_is_six_round_trips_and_one_copy(servers, fleet_of, tmp_path):
-    """Matrices as wide as the servers have them, whatever the number of servers."""
+    """The number of servers does not matter. Matrices have the servers' dtype."""
     fleet, _ = fleet_of(urls_of(servers), WeightDirectory(tmp_path), dtype=torch.bfloat16)
     metadata = [("matrix", "float32", [4, 8]), ("vector", "float32", [8])]
     answer_together(servers)
@@ -297,7 +297,7 @@ def test_tail_servers_sleep_before_and_after(servers, fleet_of, tmp_path):
 
 
 def test_images_are_processed_by_the_first_server_that_is_up():
-    """Each process has clients of its own, and was pinned to the first server, also when that one was lost."""
+    """Each process uses clients of its own, and another server if the first one is lost."""
 
     async def reply(body, request):
         return await answer(body)
@@ -309,18 +309,20 @@ def test_images_are_processed_by_the_first_server_that_is_up():
 
     generation = object.__new__(SyncedGeneration)
     generation.settings = SimpleNamespace(api_key=None)
+    generation._place_features = lambda features, prompt: features
+    prompts = [[1], [2]]
     images = [[Image.new("RGB", (2, 2))], None]
     with processor("second") as second:
         with processor("first") as first:
             generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
-            assert generation.image_features(images) == [{"by": "first"}, None]
+            assert generation.image_features(images, prompts) == [{"by": "first"}, None]
             generation.engine = SimpleNamespace(states=lambda: {first: State.DOWN, second: State.UP})
-            assert generation.image_features(images) == [{"by": "second"}, None]
+            assert generation.image_features(images, prompts) == [{"by": "second"}, None]
             generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
-        # It is gone, and this process, which has asked nothing of it yet, does not know.
-        assert generation.image_features(images) == [{"by": "second"}, None]
+        # It has stopped, which this process does not know yet.
+        assert generation.image_features(images, prompts) == [{"by": "second"}, None]
     with pytest.raises(GenerationError, match=f"{first}: ConnectionError"):
-        generation.image_features(images)
+        generation.image_features(images, prompts)
 
 
 def test_generation_keeps_the_order(fleet, servers, monkeypatch):

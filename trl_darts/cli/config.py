@@ -47,7 +47,7 @@ def check(
     has_failed = False
     for path in files:  # continues after a failure
         try:
-            read_yaml(path)  # a missing file needs no TRL
+            read_yaml(path)  # a missing file is reported without loading TRL
             announce_loading()
             from ..recipes.recipe import check_lengths, read_recipe
 
@@ -153,7 +153,8 @@ def pull(
 @app.command()
 def schema(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write, instead of printing it.", metavar="FILE")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write. Default: print the schema.", metavar="FILE"),
     ] = None,
 ) -> None:
     """

@@ -1,4 +1,4 @@
-"""Messages of a command or a script on standard error: what it is loading, and errors as one line, not a traceback."""
+"""Prints messages of a command or script to standard error. Errors are one line without a traceback."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ USAGE_ERROR = 2
 
 
 def announce_loading() -> None:
-    """Says what the next seconds are for, once per launch."""
+    """Prints a message before TRL is imported, which takes seconds. Only the first process of a launch prints it."""
     if "trl" not in sys.modules and os.environ.get("RANK", "0") == "0":
         typer.echo("Loading TRL …", err=True)
 

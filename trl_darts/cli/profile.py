@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..analysis.output_files import check_writable, writing
 from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.waiting import INTERVAL_S as LINE_INTERVAL_S
 from ..engines.waiting import repeated
 from ..errors import ConfigurationError, GenerationError
 from ..import_utils import is_matplotlib_available
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 
 SERVER_FAILED = 1
-LINE_INTERVAL_S = 10.0
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -44,7 +44,7 @@ def profile(
             "default also the file to write."
         ),
     ] = None,
-    plot: Annotated[Path | None, option(help="The picture to write. By default beside the output, as .png.")] = None,
+    plot: Annotated[Path | None, option(help="The picture to write. By default next to the output, as .png.")] = None,
     max_batch_size: Annotated[int | None, option(help="Largest batch. By default the server's max_num_seqs.")] = None,
     batch_sizes: Annotated[
         str | None, option(help="Batch sizes, such as 1,8,64. By default powers of two.", metavar="LIST")
@@ -127,7 +127,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
-        task = bar.add_task("asking the servers", total=None)
+        task = bar.add_task("querying the servers", total=None)
 
         def print_line() -> None:
             now = bar.tasks[0]

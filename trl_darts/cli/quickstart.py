@@ -1,4 +1,4 @@
-"""`trl-darts quickstart`: the example that needs neither a server nor a download."""
+"""`trl-darts quickstart`: runs an example that needs neither a server nor a download."""
 
 import os
 import sys

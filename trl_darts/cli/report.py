@@ -32,7 +32,7 @@ def report(
     ] = None,
 ) -> None:
     """
-    Write one HTML page about one or several trainings: rewards, times, lengths, budgets and faults.
+    Write one HTML page about one or several runs: rewards, times, lengths, budgets and faults.
 
     Train with `save_rollout_trace=True`. The page contains its figures, so that one file can be mailed or printed.
 
@@ -40,11 +40,11 @@ def report(
 
         trl-darts report outputs/grpo outputs/darts --output report.html
     """
-    # pandas takes a second to load, for which a wrong option or `--help` should not wait.
+    # Loads pandas, which takes a second. `--help` and wrong options should be fast.
     from ..analysis.report import write_report
 
     paths = write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve)
     console = Console(stderr=True)
-    pictures = f"{len(paths) - 1} figures beside it, {paths[0].stem}-*.png"
+    pictures = f"{len(paths) - 1} figures next to it, {paths[0].stem}-*.png"
     console.print(f"{pictures}. Open the page in a browser.", markup=False, highlight=False, soft_wrap=True)
     typer.echo(paths[0])

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..analysis.output_files import check_directory
 from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.waiting import INTERVAL_S as LINE_INTERVAL_S
 from ..serving.build import find_build
 from ..serving.command import as_flags, as_python, make_commands, trainer_arguments, trainer_notes
 from ..serving.options import ServeOptions, check_options
@@ -19,8 +20,6 @@ from ..serving.options import ServeOptions, check_options
 
 if TYPE_CHECKING:
     from ..serving.supervisor import Supervisor
-
-LINE_INTERVAL_S = 10.0
 
 
 def serve(

@@ -94,16 +94,16 @@ def simulate(
     endless_share: Annotated[
         str | None,
         for_lengths(
-            "Share of responses that never end by themselves, or several, such as 0,0.002,0.01. Default: 0.",
+            "Share of responses that always reach the limit, or several shares, such as 0,0.002,0.01. Default: 0.",
             metavar="LIST",
         ),
     ] = None,
     latency_curve: Annotated[
         Path | None,
-        for_engines("File of `trl-darts profile`. Default: an assumed curve, Llama-3.1-8B as NVIDIA published it."),
+        for_engines("File of `trl-darts profile`. Default: NVIDIA's published latencies of Llama-3.1-8B."),
     ] = None,
     num_engines: Annotated[
-        int | None, for_engines("Data parallel engines. Default: 1, or 8 with the assumed curve.")
+        int | None, for_engines("Data parallel engines. Default: 1, or 8 with the default curve.")
     ] = None,
     max_num_seqs: Annotated[
         int | None, for_engines("Sequences that an engine decodes at once. Default: the file's, or no limit.")
@@ -155,8 +155,8 @@ def simulate(
             metavar="NAME=VALUE,…",
         ),
     ] = None,
-    steps: Annotated[int, option("Steps of each training. Default: 50.")] = 50,
-    seeds: Annotated[int, option("Trainings of each setting. Default: 5.")] = 5,
+    steps: Annotated[int, option("Steps of each simulated run. Default: 50.")] = 50,
+    seeds: Annotated[int, option("Simulated runs of each setting. Default: 5.")] = 5,
     output: Annotated[Path | None, option(f"Directory for `{FILES[0]}` and `{FILES[1]}`.")] = None,
 ) -> None:
     """
@@ -174,7 +174,7 @@ def simulate(
     settings = settings_of(names, rows, swept)
     _check(steps, seeds, output)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("Trainings", total=len(workloads) * len(settings) * seeds)
+        task = progress.add_task("Runs", total=len(workloads) * len(settings) * seeds)
         outcomes = [
             replace(outcome, name=outcome.name + label)
             for label, own in workloads.items()

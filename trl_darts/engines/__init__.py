@@ -1,6 +1,4 @@
-"""
-What decodes candidates: vLLM servers, vLLM inside the trainer, transformers' `generate` and continuous batching.
-"""
+"""Engines that decode candidates: vLLM servers, colocated vLLM, and transformers (two ways)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -8,18 +6,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .deadlines import Deadlines
-    from .in_process.hf_generate import SchedulerCriterion
     from .vllm_api import ServerPrompt
     from .vllm_server import VLLMServerEngine
 
 _MODULES = {
     "Deadlines": "deadlines",
-    "SchedulerCriterion": "hf_generate",
     "ServerPrompt": "vllm_api",
     "VLLMServerEngine": "vllm_server",
 }
 
-__all__ = ["Deadlines", "SchedulerCriterion", "ServerPrompt", "VLLMServerEngine"]
+__all__ = ["Deadlines", "ServerPrompt", "VLLMServerEngine"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The prompts of a generation batch over all processes: which rows are one group, and where each row lives."""
+"""The prompts of a generation batch over all processes."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,22 @@ from ..training.rows import Tokens
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """A generation batch: rows in the order of the processes, `num_generations` in a row for each group."""
+    """A generation batch. Rows are in the order of the processes, with `num_generations` adjacent rows per group."""
 
     rows: list[Tokens]  # (B, ≤ P), each row's prompt
     keys: list[int]  # (B,), identity of each row's prompt, see `prompt_key`
     sizes: list[int]  # rows per process
     process_index: int  # this process
     num_generations: int  # rows per group
-    multimodal: bool = False  # whether rows come with more than tokens. What comes with a row stays on its process
+    multimodal: bool = False  # whether rows have images or other fields, which stay on their process
     images: Sequence[Sequence[Any] | None] | None = None  # of this process's rows
-    fields: Mapping[str, Any] = field(default_factory=dict)  # what TRL's processor made of these beside tokens
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the processor's output for these besides tokens
 
     @classmethod
     def alone(
         cls, rows: Sequence[Tokens], num_generations: int, images: Sequence[Sequence[Any] | None] | None = None
     ) -> "PromptBatch":
-        """The rows of one process by itself."""
+        """Builds a batch with only the rows of one process."""
         digests = _digests(rows, images)
         keys = [prompt_key(row, digest) for row, digest in zip(rows, digests, strict=True)]
         return cls(list(rows), keys, [len(rows)], 0, num_generations, images is not None, images)
@@ -44,7 +44,7 @@ class PromptBatch:
         images: Sequence[Sequence[Any] | None] | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> "PromptBatch":
-        """The rows of all processes. Called on every process at once, with its own."""
+        """Builds a batch with the rows of all processes. Must be called on every process, with its rows."""
         own = cls.alone(rows, num_generations, images)
         shares = gather_object([(own.rows, own.keys, bool(fields) or own.multimodal)])
         return cls(
@@ -60,7 +60,7 @@ class PromptBatch:
 
     @property
     def infos(self) -> list[PromptInfo]:
-        """What admission knows of each group's prompt: its first row's."""
+        """Information for admission about each group's prompt, from its first row."""
         return [
             PromptInfo(self.keys[start], len(self.rows[start]), extendable=not mixed)
             for start, mixed in zip(self._starts, self.mixed, strict=True)
@@ -68,27 +68,27 @@ class PromptBatch:
 
     @cached_property
     def mixed(self) -> list[bool]:
-        """For each group, whether its rows have different prompts, as from environments that each reset anew."""
+        """Whether the rows of each group have different prompts, for example from separate environments."""
         return [len(set(self.keys[start : start + self.num_generations])) > 1 for start in self._starts]
 
     @property
     def longest(self) -> list[Tokens]:
-        """The longest prompt of each group."""
+        """Longest prompt of each group."""
         return [max(self.rows[start : start + self.num_generations], key=len) for start in self._starts]
 
     @property
     def mine(self) -> slice:
-        """This process's rows."""
+        """Rows of this process."""
         start = sum(self.sizes[: self.process_index])
         return slice(start, start + self.sizes[self.process_index])
 
     @property
     def owners(self) -> list[int]:
-        """The process that holds each row."""
+        """Process of each row."""
         return [process for process, size in enumerate(self.sizes) for _ in range(size)]
 
     def row_of(self, group: int, index: int) -> int:
-        """The row whose prompt a group's candidate answers. Candidates beyond the rows begin at the first again."""
+        """Returns the row with the prompt of a group's candidate. More candidates than rows repeat the rows."""
         return group * self.num_generations + index % self.num_generations
 
     @property
@@ -110,8 +110,8 @@ def _digest(image: Any, known: dict[int, bytes]) -> bytes:
 
 
 def _content(image: Any) -> tuple[bytes, bytes]:
-    """An image's bytes and what they mean."""
-    if hasattr(image, "getpalette"):  # PIL's
+    """Returns an image's bytes and their format."""
+    if hasattr(image, "getpalette"):  # a PIL image
         return image.tobytes(), f"{image.mode}{image.size}{image.getpalette()}".encode()
     if hasattr(image, "__array__"):
         array = np.asarray(image)

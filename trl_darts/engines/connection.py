@@ -1,4 +1,4 @@
-"""What the trainer asks of its vLLM servers, and the first contact with them."""
+"""Connects the trainer to its vLLM servers, and checks them."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from .vllm_server import VLLMServerEngine
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What is needed of servers beyond TRL's own arguments. Most are fields of the config."""
+    """Settings for servers in addition to TRL's arguments. Most are fields of the config."""
 
     base_urls: list[str]
-    directory: WeightDirectory | None  # for weights as files; without one they go over NCCL
+    directory: WeightDirectory | None  # for weights as files; `None` for NCCL
     deadlines: Deadlines
     api_key: str | None
     requirements: Requirements
-    tail_urls: tuple[str, ...] = ()  # of `base_urls`: servers of another layout, which take over what is left
-    takes_turns: bool = False  # whether these are on the others' GPUs
+    tail_urls: tuple[str, ...] = ()  # the tail servers among `base_urls`
+    takes_turns: bool = False  # whether main and tail servers share GPUs
 
 
 def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerSettings:
-    """The settings of a training. Images in the data set decide what a server must be able to do."""
+    """Returns the settings for a run. The data set determines whether servers must support images."""
     weight_sync = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
     return ServerSettings(
         base_urls=[*args.server_urls, *args.tail_urls],
@@ -54,7 +54,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
 
 
 def model_config(args: Any, model: Any) -> PretrainedConfig:
-    """The model's config, without its weights."""
+    """Returns the model's config without loading its weights."""
     if not isinstance(model, str):
         return model.config
     init_kwargs = args.model_init_kwargs or {}
@@ -86,7 +86,7 @@ def open_engine(settings: ServerSettings, refresh: Refresh) -> VLLMServerEngine:
 
 
 def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> ServerFacts:
-    """What holds for all servers; their slots are those of the main ones. Refuses servers that don't fit together."""
+    """Returns the common properties of all servers, with the slots of the main ones. Raises if servers don't match."""
     names = sorted({fact.model for fact in facts.values()})
     if len(names) > 1:
         both = " and `vllm_tail_server_url`" if tail_urls else ""

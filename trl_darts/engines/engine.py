@@ -1,4 +1,4 @@
-"""What every engine can do: decode rollouts."""
+"""The interface of all engines, which decode rollouts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ OnProgress = Callable[[Ledger], None]
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """What the main process decides before a rollout: the groups, and the scheduler that decides during it."""
+    """Decisions of the main process before a rollout, and the scheduler that decides during it."""
 
     admission: Admission
     groups: list[GroupPlan]
@@ -31,7 +31,7 @@ class Engine(ABC):
 
     @abstractmethod
     def placement(self, admission: Admission, batch: PromptBatch) -> Placement | None:
-        """Returns which candidate runs where, if that is decided before the rollout. Called on the main process."""
+        """Assigns candidates to engines, if that is decided before the rollout. Called on the main process."""
 
     @abstractmethod
     def run(
@@ -44,24 +44,24 @@ class Engine(ABC):
         """
         Decodes one rollout of the prompts in `batch`, or waits for it if it was launched with the same plan.
 
-        The main process has a plan and gets the result, with tokens and log-probs of the rows; the others have `None`
-        for both. `on_progress` is called on the main process while candidates decode, `meanwhile` on the others while
-        they wait for servers. If the engine fails, a [`GenerationError`] is raised on every process.
+        Plan and result are `None` on all processes but the main one. The result has the rows' tokens and log-probs.
+        `on_progress` is called on the main process while candidates decode, `meanwhile` on the others while they wait
+        for servers. If the engine fails, a [`GenerationError`] is raised on every process.
         """
 
     @abstractmethod
     def later_turn(self, batch: PromptBatch) -> KeptRows | None:
-        """Decodes the next turn of this process's tool loops, by itself. `None` where TRL generates them."""
+        """Decodes the next turn of this process's tool loops, or returns `None` to let TRL generate it."""
 
     @abstractmethod
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
-        """Starts a rollout of text and returns at once. Only engines outside of the trainer's process can."""
+        """Starts a rollout of text and returns at once. Raises for an engine in the trainer's process."""
 
-    def drain(self) -> None:  # noqa: B027  (nothing is launched where `launch` is refused; as for the next two)
-        """Waits for a rollout that was launched, and keeps its result for `run`: weights must not change during it."""
+    def drain(self) -> None:  # noqa: B027  (nothing to do if `launch` raises; the same for the next two)
+        """Waits for a launched rollout and keeps its result for `run`. Called before the weights change."""
 
     def cancel(self) -> None:  # noqa: B027
-        """Aborts a rollout that was launched."""
+        """Aborts a launched rollout."""
 
     def settle(self) -> None:  # noqa: B027
-        """Waits until requests that were aborted have ended. Called on the main process."""
+        """Waits until aborted requests have ended. Called on the main process."""

@@ -1,4 +1,4 @@
-"""Which engine a trainer's settings ask for, and how transformers decodes for it."""
+"""Builds a trainer's engine, and decodes with transformers through TRL."""
 
 import math
 from collections.abc import Callable
@@ -7,15 +7,15 @@ from typing import Any
 
 from .batch import PromptBatch
 from .engine import Engine
-from .in_process.engine import InProcessEngine
 from .in_process.hf_generate import SchedulerCriterion, replaced, stopping_criterion
+from .in_process.processes import InProcessEngine
 from .in_process.share import Share, Slot
 from .main_process import MainProcess
 from .servers import ServerEngine
 
 
 def make_engine(trainer: Any, main: MainProcess, generate: Callable[..., Any]) -> Engine:
-    """Returns the engine of a trainer. `generate` is TRL's `_generate_single_turn`."""
+    """Builds the engine for a trainer's settings. `generate` is TRL's `_generate_single_turn`."""
     args = trainer.args
     if args.uses_servers:
         return ServerEngine(trainer.vllm_generation)
@@ -35,17 +35,17 @@ def decode_with_transformers(
     generate: Callable[..., Any],
     batch: PromptBatch,
     share: Share,
-    feed: list[Slot],
+    own_slots: list[Slot],
 ) -> None:
-    """Has TRL generate for a share of the candidates instead of the rows."""
-    rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
+    """Decodes a share with TRL's generation, which gets the prompts of candidates instead of rows."""
+    rows = [batch.row_of(slot.group_id, slot.index) for slot in own_slots]
     images, fields = batch.images, batch.fields
     if batch.multimodal and rows != list(range(len(batch.rows)))[batch.mine]:
         images, fields = process_rows(trainer, [row - batch.mine.start for row in rows])
     prompts = [batch.rows[row] for row in rows]
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if trainer.use_transformers_continuous_batching:
-        from .in_process.hf_continuous import scheduled_batching  # not in every supported transformers
+        from .in_process.hf_continuous import scheduled_batching  # not every supported transformers has it
 
         with scheduled_batching(model, share, trainer.eos_token_ids):
             generate(prompts, images, fields, batch.num_generations)
@@ -58,8 +58,8 @@ def decode_with_transformers(
 
 def process_rows(trainer: Any, rows: list[int]) -> Any:
     """
-    Returns images and the processor's fields for some rows of this process, repeated as they are named. Each kind of
-    model cuts the fields of a batch in its own way, so the processor computes them again.
+    Returns images and the processor's fields for some rows of this process, which may repeat. Each kind of model
+    splits the fields of a batch differently, so the processor computes them again.
     """
     has_environments = trainer.environment_factories is not None
     environments = [trainer._batch_environments[row] for row in rows] if has_environments else []

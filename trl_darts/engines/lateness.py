@@ -48,7 +48,8 @@ def stalled_requests(
     late = []
     for request in requests:
         waited = now - max(request.last_progress, member.last_queued)
-        # When a server stops, its last tokens and metrics come some time apart: a request behind by that is not alone.
+        # When a server stops, its last tokens and metrics arrive at different times. A request that is behind by only
+        # this difference is not the only late one.
         is_alone = member.last_progress - request.last_progress > waited / 2
         reason = _overdue(waited, request.decodes, deadlines)
         if is_alone and (request.decodes or member.load is not None) and reason is not None:

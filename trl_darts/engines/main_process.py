@@ -72,7 +72,7 @@ class MainProcess:
         return None
 
     def broadcast(self, compute: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
-        """As `run`, but returns the value on every process."""
+        """Like `run`, but returns the value on every process."""
         box: list[Any] = [self.run(compute, meanwhile)]
         if self.num_processes > 1:
             broadcast_object_list(box, from_process=0)
@@ -80,8 +80,8 @@ class MainProcess:
 
     def fail(self, error: Exception) -> None:
         """
-        Raises an error on the other processes when they wait for the main process, which calls this. Returns once they
-        have received it, or after a timeout, because the store ends with this process.
+        Raises an error on the other processes, which wait for the main process. Called on the main process. Returns
+        once they have received the error, or after a timeout, because the store ends with this process.
         """
         self.mailbox.announce(_pickled(error))
         deadline, waiting = time.monotonic() + RECEIVED_TIMEOUT_S, self.num_processes - 1

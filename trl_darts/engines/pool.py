@@ -27,12 +27,11 @@ import aiohttp
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
 from .deadlines import Deadlines
 from .server_log import explain, find_log
-from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, server_load
+from .vllm_api import TURN_TIMEOUT_S, ServerRefusedError, VLLMServer, max_num_seqs, server_load
 
 
 PROBE_INTERVAL_S = 2.0
 READY_POLL_S = 0.005
-TURN_TIMEOUT_S = 120.0  # a large model's weights are moved to the host's memory or back
 FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
 
@@ -192,7 +191,7 @@ class ServerPool:
         if member.limit is None or member.limit.slots != slots:
             member.limit = ConcurrencyLimit(slots, self._connections)
         if member.state is State.UP:
-            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+            self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
     def lose(self, url: str, reason: str) -> None:
         """Stops using a server until it answers again."""
@@ -206,7 +205,7 @@ class ServerPool:
         member.asleep = self._asleep_at_first
         if was_up:
             member.num_losses += 1
-            self._tell(lambda listener: listener.on_lost(url, reason))
+            self._notify(lambda listener: listener.on_lost(url, reason))
 
     def join(self, url: str) -> None:
         """Starts using a server that has the current weights."""
@@ -214,7 +213,7 @@ class ServerPool:
         member.version, member.waits = self.version, False
         if member.state is State.RETURNED:
             member.state = State.UP
-            self._tell(lambda listener: listener.on_joined(url, member.capacity))
+            self._notify(lambda listener: listener.on_joined(url, member.capacity))
 
     def follow(self, version: int, up: Collection[str]) -> None:
         """Copies the state from the main process: the version, and the servers that have its weights."""
@@ -230,7 +229,7 @@ class ServerPool:
         member = self.members[url]
         member.draining = draining
         if member.state is State.UP:
-            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+            self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
     def has_turn(self, tail: bool) -> bool:
         """Whether one kind of servers (tail or main) is awake, and the other kind asleep."""
@@ -251,19 +250,19 @@ class ServerPool:
         if member.state is not State.UP or member.asleep == asleep:
             return
         member.asleep = None  # stays unknown if the call is interrupted
-        self._tell(lambda listener: listener.on_resized(url, 0))
+        self._notify(lambda listener: listener.on_resized(url, 0))
         try:
-            await (member.server.sleep if asleep else member.server.wake_up)(TURN_TIMEOUT_S)
+            await (member.server.sleep() if asleep else member.server.wake_up())
         except FAILURES as error:
             self.lose(url, describe(error, f"`{'/sleep' if asleep else '/wake_up'}` after {TURN_TIMEOUT_S:g} s"))
             return
         if member.state is State.UP:
             member.asleep = asleep
-            self._tell(lambda listener: listener.on_resized(url, member.capacity))
+            self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
-    def _tell(self, say: Callable[[Listener], None]) -> None:
+    def _notify(self, call: Callable[[Listener], None]) -> None:
         if self.listener is not None:
-            say(self.listener)
+            call(self.listener)
 
     async def _watch(self, url: str) -> None:
         await asyncio.gather(self._begin(url), self._keep_probing(url))

@@ -1,12 +1,12 @@
-"""Which sampling options keep a completion from going on in another request, from its tokens."""
+"""Finds sampling options with which a completion can't be continued in another request from its tokens."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
-# What a server counts, or matches, in the output of one request; prior tokens are part of the prompt there. The
-# repetition penalty looks at prompt and output alike.
-COUNTED = (
+# Options that a server applies to the output of one request. In the next request, these tokens belong to the prompt.
+# The repetition penalty applies to prompt and output, so it is not among them.
+PER_REQUEST = (
     "stop",
     "bad_words",
     "presence_penalty",
@@ -19,5 +19,5 @@ COUNTED = (
 
 
 def not_carried(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that would begin anew there, with their values: without any, tokens can be carried."""
-    return {name: options[name] for name in COUNTED if options.get(name)}
+    """Returns the options that would restart in another request. If there are none, it can continue a completion."""
+    return {name: options[name] for name in PER_REQUEST if options.get(name)}

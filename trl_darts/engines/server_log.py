@@ -1,4 +1,4 @@
-"""Finds the log of a server on this machine, and adds the cause of a loss to its message."""
+"""Finds a vLLM server's log on this machine, and the reason of a failure in it."""
 
 import os
 import re
@@ -7,12 +7,20 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from ..serving.log import last_error
-from ..weights.files import is_this_machine
+from .addresses import is_this_machine
 
 
-# An engine process that dies writes its error to the log, and the API process answers with this message.
-_POINTER = re.compile(r"See stack trace \(above\) for the root cause")
+TAIL_BYTES = 1 << 17
+MAX_LENGTH = 300  # of a reason: some errors print their whole input
+# `ValueError: …`, `torch.OutOfMemoryError: …`, `api_server.py: error: …`, and pydantic's `Value error, …`.
+_EXCEPTION = re.compile(r"(?:^|\s)(?P<message>(?:[A-Za-z_][\w.]*(?:Error|Exception)|[\w.-]+: error): \S.*)")
+_INVALID = re.compile(r"^\s*Value error, (?P<message>.+?)(?: \[type=.*)?$")
+# Errors that vLLM logs without an exception, such as a killed process.
+_LOGGED = re.compile(r"\bERROR \S+ \S+ \[\S+\] (?P<message>(?!Traceback|Exception caught)\S.*)")
+# Lines that refer to a reason elsewhere, and an exception whose message follows in the next lines.
+_POINTER = re.compile(r"stack trace|root cause|EngineDeadError|\d+ validation errors? for")
+# The API process answers with this message if its engine process has died and written the error to the log.
+_API_POINTER = re.compile(r"See stack trace \(above\) for the root cause")
 
 
 def find_log(base_url: str) -> Path | None:
@@ -33,7 +41,33 @@ def find_log(base_url: str) -> Path | None:
 
 def explain(reason: str, log: Path | None) -> str:
     """Returns the reason of a loss with the log's path, and with the cause from the log if the server refers to it."""
-    if _POINTER.search(reason):
+    if _API_POINTER.search(reason):
         cause = None if log is None else last_error(log)
-        reason = _POINTER.sub(lambda _: cause or "Its log has the cause", reason)
+        reason = _API_POINTER.sub(lambda _: cause or "Its log has the cause", reason)
     return reason if log is None else f"{reason.rstrip('.')}. Its log: {log}"
+
+
+def last_error(path: Path, offset: int = 0) -> str | None:
+    """Returns the last exception after `offset`, or else the last logged error. `None` if there is neither."""
+    lines = _tail(path, offset)
+    for patterns in ((_INVALID, _EXCEPTION), (_LOGGED,)):
+        for line in reversed(lines):
+            found = next((match for pattern in patterns if (match := pattern.search(line))), None)
+            if found is not None and not _POINTER.search(line):
+                message = found["message"]
+                return message if len(message) <= MAX_LENGTH else f"{message[:MAX_LENGTH]} […]"
+    return None
+
+
+def last_message(path: Path, offset: int = 0) -> str:
+    """Returns the last error, or else the last line."""
+    return last_error(path, offset) or next((line for line in reversed(_tail(path, offset)) if line), "it is empty")
+
+
+def _tail(path: Path, offset: int) -> list[str]:
+    try:
+        with path.open("rb") as log:
+            log.seek(max(offset, path.stat().st_size - TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,37 +1,45 @@
-"""vLLM servers as a trainer's engine: prompts become requests, from the main process."""
+"""Decodes a trainer's rollouts on vLLM servers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from accelerate.utils import gather_object
 
 from ..errors import ConfigurationError, WeightsLostError
-from ..scheduling import Admission, RolloutResult, SchedulePolicies, Scheduler, Submit, UniformAdmission
+from ..scheduling import Admission, GroupPlan, RolloutResult, SchedulePolicies, Scheduler, Submit, UniformAdmission
 from ..scheduling.ledger import Ledger
 from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
-from .connection import open_engine
 from .engine import Engine, OnProgress, RolloutPlan
-from .pool import State, shows_weights
+from .pool import State
 from .sampling import not_carried
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
 
 
+Request = tuple[Scheduler, list[GroupPlan], list[list[ServerPrompt]], dict[str, Any], Overrides]
+
+
 class ServerEngine(Engine):
-    """An [`Engine`] on vLLM servers. The main process asks them; in later turns of a tool loop each process does."""
+    """
+    An [`Engine`] on vLLM servers. The main process sends the requests of all processes, except those of later turns of
+    tool loops, which each process sends itself.
+    """
 
     def __init__(self, generation: SyncedGeneration) -> None:
-        self.overrides: Overrides | None = None  # more fields for one candidate: benchmarks replay lengths with it
         self._generation = generation
         self._main = generation.main
-        self._in_flight = False  # whether `launch` has started a rollout that has not been waited for
-        self._launched: Any = None  # its plan and its future, on the main process
+        self._in_flight = False  # whether a launched rollout was not waited for yet
+        self._launched: Any = None  # plan and future of the launched rollout, on the main process
+
+    def overrides(self, command: Submit) -> Mapping[str, Any]:
+        """Returns additional fields for a candidate's request: none. Benchmarks replace this to replay lengths."""
+        return {}
 
     def placement(self, admission: Admission, batch: PromptBatch) -> None:
-        """Servers take candidates at any time, so the schedule places them."""
+        """Returns nothing: candidates can start at any time, so the schedule places them."""
 
     def run(
         self,
@@ -47,15 +55,8 @@ class ServerEngine(Engine):
         if self._main.num_processes > 1:
             up = self._main.broadcast(lambda: self._generation.engine.up)
             if not self._main.is_here:
-                self._own_engine.follow(*up)
+                self._generation.own_engine.follow(*up)
         return result
-
-    @property
-    def _own_engine(self) -> Any:
-        """The `VLLMServerEngine` of this process: others than the main one ask the servers in later turns alone."""
-        if self._generation.engine is None:
-            self._generation.engine = open_engine(self._generation.settings, shows_weights)
-        return self._generation.engine
 
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
         """See [`Engine`]."""
@@ -64,7 +65,7 @@ class ServerEngine(Engine):
 
     def _launch(self, plan: Any, batch: PromptBatch) -> None:
         self._bring_back()
-        self._launched = plan, self._own_engine.start(*self._request(plan, batch))
+        self._launched = plan, self._generation.own_engine.start(*self._request(plan, batch))
 
     def drain(self) -> None:
         """See [`Engine`]. Servers run one rollout at a time."""
@@ -89,12 +90,13 @@ class ServerEngine(Engine):
 
     def settle(self) -> None:
         """See [`Engine`]."""
-        self._own_engine.call(self._own_engine.idle())
+        engine = self._generation.own_engine
+        engine.call(engine.idle())
 
     def later_turn(self, batch: PromptBatch) -> KeptRows:
         """
-        The next turn of a tool loop on this process alone: tool loops differ in length. A prompt is a whole
-        conversation here, and TRL trains on what fits.
+        See [`Engine`]. There is no collective, because tool loops differ in length. Each prompt is a whole
+        conversation, so completions may be cut at the server's limit.
         """
         admission = UniformAdmission(batch.num_generations).plan(batch.infos)
         carries_tokens = not not_carried(self._request_body())
@@ -105,7 +107,7 @@ class ServerEngine(Engine):
     def check_prompts(
         self, prompts: Sequence[Tokens], where: str, first_index: int = 0, room: int | None = None
     ) -> None:
-        """Refuses prompts that leave no room for a completion."""
+        """See [`Engine`]. `room` is the number of tokens to leave, `max_completion_length` by default."""
         max_completion_length = self._generation.max_completion_length
         room = max_completion_length if room is None else room
         limit = self._generation.facts.max_model_len - room
@@ -114,7 +116,7 @@ class ServerEngine(Engine):
             first = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
             raise ConfigurationError(
                 f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({first}): {room} more (of "
-                f"`max_completion_length`, {max_completion_length}) would pass the server's `max_model_len` "
+                f"`max_completion_length`, {max_completion_length}) would exceed the server's `max_model_len` "
                 f"({self._generation.facts.max_model_len}). Filter the data set, lower `max_completion_length`, or "
                 "restart the server with a larger `--max-model-len`."
             )
@@ -127,7 +129,7 @@ class ServerEngine(Engine):
         on_progress: OnProgress | None = None,
         room: int | None = None,
     ) -> RolloutResult:
-        """One rollout from this process; with `room`, a completion may be cut short where the server's limit is."""
+        """Runs a rollout from this process, or waits for the launched one. See `check_prompts` for `room`."""
         if self._launched is not None and self._launched[0] is plan:
             (_, rollout), self._launched = self._launched, None
             return self._wait_launched(plan, rollout, on_progress)
@@ -138,8 +140,7 @@ class ServerEngine(Engine):
                 on_progress(ledger)
             self._bring_back()
 
-        result: RolloutResult = self._own_engine.run(*self._request(plan, batch, images, room), on_progress=tend)
-        return result
+        return self._generation.own_engine.run(*self._request(plan, batch, images, room), tend)
 
     def _bring_back(self) -> None:
         if self._main.is_here:
@@ -148,40 +149,38 @@ class ServerEngine(Engine):
     def _wait_launched(
         self, plan: RolloutPlan, rollout: Future[RolloutResult], on_progress: OnProgress | None = None
     ) -> RolloutResult:
-        """The trainer has other weights by now: a server that comes back without those of the rollout waits."""
+        """Waits for a launched rollout. The trainer no longer has its weights to send to servers that reconnect."""
 
         def tend() -> None:
             if on_progress is not None:
                 on_progress(plan.scheduler.ledger)
-            members = self._own_engine.members.values()
+            members = self._generation.own_engine.members.values()
             if any(member.waits for member in members) and not any(member.state is State.UP for member in members):
                 raise WeightsLostError(
-                    "The vLLM servers came back without the weights that a rollout was launched with, and the trainer "
-                    "has others by now. With `weight_sync='filesystem'` they get them from files."
+                    "The vLLM servers reconnected without the weights of a launched rollout, which the trainer no "
+                    "longer has. With `weight_sync='filesystem'`, servers load them from files."
                 )
 
-        result: RolloutResult = self._own_engine.wait(rollout, tend)
-        return result
+        return self._generation.own_engine.wait(rollout, tend)
 
     def _request(
         self, plan: RolloutPlan, batch: PromptBatch, images: Sequence[Any] | None = None, room: int | None = None
-    ) -> tuple[Any, ...]:
-        """What the servers are asked for: arguments of [`VLLMServerEngine.run`]."""
+    ) -> Request:
+        """Returns the arguments of [`VLLMServerEngine.start`]."""
         self.check_prompts(batch.longest, "this batch", room=room)
 
-        def overrides(command: Submit) -> dict[str, Any]:
-            own = dict(self.overrides(command)) if self.overrides is not None else {}
+        def fields(command: Submit) -> Mapping[str, Any]:
             if room is None:
-                return own
+                return self.overrides(command)
             prompt = batch.rows[batch.row_of(command.group_id, command.index)]
-            left = self._generation.facts.max_model_len - len(prompt)
-            return {"max_tokens": min(self._generation.max_completion_length, left), **own}
+            most = self._generation.facts.max_model_len - len(prompt)
+            return {"max_tokens": min(self._generation.max_completion_length, most), **self.overrides(command)}
 
         prompts = self._server_prompts(batch, images)
-        return plan.scheduler, plan.groups, prompts, self._request_body(), overrides
+        return plan.scheduler, plan.groups, prompts, self._request_body(), fields
 
     def _server_prompts(self, batch: PromptBatch, images: Sequence[Any] | None) -> list[list[ServerPrompt]]:
-        """The prompt of each group, or of each of its rows where they differ."""
+        """Returns the prompt of each group, or of each of its rows if they differ."""
         size = batch.num_generations
         rows = [
             range(start, start + (size if mixed else 1))
@@ -190,13 +189,12 @@ class ServerEngine(Engine):
         flat = [row for group in rows for row in group]
         features: dict[int, Any] = {}
         if images is not None and any(images):
-            processed = self._generation.image_features([images[row] for row in flat])
-            placed = map(self._generation._place_features, processed, (batch.rows[row] for row in flat))
-            features = dict(zip(flat, placed, strict=True))
+            found = self._generation.image_features([images[row] for row in flat], [batch.rows[row] for row in flat])
+            features = dict(zip(flat, found, strict=True))
         return [[ServerPrompt(batch.rows[row], features.get(row)) for row in group] for group in rows]
 
     def _request_body(self) -> dict[str, Any]:
-        """The fields that all completion requests share: TRL's sampling options under the server's names."""
+        """Returns the fields of all completion requests: TRL's sampling options under the server's names."""
         own = self._generation
         body = {
             "model": own.facts.model,
@@ -206,7 +204,7 @@ class ServerEngine(Engine):
             "top_k": own.top_k,
             "min_p": 0.0 if own.min_p is None else own.min_p,
             "repetition_penalty": own.repetition_penalty,
-            "logprobs": 0,  # the sampled token's alone
+            "logprobs": 0,  # only of the sampled token
         }
         if own.structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": own.structured_outputs_regex}

@@ -16,16 +16,18 @@ import orjson
 
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
+from .deadlines import Deadlines
 
 
 # The server closes idle connections after 5 s. A client that keeps one longer may send requests to a closing socket.
 KEEPALIVE_TIMEOUT_S = 3.0
 CONTROL_TIMEOUT_S = 30.0
+TURN_TIMEOUT_S = 120.0  # for sleep and wake-up, which move a large model's weights
 MAX_MESSAGE = 2000  # characters of a server's message in an error: it may be a proxy's web page
 
 
 @dataclass(slots=True)
-class Chunk:
+class CompletionChunk:
     """Tokens that arrived together. `finish_reason` is set on the last chunk of a request."""
 
     tokens: list[int]
@@ -103,7 +105,9 @@ class ServerBrokenError(ServerRefusedError):
 class VLLMServer:
     """Client of one vLLM server: its development endpoints and its completions endpoint."""
 
-    def __init__(self, base_url: str, session: aiohttp.ClientSession, connect_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, base_url: str, session: aiohttp.ClientSession, connect_timeout_s: float = Deadlines.connect_s
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self.connect_timeout_s = connect_timeout_s
         self._session = session
@@ -142,13 +146,15 @@ class VLLMServer:
             await self._check(response)
             return await response.read()
 
-    async def complete(self, request: CompletionRequest, timeout_s: float) -> Chunk:
+    async def complete(self, request: CompletionRequest, timeout_s: float) -> CompletionChunk:
         """Requests one completion without streaming."""
         async with self._post(request.path, request.body, timeout_s) as response:
             await self._check(response)
             return parse_choice(orjson.loads(await response.read()))
 
-    async def stream(self, request: CompletionRequest, interval: int, timeout_s: float) -> AsyncGenerator[Chunk]:
+    async def stream(
+        self, request: CompletionRequest, interval: int, timeout_s: float
+    ) -> AsyncGenerator[CompletionChunk]:
         """Streams one completion in chunks of about `interval` tokens. Busy servers send larger chunks."""
         finished = False
         room, logprobs = request.sampling.get("max_tokens"), request.sampling.get("logprobs") is not None
@@ -184,13 +190,13 @@ class VLLMServer:
         version: str | None = (await self.get("/weight_info") or {}).get("weight_version")
         return version
 
-    async def sleep(self, timeout_s: float) -> None:
+    async def sleep(self) -> None:
         """Moves the weights to the host's memory and drops the KV cache. The server must be idle."""
-        await self.post("/sleep?level=1", timeout_s=timeout_s)
+        await self.post("/sleep?level=1", timeout_s=TURN_TIMEOUT_S)
 
-    async def wake_up(self, timeout_s: float, only_weights: bool = False) -> None:
+    async def wake_up(self, only_weights: bool = False) -> None:
         """Moves the weights back to the GPU, and allocates the KV cache unless `only_weights`."""
-        await self.post("/wake_up?tags=weights" if only_weights else "/wake_up", timeout_s=timeout_s)
+        await self.post("/wake_up?tags=weights" if only_weights else "/wake_up", timeout_s=TURN_TIMEOUT_S)
 
     def _post(
         self, path: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
@@ -298,7 +304,7 @@ def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
     )
 
 
-def parse_choice(message: Mapping[str, Any]) -> Chunk:
+def parse_choice(message: Mapping[str, Any]) -> CompletionChunk:
     """Parses the only choice of a completion or of a stream's chunk."""
     choices = message["choices"]
     if len(choices) != 1 or choices[0].get("index", 0) != 0:  # otherwise, tokens of two completions would be mixed
@@ -314,7 +320,7 @@ def parse_choice(message: Mapping[str, Any]) -> Chunk:
         # JSON has no NaN, so a server sends null. TRL treats NaN as an unknown log-prob with ratio 1.
         logprobs = logprobs and [math.nan if logprob is None else logprob for logprob in logprobs]
     _check_numbers(tokens, logprobs)
-    return Chunk(tokens, logprobs, choice.get("finish_reason"))
+    return CompletionChunk(tokens, logprobs, choice.get("finish_reason"))
 
 
 def _check_numbers(tokens: Any, logprobs: Any) -> None:

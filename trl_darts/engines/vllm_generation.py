@@ -1,4 +1,4 @@
-"""TRL's generation with vLLM, with weights that reach several servers, of which some may be lost."""
+"""TRL's generation with vLLM, extended by weight syncs to several servers, some of which may be lost."""
 
 import math
 import time
@@ -16,10 +16,10 @@ from ..weights import SyncRecord
 from ..weights.client import image_features
 from ..weights.fleet import FleetVLLMClient
 from .addresses import check_address
-from .connection import ServerSettings, connect, server_settings
+from .connection import ServerSettings, connect, open_engine, server_settings
 from .in_process.hf_generate import replaced
 from .main_process import MainProcess
-from .pool import State
+from .pool import State, shows_weights
 from .preflight import ServerFacts, check_server
 from .vllm_api import DraftCounts, draft_counts
 from .vllm_server import VLLMServerEngine
@@ -27,10 +27,8 @@ from .vllm_server import VLLMServerEngine
 
 class SyncedGeneration(VLLMGeneration):
     """
-    [`~trl.generation.vllm_generation.VLLMGeneration`] whose weights go through our clients, to servers that come and
-    go.
-
-    Overrides `_init_vllm` and `sync_weights`.
+    [`~trl.generation.vllm_generation.VLLMGeneration`] that sends weights through [`FleetVLLMClient`], to servers that
+    can be added, removed and lost. Overrides `_init_vllm` and `sync_weights`.
     """
 
     vllm_client: Any  # a `FleetVLLMClient`, on the main process
@@ -47,11 +45,11 @@ class SyncedGeneration(VLLMGeneration):
         if kwargs.get("max_num_seqs") is not None:
             kwargs["max_num_seqs"] = math.ceil(kwargs["max_num_seqs"] * pool_ratio)
         self.settings: Any = settings
-        self.engine: Any = engine
+        self.engine: Any = engine  # on other processes than the main one, `None` until it is needed
         self.facts: Any = facts  # on every process, once vLLM is initialized
         self.main = MainProcess(kwargs["accelerator"])
         self._sync: SyncRecord | None = None
-        self._draft_counts: dict[str, DraftCounts] = {}  # by server, at the last look
+        self._draft_counts: dict[str, DraftCounts] = {}  # by server, at the last call
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -74,36 +72,44 @@ class SyncedGeneration(VLLMGeneration):
             self.settings.api_key,
         )
         self.vllm_client.init_communicator()
-        self.drafted()  # what others had them draft does not count
+        self.drafted()  # excludes drafts of earlier runs
         return self.facts
+
+    @property
+    def own_engine(self) -> VLLMServerEngine:
+        """This process's engine, which other processes than the main one create for their first later turn."""
+        if self.engine is None:
+            self.engine = open_engine(self.settings, shows_weights)
+        engine: VLLMServerEngine = self.engine
+        return engine
 
     # Weights
 
     def sync_weights(self) -> None:
-        """TRL's sync, timed. Servers that don't take the weights are lost until they do."""
+        """Runs TRL's sync and measures it. A server whose update fails is lost until it has the weights."""
         start = time.perf_counter()
         layers: AbstractContextManager[None] = nullcontext()
         if self.mode == "colocate" and self.accelerator.device.type == "cpu":
             from ..weights.reload import reloaded_layers  # imports vLLM
 
-            # Layers on a CPU multiply with packed copies of their weights, which loading in place leaves as they were.
+            # Layers on a CPU multiply with packed copies of their weights, which loading in place does not update.
             layers = reloaded_layers(self.llm)
         with layers:
             super().sync_weights()
-        if self.mode == "colocate":  # TRL drops the prompts' KV cache alone, and not what the old encoder saw
+        if self.mode == "colocate":  # TRL resets only the prefix cache, not the image encoder's
             self.llm.llm_engine.reset_encoder_cache()
         num_bytes = self.vllm_client.num_bytes if self.mode == "server" and self.main.is_here else None
         self._sync = SyncRecord(time.perf_counter() - start, num_bytes)
 
     def pop_sync(self) -> SyncRecord | None:
-        """What the last weight sync took, once; `None` if there was none since the last call."""
+        """Returns the record of the last weight sync, or `None` if there was none since the last call."""
         sync, self._sync = self._sync, None
         return sync
 
     def drafted(self) -> DraftCounts | None:
         """
-        What the servers have drafted since the last call, on the main process; `None` where they don't. One that does
-        not answer, or is new, counts from the next call on.
+        Returns the servers' draft counts since the last call, on the main process, or `None` if they do not draft. A
+        server that does not answer or is new is counted from the next call on.
         """
         if self.engine is None or not self.facts.drafts or not self.main.is_here:
             return None
@@ -114,9 +120,9 @@ class SyncedGeneration(VLLMGeneration):
 
     def bring_back(self) -> None:
         """
-        Sends the weights of the last sync, which are still the trainer's, to servers that wait for them: over NCCL
-        they have no other way. Parameters of a sharded model can't be gathered while the other processes wait for a
-        rollout: its servers wait for the next sync.
+        Sends the weights of the last sync, which the trainer still has, to waiting servers over NCCL. With files,
+        servers load them themselves. Parameters of a sharded model can't be gathered while the other processes wait
+        for a rollout, so the servers then wait for the next sync.
         """
         sharded = (self._dist.is_fsdp or self._dist.is_zero3) and self.main.num_processes > 1
         if self.settings.directory is not None or sharded or self._weight_metadata is None:
@@ -124,18 +130,19 @@ class SyncedGeneration(VLLMGeneration):
         if any(member.waits for member in self.engine.members.values()):
             self.vllm_client.catch_up(self._weight_metadata, self._iter_named_params())
 
-    def image_features(self, images: list[Any]) -> list[dict[str, Any] | None]:
-        """What a server makes of images: each process asks by itself."""
-        up = [url for url, state in self.engine.states().items() if state is State.UP]
-        return image_features(up, self.settings.api_key, images)
+    def image_features(self, images: list[Any], prompts: list[list[int]]) -> list[dict[str, Any] | None]:
+        """Requests the features of the images of each prompt from a server. Each process can call this alone."""
+        up = [url for url, state in self.own_engine.states().items() if state is State.UP]
+        features = image_features(up, self.settings.api_key, images)
+        return [self._place_features(*pair) for pair in zip(features, prompts, strict=True)]
 
-    # Servers that come and go
+    # Servers are added and removed
 
     def add_server(self, url: str) -> None:
         """
         Adds a server between two steps, for example in a callback. Called on every process at once.
 
-        It gets the current weights before it is asked for a token. With FSDP or ZeRO-3 that is in the next weight
+        It gets the current weights before its first request. With FSDP or ZeRO-3, it gets them in the next weight
         sync, unless `weight_sync="filesystem"`.
 
         Args:
@@ -143,7 +150,7 @@ class SyncedGeneration(VLLMGeneration):
                 Its address.
 
         Raises:
-            [`ConfigurationError`]: If it can't serve this training, or is one of the servers already.
+            [`ConfigurationError`]: If it can't serve this run, or is one of the servers already.
             [`ServerUnreachableError`]: If it does not answer within `vllm_server_timeout`.
         """
         url = url.strip().rstrip("/")
@@ -160,7 +167,7 @@ class SyncedGeneration(VLLMGeneration):
                 Its address.
 
         Raises:
-            [`ConfigurationError`]: If it is none of the servers, or the last.
+            [`ConfigurationError`]: If it is not one of the servers, or is the last one.
         """
         url = url.strip().rstrip("/")
 
@@ -186,7 +193,7 @@ class SyncedGeneration(VLLMGeneration):
         return replace(self.facts, max_model_len=min(facts.max_model_len, self.facts.max_model_len))
 
     def _set_servers(self, base_urls: list[str]) -> None:
-        """The other processes connect for the later turns of a tool loop, when they need to."""
+        """Replaces the servers. Other processes than the main one reconnect when they need to."""
         self.settings = replace(self.settings, base_urls=base_urls)
         if not self.main.is_here and self.engine is not None:
             self.engine.close()
@@ -194,19 +201,18 @@ class SyncedGeneration(VLLMGeneration):
 
 
 def _dtype(facts: ServerFacts) -> torch.dtype | None:
-    """Of the servers' weights, where it is known and the same."""
+    """Returns the dtype of the servers' weights, if it is known and equal."""
     return getattr(torch, (facts.dtype or "").removeprefix("torch."), None)
 
 
 @contextmanager
 def synced_generation(args: Any, model: Any, train_dataset: Any) -> Iterator[None]:
     """
-    Inside, TRL's `GRPOTrainer.__init__` builds a [`SyncedGeneration`] where it would build its `VLLMGeneration`. The
-    main process connects to the servers first; an error inside closes the connections.
+    Inside this context, TRL's `GRPOTrainer.__init__` builds a [`SyncedGeneration`] instead of its `VLLMGeneration`.
+    The main process connects to the servers first; an error inside closes the connections.
 
-    The class is looked up as a global of TRL's module, and there is no other way to hand it another one; building
-    TRL's first would open its NCCL communicator, which fails without CUDA. It can go when TRL takes the class as an
-    argument.
+    TRL looks the class up in its module's globals and takes no other. Building TRL's own first would form its NCCL
+    group, which fails without CUDA. Remove this when TRL takes the class as an argument.
     """
     settings = server_settings(args, model, train_dataset) if args.uses_servers else None
     engine, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)

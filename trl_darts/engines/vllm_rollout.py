@@ -40,7 +40,7 @@ from ..scheduling.scheduler import MAX_STALLS
 from .deadlines import Deadlines
 from .lateness import Key, OpenRequest, silence, stalled_requests
 from .pool import ServerPool, State, describe
-from .vllm_api import Chunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
+from .vllm_api import CompletionChunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
 from .waiting import Waiting
 
 
@@ -51,7 +51,7 @@ ABORT_RESEND_S = 0.1  # an abort can overtake its request, so it is repeated unt
 ABORT_GRACE_S = 5.0  # without a response to an abort, the connection is closed, and the last tokens are lost
 END_S = 2.0  # timeout of one abort at the end of a failed rollout; a busy server takes half a second
 CLOCK_S = 0.1
-LOOKS = 8  # number of checks within the shorter token deadline
+CHECKS = 8  # number of checks within the shorter token deadline
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class RolloutRun:
         self.run_id = uuid.uuid4().hex
         self.requests: dict[Key, OpenRequest] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
-        self.next_look = 0.0  # time of the next check for late requests
+        self.next_check = 0.0  # time of the next check for late requests
         self.tail_turn = False  # whether it is the tail servers' turn, if main and tail servers share GPUs
         self.turns: asyncio.Task[None] | None = None
         self.tokens = Waiting(deadlines.first_token_s)  # for the next tokens
@@ -165,10 +165,10 @@ class RolloutRun:
             if up := self._decoding:
                 server = Waiting(self.deadlines.return_s)
                 self.tokens.log(f"No new tokens; waiting for {', '.join(up)}")
-                self._look_for_silence(up)
+                self._check_progress(up)
             else:
                 self.tokens = Waiting(self.deadlines.first_token_s)
-                server.log(f"No vLLM server left; waiting for {', '.join(self.pool.members)}")
+                server.log(f"No vLLM server is up; waiting for {', '.join(self.pool.members)}")
             if server.seconds > self.deadlines.return_s:
                 reasons = "; ".join(f"{url}: {member.reason}" for url, member in self.pool.members.items())
                 self._fail(
@@ -185,11 +185,11 @@ class RolloutRun:
                     )
                 )
 
-    def _look_for_silence(self, urls: Sequence[str]) -> None:
+    def _check_progress(self, urls: Sequence[str]) -> None:
         now = time.perf_counter()
-        if now < self.next_look:
+        if now < self.next_check:
             return
-        self.next_look = now + min(self.deadlines.first_token_s, self.deadlines.token_s) / LOOKS
+        self.next_check = now + min(self.deadlines.first_token_s, self.deadlines.token_s) / CHECKS
         for url in urls:
             running = [request for request in self._open(url) if request.aborted_at is None]
             if running:
@@ -291,7 +291,7 @@ class RolloutRun:
             reason = f"the answer could not be read ({type(error).__name__}: {error})"
             self._report(CandidateFailed(*request.key, reason, now))
 
-    def _add(self, request: OpenRequest, offset: int, chunk: Chunk) -> None:
+    def _add(self, request: OpenRequest, offset: int, chunk: CompletionChunk) -> None:
         now = time.perf_counter()
         self.tokens = Waiting(self.deadlines.token_s)
         request.last_progress = self.pool.members[request.command.engine_id].last_progress = now
@@ -303,10 +303,10 @@ class RolloutRun:
         reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
         self._report(CandidateEnded(*request.key, offset, chunk.tokens, chunk.logprobs, reason, now))
 
-    async def _chunks(self, request: OpenRequest) -> AsyncIterator[Chunk]:
+    async def _chunks(self, request: OpenRequest) -> AsyncIterator[CompletionChunk]:
         completion = self._request(request.command)
         if completion is None:  # its server was lost after the last token, but before the end
-            yield Chunk([], None, "length")
+            yield CompletionChunk([], None, "length")
             return
         request.internal_id = completion.internal_id
         server = self.pool.members[request.command.engine_id].server
@@ -344,7 +344,7 @@ class RolloutRun:
             await asyncio.sleep(ABORT_RESEND_S)
 
     async def _cancel(self) -> None:
-        """Closes all open requests, so that no server decodes in vain."""
+        """Closes all open requests, so that servers stop decoding them."""
         self.finished.cancel()
         requests = list(self.requests.values())
         for request in requests:

@@ -27,7 +27,7 @@ class Waiting:
         return time.monotonic() - self._start
 
     def log(self, message: str) -> None:
-        """Log the message if ten seconds have passed since the last one."""
+        """Logs the message if ten seconds have passed since the last one."""
         seconds = self.seconds
         if seconds >= (self._num_logged + 1) * INTERVAL_S:
             self._num_logged = int(seconds // INTERVAL_S)

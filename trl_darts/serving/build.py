@@ -70,7 +70,7 @@ def split_devices(
 
 
 def gpu_bytes() -> int:
-    """Memory of the smallest visible GPU."""
+    """Returns the memory of the smallest visible GPU."""
     import torch
 
     devices = range(torch.cuda.device_count())

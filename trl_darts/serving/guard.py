@@ -1,5 +1,5 @@
 """
-A process between `trl-darts serve` and a server. It stops the server and all its descendants when `serve` is gone.
+Runs between `trl-darts serve` and a server, and stops the server and all its descendants when `serve` has ended.
 
 Its standard input is a pipe to which nothing is ever written. The kernel closes it when `trl-darts serve` closes its
 end *or dies*, even by SIGKILL, so one mechanism covers both cases. When the pipe closes, on a signal, or when the
@@ -52,7 +52,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def kill_family(leader: int) -> None:
-    """Kill the leader's family until no process remains, or the timeout expires."""
+    """Kills the leader's family until no process remains, or the timeout expires."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (members := family(leader)) and time.monotonic() < deadline:
         for process in members:
@@ -62,7 +62,7 @@ def kill_family(leader: int) -> None:
 
 
 def run(grace_s: float, argv: list[str]) -> int:
-    """Run a server until it or `serve` ends. Returns its exit code, or 128 + signal as in a shell."""
+    """Runs a server until it or `serve` ends. Returns its exit code, or 128 + signal as in a shell."""
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: received.append(number))  # the server would inherit SIG_IGN

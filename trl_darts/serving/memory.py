@@ -59,7 +59,7 @@ def shared_utilization(options: ServeOptions) -> float | None:
 
 
 def weight_bytes(options: ServeOptions) -> int | None:
-    """Bytes of the loaded weights. `None` if they are not on this machine, or are quantized while loading."""
+    """Returns the bytes of the loaded weights. `None` if they are not on this machine, or are quantized by vLLM."""
     directory = _directory(options.model)
     if directory is None or {"--quantization", "-q"} & options.flags.keys():
         return None
@@ -93,5 +93,5 @@ def _stored_width(directory: Path) -> int:
 
 
 def _served_width(options: ServeOptions) -> int:
-    """Bytes per weight in vLLM, which loads float32 weights as bfloat16 by default."""
+    """Returns the bytes per weight in vLLM, which loads float32 weights as bfloat16 by default."""
     return 4 if options.flags.get("--dtype") in ("float", "float32") else 2

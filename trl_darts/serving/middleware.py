@@ -14,7 +14,7 @@ FREE_PATH = "/health"  # harmless, and health probes have no key
 
 
 class RequireKey:
-    """For vLLM's `--middleware`. Reads the key from the environment; without one, the server does not start."""
+    """Class for vLLM's `--middleware`. Reads the key from the environment, without which the server does not start."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -26,18 +26,17 @@ from typing import TypeVar
 import aiohttp
 
 from ..engines.addresses import API_KEY_VARIABLE
-from ..engines.vllm_api import ServerRefusedError, VLLMServer, new_session
+from ..engines.server_log import last_message
+from ..engines.vllm_api import TURN_TIMEOUT_S, ServerRefusedError, VLLMServer, new_session
 from ..errors import TRLDARTSError
 from . import guard
 from .command import ServerCommand
-from .log import last_message
 
 
 POLL_S = 0.2
 GRACE_S = 10.0  # from SIGTERM to SIGKILL: vLLM takes about 2 s when idle
 KILL_MARGIN_S = 15.0  # additional time for a guard to kill and collect processes
 HEALTH_TIMEOUT_S = 2.0
-TURN_TIMEOUT_S = 120.0  # to sleep or to wake up
 FIRST_BACKOFF_S = 1.0
 STABLE_S = 10.0  # a server that was healthy for this long did not fail at its start; its failure count is reset
 MAX_FAILURES = 5  # in a row: with the backoff, the last restart is 31 s of waiting after the first failure
@@ -54,8 +53,8 @@ class ServerFailedError(TRLDARTSError, RuntimeError):
         self.exit_code = exit_code or 1  # a server's exit code of 0 is also a failure
 
 
-class State(StrEnum):
-    """State of a server."""
+class ProcessState(StrEnum):
+    """ProcessState of a server."""
 
     WAITING = "waiting to start"
     STARTING = "starting"
@@ -70,7 +69,7 @@ class Server:
     command: ServerCommand
     log_path: Path
     grace_s: float = GRACE_S
-    state: State = State.STARTING
+    state: ProcessState = ProcessState.STARTING
     since: float = 0.0
     failures: int = 0  # in a row
     restart_at: float = 0.0
@@ -78,10 +77,10 @@ class Server:
     process: subprocess.Popen[bytes] | None = None  # the guard's
 
     def start(self, now: float) -> None:
-        """Start or restart the server. A restart appends to the log."""
+        """Starts or restarts the server. A restart appends to the log."""
         self.ask_to_stop()  # closes the pipe of the previous guard
         with self.log_path.open("wb" if self.process is None else "ab") as log:
-            self.enter(State.STARTING, now)
+            self.enter(ProcessState.STARTING, now)
             self.process = subprocess.Popen(
                 # -P keeps the file's directory out of `sys.path`.
                 [sys.executable, "-P", guard.__file__, str(self.grace_s), *self.command.argv],
@@ -92,7 +91,7 @@ class Server:
                 start_new_session=True,  # Ctrl-C in the terminal reaches only this process
             )
 
-    def enter(self, state: State, now: float) -> None:
+    def enter(self, state: ProcessState, now: float) -> None:
         self.state, self.since = state, now
         self.log_offset = self.log_path.stat().st_size if self.log_path.exists() else 0
 
@@ -111,9 +110,9 @@ class Server:
         return False
 
     def take_turn(self, asleep: bool) -> None:
-        """Put the server to sleep, or wake it up. Raises [`ServerFailedError`] if it does not respond."""
+        """Puts the server to sleep, or wakes it up. Raises [`ServerFailedError`] if it does not respond."""
         try:
-            self._ask(lambda server: server.sleep(TURN_TIMEOUT_S) if asleep else server.wake_up(TURN_TIMEOUT_S))
+            self._ask(lambda server: server.sleep() if asleep else server.wake_up())
         except NO_ANSWER as error:
             raise ServerFailedError(
                 f"The vLLM server at {self.command.base_url} did not {'go to sleep' if asleep else 'wake up'} "
@@ -129,13 +128,13 @@ class Server:
         return asyncio.run(ask())
 
     def ask_to_stop(self) -> None:
-        """Have the guard stop the server. Returns at once and can be called twice."""
+        """Makes the guard stop the server. Returns at once and can be called twice."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """Kill every process of the server. The guard is last, because orphans are reparented to it."""
+        """Kills every process of the server. The guard is last, because orphans are reparented to it."""
         self.ask_to_stop()
         if self.process is not None and self.poll() is None:
             guard.kill_family(self.process.pid)
@@ -177,7 +176,7 @@ class Supervisor:
     @property
     def is_ready(self) -> bool:
         """Whether all servers are healthy, except those gone."""
-        return all(server.state in (State.HEALTHY, State.GONE) for server in self.servers)
+        return all(server.state in (ProcessState.HEALTHY, ProcessState.GONE) for server in self.servers)
 
     def describe(self) -> list[str]:
         """Returns each server's state and its duration."""
@@ -185,12 +184,12 @@ class Supervisor:
         return [f"{one.command.base_url} {one.state.value} for {now - one.since:.0f} s" for one in self.servers]
 
     def run(self, stop: Sequence[int], report: Callable[[list[str]], None]) -> None:
-        """Start all servers, report changes until `stop` has a signal, and finally stop all servers."""
+        """Starts all servers, reports changes until `stop` has a signal, and finally stops all servers."""
         try:
             for server in self.servers:
                 if self.takes_turns and server.command.tail:
                     server.restart_at = math.inf
-                    server.enter(State.WAITING, self.clock())
+                    server.enter(ProcessState.WAITING, self.clock())
                 else:
                     server.start(self.clock())
             while not stop:
@@ -202,7 +201,7 @@ class Supervisor:
 
     def look(self) -> list[str]:
         """
-        Poll every server, start or restart those that are due, and return messages for the user. Raises
+        Polls every server, starts or restarts those that are due, and returns messages for the user. Raises
         [`ServerFailedError`] if a server fails before all were healthy, or if the last one fails.
         """
         messages = [message for server in self.servers if (message := self._look_at(server))]
@@ -212,21 +211,23 @@ class Supervisor:
         return messages
 
     def _take_turns(self) -> None:
-        """Put the main servers to sleep while the tail servers start, then swap their roles."""
+        """Puts the main servers to sleep while the tail servers start, then swaps their roles."""
         main, tail = ([server for server in self.servers if server.command.tail == kind] for kind in (False, True))
         if self.is_ready:
             for server in tail:
                 server.take_turn(asleep=True)
             for server in main:
                 server.take_turn(asleep=False)
-        elif all(server.restart_at == math.inf for server in tail) and all(s.state is State.HEALTHY for s in main):
+        elif all(server.restart_at == math.inf for server in tail) and all(
+            s.state is ProcessState.HEALTHY for s in main
+        ):
             for server in main:
                 server.take_turn(asleep=True)
             for server in tail:
                 server.restart_at = 0.0
 
     def end(self, stop: Sequence[int]) -> None:
-        """Stop all servers at once. Kill them after the grace period, or on a second signal."""
+        """Stops all servers at once. Kills them after the grace period, or on a second signal."""
         for server in self.servers:
             server.ask_to_stop()
         deadline = self.clock() + max(server.grace_s for server in self.servers) + KILL_MARGIN_S
@@ -239,20 +240,20 @@ class Supervisor:
 
     def _look_at(self, server: Server) -> str | None:
         now = self.clock()
-        if server.state is State.GONE:
+        if server.state is ProcessState.GONE:
             return None
-        if server.state is State.WAITING:
+        if server.state is ProcessState.WAITING:
             if now >= server.restart_at:
                 server.start(now)
             return None
         code = server.poll()
         if code is not None:
             return self._failed(server, f"ended with exit code {code}{_signal_of(code)}", code)
-        if server.state is State.HEALTHY:
+        if server.state is ProcessState.HEALTHY:
             return None
         if server.is_healthy():
             seconds = now - server.since
-            server.enter(State.HEALTHY, now)
+            server.enter(ProcessState.HEALTHY, now)
             return f"{server.command.base_url} is healthy after {seconds:.0f} s."
         if now - server.since > self.timeout_s:
             server.kill()
@@ -262,7 +263,7 @@ class Supervisor:
     def _failed(self, server: Server, what: str, exit_code: int) -> str:
         """Decides the consequence of a failure: a restart, the loss of this server, or an error."""
         now = self.clock()
-        stable = server.state is State.HEALTHY and now - server.since >= STABLE_S
+        stable = server.state is ProcessState.HEALTHY and now - server.since >= STABLE_S
         server.failures = 1 if stable else server.failures + 1
         if server.failures > MAX_FAILURES:
             what += f", {server.failures} times in a row and each within {STABLE_S:g} s of being healthy"
@@ -273,10 +274,10 @@ class Supervisor:
         if self.restart and self.was_ready and server.failures <= MAX_FAILURES:
             delay_s = FIRST_BACKOFF_S * 2 ** (server.failures - 1)
             server.restart_at = now + delay_s
-            server.enter(State.WAITING, now)
+            server.enter(ProcessState.WAITING, now)
             return f"{message} It restarts in {delay_s:g} s."
-        server.enter(State.GONE, now)
-        running = [other.command.base_url for other in self.servers if other.state is not State.GONE]
+        server.enter(ProcessState.GONE, now)
+        running = [other.command.base_url for other in self.servers if other.state is not ProcessState.GONE]
         if not self.was_ready or not running:
             raise ServerFailedError(message, exit_code)
         remedy = "" if self.restart else " Use `--restart` to restart servers that die."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..policy.drafts import draft_budget
-from .history import History, Prompt
+from .answers import History, Prompt
 from .step_times import StepTimes
 
 
@@ -91,7 +91,7 @@ class SuffixDrafter:
         return [[] for _ in sampled_token_ids]
 
     def new_policy(self) -> None:
-        """Called after a weight update. Stores the previous policy's answers."""
+        """Stores the previous policy's answers. Called after a weight update."""
         with self._surviving():
             self._sweep(max_age=0)
             if self._store is not None:

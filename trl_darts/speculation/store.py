@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
 from ..errors import ConfigurationError
-from .history import History
+from .answers import History
 
 
 MAX_FILES = 256  # one per server and policy; the oldest are deleted

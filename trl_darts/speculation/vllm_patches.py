@@ -6,9 +6,9 @@ from types import ModuleType
 from typing import Any
 
 
-def show_batch(module: ModuleType) -> None:
+def pass_batch(module: ModuleType) -> None:
     """
-    Pass the whole batch to our drafter. vLLM tells a custom drafter neither the request IDs nor the prompts' lengths.
+    Passes the whole batch to our drafter. vLLM passes a custom drafter neither request IDs nor prompt lengths.
 
     vLLM also stops drafting for the whole batch once one sequence is near the model's length limit: every sequence
     then drafts token 0 only, and on a CPU the server crashes. Our drafter and `ngram` check the limit per sequence.
@@ -38,9 +38,9 @@ def show_batch(module: ModuleType) -> None:
     runner._input_fits_in_drafter = input_fits_in_drafter
 
 
-def cure_expand(module: ModuleType) -> None:
+def fix_expand(module: ModuleType) -> None:
     """
-    Replace a kernel of vLLM's CPU build that loses its result (seen with 0.31.0): unless the output is `int64`, it
+    Replaces a kernel of vLLM's CPU build that loses its result (seen with 0.31.0): unless the output is `int64`, it
     fills a temporary copy. Temperature, top-k and top-p of drafted tokens then stay uninitialized, and sampling is
     wrong.
 
@@ -56,7 +56,7 @@ def cure_expand(module: ModuleType) -> None:
     ) -> None:
         import torch
 
-        if not _forgets(original):
+        if not _loses_result(original):
             original(output, values, cu_num_tokens, replace_from, replace_to, *args, **kwargs)
             return
         counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
@@ -66,7 +66,7 @@ def cure_expand(module: ModuleType) -> None:
 
 
 @functools.cache
-def _forgets(expand: Callable[..., Any]) -> bool:
+def _loses_result(expand: Callable[..., Any]) -> bool:
     """Whether the kernel fails to write 0.5, 0.5 and 2.0 to a float tensor."""
     import torch
 
@@ -75,8 +75,8 @@ def _forgets(expand: Callable[..., Any]) -> bool:
     return output.tolist() != [0.5, 0.5, 2.0]
 
 
-def count_policies(worker: Any) -> None:
-    """Notify our drafter after each weight update, by either method."""
+def notify_drafter(worker: Any) -> None:
+    """Notifies our drafter after each weight update, by either method."""
     for name in {"reload_weights", "finish_weight_update"} & vars(worker).keys():
         setattr(worker, name, _then_new_policy(getattr(worker, name)))
 

@@ -1,6 +1,6 @@
 """Computes log-probs of candidates and rewards of complete groups while other candidates still decode."""
 
-from .rewards import decode_completions
+from .reward_stream import decode_completions
 from .streams import Streams, make_streams
 
 

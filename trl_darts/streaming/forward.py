@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from ..errors import ConfigurationError
-from .plan import Chunk, Round, Tokens
+from .plan import Chunk, ScoringRound, Tokens
 
 
 IGNORED = -100  # label without a log-prob
@@ -170,7 +170,7 @@ class Scorer:
         """Drops all caches and log-probs before the weights change."""
         self._begin(self._rollout)
 
-    def execute(self, work: Round) -> None:
+    def execute(self, work: ScoringRound) -> None:
         """Scores one round. The first round of a new rollout drops everything of the previous one."""
         if work.rollout != self._rollout:
             self._begin(work.rollout)

@@ -33,7 +33,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ScoringRound:
     """The next work of one process. The first round of a new `rollout` clears its state."""
 
     rollout: int
@@ -223,7 +223,7 @@ class ScoringPlan:
         for track in self._open():
             self._close(track)
 
-    def rounds(self, processes: Iterable[int]) -> dict[int, Round]:
+    def rounds(self, processes: Iterable[int]) -> dict[int, ScoringRound]:
         """Returns the next rounds of these processes, and marks their tokens as scored. Empty rounds are left out."""
         rounds = {process: self._round(process) for process in processes}
         if self._sharded:
@@ -231,7 +231,7 @@ class ScoringPlan:
             rounds = {process: replace(r, prefills=prefills, scores=scores) for process, r in rounds.items()}
         return {process: work for process, work in rounds.items() if work}
 
-    def _round(self, process: int) -> Round:
+    def _round(self, process: int) -> ScoringRound:
         tracks, prefixes = self._tracks[process], self._prefixes[process]
         for track in hopeless(tracks.values(), self._limits):
             self._close(track)
@@ -246,7 +246,7 @@ class ScoringPlan:
             del prefixes[group_id]
         dropped, self._dropped[process] = self._dropped[process], []
         scores = any(num_tokens for _, num_tokens in batch)
-        return Round(self._rollout, prompts, chunks, dropped, released, bool(prompts), scores)
+        return ScoringRound(self._rollout, prompts, chunks, dropped, released, bool(prompts), scores)
 
     def _chunk(self, track: Track, num_tokens: int) -> Chunk:
         start, end = track.scored, track.scored + num_tokens

@@ -16,9 +16,9 @@ from ..scheduling.ledger import Ledger
 from ..training.positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
 from ..trl_compat import disable_gradient_checkpointing, use_adapter
 from .forward import Scorer
-from .log_probs import POLICY, REFERENCE, LogprobStream
-from .plan import Round, Tokens
-from .rewards import RewardStream, SettledRows
+from .logprob_stream import POLICY, REFERENCE, LogprobStream
+from .plan import ScoringRound, Tokens
+from .reward_stream import RewardStream, SettledRows
 
 
 class Streams:
@@ -91,11 +91,6 @@ class Streams:
 
         return stream.log_probs(name, input_ids, attention_mask, logits_to_keep, rest), None, None
 
-    def close(self) -> None:
-        """Ends the threads of reward functions."""
-        if self.rewards is not None:
-            self.rewards.close()
-
     # On the main process
 
     def watch(
@@ -136,7 +131,7 @@ class Streams:
     def follow(self) -> None:
         """Executes messages from the main process. Call it repeatedly during the rollout, and once afterwards."""
         for message in self._mailbox.receive() if self._mailbox is not None else ():
-            if isinstance(message, Round) and self.log_probs is not None:
+            if isinstance(message, ScoringRound) and self.log_probs is not None:
                 self.log_probs.execute(message)
             elif isinstance(message, SettledRows) and self.rewards is not None:
                 self.rewards.submit(message)

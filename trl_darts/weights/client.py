@@ -8,11 +8,11 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
+from ..engines.deadlines import Deadlines
 from ..errors import GenerationError
 from ..trl_compat import VLLMClient
 
 
-CONNECT_TIMEOUT_S = 10.0
 IMAGE_TIMEOUT_S = 120.0  # for the images of one prompt, queued behind those of up to 64 others
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class _Adapter(HTTPAdapter):
     """Adds a default timeout to requests without one, and does not retry POST (TRL retries it five times)."""
 
     def __init__(self, read_timeout_s: float | None = None) -> None:
-        self.default_timeout = None if read_timeout_s is None else (CONNECT_TIMEOUT_S, read_timeout_s)
+        self.default_timeout = None if read_timeout_s is None else (Deadlines.connect_s, read_timeout_s)
         retry = Retry(total=2, connect=2, read=0, status=0, backoff_factor=0.2, allowed_methods=["GET"])
         super().__init__(max_retries=retry, pool_maxsize=64)
 

@@ -1,9 +1,8 @@
-"""Weights as files. Each version appears atomically in a directory, which is removed at the end of the run."""
+"""Writes weights to files. Each version appears atomically in a directory, which is removed at the end of the run."""
 
 import fcntl
 import os
 import shutil
-import socket
 import tempfile
 import uuid
 import weakref
@@ -61,7 +60,7 @@ class WeightDirectory:
         return next((root / f"v{version}" for root in self.roots if (root / f"v{version}").is_dir()), None)
 
     def write(self, version: int, named_params: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Path:
-        """Write a version of `num_bytes`, one shard in memory at a time, and return its directory."""
+        """Writes a version of `num_bytes`, one shard in memory at a time, and returns its directory."""
         if self.is_local and not self._locks:
             self._begin()
         root = next((root for root in self.roots[:-1] if 2 * num_bytes <= _free_bytes(root)), self.roots[-1])
@@ -95,7 +94,7 @@ class WeightDirectory:
             yield shard
 
     def keep_only(self, version: int) -> None:
-        """Remove every other version. This one stays for servers that reconnect."""
+        """Removes every other version. This one stays for servers that reconnect."""
         for root in self.roots:
             for path in root.glob("v*"):
                 if path.name != f"v{version}":
@@ -103,12 +102,12 @@ class WeightDirectory:
 
 
 def _free_bytes(root: Path) -> int:
-    """Free bytes of a shared-memory directory, whose nominal size may exceed the available memory."""
+    """Returns the free bytes of a shared-memory directory, whose nominal size may exceed the available memory."""
     return min(shutil.disk_usage(root).free, int(psutil.virtual_memory().available))
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove directories of killed runs, which would occupy shared memory forever."""
+    """Removes directories of killed runs, which would occupy shared memory forever."""
     for path in parent.glob(f"{PREFIX}*/lock"):
         with suppress(OSError), path.open("a") as lock:  # raised if it is in use or belongs to another user
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,15 +119,3 @@ def _remove(roots: list[Path], locks: list[IO[str]]) -> None:
         shutil.rmtree(root, ignore_errors=True)
     for lock in locks:
         lock.close()
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether `host` is an address of this machine, tested by binding a socket to it."""
-    for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as sock:
-                sock.bind(address)
-        except OSError:
-            continue
-        return True
-    return False

@@ -1,4 +1,4 @@
-"""The client that TRL's `VLLMGeneration` uses on the main thread, for several vLLM servers."""
+"""Replaces TRL's client of one vLLM server in `VLLMGeneration`, for several servers."""
 
 import asyncio
 import itertools
@@ -12,14 +12,15 @@ from urllib.parse import urlsplit
 
 import torch
 
-from ..engines.pool import TURN_TIMEOUT_S, Member, ServerPool, State, describe
+from ..engines.addresses import is_this_machine
+from ..engines.pool import Member, ServerPool, State, describe
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import ConfigurationError, TRLDARTSError, WeightSyncError
 from ..scheduling.setting import one_of
 from . import WEIGHT_SYNCS, calls
 from .client import BlockingVLLMClient, image_features
-from .files import WeightDirectory, is_this_machine
-from .nccl import GROUP_PORT, Chunk, WeightGroup, chunks
+from .files import WeightDirectory
+from .nccl import GROUP_PORT, WeightChunk, WeightGroup, weight_chunks
 from .parameters import Metadata, NamedParams, as_served, cast, num_bytes, whole
 from .update import WeightUpdate
 
@@ -89,7 +90,7 @@ class FleetVLLMClient:
         return list(self._engine.base_urls)
 
     def get_server_info(self) -> dict[str, Any]:
-        """The first server's configuration, for TRL."""
+        """Returns the first server's configuration, for TRL."""
         return BlockingVLLMClient(self.base_urls[0], self._api_key).get_server_info()
 
     def init_communicator(self) -> None:
@@ -109,13 +110,6 @@ class FleetVLLMClient:
             )
         if dtype != self._dtype:
             self._dtype = None
-
-    def close_communicator(self) -> None:
-        """Leaves every group, and removes the files."""
-        for url in list(self._groups):
-            self.leave(url)
-        if self._directory is not None:
-            self._directory.close()
 
     def leave(self, url: str) -> None:
         """Leaves a server's group."""
@@ -173,7 +167,7 @@ class FleetVLLMClient:
         with self._entered(self._update(takes_part)) as update:
             call(update.open(self._timeout_s))
             try:
-                for chunk in chunks(metadata, params, self._device):
+                for chunk in weight_chunks(metadata, params, self._device):
                     if sending is not None:
                         self._engine.wait(sending)
                     self.num_bytes += num_bytes(chunk.metadata) * len(update.alive)
@@ -185,7 +179,7 @@ class FleetVLLMClient:
                     sending.cancel()
             call(update.close(self._timeout_s))
 
-    async def _send(self, chunk: Chunk, member: Member) -> None:
+    async def _send(self, chunk: WeightChunk, member: Member) -> None:
         await self._groups[member.server.base_url].send(member.server, chunk)
 
     @contextmanager
@@ -222,7 +216,7 @@ class FleetVLLMClient:
             if self._directory is None and (member.state is State.RETURNED or url not in self._groups):
                 await self._form_group(url, member)
             if pool.takes_turns and member.tail:
-                await member.server.wake_up(TURN_TIMEOUT_S, only_weights=True)
+                await member.server.wake_up(only_weights=True)
         except Exception as error:
             pool.lose(url, _reason(error))
             return False
@@ -233,7 +227,7 @@ class FleetVLLMClient:
         failure = update.failures.get(url)
         if pool.takes_turns and member.tail:
             try:
-                await member.server.sleep(TURN_TIMEOUT_S)
+                await member.server.sleep()
                 member.asleep = True
             except Exception as error:
                 failure = failure or error

@@ -35,7 +35,7 @@ GROUP_PORT = 51216  # TRL's default
 
 
 @dataclass(frozen=True)
-class Chunk:
+class WeightChunk:
     """Tensors packed into one buffer, as vLLM reads them. The buffer is complete after the event."""
 
     metadata: Metadata
@@ -43,7 +43,7 @@ class Chunk:
     filled: Any  # a `torch.cuda.Event`
 
 
-def chunks(metadata: Metadata, named_params: NamedParams, device: torch.device) -> Iterator[Chunk]:
+def weight_chunks(metadata: Metadata, named_params: NamedParams, device: torch.device) -> Iterator[WeightChunk]:
     """
     Packs parameters into buffers on the current stream. Each tensor is copied immediately, because gathered parameters
     are freed and merged adapters are unmerged in place.
@@ -56,7 +56,7 @@ def chunks(metadata: Metadata, named_params: NamedParams, device: torch.device) 
             room.copy_(tensor.contiguous().view(-1).view(torch.uint8))
         filled = torch.cuda.Event()
         filled.record()
-        yield Chunk(part, buffer, filled)
+        yield WeightChunk(part, buffer, filled)
 
 
 def _parts(metadata: Metadata) -> Iterator[Metadata]:
@@ -112,7 +112,7 @@ class WeightGroup:
         )
         return cls(communicator, timeout_s)
 
-    async def send(self, server: VLLMServer, chunk: Chunk) -> None:
+    async def send(self, server: VLLMServer, chunk: WeightChunk) -> None:
         """Sends a chunk and waits until the server has loaded it. After a failure, the group can't be used again."""
         names, dtypes, shapes = (list(values) for values in zip(*chunk.metadata, strict=True))
         info: dict[str, Any] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
@@ -122,7 +122,7 @@ class WeightGroup:
         what = f"Waiting for {server.base_url} to receive new weights over NCCL"
         await _beside(answer, lambda: self._broadcast(chunk), self.destroy, what, self._timeout_s)
 
-    def _broadcast(self, chunk: Chunk) -> None:
+    def _broadcast(self, chunk: WeightChunk) -> None:
         if self._communicator.disabled:  # it would return without sending
             raise WeightSyncError("The NCCL group was aborted.")
         with torch.accelerator.device_index(self._communicator.device.index):

@@ -1,4 +1,4 @@
-"""The trainer's parameters as TRL yields them, and their conversion for servers."""
+"""Converts the trainer's parameters, as TRL yields them, for servers."""
 
 import itertools
 import math

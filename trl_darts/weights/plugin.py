@@ -1,9 +1,9 @@
 """
 Our vLLM plugin. vLLM calls [`register`] in each of its processes, before a model is loaded.
 
-It fixes `reload_weights` for training, and speculative decoding. It never imports a module of vLLM before vLLM does:
-that would cost each process seconds, and bind kernels that the platform replaces later. It must not break a server
-either, so it only warns if vLLM's interfaces differ.
+It fixes `reload_weights` for training, and speculative decoding. It never imports a module of vLLM before vLLM does,
+which would take seconds in each process, and bind kernels that the platform replaces later. It only warns if vLLM's
+interfaces differ, so that it does not break a server.
 """
 
 import functools
@@ -16,12 +16,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ..speculation.vllm_patches import count_policies, cure_expand, show_batch
+from ..speculation.vllm_patches import fix_expand, notify_drafter, pass_batch
 
 
-WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # its `Worker` is the base of the CPU's and XPU's workers too
-RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"  # the base of the CPU's and XPU's too
-CPU_KERNELS_MODULE = "vllm.utils.cpu_triton_utils"  # imported on a CPU alone
+WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # its `Worker` is also the base of the CPU's and XPU's workers
+RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"  # also the base of the CPU's and XPU's
+CPU_KERNELS_MODULE = "vllm.utils.cpu_triton_utils"  # only imported on a CPU
 
 logger = logging.getLogger("vllm.trl_darts")
 
@@ -29,13 +29,13 @@ logger = logging.getLogger("vllm.trl_darts")
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`. Can be called repeatedly."""
     when_imported(WORKER_MODULE, _patch_worker)
-    when_imported(RUNNER_MODULE, show_batch)
-    when_imported(CPU_KERNELS_MODULE, cure_expand)
+    when_imported(RUNNER_MODULE, pass_batch)
+    when_imported(CPU_KERNELS_MODULE, fix_expand)
 
 
 def _patch_worker(module: ModuleType) -> None:
     """
-    Make `Worker.reload_weights` repack tied LM heads, restore the model after a failure, and return our version.
+    Makes `Worker.reload_weights` repack tied LM heads, restore the model after a failure, and return our version.
 
     The return value tells a client that this plugin is installed: vLLM's own method returns nothing.
     """
@@ -58,11 +58,11 @@ def _patch_worker(module: ModuleType) -> None:
 
     reload_weights.trl_darts_version = __version__  # type: ignore[attr-defined]
     module.Worker.reload_weights = reload_weights
-    count_policies(module.Worker)
+    notify_drafter(module.Worker)
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` right after a module is imported, or now if it already is. Failures are logged."""
+    """Calls `action(module)` right after a module is imported, or now if it already is. Failures are logged."""
     if name in sys.modules:
         _act(action, sys.modules[name])
     elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):

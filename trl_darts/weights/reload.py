@@ -27,7 +27,7 @@ def reloaded_layers(llm: Any) -> Iterator[None]:
 
 def repack_tied_lm_heads(model: torch.nn.Module) -> None:
     """
-    Update the packed copy of an LM head that shares its weight with the embedding.
+    Updates the packed copy of an LM head that shares its weight with the embedding.
 
     On a CPU, each linear layer multiplies with a packed copy of its weight (`cpu_linear`), made when the layer is
     loaded. A tied LM head is never loaded, only its embedding is, so after a reload its logits use the old weights:
@@ -42,14 +42,14 @@ def repack_tied_lm_heads(model: torch.nn.Module) -> None:
 
 
 def finish_reload(model: torch.nn.Module, model_config: ModelConfig) -> None:
-    """Activate the new weights, including tied ones."""
+    """Activates the new weights, including tied ones."""
     finalize_layerwise_reload(model, model_config)
     repack_tied_lm_heads(model)
 
 
 def restore_unfinished_layers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     """
-    End a failed layerwise reload: layers that were not loaded completely get their previous weights back.
+    Ends a failed layerwise reload: layers that were not loaded completely get their previous weights back.
 
     Without this, these layers have no memory, so the next request kills the engine, and their buffered tensors count
     towards the next reload, which then processes them too early. Afterwards the model is a mixture of old and new

@@ -84,7 +84,7 @@ def test_command(tmp_path):
     result = run(*runs, *options, "--latency-curve", tmp_path / "curve.json")
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(tmp_path / "new" / "page.html")
-    assert "6 figures beside it" in result.stderr
+    assert "6 figures next to it" in result.stderr
     assert sorted(path.name for path in (tmp_path / "new").glob("*.png"))[0] == "page-budget.png"
     text = (tmp_path / "new" / "page.html").read_text()
     assert "as a multiple of A" in text

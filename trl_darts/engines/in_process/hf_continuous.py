@@ -19,7 +19,7 @@ from .hf_generate import replaced
 from .share import Share
 
 
-POLL_S = 0.01  # wait for a result between two exchanges with the scheduler
+POLL_S = 0.01  # timeout of a result, after which the scheduler is asked again
 PROGRESS_INTERVAL_S = 0.05
 
 

@@ -39,9 +39,9 @@ def keep_expanded_images(llm: Any) -> None:
     processor._apply_prompt_updates = expand_once
 
 
-def decode_colocated(generation: Any, batch: PromptBatch, share: Share, feed: list[Slot]) -> None:
+def decode_colocated(generation: Any, batch: PromptBatch, share: Share, own_slots: list[Slot]) -> None:
     """Decodes a share with TRL's generation, which calls `LLM.generate` once with the prompts of this process."""
-    rows = [batch.row_of(slot.group_id, slot.index) for slot in feed]
+    rows = [batch.row_of(slot.group_id, slot.index) for slot in own_slots]
     images = None if batch.images is None else [batch.images[row - batch.mine.start] for row in rows]
     with replaced(generation, "llm", SteppedLLM(generation.llm, share)):
         generation.generate([batch.rows[row] for row in rows], images, batch.num_generations)

@@ -3,8 +3,8 @@ Computes log-probs while candidates still decode ([DARTS](https://huggingface.co
 Appendix E), and returns them to TRL when it asks for them.
 
 ```
-servers ──tokens──▶ ledger ──▶ ScoringPlan ──Round──▶ Scorer               this process
-                                           ──Round──▶ mailbox ──▶ Scorer   the others
+servers ──tokens──▶ ledger ──▶ ScoringPlan ──ScoringRound──▶ Scorer               this process
+                                           ──ScoringRound──▶ mailbox ──▶ Scorer   the others
                                            ◀──done──
 ```
 """
@@ -21,7 +21,7 @@ from ..errors import GenerationError
 from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
 from .forward import Scorer, row_digest
-from .plan import Limits, Round, ScoringPlan, Tokens
+from .plan import Limits, ScoringPlan, ScoringRound, Tokens
 
 
 GIB = 2**30
@@ -86,7 +86,7 @@ class LogprobStream:
         self._outstanding = [0] * self._num_processes
         if not self._bytes_per_token:
             # A first pass over a dummy token measures the cache's bytes per token.
-            self._send({process: Round(self._rollout, prefills=True) for process in self._collective([0])})
+            self._send({process: ScoringRound(self._rollout, prefills=True) for process in self._collective([0])})
         limits = Limits(self._chunk_tokens, self._batch_tokens, self._cache_bytes // self._bytes_per_token)
         self._plan = ScoringPlan(
             self._rollout, prompts, limits, self._num_generations, self._num_processes, self._sharded
@@ -138,7 +138,7 @@ class LogprobStream:
     def _collective(self, processes: list[int]) -> list[int]:
         return list(range(self._num_processes)) if self._sharded else processes
 
-    def _send(self, rounds: Mapping[int, Round]) -> None:
+    def _send(self, rounds: Mapping[int, ScoringRound]) -> None:
         for process in sorted(rounds, reverse=True):  # this process last, because its pass blocks
             if process == 0:
                 self._score(rounds[process])
@@ -147,7 +147,7 @@ class LogprobStream:
                 self._outstanding[process] += 1
                 self._mailbox.post(process, rounds[process])
 
-    def _score(self, work: Round) -> None:
+    def _score(self, work: ScoringRound) -> None:
         for scorer in self.scorers.values():
             scorer.execute(work)
         self._num_chunks += sum(bool(chunk.tokens) for chunk in work.chunks)
@@ -163,7 +163,7 @@ class LogprobStream:
                     raise GenerationError(f"Streaming failed on process {message.process}: {message.error}")
                 self._outstanding[message.process] -= 1
 
-    def execute(self, work: Round) -> None:
+    def execute(self, work: ScoringRound) -> None:
         """Executes a round on another process."""
         assert self._mailbox is not None
         error = None

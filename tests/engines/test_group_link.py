@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.processes import NEVER, Decoder, make_director
+from tests.engines.processes import NEVER, Decoder, make_main_link
 from tests.engines.threads import in_threads
-from trl_darts.engines.in_process.links import FollowingLink
-from trl_darts.engines.in_process.share import Link, Report, Share
+from trl_darts.engines.in_process.share import GroupLink, Link, Report, Share
 from trl_darts.errors import GenerationError
 
 
 class FakeGroup:
-    """A process group of threads, which meet at each broadcast as ranks do. Waits a second for all to come."""
+    """A process group of threads, which meet at each broadcast as ranks do, within a second."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank = threading.local()
@@ -40,18 +39,18 @@ class FakeGroup:
 LEADER, TP_SIZE = 4, 3
 
 
-def follow(inner: Link, group: FakeGroup, act: Callable[[FollowingLink], Any]) -> tuple[list[Any], dict]:
-    """Ranks 4, 5 and 6, of which the first speaks for all."""
+def follow(inner: Link, group: FakeGroup, act: Callable[[GroupLink], Any]) -> tuple[list[Any], dict]:
+    """Runs `act` on ranks 4, 5 and 6, of which the first is the leader."""
 
     def process(rank: int) -> Any:
         group.rank.value = rank
-        return act(FollowingLink(inner if rank == LEADER else None, LEADER, group))
+        return act(GroupLink(inner if rank == LEADER else None, LEADER, group))
 
     return in_threads(*(lambda rank=rank: process(rank) for rank in range(LEADER, LEADER + TP_SIZE)))
 
 
 class Scripted:
-    """A link that answers its n-th call with the n-th entry, and notes the reports."""
+    """A link that returns the n-th entry at its n-th call, and records the reports."""
 
     def __init__(self, answers: dict[int, list[int]]) -> None:
         self.answers = answers
@@ -68,9 +67,9 @@ def test_followers_abort_at_the_same_call_as_the_leader(monkeypatch):
     group = FakeGroup(TP_SIZE, monkeypatch)
     inner = Scripted({1: [10], 3: [11, 12], 8: [13], 9: [14], 17: [15]})
 
-    def act(link: FollowingLink) -> list[tuple[int, list[int]]]:
-        heard = [(call, link.exchange([Report(call, 1)])) for call in range(1, 31)]
-        return [(call, list(aborts)) for call, aborts in heard if aborts]
+    def act(link: GroupLink) -> list[tuple[int, list[int]]]:
+        received = [(call, link.exchange([Report(call, 1)])) for call in range(1, 31)]
+        return [(call, list(aborts)) for call, aborts in received if aborts]
 
     results, errors = follow(inner, group, act)
     assert not errors
@@ -80,28 +79,28 @@ def test_followers_abort_at_the_same_call_as_the_leader(monkeypatch):
 
 
 def test_a_group_decodes_one_share(monkeypatch):
-    """What each rank has at the end is the same, and the director hears of each candidate once."""
+    """All ranks end with the same rows, and the scheduler gets one end of each candidate."""
     group = FakeGroup(TP_SIZE, monkeypatch)
     lengths = [[3, 5, 9, NEVER, NEVER, NEVER], [4, 20, 7]]
-    director = make_director(lengths, num_engines=1)
+    main = make_main_link(lengths, num_engines=1)
 
-    def act(link: FollowingLink) -> dict[int, int]:
-        share = Share(director.slots[0], link, needs_progress=False)
+    def act(link: GroupLink) -> dict[int, int]:
+        share = Share(main.slots[0], link, needs_progress=False)
         Decoder(share, lengths).decode()
         return {number: len(tokens) for number, (tokens, _) in share.rows.items()}
 
-    results, errors = follow(director, group, act)
+    results, errors = follow(main, group, act)
     assert not errors
     assert results[0] == results[1] == results[2]
-    ends = Counter(report.candidate_id for report in director.told if report.finish_reason is not None)
+    ends = Counter(report.candidate_id for report in main.reports if report.finish_reason is not None)
     assert ends == Counter(range(9))
-    assert director.scheduler.done
-    assert [g.selected for g in director.result().groups] == [[0, 1, 2], [0, 1, 2]]
-    assert [c.length for c in director.scheduler.ledger.candidates[3:6]] == [16] * 3  # decided at 9, told at 16
+    assert main.scheduler.done
+    assert [g.selected for g in main.result().groups] == [[0, 1, 2], [0, 1, 2]]
+    assert [c.length for c in main.scheduler.ledger.candidates[3:6]] == [16] * 3  # decided at 9, broadcast at 16
 
 
 def test_an_error_reaches_followers_with_the_next_broadcast(monkeypatch):
-    """The leader hears that another process failed. Its followers hear nothing but the leader."""
+    """Only the leader gets the error of another process."""
     group = FakeGroup(TP_SIZE, monkeypatch)
 
     class Broken(Scripted):
@@ -111,7 +110,7 @@ def test_an_error_reaches_followers_with_the_next_broadcast(monkeypatch):
                 raise GenerationError("Generation failed on process 0: boom")
             return []
 
-    def act(link: FollowingLink) -> None:
+    def act(link: GroupLink) -> None:
         for _ in range(8):
             link.exchange([])
 
