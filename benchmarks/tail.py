@@ -38,7 +38,7 @@ from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import PAT_CLUSTER, ClusterSpec
 from trl_darts.policy import EngineTimes
-from trl_darts.policy.tail import Work
+from trl_darts.policy.forecast import Work
 from trl_darts.scheduling import RolloutResult
 
 

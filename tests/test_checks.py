@@ -49,7 +49,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "model": torch.nn.Linear(1, 1),
         "train_dataset": [{"prompt": "Hello"}],
         "processing_class": SimpleNamespace(),
-        "is_sharded": False,
+        "_dist": SimpleNamespace(is_fsdp=changes.pop("is_sharded", False), is_zero3=False),
         "is_deepspeed_enabled": False,
         "_is_vlm": False,
         "tools": [],
@@ -192,9 +192,9 @@ def test_uniform_groups_are_those_of_one_turn():
 
 def test_a_curve_of_another_model_is_named(tmp_path, caplog):
     curve = LatencyCurve([1, 2], [0.01, 0.02], metadata={"model": "some/Tiny-1B"})
-    assert other_model(curve, "latency.json", "org/Tiny-1B") is other_model(None, None, "org/Tiny-1B") is None
     curve.save(tmp_path / "curve.json")
     args = make_args(tmp_path, latency_curve=str(tmp_path / "curve.json"))
+    assert other_model(args, "org/Tiny-1B") is other_model(make_args(tmp_path), "org/Tiny-1B") is None
     with caplog.at_level("WARNING"), pytest.raises(OSError, match="no-model"):  # before the model is loaded
         DARTSGRPOTrainer(str(tmp_path / "no-model"), max, args, letters_dataset())
     assert "was measured with 'some/Tiny-1B', and the model is" in caplog.text

@@ -53,7 +53,7 @@ def test_rooms_keep_to_the_import_rule():
     for name, needs in graph.items():
         room = name.split(".")[1]
         needed = {need.split(".")[1] for need in needs} - {room}
-        assert "trainer" not in needed or room in ("cli", "hub", "testing"), (name, needed)
+        assert "trainer" not in needed or room in ("cli", "testing"), (name, needed)
         if room in ("policy", "scheduling"):
             assert needed <= {"policy", "errors"}, (name, needed)
 

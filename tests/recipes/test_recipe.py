@@ -210,7 +210,7 @@ def test_what_a_recipe_comes_to(recipe):
     [
         (
             {"steps_per_generation": 3},
-            "`steps_per_generation` (3) is no multiple of `gradient_accumulation_steps` (2)",
+            "`steps_per_generation` (3) is not a multiple of `gradient_accumulation_steps` (2)",
         ),
         ({"per_device_train_batch_size": 3, "steps_per_generation": 4}, "An optimizer step has 1.5 prompts"),
     ],
@@ -226,7 +226,7 @@ def test_gradients_that_fsdp_keeps_whole(recipe, tmp_path):
     launch.write_text("{distributed_type: FSDP, num_processes: 2}")
     result = check(recipe(), "--accelerate-config", launch)
     assert "processes         2" in result.stdout
-    assert "`gradient_accumulation_steps` (2) keeps whole gradients on each GPU with FSDP2" in result.stderr
+    assert "`gradient_accumulation_steps` (2) keeps unsharded gradients on each GPU with FSDP2" in result.stderr
     synced = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
     for path in (recipe(**synced), recipe(gradient_accumulation_steps=1)):
         assert check(path, "--accelerate-config", launch).stderr == ""

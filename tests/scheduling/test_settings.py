@@ -23,7 +23,7 @@ from trl_darts.scheduling import (
     UniformPool,
 )
 from trl_darts.scheduling.policies import AllGroups, LeastLoaded, WaitForAll
-from trl_darts.scheduling.setting import unmarked
+from trl_darts.scheduling.rules import unmarked
 
 
 def test_every_setting_says_what_it_means():

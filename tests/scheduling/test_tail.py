@@ -4,7 +4,7 @@ import pytest
 
 from tests.policies import make_policies
 from trl_darts.policy import EngineTimes, LatencyCurve, TailTimes
-from trl_darts.policy.tail import HANDOVER_S
+from trl_darts.policy.forecast import HANDOVER_S
 from trl_darts.scheduling import (
     Abort,
     CandidateEnded,

@@ -14,7 +14,7 @@ from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import GroupSummary, UniformAdmission
 from trl_darts.telemetry.length_history import length_source, load_history
-from trl_darts.telemetry.log import append_entry
+from trl_darts.telemetry.run_log import append_entry
 from trl_darts.telemetry.traces import write_trace
 
 

@@ -36,7 +36,7 @@ def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, capsys):
     again = make_trainer(model_dir, make_args(tmp_path, **fields))
     again.train(resume_from_checkpoint="true")  # as a command line has it
     assert again.state.global_step == 3
-    assert f"Going on from {checkpoint}: step 2 of 3\n" in capsys.readouterr().out
+    assert f"Resuming from {checkpoint}: step 2 of 3\n" in capsys.readouterr().out
 
 
 def test_checkpoints_of_an_earlier_training_are_not_gone_on_from(tmp_path):
@@ -110,7 +110,7 @@ def test_a_file_that_is_cut_off_is_named(finished, tmp_path, name):
 
 def test_another_schedule_is_named(finished, model_dir, tmp_path):
     trainer = make_trainer(model_dir, make_args(tmp_path, schedule="grpo"))
-    with pytest.raises(StateMismatchError, match=r"is of schedule='darts', and this training has schedule='grpo'"):
+    with pytest.raises(StateMismatchError, match=r"was saved with schedule='darts', and this run has schedule='grpo'"):
         trainer.train(resume_from_checkpoint=str(finished / "checkpoint-2"))
 
 
@@ -120,7 +120,7 @@ def test_a_finished_training_trains_nothing(finished, model_dir, tmp_path, caplo
     written = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     trainer = make_trainer(model_dir, make_args(finished, max_steps=max_steps, save_strategy="epoch"))
     output = trainer.train(resume_from_checkpoint=True)
-    assert f"{checkpoint} is of a finished training (step 2 of {max_steps}): nothing is trained." in caplog.text
+    assert f"{checkpoint} is from a finished run (step 2 of {max_steps}), so there is nothing to train." in caplog.text
     assert output.global_step == trainer.state.global_step == 2
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == written
     trained, saved = trainer.model.state_dict(), load_file(checkpoint / "model.safetensors")

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
 from ..scheduling.policies import AUTO
-from ..training.rewards import RewardWatch
+from ..training.reward_checks import RewardWatch
 from ..weights.fleet import resolve_weight_sync
 
 

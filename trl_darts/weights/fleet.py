@@ -15,7 +15,7 @@ import torch
 from ..engines.pool import TURN_TIMEOUT_S, Member, ServerPool, State, describe
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import ConfigurationError, TRLDARTSError, WeightSyncError
-from ..scheduling.setting import one_of
+from ..scheduling.rules import one_of
 from . import WEIGHT_SYNCS, calls
 from .client import BlockingVLLMClient, image_features
 from .files import WeightDirectory, is_this_machine

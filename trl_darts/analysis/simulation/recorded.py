@@ -84,7 +84,7 @@ def recorded_workload(
 
 def check_model(run_dir: Path, curve_file: Path) -> None:
     """Refuses a latency curve of another model than the run's."""
-    from ...telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
+    from ...telemetry.run_log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
 
     model, curve = read_log(run_dir)[0].get("model"), LatencyCurve.load(curve_file, "--latency-curve")
     if not curve.is_of(model):
@@ -155,7 +155,7 @@ def _traces(run_dir: Path) -> pd.DataFrame:
 
 def _limit(run_dir: Path, traces: pd.DataFrame) -> int:
     """`max_completion_length` of the run from its log, or else its longest candidate."""
-    from ...telemetry.log import read_log
+    from ...telemetry.run_log import read_log
 
     limit = read_log(run_dir)[0].get("max_completion_length")
     return limit if isinstance(limit, int) else int(traces["length"].max())

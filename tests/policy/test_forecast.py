@@ -14,7 +14,7 @@ from trl_darts.policy import (
     remaining_lengths,
     rollout_time,
 )
-from trl_darts.policy.tail import HANDOVER_S, MIN_GAIN, Forecast
+from trl_darts.policy.forecast import HANDOVER_S, MIN_GAIN, Forecast
 
 
 # PAT, Figure 4: LLaMA-3.1-8B on eight A40, as four engines of two GPUs and as one of eight.

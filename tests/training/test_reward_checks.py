@@ -8,8 +8,8 @@ import torch
 from tests.builders import length_reward, make_args, make_trainer
 from trl_darts.errors import ConfigurationError
 from trl_darts.streaming.reward_calls import RewardCall
-from trl_darts.training import rewards as module
-from trl_darts.training.rewards import RewardWatch, check_rewards
+from trl_darts.training import reward_checks as module
+from trl_darts.training.reward_checks import RewardWatch, check_rewards
 
 
 @pytest.mark.parametrize(

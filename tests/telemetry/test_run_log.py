@@ -6,7 +6,7 @@ import pytest
 
 from tests.analysis.report.builders import SETTINGS, make_entry, write_run
 from trl_darts.errors import ConfigurationError
-from trl_darts.telemetry.log import LOG_FILE, read_evaluations, read_log
+from trl_darts.telemetry.run_log import LOG_FILE, read_evaluations, read_log
 
 
 def test_last_attempt_counts(tmp_path):
