@@ -111,7 +111,7 @@ def last_state(directory: Path) -> tuple[int, str, int]:
 
 
 def wrong_prompts(directory: Path, max_steps: int) -> list[tuple[int, str]]:
-    """Returns epochs and prompts that were not trained on exactly once. Of two entries of a step, the later counts."""
+    """Returns epochs and prompts that were not trained on exactly once. The later of two entries of a step counts."""
     steps = dict(map(json.loads, (directory / LOG).read_text().splitlines()))
     wrong = []
     for first in range(0, max_steps, STEPS):
