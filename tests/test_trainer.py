@@ -1,4 +1,4 @@
-"""The trainer on the transformers engine: real TRL, real model, no server."""
+"""Tests the trainer with the transformers engine: real TRL, real model, no server."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from trl_darts.errors import ConfigurationError, StateMismatchError
 from trl_darts.policy import LatencyCurve, LengthTracker
 
 
-SECONDS = ["start_seconds", "end_seconds"]  # of the trace: what differs between two runs that decided the same
+SECONDS = ["start_seconds", "end_seconds"]  # columns of the trace that differ between equal runs
 
 
 @pytest.fixture
@@ -91,8 +91,7 @@ def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curv
         "save_rollout_trace": True,
         "latency_curve": curve,
     }
-    # One epoch in which prompts recur: TRL 1.16 starts over with the first epoch's order when it resumes in a later
-    # one.
+    # One epoch with recurring prompts, because TRL 1.16 repeats the first epoch's order if it resumes in a later one.
     dataset = letters_dataset(10, repeats=6)
     whole = make_trainer(model_dir, make_args(tmp_path / "whole", **fields), train_dataset=dataset)
     whole.train()
@@ -106,7 +105,7 @@ def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curv
         pd.testing.assert_frame_equal(expected, actual)
     budgets = [[e["darts/budget/total"] for e in rollout_logs(t)][-6:] for t in (whole, resumed)]
     assert budgets[0] == budgets[1]
-    assert len(set(budgets[0])) > 1  # they do move
+    assert len(set(budgets[0])) > 1  # they change
     for name, parameter in whole.model.named_parameters():
         assert torch.equal(parameter, resumed.model.get_parameter(name)), name
     assert {"trl", "grpo", "darts"} <= set(resumed.model.model_tags)
@@ -165,7 +164,7 @@ def test_config_of_trl_is_refused(model_dir, tmp_path):
 
 
 def test_no_config_makes_one_with_the_models_name(model_dir, monkeypatch):
-    # TRL's default config wants a GPU.
+    # TRL's default config requires a GPU.
     monkeypatch.setattr(
         DARTSGRPOConfig, "__init__", partialmethod(DARTSGRPOConfig.__init__, use_cpu=True, report_to=[])
     )
