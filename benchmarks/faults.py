@@ -114,7 +114,7 @@ class Chaos(TrainerCallback):
 
 
 def server_processes(url: str) -> list[psutil.Process]:
-    """The processes that serve at an address, without the guard above them."""
+    """Returns the processes of the server at an address, without the guard above them."""
     port = url.rsplit(":", 1)[1]
     found = []
     for process in psutil.process_iter(["cmdline"]):

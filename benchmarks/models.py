@@ -84,6 +84,7 @@ def make_random_model(
     hidden_size: int = 64,
     num_layers: int = 2,
     seed: int = 0,
+    **sizes: int,
 ) -> Path:
     """
     Saves a random float32 Qwen2 model with its tokenizer. Its next-token probabilities are nearly uniform. The state
@@ -91,7 +92,7 @@ def make_random_model(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(_config(hidden_size, num_layers, tied)).to(torch.float32)
+        model = Qwen2ForCausalLM(_config(hidden_size, num_layers, tied, **sizes)).to(torch.float32)
     return save_model(model, tokenizer, out_dir)
 
 

@@ -280,7 +280,7 @@ def server_of(curve: LatencyCurve, slots: int | None, size: Size) -> Iterator[tu
 def on_server(
     title: str, rows: Sequence[Row], size: Size, curve: LatencyCurve, slots: int | None, repeats: int
 ) -> None:
-    """A table."""
+    """Runs all rows on a server and in the simulator, and prints a table."""
     with server_of(curve, slots, size) as (cluster, spec):
         measured = [train([Replay(row, size, spec, cluster) for row in rows], size.steps) for _ in range(repeats)]
     predicted = train([Replay(row, size, spec) for row in rows], size.steps)

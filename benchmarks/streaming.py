@@ -41,9 +41,8 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.models import EOS_ID, VOCAB_SIZE, make_tokenizer
+from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
 from benchmarks.servers import training_args
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts import DARTSGRPOTrainer
@@ -87,21 +86,7 @@ REGIMES = (
 
 def make_model(directory: Path) -> Path:
     """Builds a model with 4 million parameters, whose forward pass is a tenth of a step or more."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    return directory
+    return make_random_model(directory, make_tokenizer(), hidden_size=256, num_layers=4, intermediate_size=1024)
 
 
 @contextmanager

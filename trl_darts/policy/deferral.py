@@ -33,7 +33,7 @@ class LongRewards:
     deferred_share: float = 0.3  # share of the groups of short rounds that are deferred
 
     def probability(self, key: int) -> float:
-        """Probability that a group of this prompt has different rewards in a long round, but not in a short one."""
+        """Returns the probability that a group has different rewards in a long round, but not in a short one."""
         groups, hits = self.by_prompt.get(key, (0.0, 0.0))
         return (hits + self.num_hits / self.num_groups) / (groups + 1)
 
@@ -70,7 +70,7 @@ class LongRewards:
             self.cut_off_share = share if known is None else MEMORY * known + (1 - MEMORY) * share
 
     def num_started(self, num_groups: int) -> int:
-        """Number of prompts to start for `num_groups` groups that are not deferred: at most twice as many."""
+        """Returns how many prompts to start for `num_groups` groups that are not deferred: at most twice as many."""
         return round(num_groups * min(2.0, 1 / (1 - self.deferred_share)))
 
     def state_dict(self) -> dict[str, Any]:

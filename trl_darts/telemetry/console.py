@@ -129,7 +129,7 @@ def _budget(args: Any) -> str:
 
 
 def _wait(args: Any) -> str:
-    """`long_end_patience` in words."""
+    """Describes `long_end_patience`."""
     patience, complete = args.long_end_patience, f"{args.num_generations} complete answers to each prompt"
     if args.selection == "all":
         return "all candidates"
