@@ -137,7 +137,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
             if BATCH_ERROR not in str(error):
                 raise
         self._check_batch()  # outside of the `except`, because its error replaces TRL's
-        ScheduleSettings.__post_init__(self)
+        self.resolve()
         self._check_lengths()
         self._check_trl()
         self._check_servers()

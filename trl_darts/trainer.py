@@ -94,6 +94,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _batches: BufferedBatches | None = None  # set if the schedule trains on other batches than the loader's
     _streams = Streams()
     _in_tool_loop = False
+    _sampler: Any = None  # of the training data
     _trimming: Trimming | None = None
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 

@@ -121,7 +121,7 @@ def test_pretrain_saves_what_measure_loads(tmp_path, monkeypatch, capsys):
     ("module", "argv", "message"),
     [
         (pretrain, ["--hidden_size", "100"], "`hidden_size` (100) must be a positive multiple of 32"),
-        (measure, ["--model", "nowhere"], "`model` (nowhere) holds no config.json"),
+        (measure, ["--model", "nowhere"], "`model` (nowhere) has no config.json"),
     ],
 )
 def test_bad_flags_are_named(module, argv, message, monkeypatch, capsys):

@@ -227,6 +227,10 @@ class ScheduleSettings:
     def __post_init__(self) -> None:
         self.forget_filled_in()
         check_fields(self, ScheduleSettings)  # first: 'false' would count as true, and '1.5' end in a `TypeError`
+        self.resolve()
+
+    def resolve(self) -> None:
+        """Computes defaults that depend on other settings, and checks settings against each other."""
         self._check_patience()
         self._fill_in()
         self._check_selection()
