@@ -102,8 +102,8 @@ class ScheduleSettings:
         None,
         "Candidates per trained row, on average over a batch, while response lengths vary as in the first steps "
         "[M_total / (N·M)]. Later, the budget follows their spread. Between 1 and "
-        f"`max_num_generations / num_generations`. Defaults to {DEFAULT_REDUNDANCY}, or to that quotient if it is "
-        "smaller.",
+        f"`max_num_generations / num_generations`. Defaults to {DEFAULT_REDUNDANCY}, or to "
+        "`max_num_generations / num_generations` if that is smaller.",
     )
     redundancy_cost_weight: Annotated[
         float | None, Rule(lambda value: 0 < value < math.inf, "positive and finite")
