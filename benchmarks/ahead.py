@@ -1,11 +1,11 @@
 """
-What `rollout_ahead` saves: seconds per step with and without it, where training takes 0.5, 1 and 2 times as long as a
-rollout. Expected is the longer of the two, and the weight sync.
+Measures what `rollout_ahead` saves: seconds per step with and without it, if training takes 0.5, 1 and 2 times as long
+as a rollout. The expected time is that of the longer of the two, plus the weight sync.
 
     python benchmarks/ahead.py [--quick]
 
-GRPO's trainings of `training.py` on its paced server, one after the other from the same checkpoint. What it costs, in
-rewards, is in `training.py` and `reasoner.py`.
+The runs are those of GRPO in `training.py`, on its paced server, one after the other from the same checkpoint.
+`training.py` and `reasoner.py` measure the effect on rewards.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from benchmarks.training import ARMS, BASELINE, EPOCH, WORLDS, Training, train
 
 
 AHEAD = "grpo, ahead"
-SHARES = (0.5, 1.0, 2.0)  # of a rollout's seconds, in training
+SHARES = (0.5, 1.0, 2.0)  # training time over rollout time
 STEPS = 8
 
 
 def seconds(quick: bool) -> None:
-    """Trains with each share, apart and ahead."""
+    """Trains with each share, without and with `rollout_ahead`, and prints a table."""
     steps, shares = (2, SHARES[:1]) if quick else (STEPS, SHARES)
     ARMS[AHEAD] = {**ARMS[BASELINE], "rollout_ahead": 1}
     print("| train ÷ rollout | rollout (s) | step (s) | step, ahead (s) | expected (s) | ahead ÷ expected |")
@@ -47,20 +47,20 @@ def seconds(quick: bool) -> None:
                     training, output = Training("tail", 0, steps, arm), Path(directory) / f"{arm} {share}"
                     runs[arm] = train(training, server.base_url, pace, checkpoint, output, per_token, target=0.0)
                 print(line(share, per_token, runs[BASELINE], runs[AHEAD]), flush=True)
-            print(f"\n{steps - 1} steps each, without the first, which nobody has sampled ahead. {pace()}")
+            print(f"\n{steps - 1} steps each, without the first, which can't be sampled ahead. {pace()}")
 
 
 def line(share: float, per_token: float, apart: dict[str, list[float]], ahead: dict[str, list[float]]) -> str:
-    """A row of the table, of means."""
+    """Formats a row of the table with means."""
     rollout, both, step = (np.mean(own[1:]) for own in (apart["rollout"], apart["real"], ahead["real"]))
     expected = max(rollout, per_token * np.mean(ahead["trained"][1:])) + np.nanmean(apart["sync"])
     return f"| {share:g} | {rollout:.2f} | {both:.2f} | {step:.2f} | {expected:.2f} | {step / expected:.2f} |"
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two steps of one kind: does it run?")
+    parser.add_argument("--quick", action="store_true", help="smoke test: two steps of one kind")
     seconds(parser.parse_args().quick)
 
 

@@ -1,12 +1,13 @@
 """
-Trainers that are killed within a checkpoint: does the newest whole one resume, with each prompt trained on once?
+Kills trainers while they write checkpoints, and checks that runs resume and train on each prompt once per epoch.
 
     python benchmarks/checkpoints.py --kills 50
 
-Partial rollouts on a real vLLM server, whose buffer holds tokens of unfinished prompts. Each trainer resumes from the
-last whole checkpoint, saves after every step, and is ended with SIGKILL at a random moment of its first, second or
-third checkpoint; the last one is left alone. Checked: a checkpoint is whole after each kill, and in each epoch each
-prompt is trained on once, by the steps that count. Printed too: the file that a killed trainer had written last.
+The schedule is `partial_rollout` on a real vLLM server, with tokens of unfinished prompts in the buffer. Each trainer
+resumes from the last complete checkpoint, saves after every step, and is killed with SIGKILL at a random moment of its
+first, second or third checkpoint; only the last trainer is not killed. After each kill, a complete checkpoint must
+exist. In each epoch, each prompt must be trained on once, not counting steps that a later trainer repeated. Also
+prints the last file that each killed trainer wrote.
 """
 
 import argparse
@@ -27,13 +28,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PROMPTS = [f"{i} + {i} =" for i in range(32)]
-BATCH, ROWS = 4, 2  # prompts of a step, and rows of a prompt
-STEPS = len(PROMPTS) // BATCH  # of an epoch
+BATCH, ROWS = 4, 2  # prompts per step, rows per prompt
+STEPS = len(PROMPTS) // BATCH  # per epoch
 LOG = "trained.jsonl"
 
 
 def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any) -> None:
-    """A trainer's process. Tells `saving` when a checkpoint begins and ends, and logs the prompts of each step."""
+    """Trains in a process of its own. Notifies `saving` of the start and end of checkpoints, and logs prompts."""
     from datasets import Dataset
     from transformers import AutoTokenizer, PrinterCallback
 
@@ -68,14 +69,17 @@ def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any)
 
 
 def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
-    """Trains in a process, and kills it so long after its `kill_at`-th checkpoint begins; seconds of a checkpoint."""
+    """
+    Starts a trainer, and kills it `delay_s` after the start of its `kill_at`-th checkpoint. Returns the seconds of a
+    checkpoint.
+    """
     context = multiprocessing.get_context("forkserver")
     saving, other = context.Pipe(duplex=False)
     process = context.Process(target=train, args=(*arguments, other))
     process.start()
     other.close()
     seconds: list[float] = []
-    with suppress(EOFError):  # it has come to its end
+    with suppress(EOFError):  # raised when the process exits
         for number in range(1, sys.maxsize):
             saving.recv()
             start = time.perf_counter()
@@ -91,23 +95,23 @@ def run(*arguments: Any, kill_at: int = 0, delay_s: float = 0.0) -> float:
     return statistics.median(seconds or [0.0])
 
 
-def what_is_left(directory: Path) -> tuple[int, str, int]:
-    """The last whole step, the newest file of the checkpoint after it, and tokens in the whole one's buffer."""
+def last_state(directory: Path) -> tuple[int, str, int]:
+    """Returns the last complete step, the newest file of the next checkpoint, and the tokens in the buffer."""
     import numpy as np
 
     from trl_darts.training.resume import BUFFER_FILE, last_checkpoint
 
     whole = last_checkpoint(str(directory))
-    assert whole is not None, "no checkpoint is whole"
+    assert whole is not None, "no checkpoint is complete"
     step = int(whole.name.rpartition("-")[2])
     files = list((directory / f"checkpoint-{step + 1}").glob("*"))
-    newest = max(files, key=lambda path: path.stat().st_mtime_ns).name if files else "none, or all"
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns).name if files else "none or all"
     with np.load(whole / BUFFER_FILE) as arrays:
         return step, newest, len(arrays["tokens"])
 
 
 def wrong_prompts(directory: Path, max_steps: int) -> list[tuple[int, str]]:
-    """Epochs and prompts that were not trained on exactly once. Of two entries of a step, the later counts."""
+    """Returns epochs and prompts that were not trained on exactly once. The later of two entries of a step counts."""
     steps = dict(map(json.loads, (directory / LOG).read_text().splitlines()))
     wrong = []
     for first in range(0, max_steps, STEPS):
@@ -117,7 +121,7 @@ def wrong_prompts(directory: Path, max_steps: int) -> list[tuple[int, str]]:
 
 
 def main() -> None:
-    """Exits with 1 where a prompt was lost or trained on twice."""
+    """Runs the benchmark. Exits with 1 if a prompt was lost or trained on twice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     options = parser.parse_args()
@@ -131,15 +135,15 @@ def main() -> None:
         for _ in range(options.kills):
             delay_s = rng.uniform(0, 1.1 * seconds)
             run(url, str(model_dir), output, 1_000_000, kill_at=rng.randint(1, 3), delay_s=delay_s)
-            step, name, num_tokens = what_is_left(directory)
+            step, name, num_tokens = last_state(directory)
             newest[name] += 1
             tokens.append(num_tokens)
-            print(f"step {step} is whole, {num_tokens} tokens in its buffer; last file: {name}", flush=True)
+            print(f"step {step} is complete, {num_tokens} tokens in its buffer; last file: {name}", flush=True)
         max_steps = (step // STEPS + 1) * STEPS
         run(url, str(model_dir), output, max_steps)
         wrong = wrong_prompts(directory, max_steps)
     print(f"{options.kills} kills, {max_steps} steps, {max_steps // STEPS} epochs; a checkpoint takes {seconds:.2f} s")
-    print(f"tokens in the buffers that were resumed: median {statistics.median(tokens):.0f}, most {max(tokens)}")
+    print(f"tokens in the restored buffers: median {statistics.median(tokens):.0f}, most {max(tokens)}")
     print(f"last file: {dict(newest.most_common())}")
     print(f"prompts lost or trained on twice: {len(wrong)} {wrong or ''}")
     sys.exit(1 if wrong else 0)

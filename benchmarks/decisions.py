@@ -1,12 +1,11 @@
 """
-What one training step's decisions cost on one core.
+Measures the processor time of one training step's decisions on one core.
 
     python benchmarks/decisions.py [--num-prompts 512] [--factor 8] [--repeats 15] [--check]
 
-Each stage is a function that takes a `Batch`, does its part of one step's decisions, and is listed in `STAGES`. A
-stage may read what earlier ones left in the batch. Processor time is counted, not the time that other processes take.
-The same step is measured again with `--factor` times the prompts, to show that nothing is quadratic. With `--check`
-the exit status is 1 where a limit is exceeded.
+Each stage in `STAGES` is a function that makes a part of the decisions for a `Batch`, and may read the results of
+earlier stages in it. The step is measured again with `--factor` times the prompts, to show that nothing is quadratic.
+With `--check`, the exit status is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from trl_darts.policy import BudgetController, LatencyCurve, LengthTracker, allo
 from trl_darts.scheduling import CandidateEnded, EngineLoad, FinishReason, GroupPlan, Scheduler, ScheduleSettings
 
 
-LIMIT_S = 0.050  # most that the decisions of a step with 512 prompts may take
-LIMIT_GROWTH = 1.5  # most that the time may grow, over the growth of the batch: 12 times for 8 times the prompts
+LIMIT_S = 0.050  # for a step with 512 prompts
+LIMIT_GROWTH = 1.5  # growth of the time over that of the batch: 12 times for 8 times the prompts
 NUM_GENERATIONS, MAX_NUM_GENERATIONS, NUM_LONGEST = 10, 20, 1
-POOL_SIZES = (12, 20)  # 16 candidates a prompt on average
+POOL_SIZES = (12, 20)  # 16 candidates per prompt on average
 CURVE = LatencyCurve([1, 64, 256, 8192], [0.010, 0.012, 0.025, 0.700])
 
 
 @dataclass
 class Batch:
-    """One step: what was drawn beforehand, and what the stages decide."""
+    """Random lengths of one step, and the decisions of the stages."""
 
     keys: list[int]
     pools: list[tuple[list[int], list[bool]]]  # lengths, complete
     tracker: LengthTracker
     controller: BudgetController
     plans: list[GroupPlan]
-    events: list[CandidateEnded]  # by length, as they would arrive
+    events: list[CandidateEnded]  # in order of arrival, by length
     total: int = 0
     allocation: list[int] = field(default_factory=list)
     selected: list[list[int]] = field(default_factory=list)
 
 
 def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
-    """Log-normal lengths between and within prompts; 5 to 30 % of a pool were aborted or hit the limit."""
+    """Draws log-normal lengths between and within prompts; 5 to 30 % of a pool are aborted or truncated."""
     keys = rng.integers(-(2**63), 2**63, num_prompts).tolist()
     tracker = LengthTracker()
     controller = BudgetController(NUM_GENERATIONS, MAX_NUM_GENERATIONS, cost_weight=0.001, latency_curve=CURVE)
@@ -70,7 +69,7 @@ def make_batch(num_prompts: int, rng: np.random.Generator) -> Batch:
 
 
 def make_events(pools: list[tuple[list[int], list[bool]]]) -> list[CandidateEnded]:
-    """The end of every candidate, shortest first. Equal lengths share their lists: the scheduler copies them."""
+    """Builds the end of every candidate, shortest first. Equal lengths share lists, which the scheduler copies."""
     tokens: dict[int, list[int]] = {}
     events: list[CandidateEnded] = []
     for lengths, complete in pools:
@@ -82,18 +81,18 @@ def make_events(pools: list[tuple[list[int], list[bool]]]) -> list[CandidateEnde
 
 
 def budget(batch: Batch) -> None:
-    """How many candidates the batch gets."""
+    """Decides the number of candidates of the batch."""
     batch.total = batch.controller.total(len(batch.keys), batch.tracker.rho)
 
 
 def allocate(batch: Batch) -> None:
-    """How many of them each prompt gets."""
+    """Decides the number of candidates of each prompt."""
     stds = [batch.tracker.std(key) for key in batch.keys]
     batch.allocation = allocate_redundancy(stds, batch.total, NUM_GENERATIONS, MAX_NUM_GENERATIONS)
 
 
 def schedule(batch: Batch) -> None:
-    """What is submitted, waited for, aborted and kept: all events of the rollout, selection included."""
+    """Handles all events of the rollout: submissions, aborts and selection."""
     policies = ScheduleSettings(
         num_generations=NUM_GENERATIONS,
         max_num_generations=MAX_NUM_GENERATIONS,
@@ -108,14 +107,14 @@ def schedule(batch: Batch) -> None:
 
 
 def track(batch: Batch) -> None:
-    """What is remembered of the lengths."""
+    """Updates the statistics of lengths per prompt."""
     for key, (lengths, complete) in zip(batch.keys, batch.pools, strict=True):
         batch.tracker.update(key, lengths, [not done for done in complete])
     batch.tracker.end_step()
 
 
 def observe(batch: Batch) -> None:
-    """How far lengths spread."""
+    """Updates the statistics of the data set."""
     batch.controller.observe(batch.tracker.rho, batch.tracker.dataset_mean)
 
 
@@ -123,14 +122,14 @@ STAGES: tuple[Callable[[Batch], None], ...] = (budget, allocate, schedule, track
 
 
 def measure(num_prompts: int, repeats: int) -> dict[str, float]:
-    """Processor seconds of each stage, by its name: medians over the steps, after one that warms up."""
+    """Returns processor seconds by stage: medians over the steps, without a first one that warms up."""
     batch = make_batch(num_prompts, np.random.default_rng(0))
     gc.collect()
-    gc.freeze()  # the batch stands for what engines hand over one by one: the collector need not go through it
+    gc.freeze()  # excludes the batch from collections: real engines hand over its events one by one
     seconds: dict[str, list[float]] = {stage.__name__: [] for stage in STAGES}
     for _ in range(repeats + 1):
         for stage in STAGES:
-            gc.collect()  # of what earlier steps left
+            gc.collect()  # garbage of earlier steps
             start = time.process_time()
             stage(batch)
             seconds[stage.__name__].append(time.process_time() - start)
@@ -138,11 +137,11 @@ def measure(num_prompts: int, repeats: int) -> dict[str, float]:
 
 
 def show(small: dict[str, float], large: dict[str, float], num_prompts: int, factor: int) -> None:
-    """Prints the table."""
+    """Prints a table."""
     low, high = POOL_SIZES
-    table = Table(title=f"Decisions of one step on one core, {low} to {high} candidates a prompt (median, ms)")
-    for title in ("stage", "what is decided", f"{num_prompts} prompts", f"{num_prompts * factor} prompts", "growth"):
-        table.add_column(title, justify="left" if title in ("stage", "what is decided") else "right")
+    table = Table(title=f"Decisions of one step on one core, {low} to {high} candidates per prompt (median, ms)")
+    for title in ("stage", "decision", f"{num_prompts} prompts", f"{num_prompts * factor} prompts", "growth"):
+        table.add_column(title, justify="left" if title in ("stage", "decision") else "right")
     for stage in STAGES:
         table.add_row(stage.__name__, stage.__doc__, *_cells(small[stage.__name__], large[stage.__name__]))
     table.add_section()
@@ -155,12 +154,14 @@ def _cells(small: float, large: float) -> tuple[str, str, str]:
 
 
 def main() -> int:
-    """Measures, prints, and compares with the limits."""
+    """Runs the benchmark and checks the limits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=512)
-    parser.add_argument("--factor", type=int, default=8, help="the larger batch, in multiples of the smaller")
+    parser.add_argument(
+        "--factor", type=int, default=8, help="size of the larger batch in multiples of the smaller one"
+    )
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is exceeded")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is exceeded")
     args = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -1,6 +1,5 @@
 """
-vLLM's decoding loop around the drafter, without a model: sequences come, move between rows, and go with what was
-written beforehand.
+Runs the drafter in vLLM's decoding loop without a model: sequences with given answers start, change rows and end.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MAX_MODEL_LEN = 512
 def make_drafter(
     num_speculative_tokens: int = 8, tokenizer: str | None = None, max_model_len: int = MAX_MODEL_LEN
 ) -> SuffixDrafter:
-    """As vLLM makes it."""
+    """Creates the drafter as vLLM does."""
     return SuffixDrafter(
         SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=num_speculative_tokens),
@@ -31,8 +30,8 @@ def make_drafter(
 
 class Decoding:
     """
-    Accepts drafts that agree with what each sequence is going to write. Of text that a model sampled, as many are
-    accepted as the model would accept itself.
+    Decodes given answers, and accepts drafted tokens that equal the answer's. On sampled answers, this gives the
+    acceptance of the model that sampled them.
     """
 
     def __init__(self, drafter: SuffixDrafter) -> None:
@@ -45,12 +44,12 @@ class Decoding:
         self.rows: list[Any] = []
 
     def add(self, name: Any, prompt: list[int], answer: list[int]) -> None:
-        """A sequence that begins."""
+        """Adds a sequence."""
         self.rows.append(name)
         self.prompts[name], self.going_to_write[name], self.written[name] = prompt, answer, []
 
     def step(self) -> list[list[int]]:
-        """Verifies drafts, and asks for new ones, which are returned by row."""
+        """Verifies drafts, and returns new ones by row."""
         sampled = []
         for name in self.rows:
             rest = self.going_to_write[name][len(self.written[name]) :]
@@ -66,7 +65,7 @@ class Decoding:
         return drafts
 
     def batch(self) -> Any:
-        """What the drafter is shown."""
+        """Returns vLLM's input batch as the drafter sees it."""
         texts = [self.prompts[name] + self.written[name] for name in self.rows]
         token_ids = np.full((len(texts) + 2, MAX_MODEL_LEN), -1, dtype=np.int32)
         for row, text in enumerate(texts):
@@ -79,7 +78,7 @@ class Decoding:
         )
 
     def run(self) -> int:
-        """Until all have ended. Returns the number of steps."""
+        """Decodes until all sequences have ended. Returns the number of steps."""
         steps = 0
         while self.rows:
             self.step()

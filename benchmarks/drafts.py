@@ -1,17 +1,17 @@
 """
-What drafts cost and what they save.
+Measures the cost of drafts, and the time that they save.
 
     python benchmarks/drafts.py [--only cost|replay|servers] [--engines 4] [--prompts 16] [--epochs 3] [--steps 3]
 
-- cost: microseconds of the drafter, by the tokens that its index holds.
-- replay: answers that the tiny reasoner sampled, epoch by epoch, decoded with the drafter. A step that verifies `T`
-  tokens takes `1 + T / KNEE`. With `--servers 2`, a prompt's answers on one server against all spread over both: their
-  siblings are what is drafted from.
-- servers: rollouts on real servers of a Markov chain that take turns, at a GPU's pace (see `pacing.py`), where a
-  drafted token costs as much as one more sequence: without drafts (model runner V1, synchronous, as drafts need it),
-  with vLLM's `ngram`, and with our `suffix`. Lengths are replayed, the same for all; in the first epoch no prompt has
-  a history. `--follow` is the chance that the chain goes on as it mostly does, `--engines` how many engines a server
-  stands for: with 1, it is nearly full.
+- cost: microseconds of the drafter by the number of tokens in its index.
+- replay: answers that the tiny reasoner sampled are decoded with the drafter, epoch by epoch. A step that verifies `T`
+  tokens takes `1 + T / KNEE`. `--servers 2` compares all answers to a prompt on one server with answers spread over
+  two, where each has fewer siblings to draft from.
+- servers: rollouts on real servers of a Markov chain, one server at a time, at a GPU's pace (see `pacing.py`). A
+  drafted token takes as much time as one more sequence. The arms are no drafts (synchronous, model runner V1, as
+  drafts require), vLLM's `ngram`, and our `suffix`. All replay the same lengths; in the first epoch, no prompt has a
+  history. `--follow` is the probability that the chain takes its most likely step. `--engines` is the number of
+  engines that a server represents; with 1, it is nearly full.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ KNEE = 64.0
 REASONER = Path(__file__).resolve().parents[1] / "examples" / "tiny_reasoner"
 CHECKPOINT = REASONER / "checkpoint"
 COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
-POSITIONS = (1, 2, 4, 8, 16)  # of a draft
+POSITIONS = (1, 2, 4, 8, 16)  # in a draft
 console = Console(width=150)
 
 
 def cost(rng: np.random.Generator) -> None:
-    """The index alone, on texts of which half repeats."""
+    """Measures the index alone, on texts of which half is repeated."""
     table = Table("tokens in the index", "add, µs per token", "propose 8, µs", title="Cost of the index")
     for num_texts in (8, 32, 128):
         phrases = rng.integers(0, 50_000, (200, 16))
@@ -86,7 +86,7 @@ def cost(rng: np.random.Generator) -> None:
 
 
 def sample(num_prompts: int, epochs: int, seed: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Prompts and answers of the tiny reasoner, epoch by epoch."""
+    """Yields prompts and answers of the tiny reasoner, epoch by epoch."""
     sys.path.insert(0, str(REASONER))
     from task import make_dataset
 
@@ -106,7 +106,7 @@ def sample(num_prompts: int, epochs: int, seed: int) -> Iterator[list[tuple[list
 
 
 def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> None:
-    """What the drafter saves on real answers, without the noise of a clock."""
+    """Prints what the drafter saves on real answers in modelled time, which has no noise."""
     data = list(sample(num_prompts, epochs, seed))
     placements = {"spread": range(num_prompts * NUM_GENERATIONS)}
     if num_servers > 1:
@@ -131,7 +131,7 @@ def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> None:
 
 
 def decode(decoding: Decoding) -> tuple[float, float, int, int, int]:
-    """Time without drafts, and with them; tokens accepted and drafted, and drafts."""
+    """Returns the time without and with drafts, and the numbers of accepted tokens, drafted tokens and drafts."""
     lengths = np.array([len(decoding.going_to_write[name]) for name in decoding.rows])
     control = sum(1 + (lengths > step).sum() / KNEE for step in range(lengths.max()))
     before, seconds, drafted = decoding.num_accepted, 0.0, []
@@ -145,18 +145,18 @@ def decode(decoding: Decoding) -> tuple[float, float, int, int, int]:
 
 
 class FixedTimes(StepTimes):
-    """Of a machine whose knee is known."""
+    """Step times of a machine with a known knee."""
 
     def __init__(self) -> None:
         super().__init__()
         self.knee = KNEE
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Nothing to learn."""
+        """Does nothing."""
 
 
 def rollout(server: VLLMServer, schedule: str, lengths: np.ndarray, prompts: list[list[int]]) -> float:
-    """Seconds of one rollout with these lengths, `(N, M_up)`."""
+    """Returns the seconds of one rollout with these lengths, `(N, M_up)`."""
     per_prompt = MAX_NUM_GENERATIONS if schedule == "darts" else NUM_GENERATIONS
     settings = ScheduleSettings(schedule, NUM_GENERATIONS, max_num_generations=per_prompt, long_end_patience=None)
     plans = [GroupPlan(group, per_prompt) for group in range(len(prompts))]
@@ -179,7 +179,7 @@ def rollout(server: VLLMServer, schedule: str, lengths: np.ndarray, prompts: lis
 def training(
     rng: np.random.Generator, num_prompts: int, num_batches: int, epochs: int
 ) -> Iterator[tuple[int, Any, Any]]:
-    """Epoch, lengths and prompts of each step: log-normal between and within prompts, p99 / p50 about 10."""
+    """Yields epoch, lengths and prompts of each step. Lengths are log-normal, with p99 / p50 of about 10."""
     prompts = [[3 + number % 90, 3 + number // 90, 60] for number in range(num_prompts * num_batches)]
     means = rng.normal(np.log(60), 0.7, len(prompts))
     for epoch in range(epochs):
@@ -190,14 +190,14 @@ def training(
 
 
 def counts(server: VLLMServer) -> np.ndarray:
-    """Drafts, drafted tokens and accepted tokens so far; then drafts of which so many tokens were accepted."""
+    """Returns counts of drafts, drafted and accepted tokens, and of drafts accepted up to each of `POSITIONS`."""
     by_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     own = [server.metric(f"vllm:spec_decode_num_{name}_total") for name in COUNTED]
     return np.array([*own, *(server.metric(by_position, f'position="{place - 1}"') for place in POSITIONS)])
 
 
 def servers(args: argparse.Namespace) -> None:
-    """All arms take each step in turn."""
+    """Runs each step on all arms in turn, and prints tables."""
     rng = np.random.default_rng(args.seed)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model = make_markov_model(Path(directory) / "markov", make_tokenizer(), follow=args.follow)
@@ -223,10 +223,10 @@ def servers(args: argparse.Namespace) -> None:
 
 
 def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
-    """Seconds of each epoch, and how many times as fast as without drafts."""
+    """Prints seconds of each epoch, and the speed relative to no drafts."""
     title = (
-        f"{schedule}: seconds of rollouts (ratio, range over steps); tokens accepted per draft, and their share; "
-        f"share of drafts of which {', '.join(map(str, POSITIONS))} tokens were"
+        f"{schedule}: seconds of rollouts (ratio, range over steps); accepted tokens per draft, and their share; "
+        f"share of drafts with {', '.join(map(str, POSITIONS))} accepted tokens"
     )
     table = Table("arm", *(f"epoch {epoch + 1}" for epoch in range(epochs)), title=title)
     for name in ARMS:
@@ -245,15 +245,15 @@ def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("cost", "replay", "servers"))
     parser.add_argument("--follow", type=float, default=0.9)
     parser.add_argument("--engines", type=int, default=NUM_ENGINES)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--servers", type=int, default=1, help="of the replay")
+    parser.add_argument("--servers", type=int, default=1, help="number of servers in the replay")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="of an epoch")
+    parser.add_argument("--steps", type=int, default=3, help="steps per epoch")
     parser.add_argument("--schedules", default="grpo,darts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,18 +1,18 @@
 """
-A training whose servers are killed and frozen: what is lost, and how long it takes.
+Kills and freezes servers during a run, and measures what is lost and how long the recovery takes.
 
     python benchmarks/faults.py --kills 20 --freezes 5
     python benchmarks/faults.py --rollout-ahead | --stop | --defer
     python benchmarks/faults.py --kills 20 --freezes 0 --tail-servers 1 | --speculative suffix
 
-`trl-darts serve --restart` runs two real servers of the tiny reasoner, and tail servers if asked for, which take over
-when 16 candidates are left. At random moments, also during weight syncs, a random server is ended with SIGKILL, or
-stopped with SIGSTOP for 15 seconds. The training goes on until all faults are through. Checked for each rollout: N×M
-rows; submitted = ended + resumed + dropped with their server after they were called off; no token received twice; and
-the log-probs of candidates that were resumed or moved against a forward pass with the weights of their rollout. With
-`--stop`, no candidate may continue from its tokens. With `--defer`, groups wait for long rounds, and a
-fifth of the prompts is audited. No server may be lost that was not harmed. With drafts: what each
-server has accepted since it was started for the last time.
+`trl-darts serve --restart` runs two real servers of the tiny reasoner. With `--tail-servers`, others take over the
+last 16 candidates. At random moments, also during weight syncs, a random server is killed with SIGKILL, or stopped
+with SIGSTOP for 15 seconds. The run ends some steps after the last fault. Each rollout must have N×M rows and
+submitted = ended + resumed + lost after their abort, and must not receive a token twice. The log-probs of candidates
+that were resumed or moved are compared with a forward pass with the weights of their rollout. With `--stop`, no
+candidate may continue from its tokens. With `--defer`, groups wait for long rounds, and a fifth of the prompts is
+audited. No other server may be lost. With drafts, the tokens that each server accepted since its last start are
+printed.
 """
 
 import argparse
@@ -63,7 +63,7 @@ NEVER_SAID = "\x00never said"
 
 @dataclass
 class Fault:
-    """One fault and what came of it; times in seconds since the fault."""
+    """One fault and its consequences, with times in seconds since the fault."""
 
     kind: str
     url: str
@@ -73,7 +73,7 @@ class Fault:
 
 
 class Chaos(TrainerCallback):
-    """Harms the servers, one at a time, and ends the training a few steps after the last fault."""
+    """Injects faults, one at a time, and stops the run a few steps after the last one."""
 
     def __init__(self, engine: Any, kinds: list[str], seed: int) -> None:
         self.engine = engine
@@ -115,7 +115,7 @@ class Chaos(TrainerCallback):
 
 
 def server_processes(url: str) -> list[psutil.Process]:
-    """The processes that serve at an address, without the guard above them."""
+    """Returns the processes of the server at an address, without the guard above them."""
     port = url.rsplit(":", 1)[1]
     found = []
     for process in psutil.process_iter(["cmdline"]):
@@ -127,19 +127,19 @@ def server_processes(url: str) -> list[psutil.Process]:
 
 @dataclass
 class Audited:
-    """One rollout, and the weights that it was started with."""
+    """One rollout, with the weights that it was started with."""
 
     scheduler: Scheduler
     prompts: Any
     weights: dict[str, torch.Tensor]
     start: float
-    received: Counter[tuple[int, int]]  # tokens, by candidate and segment
+    received: Counter[tuple[int, int]]  # tokens by candidate and segment
     rollout: Future[RolloutResult]
     end: float = 0.0
 
 
 class Audit:
-    """Checks each rollout of a trainer, and counts what went in and out."""
+    """Checks each rollout of a trainer, and counts candidates and tokens."""
 
     def __init__(self, trainer: DARTSGRPOTrainer) -> None:
         self.trainer = trainer
@@ -147,7 +147,7 @@ class Audit:
         self.rollouts: list[tuple[float, float]] = []  # start and end
         self.worst = 0.0  # difference of a resumed candidate's log-prob
         self.open: list[Audited] = []
-        self.model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)  # a copy of the trainer's would call that one
+        self.model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)  # a copy would call the original
         engine = trainer.vllm_generation.engine
         self._start, engine.start = engine.start, self._audited
 
@@ -175,7 +175,7 @@ class Audit:
         return rollout
 
     def check_ended(self) -> None:
-        """Checks the rollouts that are over."""
+        """Checks the rollouts that have ended."""
         for audited in [audited for audited in self.open if audited.rollout.done()]:
             self.open.remove(audited)
             if not audited.rollout.cancelled():
@@ -198,7 +198,7 @@ class Audit:
             self._compare(audited.prompts[candidate.group_id][0].tokens, candidate.tokens, candidate.logprobs)
 
     def _compare(self, prompt: Sequence[int], tokens: Sequence[int], logprobs: Any) -> None:
-        """A resumed candidate's log-probs with those of the model that it was sampled from."""
+        """Compares a resumed candidate's log-probs with those of the model that sampled it."""
         with torch.no_grad():
             logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -207,7 +207,7 @@ class Audit:
 
     @property
     def nothing_lost(self) -> bool:
-        """Whether all adds up."""
+        """Whether all counts are consistent."""
         counts = self.counts
         ended = counts["ended"] + counts["resumed"] + counts["dropped"]
         same = counts["tokens received"] == counts["tokens in candidates"]
@@ -216,7 +216,7 @@ class Audit:
 
 @contextmanager
 def serve(log_dir: str, num_servers: int, speculative: str | None) -> Iterator[list[str]]:
-    """Addresses of servers that are started again when they die."""
+    """Yields the addresses of servers that are restarted when they die."""
     port = free_port()
     command = [sys.executable, "-m", "trl_darts.cli", "serve", str(CHECKPOINT), "--restart"]
     command += ["--num-servers", str(num_servers), "--port", str(port), "--log-dir", log_dir]
@@ -236,7 +236,7 @@ def serve(log_dir: str, num_servers: int, speculative: str | None) -> Iterator[l
 
 
 def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **fields: Any) -> tuple[list[Fault], Audit]:
-    """The training among faults. Servers beyond the main ones are the tail's. `fields` are those of the config."""
+    """Trains while faults are injected. Servers beyond the main ones are tail servers."""
     main, tail = urls[:NUM_SERVERS], urls[NUM_SERVERS:]
     args = training_args(
         ",".join(main),
@@ -248,7 +248,7 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
         per_device_train_batch_size=64,
         max_completion_length=256,
         max_steps=100_000,
-        learning_rate=1e-6,  # answers stay long
+        learning_rate=1e-6,  # so that answers stay long
         seed=seed,
         **fields,
     )
@@ -262,7 +262,7 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
     trainer.train()
     audit.check_ended()
     false_losses = trainer.vllm_generation.engine.num_losses - len(kinds)
-    print(f"{false_losses} losses of servers beyond the faults")
+    print(f"{false_losses} servers lost without a fault")
     for url, counts in zip(urls, trainer.vllm_generation.engine.query(draft_counts), strict=True):
         if counts is not None and counts.num_drafts:
             print(f"{url}: {counts.num_draft_tokens:.0f} tokens drafted, {counts.num_accepted_tokens:.0f} accepted")
@@ -270,7 +270,7 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
 
 
 def report(faults: list[Fault], audit: Audit) -> None:
-    """Prints what came of it."""
+    """Prints the faults, their consequences and the checks."""
 
     def hit(start: float, end: float, kind: str = "") -> bool:
         return any(start <= fault.at <= end and fault.kind.startswith(kind) for fault in faults)
@@ -303,15 +303,15 @@ def fields_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Exits with 1 where something was lost."""
+    """Runs the benchmark. Exits with 1 if something was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--freezes", type=int, default=5)
     parser.add_argument("--tail-servers", type=int, default=0)
     parser.add_argument("--speculative", choices=SPECULATIVE)
     parser.add_argument("--rollout-ahead", action="store_true")
-    parser.add_argument("--stop", action="store_true", help="a stop string, with which tokens can't be carried")
-    parser.add_argument("--defer", action="store_true", help="groups that wait for long rounds, and audits")
+    parser.add_argument("--stop", action="store_true", help="set a stop string, so that tokens can't be carried")
+    parser.add_argument("--defer", action="store_true", help="defer unsettled groups, and audit")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kinds = ["kill"] * options.kills + ["freeze"] * options.freezes

@@ -1,16 +1,16 @@
 """
-What shaped rollouts gain on one GPU, in ten minutes: no vLLM, no network.
+Measures schedules and training on one GPU in ten minutes, without vLLM and network.
 
     python benchmarks/gpu.py [--size 1b] [--engine generate|continuous] [--only curve|schedules|training|padding]
 
-The model has a real one's size and does all of its work, attention and MLP included, but what they compute does not
-count: it is a Markov chain (`chain_model`), so that the lengths of its answers are known.
+The model has the size of a real one and computes attention and MLP, but their outputs have no effect: it is a Markov
+chain (`chain_model`), so that the lengths of its answers are known.
 
-- curve: seconds per token by the number of sequences, fitted as `trl-darts profile` does.
-- schedules: whole trainings' rollouts, in which each candidate has a given length (a prompt is the number at which the
-  model begins to count down), with the simulator's ratio at the measured latencies beside them; see `schedules.py`.
-- training: some steps of GRPO and of the default, optimizer included, on heavy-tailed answers that end by themselves.
-- padding: a training step of TRL's class, of ours with its padding, and of ours without; see `padding.py`.
+- curve: seconds per token by the number of sequences, fitted as by `trl-darts profile`.
+- schedules: rollouts of whole runs in which each candidate has a given length (a prompt is the number from which the
+  model counts down), and the simulator's ratio for the measured latencies; see `schedules.py`.
+- training: some steps of GRPO and of the default, including the optimizer, on heavy-tailed answers of random length.
+- padding: a training step of TRL's class, of ours with `trim_padding=False`, and of ours; see `padding.py`.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from trl_darts.scheduling import GroupPlan, Occupancy, RolloutResult, Scheduler,
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {},
-    "1b": {  # of Llama-3.2-1B, with a smaller vocabulary
+    "1b": {  # Llama-3.2-1B with a smaller vocabulary
         "hidden_size": 2048,
         "num_hidden_layers": 16,
         "intermediate_size": 8192,
@@ -58,16 +58,16 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 SIZES["8b"] = SIZES["1b"] | {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336}
-FIRST = 2  # token that counts 1: the next one is the end
+FIRST = 2  # token of the count 1, which is followed by the end
 BATCHES = (1, 4, 16, 64, 128, 256, 384)
-PROFILED = (16, 80)  # tokens; what is the same for both, such as the engine's start, does not count
-# Of continuous batching on a CPU: without limits, its cache takes most of the machine's memory.
+PROFILED = (16, 80)  # tokens; the difference excludes constant costs, such as the engine's start
+# Limits continuous batching on a CPU, where its cache would take most of the machine's memory.
 LIMITS = {"num_blocks": 256, "max_batch_tokens": 256, "max_memory_percent": 0.1}
 console = Console(width=160)
 
 
 def countdown(limit: int) -> torch.Tensor:
-    """Next-token probabilities of a chain that counts down to its end. The highest number stays where it is."""
+    """Returns next-token probabilities of a chain that counts down to its end. The highest number never changes."""
     size = FIRST + limit + 1
     table = torch.zeros(size, size)
     table[:FIRST, EOS_ID], table[FIRST, EOS_ID] = 1.0, 1.0
@@ -79,8 +79,8 @@ def countdown(limit: int) -> torch.Tensor:
 
 class ModelCluster:
     """
-    A model in the place of [`SimulatedCluster`], on transformers' `generate` or its continuous batching: it decodes as
-    many tokens of each candidate as it is told to.
+    Replaces [`SimulatedCluster`] by a real model, with transformers' `generate` or its continuous batching. Decodes a
+    given number of tokens of each candidate.
     """
 
     def __init__(self, model: PreTrainedModel, engine: str, limit: int) -> None:
@@ -91,7 +91,7 @@ class ModelCluster:
     def run(
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
     ) -> RolloutResult:
-        """One rollout."""
+        """Runs one rollout."""
         director = Director(scheduler, plans)
         share = Share(director.slots[0], director, scheduler.needs_progress)
         numbers = (min(lengths[slot.group_id][slot.index], self.limit + 1) for slot in share.slots)
@@ -118,7 +118,7 @@ class ModelCluster:
         return director.result()
 
     def curve(self, batch_sizes: Sequence[int]) -> LatencyCurve:
-        """Seconds per token, as rollouts see them."""
+        """Measures seconds per token, including the overhead of rollouts."""
         latencies = []
         for size in batch_sizes:
             short, long = (min(self._seconds(size, length) for _ in range(2)) for length in PROFILED)
@@ -135,7 +135,7 @@ class ModelCluster:
 
 
 def schedules(cluster: ModelCluster, size: Size, curve: LatencyCurve) -> None:
-    """The table of `schedules.py`. Schedules that go on with tokens or want a queue are left out."""
+    """Prints the table of `schedules.py` without schedules that keep tokens or need a queue."""
     rows = [row for row in ROWS if row.settings["schedule"] in ("grpo", "darts", "tail_batching")]
     rows = [row for row in rows if row.settings.get("long_end_patience") != 2.0]
     spec = ClusterSpec(curve)
@@ -145,7 +145,7 @@ def schedules(cluster: ModelCluster, size: Size, curve: LatencyCurve) -> None:
 
 
 def training(size: Size, sizes: dict[str, int], engine: str, steps: int) -> None:
-    """Seconds of steps, and of the rollouts in them; the first two steps warm up."""
+    """Prints seconds of steps and of their rollouts. The first two steps warm up."""
     table = Table("arm", "s per step", "s per rollout", "tokens per step", "reward", title=f"{steps} steps")
     for row in (GRPO, DEFAULT):
         logs = train_steps(size, sizes, engine, steps, dict(row.settings))[2:]
@@ -158,7 +158,7 @@ def training(size: Size, sizes: dict[str, int], engine: str, steps: int) -> None
 def train_steps(
     size: Size, sizes: dict[str, int], engine: str, steps: int, settings: dict[str, Any]
 ) -> list[dict[str, float]]:
-    """What one training logs. Each begins with the same model."""
+    """Trains with the same initial model, and returns the log."""
     on_gpu = torch.cuda.is_available()
     classes = tuple((share, size.median * factor) for share, factor in ((0.6, 1.0), (0.3, 3.0), (0.1, 10.0)))
     model = make_model(markov_transitions(classes=classes), sizes)
@@ -189,12 +189,12 @@ def train_steps(
 
 
 def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """A reward that differs from row to row, and has next to nothing to do with the length."""
+    """Returns rewards that differ between rows and hardly depend on the length."""
     return [float(len(ids) % 7) for ids in completion_ids]
 
 
 def make_model(transitions: torch.Tensor, sizes: dict[str, int]) -> PreTrainedModel:
-    """On the device that there is."""
+    """Builds the model on the GPU, or on the CPU without one."""
     on_gpu = torch.cuda.is_available()
     with torch.device("cuda" if on_gpu else "cpu"):
         model = chain_model(transitions, dtype=torch.bfloat16 if on_gpu else torch.float32, **sizes)
@@ -203,23 +203,23 @@ def make_model(transitions: torch.Tensor, sizes: dict[str, int]) -> PreTrainedMo
 
 
 def limits() -> dict[str, Any]:
-    """Fields of the config of continuous batching."""
+    """Returns fields for the config of continuous batching."""
     return {} if torch.cuda.is_available() else LIMITS
 
 
 def device_name() -> str:
-    """For titles."""
+    """Returns the device's name for titles."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("curve", "schedules", "training", "padding")
     parser.add_argument("--size", choices=SIZES, default="1b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--engine", choices=("generate", "continuous"), default="generate", help="of transformers")
-    parser.add_argument("--only", choices=parts, help="one of the parts; schedules need the curve")
-    parser.add_argument("--steps", type=int, default=6, help="of each short training")
+    parser.add_argument("--only", choices=parts, help="run one part; schedules need the curve")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each short run")
     args = parser.parse_args()
     tiny = args.size == "tiny"
     size = Size(4, 4, 8.0, 48, batches=2) if tiny else Size(32, 8, 40.0, 400, batches=2)

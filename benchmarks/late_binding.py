@@ -1,18 +1,17 @@
 """
-Servers with fewer slots than there are candidates: what waits with the trainer, and goes to whichever server is free
-first, against what each server is given at the start.
+Compares late and early binding on servers with fewer slots than candidates: candidates wait in the scheduler and go to
+the first free server, or are all submitted at the start.
 
     python benchmarks/late_binding.py [--only queue|slow|prefix] [--repeats 5]
 
-- queue: a real server that decodes 8 sequences at once, 256 candidates, and a deadline of first tokens of a tenth of
-  the rollout. No server may be lost, and every row must be there.
-- slow: two real servers of 16 slots at a GPU's pace, one of them three times slower, 256 candidates. Early binding
-  gives both the same; late binding gives each as many as it has slots, and two.
-- prefix: two real servers, prompts of 4,000 tokens, 8 short answers to each. A prompt's candidates on one server,
-  whose prefix cache has it then, against each candidate where there is least to do.
+- queue: a real server with 8 slots, 256 candidates, and a first-token deadline of a tenth of the rollout. No server
+  may be lost, and no row may be missing.
+- slow: two real servers of 16 slots at a GPU's pace, one of them three times slower, and 256 candidates. Early binding
+  gives both servers equally many; late binding gives each at most two more than it has slots.
+- prefix: two real servers, and prompts of 4,000 tokens with 8 short answers each. Compares all candidates of a prompt
+  on one server, which shares its prefix cache, with each candidate on the server with the least work.
 
-Both sides of a comparison alternate in one run. Their rows are compared by seconds: medians, and the ratio's median
-and range.
+Both sides alternate in one run. Prints the medians of their seconds, and median and range of the ratio.
 """
 
 from __future__ import annotations
@@ -51,21 +50,21 @@ from trl_darts.scheduling.policies import LeastLoaded
 
 
 NUM_GENERATIONS = 8
-FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # of the Markov model
+FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # tokens of the Markov model
 PROMPT_TOKENS, ANSWER_TOKENS = 4000, 8
 SLOWER = 3
 console = Console(width=120)
 
 
 class EarlyBinding(LeastLoaded):
-    """Each candidate on the engine with the least work, however many it has: as servers do without slots."""
+    """Places each candidate on the engine with the least work, even if it has no free slot."""
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         return min(engines, key=lambda engine: engine.expected_tokens).engine_id
 
 
 class Spread(LeastLoaded):
-    """Each candidate where there is least to do, without regard to its prompt."""
+    """Places each candidate on the engine with the least work, whatever its prompt."""
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         free = [engine for engine in engines if engine.has_room]
@@ -73,7 +72,7 @@ class Spread(LeastLoaded):
 
 
 class Rollouts:
-    """Rollouts of the same prompts on the same servers; lengths are drawn anew for each, by seed."""
+    """Runs rollouts on the same servers. Lengths are drawn for each by its seed."""
 
     def __init__(self, urls: Sequence[str], num_prompts: int, body: dict[str, Any], deadlines: Deadlines) -> None:
         self.engine = VLLMServerEngine(urls, deadlines)
@@ -82,14 +81,14 @@ class Rollouts:
         self.body = {"model": model, "logprobs": 0, **body}
 
     def run(self, placement: LeastLoaded, prompts: Sequence[Sequence[int]], seed: int) -> tuple[float, RolloutResult]:
-        """Seconds, and what came of it."""
+        """Returns the seconds and the result of a rollout."""
         scheduler = Scheduler(SchedulePolicies(placement=placement), NUM_GENERATIONS)
         plans = [GroupPlan(index, NUM_GENERATIONS) for index in range(self.num_prompts)]
         own = [[ServerPrompt(prompt)] for prompt in prompts]
         begin = time.perf_counter()
 
         def seeded(command: Submit) -> dict[str, Any]:
-            # vLLM on a CPU dies of a seed with a prompt that it reads in parts.
+            # vLLM on a CPU crashes for a seed with a prompt that is prefilled in chunks.
             return {} if "ignore_eos" in self.body else {"seed": 1_000 * seed + NUM_GENERATIONS * command.group_id}
 
         result = self.engine.run(scheduler, plans, own, self.body, seeded)
@@ -99,17 +98,17 @@ class Rollouts:
 
 
 def short_prompts(num_prompts: int) -> list[list[int]]:
-    """Different ones."""
+    """Returns distinct prompts."""
     return [[FIRST_TEXT_TOKEN + place for place in divmod(index, NUM_TEXT_TOKENS)] for index in range(num_prompts)]
 
 
 def compare(names: Sequence[str], sides: Sequence[Callable[[int], float]], repeats: int, title: str) -> None:
-    """Alternates two sides, and prints how many times as fast the second one is."""
+    """Alternates two sides, and prints the speed of the second relative to the first."""
     seconds: list[list[float]] = [[], []]
     for repeat in range(repeats + 1):
         for side, run in enumerate(sides):
             took = run(repeat)
-            if repeat:  # the first is for warming up
+            if repeat:  # the first one warms up
                 seconds[side].append(took)
     ratios = [before / after for before, after in zip(*seconds, strict=True)]
     medians = ", ".join(f"{name} {statistics.median(own):.1f} s" for name, own in zip(names, seconds, strict=True))
@@ -126,7 +125,7 @@ def markov_model() -> Iterator[Path]:
 
 
 def queue() -> None:
-    """See the docstring of this file."""
+    """Runs the part as described above."""
     with markov_model() as model_dir, start_vllm_server(model_dir, max_num_seqs=8) as server:
         prompts, body = short_prompts(32), {"max_tokens": 512}
         usual = Rollouts([server.base_url], 32, body, Deadlines())
@@ -146,7 +145,7 @@ def queue() -> None:
 
 
 def slow(repeats: int) -> None:
-    """See the docstring of this file."""
+    """Runs the part as described above."""
     curve = scaled(CURVES["llama-8b"], SCALE)
     with markov_model() as model_dir, ExitStack() as stack:
         urls = [
@@ -162,7 +161,7 @@ def slow(repeats: int) -> None:
 
 
 def prefix(repeats: int) -> None:
-    """See the docstring of this file. Prompts are new in each rollout."""
+    """Runs the part as described above. Each rollout has new prompts."""
     rng = np.random.default_rng(0)
     with TemporaryDirectory() as directory, ExitStack() as stack:
         model_dir = make_random_model(Path(directory) / "random", make_tokenizer())
@@ -183,7 +182,7 @@ def prefix(repeats: int) -> None:
 
 
 def main() -> None:
-    """Exits with 1 where a server was lost for its queue."""
+    """Runs the benchmark. Exits with 1 if a server was lost because of its queue."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("queue", "slow", "prefix"))
     parser.add_argument("--repeats", type=int, default=5)

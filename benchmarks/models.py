@@ -1,7 +1,7 @@
 """
-Models and a tokenizer that are made on the spot: no download, no hub, the same bytes every time.
+Builds models and a tokenizer reproducibly, without downloads.
 
-All have `VOCAB_SIZE` tokens, `eos` = 1 and `pad` = 0, and fit the tokenizer of [`make_tokenizer`].
+All models have `VOCAB_SIZE` tokens, `eos` = 1 and `pad` = 0, for the tokenizer of [`make_tokenizer`].
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CHAT_TEMPLATE = (
 )
 # (share of the completions, mean length in tokens): heavy-tailed, p50 36, p90 310, p99 1545.
 HEAVY_TAIL = ((0.40, 20), (0.30, 60), (0.18, 180), (0.09, 500), (0.03, 1500))
-# The same shape at a fifth of the length, for tests against a real server: p50 8, p90 67, p99 394.
+# The same distribution at a fifth of the length, for tests with a real server: p50 8, p90 67, p99 394.
 SHORT_HEAVY_TAIL = tuple((share, mean_length / 5) for share, mean_length in HEAVY_TAIL)
-FIRST_CLASS_TOKEN, CLASS_SIZE = 99, 5  # the tokenizer's fillers: no prompt made of text ends in a class
+FIRST_CLASS_TOKEN, CLASS_SIZE = 99, 5  # filler tokens, which no text contains
 
 
 def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """One token per character of printable ASCII and newline (IDs 3 to 98), then fillers `<99>`, `<100>`, …"""
+    """Builds a tokenizer of printable ASCII characters and newline (IDs 3 to 98), and fillers `<99>`, `<100>`, …"""
     tokens = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
     if vocab_size < len(tokens):
         raise ValueError(f"`vocab_size` ({vocab_size}) must be at least {len(tokens)}, one per printable character.")
@@ -69,7 +69,7 @@ def _config(hidden_size: int, num_layers: int, tied: bool, **sizes: int) -> Qwen
 
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path) -> Path:
-    """Write a model as a checkpoint with its tokenizer."""
+    """Saves a model with its tokenizer."""
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     model.save_pretrained(out_dir)
@@ -84,15 +84,15 @@ def make_random_model(
     hidden_size: int = 64,
     num_layers: int = 2,
     seed: int = 0,
+    **sizes: int,
 ) -> Path:
     """
-    Write a random float32 Qwen2 checkpoint with its tokenizer; nearly uniform next-token probabilities.
-
-    The default generator of torch is left as it was found.
+    Saves a random float32 Qwen2 model with its tokenizer. Its next-token probabilities are nearly uniform. The state
+    of torch's default generator is preserved.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(_config(hidden_size, num_layers, tied)).to(torch.float32)
+        model = Qwen2ForCausalLM(_config(hidden_size, num_layers, tied, **sizes)).to(torch.float32)
     return save_model(model, tokenizer, out_dir)
 
 
@@ -100,13 +100,13 @@ def markov_transitions(
     follow: float = 0.97, classes: Sequence[tuple[float, float]] = HEAVY_TAIL, floor: float = 1e-6
 ) -> torch.Tensor:
     """
-    Next-token probabilities of the Markov chain, `(VOCAB_SIZE, VOCAB_SIZE)`, row = last token.
+    Returns next-token probabilities of the Markov chain, `(VOCAB_SIZE, VOCAB_SIZE)`, row = last token.
 
-    Class `c` owns the five tokens from `99 + 5 c` on, fillers that no text contains. From a token of a class the chain
-    ends with probability 1 / mean length, else stays in the class: the next token in its cycle with probability
-    `follow`, else any of the five. Every other token (the last of a prompt) enters class `c` with the class's share.
-    So the length of a completion, `eos` included, is one more than a mixture of geometric distributions, for every
-    prompt.
+    Class `c` has the five tokens from `99 + 5 c` on, which no text contains. After a token of a class, the chain ends
+    with probability 1 / mean length. Otherwise it stays in the class: with probability `follow` it takes the next
+    token in the class's cycle, else a random one. After any other token, such as the last one of a prompt, it enters
+    class `c` with the class's share. For every prompt, the length of a completion, including `eos`, is therefore one
+    more than a mixture of geometric distributions.
     """
     if FIRST_CLASS_TOKEN + CLASS_SIZE * len(classes) > VOCAB_SIZE:
         raise ValueError(f"`classes` ({len(classes)}) must be at most {(VOCAB_SIZE - 99) // CLASS_SIZE}.")
@@ -131,24 +131,25 @@ def make_markov_model(
     follow: float = 0.97,
     classes: Sequence[tuple[float, float]] = HEAVY_TAIL,
 ) -> Path:
-    """Write the chain of [`markov_transitions`]: heavy-tailed, ends by itself."""
+    """Saves the chain of [`markov_transitions`], whose completions are heavy-tailed."""
     return save_model(chain_model(markov_transitions(follow, classes)), tokenizer, out_dir)
 
 
 def chain_model(transitions: torch.Tensor, dtype: torch.dtype = torch.float32, **sizes: int) -> Qwen2ForCausalLM:
     """
-    A Qwen2 model that *is* a Markov chain with these next-token probabilities, `(V, V)`, row = last token, whatever
-    its size: `sizes` are fields of its config.
+    Builds a Qwen2 model that is a Markov chain with these next-token probabilities, `(V, V)`, row = last token.
+    `sizes` are fields of its config.
 
-    Attention and MLP add nothing (their output projections are zero), each embedding is a unit vector, RMSNorm scales
-    it by a constant, and the LM head undoes the constant and holds the logarithms of the transition matrix.
+    Attention and MLP have no effect, because their output projections are zero. Each embedding is a unit vector,
+    RMSNorm scales it by a constant, and the LM head divides by the constant and holds the logarithms of the
+    transition probabilities.
     """
     config = _config(sizes.pop("hidden_size", VOCAB_SIZE), sizes.pop("num_hidden_layers", 1), tied=False, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config).to(dtype)
     scale = (1 / config.hidden_size + config.rms_norm_eps) ** -0.5
-    size = len(transitions)  # the rest of a larger vocabulary never comes up
+    size = len(transitions)  # other tokens of a larger vocabulary are never sampled
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:

@@ -1,10 +1,9 @@
 """
-A GPU's pace on a CPU: each step of a real vLLM engine takes as long as a latency curve says for the sequences that it
-decodes.
+Paces a real vLLM engine on a CPU like a GPU: each step takes as long as a latency curve says for its sequences.
 
 A CPU decodes a model of under a million parameters faster than a GPU decodes one of billions, so the engine sleeps for
-what is left of each step. All else is real: HTTP, queues, aborts, weight sync. A step for which the CPU was too slow
-is late; the next ones make up for it as far as they have time left.
+the rest of each step. All else is real: HTTP, queues, aborts, weight sync. If the CPU is too slow, a step is late, and
+the next ones sleep less to catch up.
 
 [`register`] is a vLLM plugin. [`paced_server`] starts a server that loads it.
 """
@@ -32,34 +31,34 @@ from trl_darts.weights.plugin import when_imported
 
 CURVES = {
     "llama-8b": LLAMA_8B_NIM,
-    # What the DARTS paper's benchmarks assume: about 14 B parameters on two H20, memory-bound up to some hundred
+    # Assumed for the DARTS paper's benchmarks: about 14 B parameters on two H20, memory-bound up to some hundred
     # sequences.
     "darts": LatencyCurve((1, 128, 512), (0.016, 0.020, 0.036)),
 }
-# As in the DARTS paper, an engine has some 64 sequences of a batch, so the server stands for several. Two cores can't
-# follow the curves as they are.
+# As in the DARTS paper, an engine has about 64 sequences of a batch, so the server represents several engines. The
+# curves are slowed down, because two cores can't keep up otherwise.
 NUM_ENGINES, SCALE = 4, 4.0
 ENGINE_MODULE = "vllm.v1.engine.core"
-CURVE, COUNTS = "PACE_CURVE", "PACE_COUNTS"  # variables of the server's environment: a curve, and a file for [`Pace`]
+CURVE, COUNTS = "PACE_CURVE", "PACE_COUNTS"  # environment variables of the server: a curve, and a file for [`Pace`]
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def scaled(curve: LatencyCurve, factor: float, num_engines: int = 1) -> LatencyCurve:
-    """The curve of so many engines that share all sequences evenly, and take `factor` times as long."""
+    """Returns the curve of `num_engines` that share all sequences evenly and take `factor` times as long."""
     return LatencyCurve([num_engines * knot for knot in curve.knots], [factor * value for value in curve.values])
 
 
 @dataclass
 class Pace:
-    """How an engine has kept to its curve. Seconds are those that its steps should have taken."""
+    """Statistics of how well an engine keeps its pace. Seconds are those that its steps should take."""
 
     steps: int = 0
-    late: int = 0  # steps that ended after their time
+    late: int = 0  # steps that ended too late
     seconds: float = 0.0
-    lost: float = 0.0  # seconds by which it was behind when it had nothing left to do
+    lost: float = 0.0  # seconds of delay when the engine became idle
 
     def since(self, before: Pace) -> Pace:
-        """What was added."""
+        """Returns the difference to an earlier state."""
         return Pace(**{name: value - getattr(before, name) for name, value in asdict(self).items()})
 
     def __str__(self) -> str:
@@ -68,7 +67,7 @@ class Pace:
 
 
 class Pacer:
-    """Paces one engine's steps, and leaves their [`Pace`] in a file whenever the engine has nothing left to do."""
+    """Paces one engine's steps, and writes their [`Pace`] to a file whenever the engine becomes idle."""
 
     def __init__(self, curve: LatencyCurve, path: Path) -> None:
         self.curve = curve
@@ -77,12 +76,12 @@ class Pacer:
         self.due: float | None = None  # when the last step should have ended; `None` while the engine is idle
 
     def run(self, step: Callable[[Any], Any], engine: Any) -> Any:
-        """A step, and the sleep after it. Tokens leave the engine when it is over."""
+        """Runs a step and sleeps before its tokens are returned."""
         if self.due is None:
             self.due = time.perf_counter()
         outputs, executed = step(engine)
         num_decoded = sum(bool(row.new_token_ids) for own in outputs.values() for row in own.outputs)
-        if num_decoded:  # a drafted token is computed like one more sequence
+        if num_decoded:  # a drafted token takes as long as one more sequence
             seconds = self.curve(num_decoded + sum(_num_drafted(own.scheduler_stats) for own in outputs.values()))
             self.due += seconds
             left = self.due - time.perf_counter()
@@ -91,7 +90,7 @@ class Pacer:
             self.pace.late += left < 0
             self.pace.seconds += seconds
         if not engine.scheduler.has_requests():
-            self.pace.lost += max(0.0, time.perf_counter() - self.due - 1e-3)  # a sleep is never exact
+            self.pace.lost += max(0.0, time.perf_counter() - self.due - 1e-3)  # tolerance for inexact sleeps
             self.due = None
             part = self.path.with_suffix(".part")
             part.write_text(json.dumps(asdict(self.pace)))
@@ -123,7 +122,7 @@ def _patch_engine(module: ModuleType) -> None:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Inside, a benchmark that is ended ends its server too."""
+    """Inside this context, SIGTERM exits normally, so that the benchmark stops its server."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         yield
@@ -136,8 +135,8 @@ def paced_server(
     model_dir: Path, curve: LatencyCurve, **options: Any
 ) -> Iterator[tuple[VLLMServer, Callable[[], Pace]]]:
     """
-    A server whose engine follows the curve, and a function that returns how it has done so far. The options are those
-    of `start_vllm_server`. It fails where nothing was paced: vLLM has other internals then.
+    Yields a server whose engine is paced by the curve, and a function that returns its [`Pace`] so far. The options
+    are those of `start_vllm_server`. Raises if no step was paced, because vLLM's internals have changed.
     """
     with tempfile.TemporaryDirectory() as directory:
         plugin, counts = Path(directory) / "pacing-0.dist-info", Path(directory) / "pace.json"
@@ -150,7 +149,7 @@ def paced_server(
         def pace() -> Pace:
             return Pace(**json.loads(counts.read_text())) if counts.exists() else Pace()
 
-        # With asynchronous scheduling, the engine's step is another method, which returns before its tokens are there.
+        # Asynchronous scheduling uses another method, which returns before the tokens are ready.
         with _exit_on_sigterm(), start_vllm_server(model_dir, env=env, no_async_scheduling=True, **options) as server:
             yield server, pace
             if not pace().steps:

@@ -1,13 +1,13 @@
 """
-What a training step costs without padding: TRL's `GRPOTrainer`, ours with `trim_padding=False`, and ours.
+Compares a training step of TRL's `GRPOTrainer`, of ours with `trim_padding=False`, and of ours.
 
     python benchmarks/padding.py [--only tail|equal] [--repeats 5] [--hidden-size 128] [--num-layers 2] [--scale 96]
 
-Completions are given, so a step is the forward and backward passes of 256 rows by micro-batches of 4, in one optimizer
-step, and nothing else. The three trainers take turns, each with the same model, rows and seed.
+Completions are given, so a step only has forward and backward passes of 256 rows in micro-batches of 4, and one
+optimizer step. The three trainers alternate, with the same model, rows and seed.
 
 - tail: lengths of LLaMA-3.1-8B on DeepScaleR (log-normal, median 2,748, σ 0.885), divided by `--scale`.
-- equal: all rows have the mean of these lengths. There is no padding, so nothing can be gained.
+- equal: all rows have the mean of these lengths, so that there is no padding to save.
 
 Columns: seconds of a step, their ratio to TRL's (median and 95 % interval over repeats, of paired logarithms), the
 share of the step that our code spends on ordering, cutting and counting rows (mean and 95 % interval), peak memory of
@@ -57,7 +57,7 @@ console = Console(width=160)
 
 
 class Given:
-    """Completions of given lengths, in the place of generation."""
+    """Replaces generation by completions of given lengths."""
 
     lengths: np.ndarray
 
@@ -91,12 +91,12 @@ class OurTrainer(DARTSGRPOTrainer, TheirTrainer):
 
 
 def seconds() -> float:
-    """On a GPU, copying the gradient waits for the kernels."""
+    """Returns the time. On a GPU, copying the gradient waits for the kernels before."""
     return time.perf_counter() if torch.cuda.is_available() else time.process_time()
 
 
 class Step(TrainerCallback):
-    """Keeps an optimizer step's gradient and seconds."""
+    """Records the gradient and the seconds of an optimizer step."""
 
     gradient: torch.Tensor
     seconds: float
@@ -112,38 +112,38 @@ class Step(TrainerCallback):
 
 
 def tail(scale: float) -> np.ndarray:
-    """Lengths in tokens, one per row."""
+    """Returns the length of each row in tokens."""
     draws = np.random.default_rng(0).lognormal(math.log(MEDIAN / scale), SPREAD, NUM_ROWS)
     return np.ceil(draws).astype(int) + 1
 
 
 def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Differs from row to row."""
+    """Returns rewards that differ between rows."""
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 def random_model(hidden_size: int, num_layers: int) -> PreTrainedModel:
-    """A Qwen2 with random weights, on the CPU."""
+    """Builds a Qwen2 model with random weights on the CPU."""
     with tempfile.TemporaryDirectory() as directory:
         make_random_model(directory, make_tokenizer(), hidden_size=hidden_size, num_layers=num_layers)
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def describe(lengths: np.ndarray) -> str:
-    """For titles."""
+    """Describes the lengths for titles."""
     return f"{len(lengths)} rows by {BATCH_SIZE}, mean {lengths.mean():.0f} tokens, longest {lengths.max()}"
 
 
 @contextmanager
 def peak_memory(found: list[float]) -> Iterator[None]:
-    """Adds the MiB by which the peak inside exceeds what was there before."""
+    """Appends the MiB by which the peak inside this context exceeds the memory before."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         yield
         found.append((torch.cuda.max_memory_allocated() - before) / 2**20)
         return
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak on Linux
     before = _status("VmRSS")
     yield
     found.append((_status("VmHWM") - before) / 2**10)
@@ -157,7 +157,7 @@ def _status(name: str) -> int:
 def step(
     arm: str, model: PreTrainedModel, lengths: np.ndarray, out: str, **fields: Any
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """One optimizer step: what it cost, and its gradient."""
+    """Runs one optimizer step. Returns its costs and its gradient."""
     settings = {
         "output_dir": out,
         "per_device_train_batch_size": BATCH_SIZE,
@@ -184,7 +184,7 @@ def step(
     trainer.lengths = lengths
     memory: list[float] = []
     with peak_memory(memory), open(os.devnull, "w") as nowhere:
-        stdout, sys.stdout = sys.stdout, nowhere  # what transformers prints of each step
+        stdout, sys.stdout = sys.stdout, nowhere  # hides the logs that transformers prints
         try:
             trainer.train()
         finally:
@@ -196,7 +196,7 @@ def step(
 
 
 def interval(ratios: list[float]) -> str:
-    """Median, and 95 % of the mean of logarithms."""
+    """Formats the median, and the 95 % interval of the mean of logarithms."""
     logs = np.log(ratios)
     if len(logs) < 2:
         return f"{ratios[0]:.2f}"
@@ -208,7 +208,7 @@ def interval(ratios: list[float]) -> str:
 def compare(
     title: str, make_model: Callable[[], PreTrainedModel], lengths: np.ndarray, repeats: int, **fields: Any
 ) -> None:
-    """A table. `make_model` makes the same model each time."""
+    """Prints a table. `make_model` must return the same model each time."""
     runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     gradients: dict[str, torch.Tensor] = {}
     for repeat in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""Tables on docs/evidence.md that benchmarks write again, each between its marks."""
+"""Updates tables of docs/evidence.md between marks."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "evidence.md"
 
 
 def put(text: str, name: str, script: str, content: str) -> str:
-    """The text with `content` between the marks of this name, which say by which script it was written."""
+    """Replaces the text between the marks of this name, which include the name of the script."""
     begin, end = f"<!-- {name}: written by benchmarks/{script} -->", f"<!-- end of {name} -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:

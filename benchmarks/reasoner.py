@@ -1,12 +1,12 @@
 """
-What the tiny reasoner learns, by steps: nothing here depends on how busy the machine is.
+Compares what the tiny reasoner learns per step, which does not depend on the load of the machine.
 
     python benchmarks/reasoner.py [--only ahead|drafts] [--quick]
 
-- ahead: the default, with `rollout_ahead`, and so without the correction for old weights.
-- drafts: GRPO, on a server without drafts and on one with ours, which must not change what is sampled.
+- ahead: the default, the default with `rollout_ahead`, and the latter without importance sampling correction.
+- drafts: GRPO on a server without drafts, and on one with ours, which must not change the samples.
 
-Means over seeds with 95 % intervals; the arms take their turns. Each training takes one to two minutes on two cores.
+Prints means over seeds with 95 % intervals. The arms alternate. Each run takes one to two minutes on two cores.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CHECKPOINT = str(REASONER / "checkpoint")
 STEPS, LAST, SEEDS = 40, 20, 5
 COLUMNS = {"reward": "reward", "tokens of an answer": "completions/mean_length"}
 Arm = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""Fields of the training, and options of the server."""
+"""Fields of the config, and options of the server."""
 
 PARTS: dict[str, dict[str, Arm]] = {
     "ahead": {name: (ARMS[name], {}) for name in (DEFAULT, "default, ahead", "ahead, uncorrected")},
@@ -49,7 +49,7 @@ PARTS: dict[str, dict[str, Arm]] = {
 
 
 def train(url: str, fields: Mapping[str, Any], steps: int, seed: int) -> list[dict[str, float]]:
-    """The log of one training."""
+    """Returns the log of one run."""
     sys.path.insert(0, str(REASONER))
     from task import accuracy_reward, make_dataset
 
@@ -67,7 +67,7 @@ def compare(arms: Mapping[str, Arm], steps: int, seeds: int) -> None:
     """Trains each arm with each seed, and prints a table."""
     logs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in arms}
     with ExitStack() as stack:
-        urls: dict[str, str] = {}  # arms with the same options share a server
+        urls: dict[str, str] = {}  # by options: arms with the same ones share a server
         for _, options in arms.values():
             if str(options) not in urls:
                 server = stack.enter_context(start_vllm_server(CHECKPOINT, max_model_len=512, **options))
@@ -83,15 +83,15 @@ def compare(arms: Mapping[str, Arm], steps: int, seeds: int) -> None:
 
 
 def means(runs: Sequence[Sequence[Mapping[str, float]]], metric: str, start: int) -> Estimate:
-    """Over trainings, of each one's mean from a step on."""
+    """Returns the mean over runs of each run's mean from step `start` on."""
     return Estimate.of([float(np.mean([entry[metric] for entry in run[start:]])) for run in runs])
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--quick", action="store_true", help="two steps, one seed: does it run?")
+    parser.add_argument("--quick", action="store_true", help="smoke test: two steps, one seed")
     options = parser.parse_args()
     for name, arms in PARTS.items():
         if options.only in (None, name):

@@ -1,35 +1,34 @@
 """
-All schedules on the same heavy-tailed lengths: what each saves, what it wastes, and how old its tokens are.
+Compares all schedules on the same heavy-tailed lengths: seconds, wasted tokens, and the age of trained tokens.
 
     python benchmarks/schedules.py [--quick] [--only shares|schedules|order|simulator] [--curve llama-8b]
 
-The first three parts run on a real vLLM server at a GPU's pace (see `pacing.py`), with the simulator's ratio for the
-same trace beside the real one; the last on simulated clusters of 16, 32 and 64 GPUs.
+The first three parts run on a real vLLM server at a GPU's pace (see `pacing.py`), and also print the simulator's ratio
+for the same trace. The last part runs on simulated clusters of 16, 32 and 64 GPUs.
 
-- shares: the default against grpo, with and without M_low (`min_num_generations`), for several shares of answers that
-  never end; and two controls, with equal lengths, and on a full engine: it decodes a sixteenth of a batch at once.
-- schedules: every schedule, with 0.2 % of answers that never end.
-- order: the sorted schedule with the shortest and with the longest first, on engines with half a batch of slots.
+- shares: the default against grpo, with and without M_low (`min_num_generations`), for several shares of endless
+  answers; and two controls: equal lengths, and a full engine that decodes a sixteenth of a batch at once.
+- schedules: every schedule, with 0.2 % of endless answers.
+- order: the sorted schedule with the shortest or the longest first, on engines with half a batch of slots.
 
-The same training runs under each row, as in [`SimulatedTraining`]: admission, rounds, buffer, scheduler and tracker
-are the trainer's own. Lengths are drawn once per prompt, epoch and candidate, and are the same for all rows; a
-candidate that begins anew has its length again, one that is resumed the rest. Nothing is trained: the versions of the
-policy are counted, the weights stay.
+All rows run the same training loop, see [`SimulatedTraining`], with the trainer's admission, rounds, buffer, scheduler
+and tracker. Lengths are drawn once per prompt, epoch and candidate, and are the same for all rows. A restarted
+candidate has the same length again. The weights don't change: only the versions of the policy are counted.
 
-TRL's own request, one for the whole batch with n = M, can't be given a length per candidate. The row "grpo" stands for
-it: it waits for the same candidates, and `server_overhead.py` has what one request per candidate costs beside it.
+TRL's request for a whole batch with n = M can't have a length per candidate. The row "grpo" represents it: it waits
+for the same candidates. `server_overhead.py` measures what one request per candidate costs in comparison.
 
 Columns:
 
-- seconds: from the first submission to the last end, over all rollouts. Also relative to grpo's, as median and range
-  over repeats (server: all rows take one step in turn, so that they see the same weather on a shared machine) or over
+- seconds: from the first submission to the last end, over all rollouts. The ratio to grpo's is given as median and
+  range over repeats (server: rows alternate step by step, so that the load of a shared machine affects all) or over
   seeds (simulator).
-- bubble: slots that stood idle (SortedRL, Eq. 4). Q is the most candidates that ran at once in a rollout. The sorted
-  rows run on engines that decode no more than N × M at once, all others queue; there that is Q. In brackets:
-  of the rollouts alone that ended while others were under way, without those that wait for the last ones of an epoch
-  or of a group of batches.
-- wasted: tokens that were decoded and never trained on. Off-policy: tokens trained on that an older policy sampled.
-- spread: deviation of the batches' mean lengths over their mean.
+- bubble: share of idle slots (SortedRL, Eq. 4). Q is the largest number of candidates that ran at once in a rollout.
+  Engines of the sorted rows decode at most N × M at once, which is their Q, and queue all others. In brackets: only
+  rollouts that ended while other prompts were unfinished, so without the last ones of an epoch or a group of batches.
+- wasted: share of decoded tokens that are never trained on. Off-policy: share of trained tokens that an older policy
+  sampled.
+- spread: standard deviation of the batches' mean lengths over their mean.
 - simulated: the simulator's ratio for the same trace, at the server's pace.
 """
 
@@ -63,10 +62,10 @@ from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import GroupPlan, Occupancy, RolloutResult, Scheduler, ScheduleSettings, Submit
 
 
-EPOCHS = 3  # in the first, nothing is known of any prompt
+EPOCHS = 3  # in the first, prompts have no history
 MAX_MODEL_LEN = 1024
-ROOM = 1024  # sequences of the server whose slots are not what limits
-FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # of the Markov model: prompts are made of these
+ROOM = 1024  # slots of a server that never queues
+FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 3, 96  # tokens of the Markov model that prompts consist of
 AUTO = {"long_end_patience": "auto"}
 ORDERS = ("shortest", "longest")
 BOTH_ENDS = {"selection": "dual_end", **AUTO}
@@ -75,14 +74,14 @@ console = Console(width=160)
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the tables. `capped` ones run on engines that decode no more than N × M at once."""
+    """One line of the tables. `capped` rows run on engines that decode at most N × M at once."""
 
     name: str
     settings: Mapping[str, Any]
 
     @property
     def capped(self) -> bool:
-        """Only the sorted schedule is made for a queue."""
+        """Whether the schedule needs a queue."""
         return str(self.settings["schedule"]) == "sorted"
 
 
@@ -104,19 +103,19 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Size:
-    """Of a training: N prompts per step, M rows of each, how many steps an epoch has, and what lengths are like."""
+    """Size of a run: N prompts per step, M rows of each, steps per epoch, and the distribution of lengths."""
 
     prompts: int
     num_generations: int
     median: float
     limit: int
     batches: int = 8
-    endless_share: float = 0.002  # half of them are of a tenth of the prompts
-    equal: bool = False  # all lengths; else p99 / p50 is about 10
+    endless_share: float = 0.002  # half of these answers belong to a tenth of the prompts
+    equal: bool = False  # whether all lengths are equal; otherwise, p99 / p50 is about 10
 
     @property
     def workload(self) -> Workload:
-        """With these lengths."""
+        """Returns the workload with these lengths."""
         spread = (0.0, 0.0) if self.equal else (0.7, 0.6)
         lengths = LogNormalLengths(self.prompts * self.batches, self.median, *spread, endless_share=self.endless_share)
         return Workload(lengths, self.prompts, self.limit)
@@ -128,7 +127,7 @@ class Size:
 
     @property
     def steps(self) -> int:
-        """Of the whole training."""
+        """Steps of the whole run."""
         return EPOCHS * self.batches
 
     def __str__(self) -> str:
@@ -140,8 +139,8 @@ class Size:
 
 class ServerCluster:
     """
-    A real server of the Markov model in the place of [`SimulatedCluster`]: it decodes as many tokens of each candidate
-    as it is told to. Or several, of which those of the tail take over what is left.
+    Replaces [`SimulatedCluster`] by real servers of the Markov model, which decode a given number of tokens of each
+    candidate. Tail servers take over the last ones.
     """
 
     def __init__(self, *urls: str, tail_urls: Sequence[str] = ()) -> None:
@@ -151,10 +150,10 @@ class ServerCluster:
     def run(
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
     ) -> RolloutResult:
-        """One rollout. The cache is emptied before it, as a weight sync does."""
+        """Runs one rollout after resetting the prefix cache, as a weight sync does."""
 
         def fixed(command: Submit) -> dict[str, Any]:
-            own = lengths[command.group_id][command.index]  # one that does not end by itself is cut by `max_tokens`
+            own = lengths[command.group_id][command.index]  # endless ones are truncated by `max_tokens`
             return {"min_tokens": min(own - 1, max_length), "logit_bias": {str(EOS_ID): 100}}
 
         for url in self.engine.base_urls:
@@ -165,7 +164,7 @@ class ServerCluster:
         return self.engine.run(scheduler, plans, prompts, body, fixed)
 
     def seconds_per_request(self, num_candidates: int, step_seconds: float) -> float:
-        """What a request costs beside its token, for which all take one step: rollouts of one token each."""
+        """Measures the overhead of a request, with rollouts of one token per candidate."""
         plans = [GroupPlan(index, 1, prompt_key=index) for index in range(num_candidates)]
         grpo = ScheduleSettings("grpo", 1).policies()
         rollouts = (self.run(Scheduler(grpo, 1), plans, [[1]] * num_candidates, 1) for _ in range(4))
@@ -175,27 +174,26 @@ class ServerCluster:
 
 @dataclass(frozen=True)
 class Total:
-    """What all steps of a row's training were like together. Shares are of 1."""
+    """Totals over all steps of a row's run."""
 
     seconds: float
     bubble_ratio: float
-    oversubscribed: float  # the bubble ratio of the rollouts that ended while others were under way; NaN without any
-    wasted: float  # of the tokens decoded: not trained on
-    off_policy: float  # of the tokens trained on: sampled by an older version of the policy
+    oversubscribed: float  # bubble ratio of rollouts that ended while other prompts were unfinished; NaN without any
+    wasted: float  # share of decoded tokens that are not trained on
+    off_policy: float  # share of trained tokens that an older policy sampled
     trained: float  # tokens
-    spread: float  # of the batches' mean lengths: their deviation over their mean
+    spread: float  # standard deviation of the batches' mean lengths over their mean
 
     @classmethod
     def median(cls, totals: Sequence["Total"]) -> "Total":
-        """Field by field."""
+        """Returns the median of each field."""
         return cls(**{name: statistics.median(getattr(t, name) for t in totals) for name in cls.__annotations__})
 
 
 class Replay(SimulatedTraining):
     """
-    A row's training, of which one step can be run at a time, on simulated engines or on `server`. Equal workloads and
-    seeds give equal lengths to all rows, batch by batch and candidate by candidate. A capped row needs a server with
-    as many slots as the batch has rows.
+    Runs a row step by step, on simulated engines or on `server`. Equal workloads and seeds give equal lengths to all
+    rows. A capped row needs a server with as many slots as the batch has rows.
     """
 
     def __init__(
@@ -207,18 +205,18 @@ class Replay(SimulatedTraining):
         if server is not None:
             self.cluster = server  # type: ignore[assignment]
         self.num_engines = spec.num_engines
-        self.slot_seconds: list[tuple[float, float, bool]] = []  # of each rollout: used, available, oversubscribed
+        self.slot_seconds: list[tuple[float, float, bool]] = []  # per rollout: used, available, oversubscribed
         self.outcome = SimulatedRun()
 
     def steps(self) -> Iterator[None]:
-        """One optimizer step after the other, without end."""
+        """Yields after each optimizer step, endlessly."""
         for step in self.optimizer_steps():
             self.outcome.add(step, self.workload)
             yield
 
     @property
     def total(self) -> Total:
-        """All steps so far. The buffer must be empty, as it is at the end of an epoch: nothing is under way then."""
+        """Returns the totals so far. The buffer must be empty, as at the end of an epoch."""
         run = self.outcome
         decoded, trained = sum(run.pool_tokens), sum(run.kept_tokens)
         stale = sum(share * kept for share, kept in zip(run.off_policy_share, run.kept_tokens, strict=True))
@@ -241,13 +239,13 @@ class Replay(SimulatedTraining):
 
 def slots_used(result: RolloutResult, slots: int | None) -> float:
     """
-    Slot-seconds in which a candidate was decoded. Of those on an engine with `slots`, the others wait in its queue,
-    which the scheduler's own timeline does not tell apart.
+    Returns the slot-seconds in which candidates were decoded. On an engine with `slots`, others wait in its queue,
+    which the scheduler's timeline does not distinguish.
     """
     changes: dict[str, list[tuple[float, int]]] = {}
     for group in [*result.groups, *result.deferred]:
         for candidate in group.candidates:
-            if candidate.engine_id is not None:  # else it was complete before, or never submitted
+            if candidate.engine_id is not None:  # otherwise, it was complete before or never submitted
                 changes.setdefault(candidate.engine_id, []).extend([(candidate.started, 1), (candidate.ended, -1)])
     area = 0.0
     for own in changes.values():
@@ -257,7 +255,7 @@ def slots_used(result: RolloutResult, slots: int | None) -> float:
 
 
 def train(replays: Sequence[Replay], steps: int) -> list[Total]:
-    """One step of each in turn; another one begins each time."""
+    """Runs one step of each in turn. The order rotates."""
     running = [replay.steps() for replay in replays]
     for step in track(range(steps), "steps", console=console, transient=True):
         for training in islice(cycle(running), step, step + len(running)):
@@ -267,7 +265,7 @@ def train(replays: Sequence[Replay], steps: int) -> list[Total]:
 
 @contextmanager
 def server_of(curve: LatencyCurve, slots: int | None, size: Size) -> Iterator[tuple[ServerCluster, ClusterSpec]]:
-    """A paced server with so many slots, warm, and what the simulator is told of it. Says how it kept its pace."""
+    """Yields a warm paced server with `slots`, and its description for the simulator. Prints its pace at the end."""
     with TemporaryDirectory() as directory:
         model_dir = make_markov_model(Path(directory) / "markov", make_tokenizer())
         with paced_server(model_dir, curve, max_model_len=MAX_MODEL_LEN, max_num_seqs=slots or ROOM) as (server, pace):
@@ -282,7 +280,7 @@ def server_of(curve: LatencyCurve, slots: int | None, size: Size) -> Iterator[tu
 def on_server(
     title: str, rows: Sequence[Row], size: Size, curve: LatencyCurve, slots: int | None, repeats: int
 ) -> None:
-    """A table."""
+    """Runs all rows on a server and in the simulator, and prints a table."""
     with server_of(curve, slots, size) as (cluster, spec):
         measured = [train([Replay(row, size, spec, cluster) for row in rows], size.steps) for _ in range(repeats)]
     predicted = train([Replay(row, size, spec) for row in rows], size.steps)
@@ -290,7 +288,7 @@ def on_server(
 
 
 def shares(size: Size, curve: LatencyCurve, repeats: int) -> None:
-    """The default against grpo where more and more answers never end, and where nothing can be gained."""
+    """Runs the default against grpo for growing shares of endless answers, and on the controls."""
     bare = Row("default, M_low = M", {**DEFAULT.settings, "min_num_generations": size.num_generations})
     for share in (0.0, 0.002, 0.01):
         own = replace(size, endless_share=share)
@@ -301,20 +299,20 @@ def shares(size: Size, curve: LatencyCurve, repeats: int) -> None:
 
 
 def schedules(size: Size, curve: LatencyCurve, repeats: int) -> None:
-    """Every schedule; those for a queue have one."""
+    """Runs every schedule."""
     for capped in (False, True):
         rows = [GRPO, *(row for row in ROWS if row.capped == capped and row is not GRPO)]
         on_server("At a GPU's pace", rows, size, curve, size.rows if capped else None, repeats)
 
 
 def order(size: Size, curve: LatencyCurve, repeats: int) -> None:
-    """Of what waits for a slot, the shortest or the longest first."""
+    """Runs the sorted schedule with the shortest and with the longest candidates first."""
     rows = [Row(f"sorted, {first} first", {"schedule": "sorted", "submit_order": first}) for first in ORDERS]
     on_server("Half a batch of slots", [GRPO, *rows], size, curve, size.rows // 2, repeats)
 
 
 def on_simulator(size: Size, seeds: int, gpus: int) -> None:
-    """One further table."""
+    """Prints the table of a simulated cluster."""
     spec = ClusterSpec(CURVE, gpus // 2)
     totals = [[train([Replay(row, size, spec, seed=seed)], size.steps)[0] for seed in range(seeds)] for row in ROWS]
     show(f"Simulator, {gpus} GPUs, two per engine: {size}, {seeds} seeds", ROWS, totals)
@@ -323,7 +321,7 @@ def on_simulator(size: Size, seeds: int, gpus: int) -> None:
 def show(
     title: str, rows: Sequence[Row], totals: Sequence[Sequence[Total]], predicted: Sequence[Total] | None = None
 ) -> None:
-    """Prints a table. The first row is the baseline."""
+    """Prints a table with the first row as the baseline."""
     table = Table(title=title)
     columns = ["seconds", "vs grpo (range)", "bubble (oversub.)", "wasted", "off-policy", "trained on", "spread"]
     for name in ("schedule", *columns, *(["simulated"] if predicted else [])):
@@ -348,15 +346,15 @@ def show(
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("shares", "schedules", "order", "simulator")
-    parser.add_argument("--repeats", type=int, default=2, help="of each row on the server")
-    parser.add_argument("--seeds", type=int, default=2, help="of each row on the simulator")
-    parser.add_argument("--only", choices=parts, help="one of the parts")
-    parser.add_argument("--curve", choices=CURVES, default="llama-8b", help="of the server")
-    parser.add_argument("--scale", type=float, default=SCALE, help="of that curve, which a CPU may be too slow for")
-    parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
+    parser.add_argument("--repeats", type=int, default=2, help="repeats of each row on the server")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of each row on the simulator")
+    parser.add_argument("--only", choices=parts, help="run one part")
+    parser.add_argument("--curve", choices=CURVES, default="llama-8b", help="latency curve of the server")
+    parser.add_argument("--scale", type=float, default=SCALE, help="slowdown factor of that curve")
+    parser.add_argument("--quick", action="store_true", help="smoke test: small and noisy")
     args = parser.parse_args()
     server = Size(8, 4, 25.0, 100, batches=2) if args.quick else Size(32, 8, 25.0, 300, batches=4)
     cluster = Size(32, 4, 250.0, 5_120, batches=4) if args.quick else Size(64, 8, 250.0, 5_120)

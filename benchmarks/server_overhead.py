@@ -1,12 +1,12 @@
 """
-What one request per candidate costs: generation time of TRL's own server path against ours, same server, same work.
+Measures what one request per candidate costs: generation time of TRL's server path against ours on the same server.
 
     python benchmarks/server_overhead.py [--base-url URL]
 
-Both sides start from the same gathered rows and end with the same lists of token IDs and log-probs. They alternate,
-and the ratio of medians is printed. Three workloads: all completions of one length; heavy-tailed ones, which a seed
-makes equal on both sides; and the worst case, completions of a single token, where only the requests themselves are
-left. The model is tiny, so a token costs the server next to nothing and a request weighs as much as it ever can.
+Both sides get the same gathered rows and return the same lists of token IDs and log-probs. They alternate, and the
+ratio of medians is printed. There are three workloads: completions of equal length; heavy-tailed ones, which a seed
+makes equal on both sides; and the worst case, completions of a single token, for which only requests take time. The
+model is tiny, so that a token costs almost nothing and the overhead of requests is largest.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Generate = Callable[[Rows], tuple[Rows, Any]]
 
 
 def build(base_url: str, model_dir: Path) -> SyncedGeneration:
-    """Our generation object. `VLLMGeneration.generate` called on it is TRL's path, with TRL's client."""
+    """Builds our generation object. `VLLMGeneration.generate` called on it is TRL's path, with TRL's client."""
     accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(model_dir)
     needs = Requirements(512, model.config, processed_logprobs=True, weight_transfer=None, timeout_s=60.0)
     settings = ServerSettings([base_url], WeightDirectory(), Deadlines(), None, needs)
@@ -71,7 +71,7 @@ def build(base_url: str, model_dir: Path) -> SyncedGeneration:
 
 
 def both_sides(generation: SyncedGeneration, num_generations: int) -> dict[str, Generate]:
-    """TRL's call and ours, from rows to completions and their log-probs."""
+    """Returns TRL's call and ours, from rows to completions and their log-probs."""
     engine = ServerEngine(generation)
 
     def theirs(rows: Rows) -> tuple[Rows, Any]:
@@ -91,7 +91,7 @@ def both_sides(generation: SyncedGeneration, num_generations: int) -> dict[str, 
 def measure(
     sides: dict[str, Generate], rows: Rows, repeats: int, reset: Callable[[], None]
 ) -> dict[str, tuple[float, int]]:
-    """Median seconds and tokens of each side, alternating, after one warm-up of both."""
+    """Alternates both sides after a warm-up. Returns the median seconds and the tokens of each."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens = {}
     for repeat in range(repeats + 1):
@@ -109,9 +109,9 @@ def measure(
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", help="A server that runs; by default one is started.")
+    parser.add_argument("--base-url", help="running server; by default, one is started")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--num-generations", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,4 +1,4 @@
-"""What several benchmarks start from: a real vLLM server of a heavy-tailed model, and a training on a CPU."""
+"""Shared by benchmarks: a real vLLM server of a heavy-tailed model, and the config of a run on a CPU."""
 
 import tempfile
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from trl_darts import DARTSGRPOConfig
 @contextmanager
 def benchmark_server(base_url: str | None = None, **options: Any) -> Iterator[tuple[str, Path]]:
     """
-    Yields the address of a server of the Markov model, and the model's directory. One is started, with these options
-    of `start_vllm_server`, unless `base_url` names one that runs.
+    Yields the address of a server of the Markov model, and the model's directory. A server is started with these
+    options of `start_vllm_server` unless `base_url` names a running one.
     """
     with tempfile.TemporaryDirectory() as directory:
         model_dir = make_markov_model(Path(directory) / "markov", make_tokenizer())
@@ -27,7 +27,7 @@ def benchmark_server(base_url: str | None = None, **options: Any) -> Iterator[tu
 
 
 def training_args(base_url: str, output_dir: str | Path, **fields: Any) -> DARTSGRPOConfig:
-    """A training on a CPU and a server (or several, with commas) that logs each step and saves nothing."""
+    """Returns a config for a CPU and servers, given with commas. It logs each step and saves no checkpoints."""
     defaults: dict[str, Any] = {
         "use_vllm": True,
         "vllm_mode": "server",

@@ -1,20 +1,20 @@
 """
-The simulator: against a real server, against the paper, and against the clock.
+Compares the simulator with a real server and with the paper, and measures its speed.
 
     python benchmarks/simulator.py parity [--steps 12]
     python benchmarks/simulator.py paper [--steps 40] [--seeds 5]
     python benchmarks/simulator.py speed [--steps 500]
 
-parity: rollouts that a trainer recorded are replayed with a curve that was measured on the same server. Profile and
-training take turns, so that both see the same weather on a shared machine. The training is the trainer's own with a
-learning rate of 0; nothing is fitted to its times but the cost of a request, which a rollout of one token each gives.
+parity: replays rollouts that a trainer recorded, with a curve measured on the same server. Profile and run alternate,
+so that the load of a shared machine affects both. The trainer runs with a learning rate of 0. Only the cost of a
+request is fitted, with rollouts of one token per candidate.
 
-paper: Tables 3 (ablation), 4 (dual-end ratio), 5 (scale) and Figure 8 (tail batching) of the DARTS paper, for
-several shares of answers that never end, written into docs/evidence.md. What is assumed was not tuned to the paper: a
-log-normal workload in the style of Figure 1, an H20-like curve, a step of which GRPO's rollouts take about 70 %, and
-`Workload.shaping`, because the paper's speed-ups are averages over 500 steps in which the policy grew shorter.
+paper: Tables 3 (ablation), 4 (dual-end ratio), 5 (scale) and Figure 8 (tail batching) of the DARTS paper, for several
+shares of endless answers. Writes the results into docs/evidence.md. The assumptions were not tuned to the paper: a
+log-normal workload similar to Figure 1, an H20-like curve, GRPO's rollouts taking about 70 % of a step, and
+`Workload.shaping`, because the paper's speed-ups are averages over 500 steps in which answers became shorter.
 
-speed: a training of 512 prompts × 16 per step, on one core. The aim for 500 steps is 60 s.
+speed: a run of 512 prompts × 16 per step on one core. The target for 500 steps is 60 s.
 """
 
 import argparse
@@ -61,7 +61,7 @@ console = Console()
 
 PROMPTS, LIMIT = 16, 768
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-MAX_NUM_SEQS = BATCHES[-1]  # DARTS submits more: some wait in the server's queue
+MAX_NUM_SEQS = BATCHES[-1]  # DARTS submits more, so that some wait in the server's queue
 ROWS: dict[str, dict[str, Any]] = {
     "grpo": {"schedule": "grpo"},
     "darts (paper)": {"schedule": "darts", "long_end_patience": None},
@@ -70,7 +70,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def parity(steps: int) -> None:
-    """Prints predicted over real seconds, and how many decisions are the same."""
+    """Prints predicted over real seconds, and how many groups have the same rows."""
     table = Table(title=f"{steps} rollouts of {PROMPTS} prompts × {M}, replayed")
     for name in ("schedule", "real (s)", "predicted (s)", "predicted / real", "worst rollout", "same rows"):
         table.add_column(name, justify="right")
@@ -92,7 +92,7 @@ def parity(steps: int) -> None:
 
 
 def replayed(run_dir: Path, settings: ScheduleSettings, spec: ClusterSpec) -> list[str]:
-    """A row of the table."""
+    """Replays a run, and returns a row of the table."""
     ratios, real, predicted, same, groups = [], 0.0, 0.0, 0, 0
     for rollout in list(recorded_rollouts(run_dir))[1:]:  # the first one warms up
         result = rollout.replay(settings, spec, LIMIT)
@@ -107,13 +107,13 @@ def replayed(run_dir: Path, settings: ScheduleSettings, spec: ClusterSpec) -> li
 
 
 def measured_curve(url: str) -> LatencyCurve:
-    """Of batches up to the largest that the rollouts have."""
+    """Measures the curve up to the largest batch of the rollouts."""
     options = ProfileOptions((url,), batch_sizes=BATCHES, context_lengths=(128,), repeats=2)
     return profile_servers(options).profile.curve
 
 
 def seconds_per_request(url: str, model: str) -> float:
-    """Rollouts of one token each: all that they cost is requests."""
+    """Measures the cost of a request, with rollouts of one token per candidate."""
     engine = VLLMServerEngine([url])
     body = {"model": model, "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
     prompts = [[ServerPrompt([60 + index % 40, 61])] for index in range(PROMPTS)]
@@ -128,7 +128,7 @@ def seconds_per_request(url: str, model: str) -> float:
 
 
 def train(url: str, model_dir: Path, out: Path, fields: dict[str, Any], steps: int) -> DARTSGRPOTrainer:
-    """The trainer's own rollouts."""
+    """Runs the trainer on the server, and records its rollouts."""
     args = training_args(
         url,
         out,
@@ -147,7 +147,7 @@ def train(url: str, model_dir: Path, out: Path, fields: dict[str, Any], steps: i
 
 
 def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """A reward that differs from row to row."""
+    """Returns rewards that differ between rows."""
     return [float(len(ids) % 7) for ids in completion_ids]
 
 
@@ -159,18 +159,18 @@ GRPO = ScheduleSettings("grpo", num_generations=M)
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A setting, and the paper's speed-ups."""
+    """A row of the paper's tables with its settings and speed-ups."""
 
     name: str
     paper: tuple[float, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
     num_engines: int = 16  # 32 GPUs, two each
-    epochs: int = 10  # so that prompts are known
-    streaming: float = 1.09  # Table 3: its part of the paper's speed-up, which is not simulated
+    epochs: int = 10  # so that prompts have a history
+    streaming: float = 1.09  # the paper's speed-up by streaming (Table 3), which is not simulated
 
     @property
     def settings(self) -> ScheduleSettings:
-        """As in the paper, but for its own fields."""
+        """The paper's settings with the row's fields."""
         return ScheduleSettings(**{"long_end_patience": None, "num_generations": M, **self.fields})
 
 
@@ -182,7 +182,7 @@ PAPER = [
     PaperRow("Table 4: 4 : 4", (1.25,), {"num_longest": 4}),
     PaperRow("Table 5: 16 GPUs", (1.21,), num_engines=8),
     PaperRow("Table 5: 64 GPUs", (1.55,), num_engines=32),
-    # It looks ahead within an epoch, and knows nothing of prompts: one epoch, as of a large data set.
+    # Tail batching takes prompts ahead within an epoch, and needs no history: one epoch, as with a large data set.
     PaperRow("Figure 8: tail batching, at most", (1.62,), {"schedule": "tail_batching"}, epochs=1, streaming=1.0),
     PaperRow("our default", (), {"long_end_patience": "auto"}),
     PaperRow("our default, M_low = M", (), {"long_end_patience": "auto", "min_num_generations": M}),
@@ -190,7 +190,7 @@ PAPER = [
 
 
 def paper(steps: int, seeds: int) -> None:
-    """Writes speed-ups of whole steps over GRPO into the page, by the share of answers that never end."""
+    """Writes speed-ups of whole steps over GRPO into the page, by the share of endless answers."""
     with ProcessPoolExecutor() as pool:
         tables = [list(pool.map(partial(speedups, steps, seeds, shaping), SHARES)) for shaping in SHAPINGS]
     lines = [f"{steps} steps of 128 prompts × {M}, {seeds} seeds."]
@@ -200,7 +200,7 @@ def paper(steps: int, seeds: int) -> None:
 
 
 def speedups(steps: int, seeds: int, shaping: float, share: float) -> list[Estimate]:
-    """Over GRPO on the same engines and prompts, row by row."""
+    """Returns the speed-up of each row over GRPO on the same engines and prompts."""
     found: dict[str, Estimate] = {}
     for num_engines, epochs in {(row.num_engines, row.epochs) for row in PAPER}:
         # GRPO's rollouts of 1,024 responses take some 350 s on 16 engines; 150 s of training make them 70 % of a step.
@@ -220,7 +220,7 @@ def speedups(steps: int, seeds: int, shaping: float, share: float) -> list[Estim
 
 
 def markdown(columns: Sequence[Sequence[Estimate]]) -> list[str]:
-    """A table, one column per share, and the share that gives the paper's number."""
+    """Formats a table with one column per share, and the share that gives the paper's number."""
     shares = " | ".join(f"{share:.2%}" for share in SHARES)
     lines = [f"| never-ending answers | {shares} | gives the paper's |", f"|---|{'---:|' * (len(SHARES) + 1)}"]
     for row, own in zip(PAPER, zip(*columns, strict=True), strict=True):
@@ -233,7 +233,7 @@ def markdown(columns: Sequence[Sequence[Estimate]]) -> list[str]:
 
 
 def share_of(target: float, means: Sequence[float]) -> str:
-    """The share that gives a speed-up, between two that were simulated."""
+    """Interpolates the share that gives a speed-up."""
     for (low, left), (high, right) in pairwise(zip(SHARES, means, strict=True)):
         if left != right and (left - target) * (target - right) >= 0:
             return f"{low + (high - low) * (left - target) / (left - right):.2%}"
@@ -241,10 +241,10 @@ def share_of(target: float, means: Sequence[float]) -> str:
 
 
 def speed(steps: int) -> None:
-    """Prints processor seconds per training, and per candidate."""
+    """Prints processor seconds per run and per candidate."""
     curve = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062])
     workload = Workload(LogNormalLengths(10_000, endless_share=0.005), 512, 16_384)
-    table = Table("training", "candidates", "seconds", "µs per candidate", title=f"{steps} steps of 512 × 16")
+    table = Table("run", "candidates", "seconds", "µs per candidate", title=f"{steps} steps of 512 × 16")
     for name, fields in ROWS.items():
         start = time.process_time()
         settings = ScheduleSettings(num_generations=16, **fields)
@@ -255,12 +255,12 @@ def speed(steps: int) -> None:
 
 
 def main() -> None:
-    """Runs one of the three."""
+    """Runs one of the benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts: dict[str, Callable[..., None]] = {"parity": parity, "paper": paper, "speed": speed}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--seeds", type=int, default=5, help="of the paper's tables")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of the paper's tables")
     args = parser.parse_args()
     steps = args.steps or {"parity": 12, "paper": 40, "speed": 500}[args.part]
     parts[args.part](steps, *([args.seeds] if args.part == "paper" else []))

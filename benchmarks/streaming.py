@@ -1,27 +1,24 @@
 """
-What streaming gains: the time of training steps with and without it, on the same lengths.
+Measures the time of training steps with and without streaming, on the same lengths.
 
     python benchmarks/streaming.py [--quick] [--share]
 
-A real vLLM server on one core, the trainer on the other, as a server and a trainer with a GPU each. A small Qwen2 with
-random weights is trained with a learning rate of zero; lengths are drawn once and replayed, so that a step without
-streaming and the one with it, which follow each other in turns, decode, score and train on the same numbers of
-tokens. For that, the row of DARTS has 12 candidates for each 8 rows and no early stop: its own budgets depend on what
-it has seen, and on timing.
+A real vLLM server runs on one core and the trainer on the other, like a server and a trainer with a GPU each. A small
+Qwen2 with random weights is trained with a learning rate of zero. Lengths are drawn once and replayed. Steps with and
+without streaming alternate and decode, score and train on the same numbers of tokens. For this, the DARTS row has 12
+candidates for each 8 rows and no early stop, because its budgets depend on history and timing.
 
 Columns, medians over pairs of steps:
 
-- step: seconds without streaming and with it, and the ratio of the two with its range.
+- step: seconds without and with streaming, and their ratio with its range.
 - forward: seconds of the log-probs that TRL computes after the rollout, and their share of the step without streaming.
-- hidden: share of those seconds that is gone from the end of the step, although the same log-probs are there. What is
-  left: from the rollout's last event until all kept rows are scored, and what TRL takes then, to be served or to
-  compute what was not scored.
-- work: seconds of passes before the end and all of what is left, against `forward`. Chunks cost more than one pass:
-  that is what streaming pays.
-- cache: most keys and values that were held.
+- hidden: share of these seconds that streaming saves after the rollout. It does not save the time from the rollout's
+  last event until all kept rows are scored, and the time in which TRL reads the streamed log-probs or computes others.
+- work: seconds of passes during the rollout and after it, relative to `forward`. Chunks cost more than one pass.
+- cache: largest size of the cached keys and values.
 
-The row "rewards" has a reward function that sleeps 50 ms for each group, with and without `stream_rewards`; there,
-`forward` are the seconds that it takes after the rollout.
+The row "rewards" has a reward function that sleeps 50 ms for each group, with and without `stream_rewards`. There,
+`forward` is the time that the function takes after the rollout.
 """
 
 import argparse
@@ -44,9 +41,8 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.models import EOS_ID, VOCAB_SIZE, make_tokenizer
+from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
 from benchmarks.servers import training_args
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts import DARTSGRPOTrainer
@@ -61,8 +57,8 @@ console = Console(width=160)
 @dataclass(frozen=True)
 class Regime:
     """
-    Lengths and sizes of a comparison. Lengths are log-normal around `median`, each prompt with a level of its own;
-    `spread` is the standard deviation of their logarithms. `beta` adds a reference model.
+    Lengths and sizes of a comparison. Lengths are log-normal with this median, and differ between prompts. `spread` is
+    the standard deviation of their logarithms. `beta` adds a reference model.
     """
 
     name: str
@@ -89,27 +85,13 @@ REGIMES = (
 
 
 def make_model(directory: Path) -> Path:
-    """About 4 million parameters: its forward pass is a tenth of a step or more."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    return directory
+    """Builds a model with 4 million parameters, whose forward pass is a tenth of a step or more."""
+    return make_random_model(directory, make_tokenizer(), hidden_size=256, num_layers=4, intermediate_size=1024)
 
 
 @contextmanager
 def on_cores(cores: set[int]) -> Iterator[None]:
-    """Processes and threads that are started inside stay on these cores."""
+    """Pins processes and threads that are started inside this context to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -119,14 +101,14 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 
 def reward(completion_ids: list[list[int]], slow: list[bool], **kwargs: Any) -> list[float]:
-    """Costs nothing, or 50 ms for each group of four."""
+    """Sleeps 50 ms for each group of four, if asked to."""
     if slow[0]:
         time.sleep(SLEEP_S * len(completion_ids) / 4)
     return [float(ids[0] % 5) for ids in completion_ids]
 
 
 class Bench:
-    """A training whose steps are with streaming and without it in turn."""
+    """Trains with alternating steps with and without streaming."""
 
     def __init__(self, regime: Regime, model_dir: Path, url: str, out: Path, pairs: int) -> None:
         self.regime = regime
@@ -143,7 +125,7 @@ class Bench:
             schedule=regime.schedule,
             max_num_generations=regime.num_generations * 3 // 2 if regime.schedule == "darts" else None,
             tail_pruning=regime.schedule != "darts",
-            long_end_patience=None,  # all candidates are waited for
+            long_end_patience=None,  # waits for all candidates
             beta=regime.beta,
             stream_logprobs=not regime.rewards,
             stream_rewards=regime.rewards,
@@ -173,7 +155,7 @@ class Bench:
             return score(inputs)
 
         def computed(*args: Any, **kwargs: Any) -> Any:
-            # With a gradient it is the loss's own pass, which streaming leaves alone.
+            # A call with a gradient is the loss's own pass, which streaming does not replace.
             with nullcontext() if torch.is_grad_enabled() else self._timed("forward"):
                 return compute(*args, **kwargs)
 
@@ -188,7 +170,7 @@ class Bench:
         trainer._get_per_token_logps_and_entropies = computed
         trainer.training_step = timed("seconds", trainer.training_step)
         trainer._calculate_rewards = timed("rewards", trainer._calculate_rewards)
-        # Each ends by itself where it should; the server's mask until then costs it time, as often in both steps.
+        # Candidates end at their given length. The server's mask until then takes the same time in both steps.
         trainer._engine.overrides = lambda command: {
             "min_tokens": int(self.lengths[command.group_id, command.index]) - 1,
             "logit_bias": {str(EOS_ID): 100},
@@ -196,12 +178,12 @@ class Bench:
 
     def _begin_step(self) -> None:
         pair, second = divmod(len(self.steps), 2)
-        streamed = pair % 2 != second  # without, with; with, without; and so on
+        streamed = pair % 2 != second  # without, with; with, without; …
         self.trainer._streams = self.streams if streamed else Streams()
         if not second:
             regime, spread = self.regime, self.regime.spread / 2**0.5
             levels = self.rng.normal(0, spread, (regime.prompts, 1))
-            # As many as DARTS may start.
+            # For as many candidates as DARTS may start.
             logs = levels + self.rng.normal(0, spread, (regime.prompts, 2 * regime.num_generations))
             self.lengths = np.clip(regime.median * np.exp(logs), 2, LIMIT).astype(int)
         self.steps.append({"seconds": 0.0, "forward": 0.0, "rewards": 0.0})
@@ -213,7 +195,7 @@ class Bench:
         self.steps[-1][name] += time.perf_counter() - start
 
     def run(self) -> list[tuple[dict[str, float], dict[str, float]]]:
-        """Pairs of steps: without, with. The first pair warms up, and is left out."""
+        """Returns pairs of steps without and with streaming. The first pair warms up and is dropped."""
         self.trainer.train()
         logs = [entry for entry in self.trainer.state.log_history if "darts/rollout/seconds" in entry]
         for step, entry in zip(self.steps, logs, strict=True):
@@ -223,7 +205,7 @@ class Bench:
 
 
 def row_of(regime: Regime, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> list[str]:
-    """The cells of a regime."""
+    """Formats the row of a regime."""
 
     def median(values: Any) -> float:
         return float(statistics.median(list(values)))
@@ -242,12 +224,12 @@ def row_of(regime: Regime, pairs: list[tuple[dict[str, float], dict[str, float]]
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=3, help="of steps, for each row")
-    parser.add_argument("--only", nargs="*", default=[regime.name for regime in REGIMES], help="names of rows")
-    parser.add_argument("--share", action="store_true", help="server and trainer on one and the same core")
-    parser.add_argument("--quick", action="store_true", help="one pair each: does it run?")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of steps for each row")
+    parser.add_argument("--only", nargs="*", default=[regime.name for regime in REGIMES], help="names of rows to run")
+    parser.add_argument("--share", action="store_true", help="run server and trainer on the same core")
+    parser.add_argument("--quick", action="store_true", help="smoke test: one pair each")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[: 1 if args.share else None]
     torch.set_num_threads(1)

@@ -1,18 +1,18 @@
 """
-What tail servers save: rollouts on main servers alone, on tail servers alone, and with a switch between them.
+Compares rollouts on main servers alone, on tail servers alone, and with a switch between them.
 
     python benchmarks/tail.py [--quick] [--only paced|threads] [--lengths heavy|equal]
 
-- paced: two vLLM servers at the pace of PAT's LLaMA-3.1-8B on eight A40 (see `pacing.py`): one stands for four engines
-  of two GPUs, one is an engine of eight. To read tokens anew takes what the CPU needs for it: next to nothing.
-- threads: two servers of one thread, and one of two. What they take is profiled first.
+- paced: two vLLM servers at the pace of PAT's LLaMA-3.1-8B on eight A40 (see `pacing.py`). One represents four engines
+  with two GPUs each, the other is one engine with eight. Prefilling moved tokens takes almost no time.
+- threads: two servers of one thread, and one of two. They are profiled first.
 
-With heavy-tailed lengths and, as a control, with equal ones. All rows have the same lengths and take one step in turn,
-as in `schedules.py`; the first epoch, in which lengths are learned, does not count. Columns: seconds of all rollouts;
-the better static layout's over them, median and range over steps; switches, and candidates left at each; predicted
-over real time from the switch to the end, median, for which lengths are guessed; the predictor's error by itself, of
-rollouts without a switch, by the lengths that they turned out to have (PAT, Figure 14) and with what requests cost,
-median and range; the second column as the simulator has it.
+Lengths are heavy-tailed or, as a control, equal. All rows have the same lengths and alternate step by step, as in
+`schedules.py`. The first epoch, in which lengths are learned, is excluded. Columns: seconds of all rollouts; time of
+the better static layout over this, median and range over steps; switches; median of the candidates left at a switch;
+median of predicted over real time from the switch to the end, with predicted lengths; error of the predictor for
+rollouts without a switch, with the actual lengths (PAT, Figure 14) and the cost of requests, median and range; the
+second column in the simulator.
 """
 
 import argparse
@@ -38,19 +38,19 @@ from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import PAT_CLUSTER, ClusterSpec
 from trl_darts.policy import EngineTimes
-from trl_darts.policy.tail import Work
+from trl_darts.policy.forecast import Work
 from trl_darts.scheduling import RolloutResult
 
 
 SCHEDULES = {"grpo": {"schedule": "grpo"}, "default": {"schedule": "darts"}}
 MAX_MODEL_LEN = 1024
-CONTEXT = 100  # tokens of a candidate in the middle of a rollout, of which the simulator's curve is
+CONTEXT = 100  # tokens of a candidate halfway through a rollout, for the simulator's curve
 Servers = tuple[dict[str, ServerCluster], ClusterSpec, dict[str, EngineTimes]]
 
 
 class Watched(Replay):
     """
-    Notes the switches of its rollouts, and how far `times` errs for those without one. A request takes `request`
+    Records the switches of its rollouts, and the error of `times` for those without one. A request takes `request`
     seconds.
     """
 
@@ -74,11 +74,11 @@ class Watched(Replay):
 
 
 def work_of(result: RolloutResult) -> list[Work]:
-    """What each engine has decoded: tokens of prompts and of completions."""
+    """Returns the tokens of prompts and completions that each engine decoded."""
     work: dict[str, list[tuple[int, int]]] = {}
     for group in result.groups:
         for candidate in group.candidates:
-            if candidate.engine_id is not None:  # else it was called off before it was submitted
+            if candidate.engine_id is not None:  # otherwise, it was aborted before its submission
                 pair = group.plan.num_prompt_tokens, candidate.length
                 work.setdefault(candidate.engine_id, []).append(pair)
     return [(own[0], own[1]) for own in (np.array(pairs, float).T for pairs in work.values())]
@@ -86,7 +86,7 @@ def work_of(result: RolloutResult) -> list[Work]:
 
 @contextmanager
 def paced_servers() -> Iterator[Servers]:
-    """Both layouts at PAT's pace."""
+    """Yields both layouts at PAT's pace."""
     main, tail = PAT_CLUSTER, PAT_CLUSTER.tail
     assert tail is not None
     curve = scaled(main.latency, 1.0, main.num_engines)
@@ -102,7 +102,7 @@ def paced_servers() -> Iterator[Servers]:
 
 @contextmanager
 def threaded_servers() -> Iterator[Servers]:
-    """Two servers of one thread each, and one of two; the model is large enough for a second thread to help."""
+    """Yields two servers of one thread and one of two, with a model large enough for a second thread to help."""
     with TemporaryDirectory() as directory, ExitStack() as stack:
         model_dir = make_random_model(Path(directory) / "model", make_tokenizer(), hidden_size=512, num_layers=6)
         options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 256}
@@ -122,7 +122,7 @@ def threaded_servers() -> Iterator[Servers]:
 
 
 def clusters(urls: Sequence[str], tail_url: str) -> dict[str, ServerCluster]:
-    """Either layout alone, and both."""
+    """Returns either layout alone, and both with a switch."""
     return {
         "main": ServerCluster(*urls),
         "tail": ServerCluster(tail_url),
@@ -131,13 +131,13 @@ def clusters(urls: Sequence[str], tail_url: str) -> dict[str, ServerCluster]:
 
 
 def compare(title: str, servers: Servers, size: Size) -> None:
-    """A table."""
+    """Prints a table."""
     own, spec, times = servers
     assert spec.tail is not None
     specs = {"main": replace(spec, tail=None), "tail": spec.tail, "switch": spec}
     requests = {}
     for name, layout in times.items():
-        num = size.rows / len(own[name].engine.base_urls)  # on each engine, with a token of context
+        num = size.rows / len(own[name].engine.base_urls)  # per engine, each with one token of context
         requests[name] = own[name].seconds_per_request(size.rows, layout.step(num, num))
     table = Table(title=f"{title}: {size}")
     columns = ("seconds", "better / this", "switches", "left", "predicted / real", "error", "simulated")
@@ -166,7 +166,7 @@ def compare(title: str, servers: Servers, size: Size) -> None:
 
 
 def steps(replays: dict[str, Watched], size: Size) -> dict[str, np.ndarray]:
-    """Seconds of each step after the first epoch; another row begins each time."""
+    """Returns the seconds of each step after the first epoch. The order of the rows rotates."""
     running = [(name, replay.steps()) for name, replay in replays.items()]
     for step in range(2 * size.batches):
         for i in range(len(running)):
@@ -175,13 +175,13 @@ def steps(replays: dict[str, Watched], size: Size) -> dict[str, np.ndarray]:
 
 
 def better(seconds: dict[str, np.ndarray]) -> np.ndarray:
-    """The static layout that took less time in all."""
+    """Returns the static layout with the shorter total time."""
     return min(seconds["main"], seconds["tail"], key=np.sum)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small and noisy: does it run?")
+    parser.add_argument("--quick", action="store_true", help="smoke test: small and noisy")
     parser.add_argument("--only", choices=("paced", "threads"))
     parser.add_argument("--lengths", choices=("heavy", "equal"))
     args = parser.parse_args()

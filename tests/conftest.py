@@ -1,4 +1,4 @@
-"""Fixtures that every test directory shares, and the rule for tests marked `vllm` where vLLM is missing."""
+"""Shared fixtures, and the handling of tests marked `vllm` without vLLM."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 
-# A busy machine takes longer than a deadline for one example.
+# No deadlines, because a busy machine would exceed them.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-# Models here are tiny: a second thread gains nothing, and waits for the server beside it.
+# Models are tiny, so that a second thread only competes with the server.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; read at import time, so before transformers
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the Hub; read when transformers is imported
 REQUIRE_VLLM = "TRL_DARTS_REQUIRE_VLLM"
 
-# With `--dist loadgroup`, tests that share a server run in one process, so that none is started twice. The key is the
-# fixture, or one that asks for it while it runs.
+# With `--dist loadgroup`, tests that share a server run in one process, so that none is started twice. Keys are
+# fixtures that are servers or request one at run time.
 SERVER_OF = {
     "server": "letters",
     "second_server": "letters",
@@ -30,9 +30,9 @@ SERVER_OF = {
     "servers": "markov",
     "pair": "markov",
 }
-# The last of their group: they kill the second server.
+# Last of their group, because they kill the second server.
 LAST = "tests/test_faults.py"
-# What takes a minute and more begins first, so that no process is left alone with it at the end.
+# Tests that take a minute or more start first, so that no process works alone at the end.
 LONGEST_FIRST = (
     "letters",
     "launches",
@@ -47,7 +47,7 @@ LONGEST_FIRST = (
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test belongs to the group of its server, else to that of its file; its own mark comes first."""
+    """Assigns tests to the group of their mark, of their server, or of their file."""
     groups = {}
     for item in items:
         mark = item.get_closest_marker("xdist_group")
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {group: place for place, group in enumerate(LONGEST_FIRST)}
     items.sort(
         key=lambda item: (
-            groups[item] not in heavy,  # servers and launches slow down what watches the clock, which comes after them
+            groups[item] not in heavy,  # timing-sensitive tests come after servers and launches, which slow them down
             order.get(groups[item], len(order)),
             item.nodeid.startswith(LAST),
         )
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests marked `vllm` skip without vLLM, or fail where `TRL_DARTS_REQUIRE_VLLM=1` promises it."""
+    """Skips tests marked `vllm` without vLLM, or fails them with `TRL_DARTS_REQUIRE_VLLM=1`."""
     if item.get_closest_marker("vllm") is None:
         return
     from benchmarks.vllm_server import INSTALL_VLLM, vllm_available
@@ -83,7 +83,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @dataclass
 class Clock:
-    """A clock that only moves when told to: `clock()` is the time in seconds."""
+    """A manual clock: `clock()` returns the time in seconds."""
 
     now: float = 0.0
 
@@ -91,7 +91,7 @@ class Clock:
         return self.now
 
     def advance(self, seconds: float) -> float:
-        """Move on, and return the new time."""
+        """Advances the clock and returns the new time."""
         if seconds < 0:
             raise ValueError(f"`seconds` ({seconds}) must not be negative: time does not run backwards.")
         self.now += seconds
@@ -112,7 +112,7 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """One token per printable character; `eos` 1, `pad` 0, 128 tokens."""
+    """A tokenizer with one token per printable character; `eos` 1, `pad` 0, 128 tokens."""
     from benchmarks.models import make_tokenizer
 
     return make_tokenizer()
@@ -136,7 +136,7 @@ def tied_model_dir(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def markov_model_dir(tmp_path_factory, tokenizer) -> Path:
-    """An exact Markov chain: heavy-tailed lengths (p50 8, p90 67, p99 394 tokens) that end by themselves."""
+    """A Markov chain with heavy-tailed lengths (p50 8, p90 67, p99 394 tokens)."""
     from benchmarks.models import SHORT_HEAVY_TAIL, make_markov_model
 
     return make_markov_model(tmp_path_factory.mktemp("models") / "markov", tokenizer, classes=SHORT_HEAVY_TAIL)
@@ -144,7 +144,7 @@ def markov_model_dir(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory, tokenizer) -> Path:
-    """A Markov chain that answers each prompt with the tokens of the prompt's own letter, see `make_letter_model`."""
+    """A Markov chain that answers each prompt with tokens of the prompt's letter, see `make_letter_model`."""
     from tests.builders import make_letter_model
 
     return make_letter_model(tmp_path_factory.mktemp("models") / "letters", tokenizer)
@@ -152,7 +152,7 @@ def model_dir(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def log_of(tmp_path_factory) -> Callable[[str], Path]:
-    """Where a server of the whole session writes its log. Refuses to start one in two processes, see `SERVER_OF`."""
+    """Returns the log path of a session-wide server. Fails if two processes start it, see `SERVER_OF`."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -166,7 +166,7 @@ def log_of(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def server(model_dir, log_of) -> Iterator[object]:
-    """A real server of that model. Its weights follow the trainings that use it: each begins with a sync."""
+    """A real server of that model. Each run begins with a sync of its weights."""
     from benchmarks.vllm_server import start_vllm_server
 
     with start_vllm_server(model_dir, log_path=log_of("letters"), max_model_len=512) as server:
@@ -175,7 +175,7 @@ def server(model_dir, log_of) -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def second_server(model_dir, log_of) -> Iterator[object]:
-    """Another one of that model, with more room, that wants the key `secret`."""
+    """Another server of that model, with more slots and the key `secret`."""
     from benchmarks.vllm_server import start_vllm_server
 
     options = {"max_model_len": 600, "env": {"VLLM_API_KEY": "secret"}}
@@ -186,9 +186,8 @@ def second_server(model_dir, log_of) -> Iterator[object]:
 @pytest.fixture(scope="session")
 def vllm_server(markov_model_dir, log_of) -> Iterator[object]:
     """
-    A real server of the Markov model, one for the whole session: mark its tests `vllm`.
-
-    A test that changes its weights or pauses it must put both back.
+    A session-wide real server of the Markov model, for tests marked `vllm`. A test that changes its weights or pauses
+    it must restore both.
     """
     from benchmarks.vllm_server import start_vllm_server
 

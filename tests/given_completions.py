@@ -1,4 +1,4 @@
-"""A training on random completions whose lengths are given: what is trained on does not depend on the engine."""
+"""Trains on random completions of given lengths, so that results don't depend on an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARGUMENTS = ("peft_config", "train_dataset", "eval_dataset", "processing_class")
 
 
 class GivenCompletions(DARTSGRPOTrainer):
-    """Trains on random completions whose lengths have a tail, with log-probs that are off by a little."""
+    """Generates random completions with heavy-tailed lengths and slightly wrong log-probs."""
 
     fillers: frozenset[int] = frozenset()
 
@@ -34,7 +34,7 @@ class GivenCompletions(DARTSGRPOTrainer):
 
 
 def rows_of_prompts(num_prompts: int = 16) -> Dataset:
-    """Prompts of 1 to 25 tokens."""
+    """Returns prompts of 1 to 25 tokens."""
     return Dataset.from_dict({"prompt": ["x" * (1 + 7 * i % 25) for i in range(num_prompts)]})
 
 
@@ -42,8 +42,8 @@ def trained(
     model_dir: Path, out: Path, trims: bool, sampler: bool = False, fillers: tuple[int, ...] = (), **settings: Any
 ) -> tuple[Any, Any]:
     """
-    A trainer after two steps, and its parameters before. `sampler`: log-probs are corrected as those of vLLM.
-    `fillers` are rows that stand in for a group which was dropped.
+    Returns a trainer after two steps, and its parameters before. With `sampler`, log-probs are corrected like vLLM's.
+    `fillers` are filler rows of a dropped group.
     """
     more = {name: settings.pop(name) for name in ARGUMENTS if name in settings}
     fields = {

@@ -1,4 +1,4 @@
-"""A vLLM server's part in a training, in this process: it samples with the weights of the last sync, and is slow."""
+"""A slow stub of a vLLM server in this process, which samples with the weights of the last sync."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trl_darts.engines.preflight import ServerFacts
 
 class ModelServer:
     """
-    The server, and the client that weights go through. `events` has what happened in order: `"sync"`, and `"rollout"`
-    once for all requests that come before the next sync. In a sync no request may be open.
+    The server and the client for weights. `events` records `"sync"`, and one `"rollout"` for all requests before the
+    next sync. No request may be open during a sync.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -30,7 +30,7 @@ class ModelServer:
         self.num_bytes = 0
         self.open: set[str] = set()  # requests
         self.aborted: set[str] = set()
-        self.step_s = 0.001  # least time between two tokens of a request
+        self.step_s = 0.001  # shortest time between two tokens of a request
         self._rng = torch.Generator().manual_seed(0)
 
     async def health(self, request: web.Request) -> web.Response:
@@ -54,7 +54,7 @@ class ModelServer:
                     self.open.discard(name)
                 await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
             await response.write(b"data: [DONE]\n\n")
-        except ConnectionError:  # its client is gone
+        except ConnectionError:  # the client has disconnected
             pass
         finally:
             self.open.discard(name)
@@ -74,7 +74,7 @@ class ModelServer:
                 return
             await asyncio.sleep(self.step_s)
 
-    # The client of weights, see `FleetVLLMClient`
+    # Client for weights, see `FleetVLLMClient`
 
     def update_named_params(self, metadata: Any, named_params: Any) -> None:
         assert not self.open, "weights changed under a rollout"
@@ -91,7 +91,7 @@ class ModelServer:
 
 @contextmanager
 def model_server(model_dir: Path, monkeypatch: Any) -> Iterator[tuple[ModelServer, dict[str, Any]]]:
-    """Inside, trainers are given this server. Yields it, and the settings by which they are."""
+    """Inside this context, trainers with the yielded settings use the yielded server."""
     server = ModelServer(model_dir)
     routes = {
         "GET /health": server.health,

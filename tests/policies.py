@@ -1,4 +1,4 @@
-"""Policies of the small rollouts that tests decide about."""
+"""Builds policies for small rollouts in tests."""
 
 from dataclasses import replace
 
@@ -13,6 +13,6 @@ def make_policies(
     tail: TailPolicy | None = None,
     **fields,
 ) -> SchedulePolicies:
-    """With the paper's wait for the long end, unless the settings in `fields` change it."""
+    """Builds policies with the paper's wait for the long end, unless `fields` change it."""
     settings = ScheduleSettings(schedule, num_generations, **{"long_end_patience": None, **fields})
     return replace(settings.policies(batch_stop=batch_stop, placement=placement), tail=tail)

@@ -1,4 +1,4 @@
-"""Rollouts of scripted lengths in virtual time, for tests of whatever sits on top of a scheduler."""
+"""Runs rollouts with scripted lengths in virtual time, for tests of the code around a scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trl_darts.scheduling import Command, GroupPlan, RolloutResult, Scheduler
 
 
 class StubEngine:
-    """One engine that takes a second per token; `commands` has all that it was asked for, in order."""
+    """One engine that takes a second per token. `commands` records its commands in order."""
 
     def __init__(
         self,

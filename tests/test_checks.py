@@ -1,4 +1,4 @@
-"""Combinations that only the built trainer knows to be impossible, and that are refused before the first step."""
+"""Tests errors that need the built trainer and are raised before the first step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trl_darts.scheduling import ScheduleSettings
 
 
 def trainer(**changes: Any) -> SimpleNamespace:
-    """What the checks look at, in a training that is fine."""
+    """Returns a stub of a valid trainer with the attributes that the checks read."""
     own = {name: changes[name] for name in ("schedule", "rollout_ahead", "drop_uniform_groups") if name in changes}
     settings = ScheduleSettings(**own)
     args = {
@@ -49,7 +49,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "model": torch.nn.Linear(1, 1),
         "train_dataset": [{"prompt": "Hello"}],
         "processing_class": SimpleNamespace(),
-        "is_sharded": False,
+        "_dist": SimpleNamespace(is_fsdp=changes.pop("is_sharded", False), is_zero3=False),
         "is_deepspeed_enabled": False,
         "_is_vlm": False,
         "tools": [],
@@ -141,7 +141,7 @@ def test_model_that_vllm_has_changed():
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), Changed(1, 1))
     with pytest.raises(ConfigurationError, match=r"`vllm_model_impl` \('auto'\) makes vLLM patch Changed"):
         check_path(trainer(use_vllm=True, vllm_mode="colocate", model=model))
-    check_path(trainer(use_vllm=True, model=model))  # servers have processes of their own
+    check_path(trainer(use_vllm=True, model=model))  # servers are other processes
 
 
 @pytest.mark.parametrize("changes", [{"use_vllm": False}, {"use_vllm": True, "vllm_mode": "colocate"}])
@@ -192,9 +192,9 @@ def test_uniform_groups_are_those_of_one_turn():
 
 def test_a_curve_of_another_model_is_named(tmp_path, caplog):
     curve = LatencyCurve([1, 2], [0.01, 0.02], metadata={"model": "some/Tiny-1B"})
-    assert other_model(curve, "latency.json", "org/Tiny-1B") is other_model(None, None, "org/Tiny-1B") is None
     curve.save(tmp_path / "curve.json")
     args = make_args(tmp_path, latency_curve=str(tmp_path / "curve.json"))
+    assert other_model(args, "org/Tiny-1B") is other_model(make_args(tmp_path), "org/Tiny-1B") is None
     with caplog.at_level("WARNING"), pytest.raises(OSError, match="no-model"):  # before the model is loaded
         DARTSGRPOTrainer(str(tmp_path / "no-model"), max, args, letters_dataset())
     assert "was measured with 'some/Tiny-1B', and the model is" in caplog.text
@@ -218,7 +218,7 @@ def test_data_that_nothing_can_be_trained_on(tmp_path):
 
 
 def test_prompts_that_fill_the_model(tmp_path, model_dir):
-    """Told before the first step, also without a server."""
+    """Raises before the first step, also without a server."""
     rows = Dataset.from_list([{"prompt": "A"}] * 9 + [{"prompt": "B" * 5000}])
     with pytest.raises(
         ConfigurationError, match=r"1 prompts of the training data set leave no room .*prompt 9 has 5000"
@@ -227,7 +227,7 @@ def test_prompts_that_fill_the_model(tmp_path, model_dir):
 
 
 def test_rows_that_no_checkpoint_can_hold():
-    """Prompts that are left over are saved as JSON."""
+    """Deferred prompts are saved as JSON."""
     rows = [{"prompt": "Hello", "answer": {1, 2}}]
     fields = {"schedule": "partial_rollout", "use_vllm": True, "train_dataset": rows}
     with pytest.raises(ConfigurationError, match=r"the column 'answer' \(set\).*`save_strategy='no'`"):

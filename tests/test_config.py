@@ -1,4 +1,4 @@
-"""Settings that can't work are refused when the config is made: argument, value, rule, remedy."""
+"""Tests that invalid settings raise when the config is created, with argument, value, rule and remedy."""
 
 import ast
 import copy
@@ -33,7 +33,7 @@ def config(**kwargs) -> DARTSGRPOConfig:
 
 
 def test_defaults():
-    """The paper's, but for the wait, which is bounded, and the candidates to spare that it takes."""
+    """Defaults are the paper's, except for the bounded wait and its spare candidates."""
     args = config()
     assert args.schedule == "darts"
     assert args.max_num_generations == 2 * args.num_generations == 16
@@ -195,7 +195,7 @@ def test_a_batch_that_is_not_divisible_is_told_once():
 
 
 def compared(cls: type, name: str) -> set[str]:
-    """The strings that the class compares its attribute with."""
+    """Returns the strings that the class compares its attribute with."""
     found = set()
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
         if isinstance(node, ast.Compare) and ast.unparse(node.left) == f"self.{name}":
@@ -238,7 +238,7 @@ def test_no_false_alarm(kwargs):
     "content", [None, "not json", "{}", json.dumps({"version": 1, "kind": "latency_curve", "knots": []})]
 )
 def test_a_latency_file_is_read_when_the_trainer_is_built(tmp_path, content):
-    """A published config can be built where the file is missing. A trainer says so before it loads a model."""
+    """A config can be created without the file. The trainer raises before it loads a model."""
     path = tmp_path / "curve.json"
     if content is not None:
         path.write_text(content)
@@ -254,7 +254,7 @@ def test_several_servers():
 
 
 def test_copies_have_the_servers_key_and_files_do_not(monkeypatch):
-    """It is the environment's, so a copy and a launched process have it, and nothing that is saved does."""
+    """It comes from the environment, so that copies and launched processes have it, but saved configs don't."""
     monkeypatch.setenv("VLLM_API_KEY", "sesame-street")
     args = config()
     saved = pickle.dumps(args)
@@ -266,7 +266,7 @@ def test_copies_have_the_servers_key_and_files_do_not(monkeypatch):
 
 def test_a_copy_with_other_fields_computes_its_defaults_again():
     args = config()
-    again = replace(args, num_generations=4, generation_batch_size=None)  # TRL's own are handed on
+    again = replace(args, num_generations=4, generation_batch_size=None)  # TRL's computed values are kept
     assert (again.max_num_generations, again.min_num_generations) == (8, 6)
     assert "max_num_generations" not in again.given_fields
     grpo = replace(args, schedule="grpo", generation_batch_size=None)

@@ -1,4 +1,4 @@
-"""What we lean on in TRL beyond its documented interface. Each failure names the hook, and what we need of it."""
+"""Tests the hooks that we use beyond TRL's documented interface. Failures name the hook and our requirement."""
 
 import inspect
 import re
@@ -89,7 +89,7 @@ def test_vllm_generation_hooks():
 
 
 def test_vllm_generation_in_this_process():
-    """Its call of the engine: `tests/engines/test_vllm_contracts.py`."""
+    """See `tests/engines/test_vllm_contracts.py` for its call of the engine."""
     source = inspect.getsource(VLLMGeneration.generate)
     for call, why in {
         "torch.distributed.all_gather_object(gathered_prompts, prompts, group=self.tp_group)": "each process of a "

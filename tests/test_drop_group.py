@@ -1,4 +1,4 @@
-"""`on_generation_error="drop_group"` against a real server: a group that can't be completed weighs nothing."""
+"""Tests `on_generation_error="drop_group"` with a real server: a dropped group has zero loss weight."""
 
 import pytest
 import torch
@@ -16,13 +16,13 @@ TIMEOUT_S = 1000.0
 
 
 def reward(prompts, completion_ids, **kwargs):
-    """Prefers a completion that begins with its own prompt's letter, as all do before the training."""
+    """Prefers completions that begin with their prompt's letter, as all do at the start."""
     own = [prompt[-1] == letter_of(ids[0]) for prompt, ids in zip(prompts, completion_ids, strict=True)]
     return [len(ids) + 100.0 * is_own for ids, is_own in zip(completion_ids, own, strict=True)]
 
 
 def refuse(trainer, *groups: int) -> None:
-    """The server refuses these groups' requests; the others it takes."""
+    """Makes the server reject the requests of these groups."""
     trainer._engine.overrides = lambda command: REFUSED if command.group_id in groups else {}
 
 
@@ -36,7 +36,7 @@ def test_dropped_group_repeats_another_without_weight(server, model_dir, tmp_pat
     for batch in batches:
         mask, ids = batch["completion_mask"], batch["completion_ids"]
         assert len(mask) == 16
-        assert torch.equal(ids[8:12], ids[:4])  # the first group stands in for the third
+        assert torch.equal(ids[8:12], ids[:4])  # the first group replaces the third
         assert not mask[8:12].any()
         assert not batch["advantages"][8:12].any()
         kept = [*range(8), *range(12, 16)]
@@ -47,7 +47,7 @@ def test_dropped_group_repeats_another_without_weight(server, model_dir, tmp_pat
     logs = rollout_logs(trainer)
     assert [entry["darts/rollout/dropped_groups"] for entry in logs] == [1.0, 1.0]
     for entry in logs:
-        assert entry["sampling/importance_sampling_ratio/max"] < 1.01  # not of a completion under another's prompt
+        assert entry["sampling/importance_sampling_ratio/max"] < 1.01  # completions have their own prompts
         assert torch.isfinite(torch.tensor(entry["grad_norm"]))
     lengths = batches[0]["completion_mask"].sum(1).float()[kept]
     assert logs[0]["reward"] == pytest.approx(100 + lengths.mean().item())  # fillers have none
@@ -55,14 +55,14 @@ def test_dropped_group_repeats_another_without_weight(server, model_dir, tmp_pat
     words = [record.getMessage() for record in caplog.records if "is dropped" in record.getMessage()]
     assert len(words) == 2
     assert f"of prompt 2 on {server.base_url}" in words[0]
-    assert "top_p must be in" in words[0]  # the server's own words
+    assert "top_p must be in" in words[0]  # the server's message
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}]
 )
 def test_training_is_as_if_the_dropped_group_had_never_been(server, model_dir, tmp_path, fields):
-    """Token-level loss: the same gradient as that of the other groups alone, in a batch of their size."""
+    """With a token-level loss, the gradient equals that of the other groups alone, in a batch of their size."""
     gradients = []
     for name, num_prompts, dropped in (("with", 4, (3,)), ("without", 3, ())):
         args = server_args(
@@ -104,11 +104,11 @@ def test_error_where_nothing_is_left(server, model_dir, tmp_path):
 
 
 def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path, monkeypatch):
-    """Two groups are far from their ends; when time is up, the batch is what the other two have."""
+    """Two groups are far from their end at the deadline, so the batch has the other two."""
     ledgers = []
 
     class Waiting(vllm_rollout.Waiting):
-        """Time is up as soon as the two short groups are complete, however long that takes."""
+        """Expires the rollout as soon as the two short groups are complete."""
 
         @property
         def seconds(self):
@@ -124,7 +124,7 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path, monkeypatch)
         server,
         max_steps=1,
         max_completion_length=480,
-        max_num_generations=16,  # long groups take seconds, the clock ticks ten times in one
+        max_num_generations=16,  # long groups take seconds, and the clock ticks ten times per second
         target_redundancy=4.0,
         vllm_rollout_timeout_s=TIMEOUT_S,
         on_generation_error="drop_group",
@@ -140,7 +140,7 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path, monkeypatch)
     assert entry["darts/rollout/dropped_groups"] == 2.0
     open_ones = [candidate for candidate in ledgers[0].candidates if candidate.group_id in (1, 3)]
     assert len(open_ones) == 32
-    assert all(candidate.length < 480 for candidate in open_ones)  # nobody waited for them
+    assert all(candidate.length < 480 for candidate in open_ones)  # the rollout did not wait for them
     mask = batches[0]["completion_mask"]
     assert mask.any(dim=1).tolist() == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4
 

@@ -1,4 +1,4 @@
-"""`drop_uniform_groups`: no batch without a lesson, and every prompt once per pass over the data."""
+"""Tests `drop_uniform_groups`: no uniform groups, and every prompt once per pass over the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = {"max_completion_length": 10, "drop_uniform_groups": True}
 
 
 class Reward:
-    """1 for all answers to some letters, which teaches nothing, and a value of its own for each other row."""
+    """Rewards all answers to some letters with 1, and other rows with distinct values."""
 
     __name__ = "reward"
 
@@ -36,7 +36,7 @@ class Reward:
 
     @property
     def prompts(self) -> Counter:
-        """How many rows of each prompt were scored."""
+        """Returns the number of scored rows of each prompt."""
         return Counter(prompt for call in self.calls for prompt in call)
 
 
@@ -77,7 +77,7 @@ def test_every_group_teaches_something(model_dir, tmp_path, monkeypatch, fields)
     assert all(any(advantages) for batch in batches for _, advantages in groups_of(batch))
     assert logged(trainer, "frac_reward_zero_std") == [0.0] * 4
     assert not any(logged(trainer, "darts/uniform/missing"))
-    # TRL is given what was scored, and no function is called again. What a batch has no room for is sampled anew.
+    # TRL gets the cached rewards, and functions are not called twice. Groups beyond the batch are sampled again.
     assert sum(reward.prompts.values()) == 4 * sum(logged(trainer, "darts/uniform/sampled"))
     uniform = {prompt: count for prompt, count in reward.prompts.items() if prompt[-1] in "AC"}
     assert set(uniform.values()) == {4}
@@ -85,7 +85,7 @@ def test_every_group_teaches_something(model_dir, tmp_path, monkeypatch, fields)
     assert list(trainer._logs["extra"]["letter"]) == [prompt[-1] for prompt in trainer._logs["prompt"]]
     rounds = logged(trainer, "darts/uniform/rounds")
     assert rounds[0] > 1
-    assert rounds[-1] < 3  # it starts as many prompts as it has learned to need
+    assert rounds[-1] < 3  # it has learned how many prompts to start
     totals = [
         float(entry["darts/budget/total"]) for entry in trainer.state.log_history if "darts/rollout/seconds" in entry
     ]
@@ -116,7 +116,7 @@ def test_a_reward_that_teaches_nothing_ends_the_training(model_dir, tmp_path, mo
 
 
 def test_the_data_is_passed_over_again_and_resumed(model_dir, tmp_path, monkeypatch):
-    """Six steps of four groups, of which 12 of 20 prompts teach something: two passes. Interrupted in the second."""
+    """Six steps of four groups are two passes, because 12 of 20 prompts are not uniform. Interrupts the second."""
     fields = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, **FIELDS}
     with model_server(model_dir, monkeypatch) as (_, settings):
         whole = None
@@ -140,7 +140,7 @@ def test_the_data_is_passed_over_again_and_resumed(model_dir, tmp_path, monkeypa
     ("rewards", "mode", "is_uniform"),
     [
         ([[1.0, 0.5], [1.0, 0.5]], "sum_then_normalize", True),
-        ([[1.0, 0.0], [0.0, 1.0]], "sum_then_normalize", True),  # what one gives, the other takes
+        ([[1.0, 0.0], [0.0, 1.0]], "sum_then_normalize", True),  # the sum is constant
         ([[1.0, 0.0], [0.0, 1.0]], "normalize_then_sum", False),
         ([[1.0, 0.0], [0.0, 0.0]], "sum_then_normalize", False),
         ([[1.0, None], [1.0, None]], "sum_then_normalize", True),

@@ -1,6 +1,6 @@
 """
-Without more candidates than rows there is nothing to decide, and training is TRL's, to the last bit: the same seed
-gives the same parameters. On two processes: `tests/launches/test_two_processes.py::test_equal_to_trl`.
+Tests that training with as many candidates as rows equals TRL's: the same seed gives exactly the same parameters. On
+two processes: `tests/launches/test_two_processes.py::test_equal_to_trl`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trl_darts import DARTSGRPOTrainer
 
 
 STEPS = 3
-BITS = {"trim_padding": False}  # with it, sums are rounded in another order: `tests/training/test_padding.py`
+BITS = {"trim_padding": False}  # trimming changes the rounding, see `tests/training/test_padding.py`
 OURS = {"grpo": {"schedule": "grpo", **BITS}, "darts": {"schedule": "darts", "max_num_generations": 4, **BITS}}
 OFF_POLICY = {"num_iterations": 2, "learning_rate": 1e-2}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -49,10 +49,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "use_adaptive_entropy": True,
         "entropy_target": 5.0,
     },
-    # One loss that looks at the ratios stands for all: they are TRL's.
+    # One loss with ratios represents all, because TRL computes them.
     "cispo": {**OFF_POLICY, "loss_type": "cispo", "off_policy_mask_threshold": 0.5, "scale_rewards": "batch"},
 }
-OF_TRL_ALONE = ("reference model", "lora", "masks and entropy", "cispo")  # no code of ours looks at them
+OF_TRL_ALONE = ("reference model", "lora", "masks and entropy", "cispo")  # not read by our code
 BASE = (
     "output_dir",
     "use_cpu",
@@ -70,9 +70,9 @@ ARGUMENTS = ("peft_config", "train_dataset", "reward_funcs", "processing_class",
 
 
 def trained(model_dir: Path, out: Path, schedule: str | None, **settings: Any) -> Any:
-    """A trainer after three steps; TRL's own for `schedule=None`. Some settings are arguments of the trainer."""
+    """Trains three steps; with TRL's trainer for `schedule=None`. Some settings are arguments of the trainer."""
     fields = {"max_steps": STEPS, "learning_rate": 1e-3, **settings}
-    set_seed(fields.get("seed", 42))  # before TRL 1.16, an adapter was made before TRL's own call
+    set_seed(fields.get("seed", 42))  # before TRL 1.16, an adapter is created before TRL sets the seed
     more = {name: fields.pop(name) for name in ARGUMENTS if name in fields}
     if fields.get("eval_strategy"):
         more["eval_dataset"] = letters_dataset(4)
@@ -97,7 +97,7 @@ def assert_equal_parameters(ours: Any, theirs: Any) -> None:
 
 
 def assert_equal_training(model_dir: Path, tmp_path: Path, schedules: Iterable[str] = OURS, **settings: Any) -> Any:
-    """Trains as TRL and under each schedule. Returns the last trainer."""
+    """Compares TRL with each schedule. Returns the last trainer."""
     theirs = trained(model_dir, tmp_path / "theirs", None, **settings)
     for schedule in schedules:
         ours = trained(model_dir, tmp_path / schedule, schedule, **settings)
@@ -119,7 +119,7 @@ def test_the_comparison_can_fail(model_dir, tmp_path):
 
 
 async def letters_reward(completions: list[str], **kwargs: Any) -> list[float | None]:
-    """Not applicable to every other row."""
+    """Only some schedules support these settings."""
     return [len(set(text)) if row % 2 else None for row, text in enumerate(completions)]
 
 
@@ -129,7 +129,7 @@ def test_rewards_of_all_kinds(model_dir, tmp_path):
     settings = {"reward_funcs": [length_reward, str(judge_dir), letters_reward], "reward_weights": [1.0, 0.5, 2.0]}
     settings["multi_objective_aggregation"] = "normalize_then_sum"
     ours = assert_equal_training(model_dir, tmp_path, ["grpo"], **settings)
-    assert len(ours._metrics["train"]) == 0  # logged, and nothing left over
+    assert len(ours._metrics["train"]) == 0  # all metrics are logged
     assert {name for line in ours.state.log_history for name in line} >= {
         "rewards/length_reward/mean",
         "rewards/judge/mean",

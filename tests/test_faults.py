@@ -1,4 +1,4 @@
-"""A training whose real servers are killed, frozen and started again: it goes on, and its rows are right."""
+"""Tests that a run continues with correct rows when its real servers are killed, frozen and restarted."""
 
 import signal
 import time
@@ -20,7 +20,7 @@ LONG = {"generation_kwargs": {"ignore_eos": True}, "max_completion_length": 400}
 
 
 class Mortal:
-    """The session's second server, which no later test uses: it is killed and started again under its address."""
+    """The session's second server, which can be killed and restarted because no later test uses it."""
 
     def __init__(self, server):
         self.server = server
@@ -41,7 +41,7 @@ def mortal(second_server):
 
 @pytest.fixture(autouse=True)
 def _key(monkeypatch):
-    """The second server wants it."""
+    """Sets the key of the second server."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
 
 
@@ -60,7 +60,7 @@ def during_rollouts(trainer, act):
 
 
 def assert_nothing_lost(scheduler):
-    """Every candidate has an end, and no token twice: segments of a candidate follow each other."""
+    """Asserts that every candidate has ended, and that its segments have no gaps or overlaps."""
     ledger = scheduler.ledger
     assert ledger.num_lost == 0
     assert all(c.finish_reason is not None for c in ledger.candidates)
@@ -71,17 +71,17 @@ def assert_nothing_lost(scheduler):
 
 def send(processes, number):
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # a server starts some that end soon
+        with suppress(psutil.NoSuchProcess):  # some processes of a server end soon
             process.send_signal(number)
 
 
 def test_killed_and_frozen_servers(server, mortal, model_dir, tmp_path):
     """
-    Rollout 0: one of two dies, the other takes over. 1: it is back, with new weights, and the other freezes. 2: the
-    frozen one is left out. 3: both.
+    Rollout 0: one of two servers dies, the other takes over. 1: it is back with new weights, and the other one
+    freezes. 2: only the first server runs. 3: both run.
     """
     urls = [server.base_url, mortal.server.base_url]
-    # Stale weights would show at once.
+    # A learning rate at which stale weights would be visible.
     fields = {**LONG, "max_steps": 4, "learning_rate": 3e-3, "vllm_health_timeout_s": 2.0, "save_rollout_trace": True}
     trainer = make_trainer(model_dir, server_args(tmp_path, server, vllm_server_base_url=",".join(urls), **fields))
     engine, sync = trainer.vllm_generation.engine, trainer.vllm_generation.sync_weights
@@ -121,18 +121,18 @@ def test_killed_and_frozen_servers(server, mortal, model_dir, tmp_path):
         send(frozen, signal.SIGCONT)
     assert killed
     assert frozen
-    assert syncs[3] - syncs[2] < 60  # nobody waits for a frozen server
+    assert syncs[3] - syncs[2] < 60  # no waiting for the frozen server
     assert engine.num_losses == 2
     assert engine.states() == dict.fromkeys(urls, State.UP)
     for scheduler in schedulers:
         assert_nothing_lost(scheduler)
     assert [scheduler.ledger.num_resumed > 0 for scheduler in schedulers] == [True, True, False, False]
     resumed = [c for s in schedulers for c in s.ledger.candidates if c.segment > 0]
-    assert any(c.num_prior >= 32 for c in resumed)  # they went on, and did not begin again
+    assert any(c.num_prior >= 32 for c in resumed)  # they continued from their tokens
     used = [{candidate.engine_id for candidate in scheduler.ledger.candidates} for scheduler in schedulers]
     assert used[2:] == [{urls[1]}, set(urls)]
     assert len(batches) == 4
-    for entry in rollout_logs(trainer):  # also of resumed candidates
+    for entry in rollout_logs(trainer):  # including resumed candidates
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3
     trace = pd.concat(map(pd.read_parquet, sorted((tmp_path / "rollouts").glob("*.parquet"))))
     assert (trace["length"] == 400).all()

@@ -1,4 +1,4 @@
-"""A trainer that trains again, or evaluates after an error: an earlier training has left nothing."""
+"""Tests that a trainer can train again, or evaluate after an error, without state of the earlier run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.builders import letter_of, letters_dataset, make_args, make_trainer, 
 from tests.model_server import model_server
 
 
-pytestmark = pytest.mark.vllm  # TRL imports it, and nothing here runs it
+pytestmark = pytest.mark.vllm  # only imported by TRL
 
 PROMPTS = letters_dataset(12)  # three batches
 
@@ -27,7 +27,7 @@ class StopAt(TrainerCallback):
 
 
 def spread(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward that no group is without a spread of."""
+    """Returns rewards that differ within every group."""
     return [float(i) for i in range(len(completions))]
 
 
@@ -41,7 +41,7 @@ def spread(completions: list[str], **kwargs: Any) -> list[float]:
     ],
 )
 def test_a_second_training_begins_with_an_empty_buffer(model_dir, tmp_path, monkeypatch, fields):
-    """The first one is stopped within its epoch, and leaves prompts behind."""
+    """The first run is stopped within its epoch, with prompts in the buffer."""
     fields = {"max_completion_length": 8, **fields}
     with model_server(model_dir, monkeypatch) as (server, settings):
         trainer = make_trainer(
@@ -54,20 +54,20 @@ def test_a_second_training_begins_with_an_empty_buffer(model_dir, tmp_path, monk
         trainer.add_callback(stop)
         trainer.train()
         trainer.remove_callback(stop)
-        while server.open:  # of the rollout that was cancelled
+        while server.open:  # requests of the cancelled rollout
             time.sleep(0.01)
         batches = record_batches(trainer)
         launched.clear()
         trainer.train()
     trained = [row["prompt"] for batch in batches for row in batch["inputs"]]
     assert Counter(trained) == dict.fromkeys(PROMPTS["prompt"], 4)
-    assert launched == ([0, 1] if "rollout_ahead" in fields else [])  # nothing would train on another
+    assert launched == ([0, 1] if "rollout_ahead" in fields else [])  # no further batch would be trained on
     assert len(rollout_logs(trainer)) == 3
     assert trainer._rollout_log.totals.num_rollouts == 3
 
 
 def test_a_training_that_stopped_within_a_batch_is_not_gone_on_with(model_dir, tmp_path, monkeypatch):
-    """Two optimizer steps share a batch. TRL would train on the other half of it."""
+    """Two optimizer steps share a batch, and TRL would train on its second half."""
     with model_server(model_dir, monkeypatch) as (_, settings):
         args = make_args(tmp_path, num_iterations=2, max_steps=6, max_completion_length=8, **settings)
         trainer = make_trainer(model_dir, args, train_dataset=PROMPTS)
@@ -84,7 +84,7 @@ def test_a_training_that_stopped_within_a_batch_is_not_gone_on_with(model_dir, t
 
 
 def test_the_first_weights_of_a_second_training_reach_the_servers(model_dir, tmp_path, monkeypatch):
-    """Its step 0 is not that of the first training."""
+    """Step 0 of the second run differs from that of the first."""
     with model_server(model_dir, monkeypatch) as (server, settings):
         args = make_args(tmp_path, max_steps=1, learning_rate=1e-2, max_completion_length=8, **settings)
         trainer = make_trainer(model_dir, args)
@@ -109,7 +109,7 @@ def test_an_evaluation_after_an_error_gets_its_own_completions(model_dir, tmp_pa
 
         trainer = make_trainer(model_dir, args, reward_funcs=reward, eval_dataset=letters_dataset(2))
         with monkeypatch.context() as patch:
-            patch.setattr(trainer, "_tokenize_prompts", lambda prompts: 1 / 0)  # once the batch's rows are there
+            patch.setattr(trainer, "_tokenize_prompts", lambda prompts: 1 / 0)  # after the rollout of the batch
             with pytest.raises(ZeroDivisionError):
                 trainer.train()
         trainer.evaluate()

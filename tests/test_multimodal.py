@@ -1,4 +1,4 @@
-"""Images and the processor's fields of the candidates that a process decodes: those of their rows, in their order."""
+"""Tests that candidates get the images and processor fields of their rows, in the right order."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from trl_darts.engines.factory import process_rows
 
 
 class Processor:
-    """A processor as Qwen2-VL's: the patches of all images of a batch in one tensor, more for a larger image."""
+    """Stub of Qwen2-VL's processor: all images of a batch share one tensor, with more patches for larger ones."""
 
     def __init__(self) -> None:
         self.calls: list[list[Any]] = []
@@ -31,7 +31,7 @@ class Processor:
         return int(prompt[0]["content"][0]["text"])
 
 
-# Row r has IMAGES[r], each told by its number of patches.
+# Row r has IMAGES[r], which are identified by their numbers of patches.
 IMAGES = [[4], [], [6, 2], [1], []]
 PROMPTS = [
     [
@@ -46,7 +46,7 @@ PROMPTS = [
 
 @pytest.fixture
 def trainer():
-    trainer = object.__new__(DARTSGRPOTrainer)  # its `__init__` needs a model
+    trainer = object.__new__(DARTSGRPOTrainer)  # `__init__` needs a model
     attributes = {"_is_vlm": True, "environment_factories": None, "tools": None, "chat_template": None}
     vars(trainer).update(attributes, chat_template_kwargs={}, processing_class=Processor())
     trainer._prompts = PROMPTS
@@ -55,7 +55,7 @@ def trainer():
 
 @pytest.mark.parametrize("rows", [[2, 0, 2, 2, 3], [1, 2], [4, 3, 2, 1, 0], [0], [1, 1, 0]])
 def test_fields_are_those_of_the_rows(trainer, rows):
-    """Repeated, in another order, with several images and without one: what the processor makes of those prompts."""
+    """Rows are repeated and reordered, with several images or none. Fields equal the processor's for them."""
     images, fields = process_rows(trainer, rows)
     assert images == [IMAGES[row] or None for row in rows]
     numbers = [float(image) for row in rows for image in IMAGES[row] for _ in range(image)]
@@ -73,11 +73,11 @@ def test_rows_without_images_have_no_fields_of_images(trainer):
 def test_rows_are_those_of_the_batch_that_was_tokenized_last(trainer):
     trainer._prompts = PROMPTS[2:]
     assert process_rows(trainer, [0, 1])[0] == [[6, 2], [1]]
-    assert process_rows(trainer, [2, 0])[0] == [None, [6, 2]]  # not those that were processed last
+    assert process_rows(trainer, [2, 0])[0] == [None, [6, 2]]  # not the last processed ones
 
 
 def test_rows_of_environments_keep_their_tools(trainer):
-    """Each environment has tools of its own, which are rendered into its prompts."""
+    """Each environment renders its own tools into its prompts."""
     names = ["a", "b", "a", "c", "b"]
     trainer.environment_factories = {}
     trainer._env_tools = {name: [SimpleNamespace(name=name)] for name in names}

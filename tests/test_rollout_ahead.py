@@ -1,4 +1,4 @@
-"""`rollout_ahead`: the next batch is sampled while this one trains, by the weights of its time, and of no other."""
+"""Tests `rollout_ahead`: the next batch is sampled during training, all with the weights of its launch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trl_darts import DARTSGRPOConfig
 from trl_darts.errors import WeightsLostError
 
 
-pytestmark = pytest.mark.vllm  # TRL imports it, and nothing here runs it
+pytestmark = pytest.mark.vllm  # only imported by TRL
 
 
 class Notes(TrainerCallback):
-    """Parameters after each number of steps, and steps among a server's events. Stops after the `last` one."""
+    """Records parameters by step, and steps among the server's events. Stops after step `last`."""
 
     def __init__(self, model: Any, events: list[str], last: int = 100) -> None:
         self.model, self.events, self.last, self.weights = model, events, last, []
@@ -35,7 +35,7 @@ class Notes(TrainerCallback):
 
 
 def logprobs_under(trainer: Any, weights: dict[str, torch.Tensor], batch: dict[str, Any]) -> torch.Tensor:
-    """What a model with these weights makes of a batch's completions."""
+    """Returns the log-probs of a batch's completions with these weights."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     own = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -50,7 +50,7 @@ def logprobs_under(trainer: Any, weights: dict[str, torch.Tensor], batch: dict[s
 
 @pytest.mark.parametrize("schedule", ["darts", "partial_rollout"])
 def test_each_token_is_of_the_version_that_it_is_said_to_be_of(model_dir, tmp_path, monkeypatch, schedule):
-    """Two optimizer steps of two micro-steps share a batch; an evaluation falls between them."""
+    """Two optimizer steps of two micro-steps share a batch, with an evaluation between them."""
     fields = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     fields |= {"max_completion_length": 10, "max_steps": 6, "learning_rate": 3e-3}
@@ -75,14 +75,14 @@ def test_each_token_is_of_the_version_that_it_is_said_to_be_of(model_dir, tmp_pa
                 gaps = versions[age][row, part] - batch["sampling_per_token_logps"][row, part]
                 assert gaps.abs().max() < 1e-4
     old, new = (logprobs_under(trainer, weights, batches[1]) for weights in (notes.weights[0], notes.weights[2]))
-    assert (old - new).abs().max() > 1e-2  # else nothing was told apart
+    assert (old - new).abs().max() > 1e-2  # otherwise, the weights are not distinguishable
     logs = [entry for entry in trainer.state.log_history if "darts/staleness/chi_square" in entry]
     assert logs[0]["darts/staleness/effective_sample_share"] == pytest.approx(1)
     assert max(entry["darts/staleness/effective_sample_share"] for entry in logs[1:]) < 0.999
 
 
 def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, monkeypatch):
-    """The one that was under way is sampled anew: no prompt twice or lost. An epoch's first batch is waited for."""
+    """The running batch is sampled again, without lost or repeated prompts. An epoch's first batch is not ahead."""
     numbers, prompts, again = (
         [],
         [],
@@ -109,11 +109,11 @@ def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, m
             trainer.train(resume_from_checkpoint=None if part == "first" else str(tmp_path / "checkpoint-4"))
             prompts += [[row["prompt"] for row in batch["inputs"]] for batch in batches]
             deadline = time.monotonic() + 10
-            while server.open:  # of the rollout that nobody needs any more
+            while server.open:  # requests of the obsolete rollout
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
     assert len(prompts) == 8
-    # The fifth twice: it was under way, and is sampled anew. None after the last.
+    # The fifth twice, because it was running and is sampled again. None after the last.
     assert numbers == [0, 1, 2, 3, 4, 4, 5, 6, 7]
     assert Counter(prompt for batch in prompts[:6] for prompt in batch) == dict.fromkeys(
         letters_dataset(24)["prompt"], 4
@@ -124,7 +124,7 @@ def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, m
 
 
 def test_a_rollout_whose_weights_are_lost_begins_anew(model_dir, tmp_path, monkeypatch):
-    """All servers were started again while the trainer stepped: they get the weights of now, and no prompt is lost."""
+    """All servers restart during a step. They get the new weights, and no prompt is lost."""
     fields = {"max_steps": 4, "max_completion_length": 4}
     with model_server(model_dir, monkeypatch) as (server, settings):
         args = make_args(tmp_path, rollout_ahead=1, **settings, **fields)
@@ -137,7 +137,7 @@ def test_a_rollout_whose_weights_are_lost_begins_anew(model_dir, tmp_path, monke
             waits.append(rollout)
             if len(waits) == 2:
                 rollout.cancel()
-                while server.open:  # they are gone with their servers
+                while server.open:  # they end with their servers
                     time.sleep(0.005)
                 raise WeightsLostError("They were started again.")
             return wait(plan, rollout, *rest)
@@ -148,4 +148,4 @@ def test_a_rollout_whose_weights_are_lost_begins_anew(model_dir, tmp_path, monke
     assert Counter(prompts) == dict.fromkeys(letters_dataset(16)["prompt"], 4)
     assert [{age for runs in rows for age, _ in runs} for rows in ages] == [{0}, {1}, {0}, {1}]
     order = [event for event in server.events if event != "rollout"]
-    assert order == ["sync", "step", "sync", "step", "sync", "step", "step"]  # the third for the one that begins anew
+    assert order == ["sync", "step", "sync", "step", "sync", "step", "step"]  # the third one for the restarted rollout

@@ -1,4 +1,4 @@
-"""Trainings on scripted completions, without a server: what a user's own tests would do."""
+"""Tests runs on scripted completions without a server, as users would do."""
 
 from __future__ import annotations
 

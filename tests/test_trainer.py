@@ -1,4 +1,4 @@
-"""The trainer on the transformers engine: real TRL, real model, no server."""
+"""Tests the trainer with the transformers engine: real TRL, real model, no server."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from trl_darts.errors import ConfigurationError, StateMismatchError
 from trl_darts.policy import LatencyCurve, LengthTracker
 
 
-SECONDS = ["start_seconds", "end_seconds"]  # of the trace: what differs between two runs that decided the same
+SECONDS = ["start_seconds", "end_seconds"]  # columns of the trace that differ between equal runs
 
 
 @pytest.fixture
@@ -91,8 +91,7 @@ def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curv
         "save_rollout_trace": True,
         "latency_curve": curve,
     }
-    # One epoch in which prompts recur: TRL 1.16 starts over with the first epoch's order when it resumes in a later
-    # one.
+    # One epoch with recurring prompts, because TRL 1.16 repeats the first epoch's order if it resumes in a later one.
     dataset = letters_dataset(10, repeats=6)
     whole = make_trainer(model_dir, make_args(tmp_path / "whole", **fields), train_dataset=dataset)
     whole.train()
@@ -106,7 +105,7 @@ def test_resumed_run_decides_like_an_uninterrupted_one(model_dir, tmp_path, curv
         pd.testing.assert_frame_equal(expected, actual)
     budgets = [[e["darts/budget/total"] for e in rollout_logs(t)][-6:] for t in (whole, resumed)]
     assert budgets[0] == budgets[1]
-    assert len(set(budgets[0])) > 1  # they do move
+    assert len(set(budgets[0])) > 1  # they change
     for name, parameter in whole.model.named_parameters():
         assert torch.equal(parameter, resumed.model.get_parameter(name)), name
     assert {"trl", "grpo", "darts"} <= set(resumed.model.model_tags)
@@ -117,7 +116,7 @@ def test_checkpoint_of_another_schedule_is_refused(model_dir, tmp_path):
     args = make_args(tmp_path / "darts", max_steps=1, save_strategy="steps", save_steps=1)
     make_trainer(model_dir, args).train()
     other = make_trainer(model_dir, make_args(tmp_path / "grpo", schedule="grpo", max_steps=2))
-    with pytest.raises(StateMismatchError, match="is of schedule='darts', and this training has schedule='grpo'"):
+    with pytest.raises(StateMismatchError, match="was saved with schedule='darts', and this run has schedule='grpo'"):
         other.train(resume_from_checkpoint=str(tmp_path / "darts" / "checkpoint-1"))
 
 
@@ -129,7 +128,7 @@ def test_checkpoint_of_trl_is_accepted_with_a_warning(model_dir, tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=2))
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert "learned anew" in caplog.text
+    assert "lengths start empty" in caplog.text
     assert trainer.state.global_step == 2
 
 
@@ -165,7 +164,7 @@ def test_config_of_trl_is_refused(model_dir, tmp_path):
 
 
 def test_no_config_makes_one_with_the_models_name(model_dir, monkeypatch):
-    # TRL's default config wants a GPU.
+    # TRL's default config requires a GPU.
     monkeypatch.setattr(
         DARTSGRPOConfig, "__init__", partialmethod(DARTSGRPOConfig.__init__, use_cpu=True, report_to=[])
     )

@@ -1,4 +1,4 @@
-"""The trainer against real vLLM servers: rollouts, weights, faults."""
+"""Tests the trainer with real vLLM servers: rollouts, weights, faults."""
 
 import time
 import urllib.error
@@ -37,19 +37,19 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
         matches.append([prompt[-1] == letter_of(ids[0]) for prompt, ids in zip(prompts, completion_ids, strict=True)])
         return [float(len(ids) % 5) for ids in completion_ids]
 
-    # A learning rate at which stale weights would show at once.
+    # A learning rate at which stale weights would be visible.
     args = server_args(tmp_path, server, max_steps=5, learning_rate=3e-3)
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)
     trainer.train()
     logs = rollout_logs(trainer)
     assert len(logs) == 5
-    assert all(matches[0])  # training blurs the letters later
+    assert all(matches[0])  # later ones are blurred by training
     for entry in logs:
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3
         assert entry["darts/sync/seconds"] > 0
         assert entry["darts/rollout/tokens_per_second"] > 0
-    # The first batch: sampled by the weights that both sides started from. Later ones must differ from it.
+    # The first batch is sampled with the initial weights of both sides. Later ones must differ from it.
     assert abs(logs[-1]["entropy"] - logs[0]["entropy"]) > 1e-3
     for batch in batches:
         assert batch["completion_ids"].shape[0] == 16
@@ -58,7 +58,7 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
 
 def test_over_provisioning_saturates_and_aborts(server, model_dir, tmp_path):
     fields = {"max_steps": 6, "per_device_train_batch_size": 40, "learning_rate": 0.0, "save_rollout_trace": True}
-    fields["min_num_generations"] = 4  # of a budget of 6 each, which leaves others 8
+    fields["min_num_generations"] = 4  # of an average budget of 6, so that others can have 8
     trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), train_dataset=letters_dataset(10))
     trainer.train()
     traces = pd.concat(pd.read_parquet(path) for path in sorted((tmp_path / "rollouts").glob("*.parquet")))
@@ -80,7 +80,7 @@ def test_seeded_run_repeats_its_decisions(server, model_dir, tmp_path):
             "generation_kwargs": {"seed": 3},
             "max_num_generations": 6,
             "tail_pruning": False,
-            "long_end_patience": None,  # nothing is aborted, whose moment would differ
+            "long_end_patience": None,  # no aborts, whose timing would differ
         }
         args = server_args(tmp_path / name, server, **fields)
         make_trainer(model_dir, args).train()
@@ -128,7 +128,7 @@ def test_prompts_that_do_not_fit_are_named_by_index(server, model_dir, tmp_path)
     words = r"2 prompts of the training data set are longer than 416 tokens \(prompt 2 has 502, prompt 5 has 502\)"
     with pytest.raises(ConfigurationError, match=words):
         make_trainer(model_dir, server_args(tmp_path, server), train_dataset=dataset)
-    # What can't be looked at beforehand is checked batch by batch.
+    # Prompts that can't be checked before training are checked by batch.
     args = server_args(tmp_path, server, max_steps=2, accelerator_config={"dispatch_batches": False})
     trainer = make_trainer(model_dir, args, train_dataset=dataset.to_iterable_dataset())
     with pytest.raises(ConfigurationError, match=r"prompts of this batch are longer than 416 tokens"):
@@ -136,7 +136,7 @@ def test_prompts_that_do_not_fit_are_named_by_index(server, model_dir, tmp_path)
 
 
 def test_a_later_turn_gets_the_tokens_that_are_left(server, model_dir, tmp_path):
-    """A conversation with tool answers may be longer than any prompt: TRL trains on what fits."""
+    """A conversation with tool results may exceed the limit of prompts. TRL trains on what fits."""
     trainer = make_trainer(model_dir, server_args(tmp_path, server, generation_kwargs={"ignore_eos": True}))
     later_turn = trainer._engine.later_turn
     rows = later_turn(PromptBatch.alone([[5] * 20, [5] * 480, [5] * 511], 1))
@@ -150,7 +150,7 @@ def test_a_later_turn_gets_the_tokens_that_are_left(server, model_dir, tmp_path)
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 def test_rollout_func_asks_the_server_as_with_trl(server, model_dir, tmp_path):
-    """Turn by turn and prompt by prompt, in groups that are not those of the trainer."""
+    """Generates turn by turn and prompt by prompt, with other groups than the trainer's."""
     lengths = []
 
     def rollout(prompts, trainer):
@@ -186,7 +186,7 @@ def test_refused_before_the_model_is_loaded(server, model_dir, tmp_path):
 
 @pytest.fixture
 def keyed_server(second_server, monkeypatch):
-    """It refuses those without its key; `server` has none and takes everybody."""
+    """The second server rejects requests without its key; `server` has none and accepts all."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     return second_server
 
@@ -204,7 +204,7 @@ def test_two_servers_share_the_work_and_the_weights(server, keyed_server, model_
 
 @pytest.mark.parametrize("schedule", ["grpo", "darts"])
 def test_tail_servers_take_over_with_the_weights_of_now(server, keyed_server, model_dir, tmp_path, schedule):
-    # As soon as one has ended: later, the last ones may end on a slow machine before they can be called off.
+    # As soon as one has ended. Later, on a slow machine, the last ones may end before their abort.
     fields = {"vllm_tail_server_url": keyed_server.base_url, "tail_switch_at": 1000, "schedule": schedule}
     before = served_requests(keyed_server)
     trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=4, learning_rate=3e-3, **fields))
@@ -230,7 +230,7 @@ def test_every_endpoint_asks_for_the_key(second_server, path, payload, key):
     stranger = replace(second_server, api_key=key)
     with pytest.raises(urllib.error.HTTPError, match="401"):
         stranger.request(path, payload)
-    assert stranger.healthy()  # probes have no key
+    assert stranger.healthy()  # health checks need no key
     assert second_server.request("/get_world_size") == {"world_size": 1}
 
 
@@ -241,7 +241,7 @@ def test_a_wrong_key_is_refused(keyed_server, model_dir, tmp_path, monkeypatch):
 
 
 def test_servers_come_and_go_between_steps(server, keyed_server, model_dir, tmp_path):
-    """One joins after two steps, with the weights of now; the first leaves after four."""
+    """A server joins after two steps, with current weights. The first one leaves after four."""
     first, second, served = keyed_server, server, [served_requests(server)]
     last_of_first = []
 
@@ -266,8 +266,8 @@ def test_servers_come_and_go_between_steps(server, keyed_server, model_dir, tmp_
     trainer = make_trainer(model_dir, args, callbacks=[ComeAndGo()])
     trainer.train()
     served.append(served_requests(second))
-    assert served[0] == served[1] < served[2] < served[3]  # it was not asked for a token before
-    assert last_of_first == [served_requests(first)]  # nor the other one after it had left
+    assert served[0] == served[1] < served[2] < served[3]  # it got no requests before
+    assert last_of_first == [served_requests(first)]  # the first one got none after it had left
     logs = rollout_logs(trainer)
     assert len(logs) == 6
     for entry in logs:

@@ -1,10 +1,10 @@
 """
-What is used of TRL is there, and what is missing is refused by its name.
+Tests that TRL has what we use, and that errors name what is missing.
 
 Invariants:
 
 - No other module of the package imports from TRL's modules; `import trl` and `from trl import …` are its interface.
-- Every method of `GRPOTrainer` that the trainer overrides is among the hooks that are checked.
+- Every method of `GRPOTrainer` that the trainer overrides is among the checked hooks.
 """
 
 import ast
@@ -33,7 +33,7 @@ PUBLIC = {"train", "training_step", "create_model_card"}  # of transformers' doc
 
 @pytest.fixture(autouse=True)
 def fresh_check():
-    """The check runs once in a process."""
+    """Clears the cache of the check, which runs once per process."""
     trl_compat.check_trl.cache_clear()
     yield
     trl_compat.check_trl.cache_clear()

@@ -1,9 +1,9 @@
 """
-Small models made on the spot: language models and Markov chains. Vision-language models: `tests/trl_parity/vlms.py`.
+Builds small language models and Markov chains. Vision-language models are in `tests/trl_parity/vlms.py`.
 
-All speak one tongue: a token per printable character, `<eos>` = 1, `<pad>` = 0, and a chat template that knows images
-and tools. Language models end by themselves after about `mean_length` tokens. Each is written as a float32 checkpoint
-with its tokenizer, the same bytes every time, that transformers and vLLM load.
+All have a token per printable character, `<eos>` = 1, `<pad>` = 0, and a chat template with images and tools. Language
+models end after about `mean_length` tokens. Each is saved reproducibly as a float32 checkpoint with its tokenizer, for
+transformers and vLLM.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.models import EOS_ID, PAD_ID, make_tokenizer
 
 
-VOCAB_SIZE = 128  # of every model; tokenizers may fill less of it
+VOCAB_SIZE = 128  # of every model; tokenizers may use fewer
 FIRST_WORD_ID = 99  # the first token that is not a character
 HIDDEN_SIZE = 32
 CALL_OPEN, CALL_CLOSE = "<call>", "</call>"
 
-# `IMAGE` stands for the image token. `greeting` is there for tests of `chat_template_kwargs`.
+# `IMAGE` represents the image token. `greeting` is for tests of `chat_template_kwargs`.
 CHAT_TEMPLATE = """
 {%- if greeting %}{{ greeting }}{% endif %}
 {%- for tool in tools or [] %}{{ 'tool ' + tool['function']['name'] + '\n' }}{% endfor %}
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
-# What transformers needs to read tool calls in an answer.
+# Schema with which transformers parses tool calls.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "assistant: ",
@@ -67,8 +67,8 @@ RESPONSE_TEMPLATE = {
 
 def make_chat_tokenizer(words: Sequence[str] = (), image: str = "", tools: bool = False) -> PreTrainedTokenizerBase:
     """
-    One token per character, then one per word, such as a [`tool_call`]. The chat template puts `image` for an image;
-    with `tools`, answers are read for tool calls.
+    Builds a tokenizer with one token per character, then one per word, such as a [`tool_call`]. The chat template
+    inserts `image` for an image. With `tools`, tool calls in answers are parsed.
     """
     tokenizer = make_tokenizer(FIRST_WORD_ID)
     tokenizer.add_tokens(list(words))
@@ -79,14 +79,14 @@ def make_chat_tokenizer(words: Sequence[str] = (), image: str = "", tools: bool 
 
 
 def tool_call(name: str, **arguments: Any) -> str:
-    """The text with which a model calls a tool."""
+    """Returns the text of a tool call."""
     return f"{CALL_OPEN}{json.dumps({'name': name, 'arguments': arguments})}{CALL_CLOSE}"
 
 
 def make_lm(out_dir: Path) -> Path:
     """
-    Writes a random Qwen3 that ends after about six tokens. Not a Qwen2: for it, `AutoTokenizer` of transformers 5.17
-    puts its own pre-tokenizer in place of the saved one, and spaces are lost.
+    Saves a random Qwen3 whose answers have about six tokens. Not a Qwen2, for which `AutoTokenizer` of transformers
+    5.17 replaces the saved pre-tokenizer and loses spaces.
     """
     tokenizer = make_chat_tokenizer()
     model = random_model("Qwen3ForCausalLM", text_config("qwen3"), seed=0)
@@ -98,9 +98,9 @@ def make_chain(
     out_dir: Path, tokenizer: PreTrainedTokenizerBase, after: Mapping[str, Mapping[str, float]], floor: float = 1e-6
 ) -> Path:
     """
-    Writes a Markov chain: what comes next depends on the last token alone. `after` has, by token, the odds of the next
-    ones; `""` stands for all tokens that are not named: the last of a prompt is among them. `floor` are the odds of
-    all other tokens.
+    Saves a Markov chain, whose next token only depends on the last one. `after` has the odds of the next tokens by the
+    last one; `""` represents all that are not named, such as the last one of a prompt. `floor` is the odds of all
+    other next tokens.
     """
     ids = tokenizer.convert_tokens_to_ids
     table = torch.full((VOCAB_SIZE, VOCAB_SIZE), floor)  # row = last token
@@ -122,7 +122,7 @@ def make_chain(
 
 
 def text_options(kind: str, hidden_size: int = HIDDEN_SIZE, **fields: Any) -> dict[str, Any]:
-    """Fields of a small text model's config."""
+    """Returns the fields of a small text model's config."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": hidden_size,
@@ -131,7 +131,7 @@ def text_options(kind: str, hidden_size: int = HIDDEN_SIZE, **fields: Any) -> di
         "num_attention_heads": hidden_size // 32,  # vLLM's CPU attention needs heads of at least 32
         "num_key_value_heads": 1,
         "max_position_embeddings": 2048,
-        "initializer_range": 0.2,  # so that the context matters
+        "initializer_range": 0.2,  # so that the context has an effect
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
@@ -142,12 +142,12 @@ def text_options(kind: str, hidden_size: int = HIDDEN_SIZE, **fields: Any) -> di
 
 
 def text_config(kind: str, **fields: Any) -> transformers.PretrainedConfig:
-    """A small text model's config."""
+    """Returns a small text model's config."""
     return getattr(transformers, f"{kind.capitalize()}Config")(**text_options(kind, **fields))
 
 
 def random_model(class_name: str, config: transformers.PretrainedConfig, seed: int) -> PreTrainedModel:
-    """A model of transformers' class. The default generator of torch is left as it was found."""
+    """Builds a random model. Preserves the state of torch's default generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return getattr(transformers, class_name)(config).to(torch.float32)
@@ -155,10 +155,10 @@ def random_model(class_name: str, config: transformers.PretrainedConfig, seed: i
 
 def set_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, odds: Mapping[int, float]) -> None:
     """
-    Makes some tokens about as likely as asked, whatever the context; special ones other than `<eos>` never come.
+    Gives some tokens approximate probabilities in every context. Special tokens other than `<eos>` are never sampled.
 
-    The first hidden dimension is 1.5 for every token and stays so in all layers, so after the last norm it hardly
-    depends on the context, and a token's weight for it is a constant in its logit.
+    The first hidden dimension is 1.5 for every token in all layers, so that it hardly depends on the context after the
+    last norm, and a token's weight for it is a constant in its logit.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     never = {*tokenizer.all_special_ids, *range(len(tokenizer), VOCAB_SIZE)} - {*odds}
@@ -180,7 +180,7 @@ def set_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, odds: M
 def tokenizer_of(
     state: Mapping[str, Any], chat_template: str, extra_special_tokens: Mapping[str, str] | None = None
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer from the state of a `tokenizers.Tokenizer`."""
+    """Builds a tokenizer from the state of a `tokenizers.Tokenizer`."""
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)),
         chat_template=chat_template,
@@ -194,7 +194,7 @@ def tokenizer_of(
 
 
 def save(out_dir: Path, model: PreTrainedModel, processing_class: Any) -> Path:
-    """Write a model with its tokenizer or processor."""
+    """Saves a model with its tokenizer or processor."""
     if model.can_generate():
         model.generation_config.eos_token_id = EOS_ID
         model.generation_config.pad_token_id = PAD_ID

@@ -1,21 +1,25 @@
-"""Callbacks that go with a [`DARTSGRPOTrainer`]."""
+"""Callbacks of a [`DARTSGRPOTrainer`]."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .buffer.batches import BufferedBatches
 from .buffer.checkpoint import load_buffer, save_buffer, warn_of_lost_prompts
+from .buffer.feed import skip_passes
 from .engines.main_process import MainProcess
 from .errors import ConfigurationError, StateMismatchError
 from .policy import LengthTracker
 from .scheduling import AdmissionPolicy
 from .telemetry.length_history import LENGTHS_FILE, length_source, load_history
-from .telemetry.log import SETTINGS, append_entry
+from .telemetry.run_log import SETTINGS, append_entry
 from .training.resume import TRAINER_STATE
 
 
@@ -26,10 +30,10 @@ ADMISSION_FILE = "darts_admission.json"
 
 class VarianceTrackerCallback(TrainerCallback):
     """
-    Owns what is known of response lengths. The trainer saves it with each checkpoint and restores it on resume.
+    Holds the statistics of response lengths, and saves them in each checkpoint.
 
-    The trainer adds one by itself. Pass your own in `callbacks` to read it. `length_history` goes on from an
-    earlier training's lengths.
+    The trainer adds one by default. Pass your own in `callbacks` to read it. With `length_history`, it starts from an
+    earlier run's lengths.
 
     Args:
         tracker ([`LengthTracker`], *optional*):
@@ -50,22 +54,22 @@ class VarianceTrackerCallback(TrainerCallback):
 
     def load(self, directory: Path) -> None:
         """
-        Restores what [`VarianceTrackerCallback.save`] wrote. A checkpoint without it, such as one of TRL's
-        `GRPOTrainer`, is fine: lengths are then learned anew.
+        Restores the file that [`VarianceTrackerCallback.save`] wrote. If the checkpoint has none, such as one of TRL's
+        `GRPOTrainer`, the statistics start empty.
 
         Args:
             directory (`Path`):
                 The checkpoint.
 
         Raises:
-            [`StateMismatchError`]: If the state belongs to another version.
+            [`StateMismatchError`]: If the file holds another kind of state, or lengths of another model.
         """
         if _is_there(directory / LENGTHS_FILE):
             self.tracker.load(directory / LENGTHS_FILE)
 
 
 def with_tracker(callbacks: list[Any], args: Any, model: Any, processing_class: Any) -> list[Any]:
-    """A trainer's callbacks and, if there is none among them, a [`VarianceTrackerCallback`] with `length_history`."""
+    """Returns the callbacks with a [`VarianceTrackerCallback`], which is added if there is none."""
     has_history = args.length_history is not None
     if not any(isinstance(callback, VarianceTrackerCallback) for callback in callbacks):
         tracker = load_history(args, model, processing_class) if has_history else None
@@ -73,18 +77,18 @@ def with_tracker(callbacks: list[Any], args: Any, model: Any, processing_class: 
     if has_history:
         raise ConfigurationError(
             f"`length_history` ({args.length_history!r}) has no effect with a `VarianceTrackerCallback` in "
-            "`callbacks`, which has lengths of its own. Leave one of them out."
+            "`callbacks`, which has its own lengths. Leave one of them out."
         )
     return callbacks
 
 
 class RolloutStateCallback(TrainerCallback):
     """
-    What rollouts have learned and have under way, in checkpoints: response lengths, what admission knows, and the
-    rollout buffer, where there is one.
+    Saves the state of rollouts in checkpoints: response lengths, the admission policy, and the rollout buffer, if the
+    schedule has one.
 
-    Invariant (`tests/buffer/test_checkpoint.py`): a checkpoint that is whole (see `unreadable_file`) has all of it, of
-    one moment, wherever the process that wrote it was killed.
+    Invariant (`tests/buffer/test_checkpoint.py`): a complete checkpoint (see `unreadable_file`) has all of this state
+    from the same step, even if a process was killed while it wrote one.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class RolloutStateCallback(TrainerCallback):
         main: MainProcess,
         schedule: str,
     ) -> None:
-        self.checkpoint: str | None = None  # the last one that this training has saved, or was resumed from
+        self.checkpoint: str | None = None  # the last one that this run saved, or was resumed from
         self._is_finished = False
         self._lengths = lengths
         self._admission = admission
@@ -104,29 +108,34 @@ class RolloutStateCallback(TrainerCallback):
         self._schedule = schedule
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Logs where a resumed training goes on. One that was finished ends here: TRL 1.16 trains one step more."""
+        """Logs where a run resumes. Stops a finished one, for which TRL 1.16 would train one more step."""
         self._is_finished = self.checkpoint is not None and state.global_step >= state.max_steps
         if self._is_finished:
             control.should_training_stop = True
             logger.warning(
-                f"{self.checkpoint} is of a finished training (step {state.global_step} of {state.max_steps}): "
-                "nothing is trained. Raise `max_steps` or `num_train_epochs` to train on."
+                f"{self.checkpoint} is from a finished run (step {state.global_step} of {state.max_steps}), so "
+                "there is nothing to train. Raise `max_steps` or `num_train_epochs` to continue."
             )
         elif self.checkpoint is not None and state.is_world_process_zero:
-            tqdm.write(f"Going on from {self.checkpoint}: step {state.global_step} of {state.max_steps}")
+            tqdm.write(f"Resuming from {self.checkpoint}: step {state.global_step} of {state.max_steps}")
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_finished:
             control.should_save = control.should_evaluate = False
 
-    def save(self, directory: Path, mid_epoch: bool) -> None:
+    @contextmanager
+    def saving(self, output_dir: str, state: TrainerState) -> Iterator[None]:
         """
-        Called on every process at once, before TRL and transformers write the checkpoint. Where there is one of the
-        same step already, it is not whole from here on until theirs are all written too.
+        Inside this context, TRL and transformers write a checkpoint, after our files. An existing one of the same step
+        is incomplete until they are done. Must be called on every process.
         """
+        directory = Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        mid_epoch = not float(state.epoch or 0).is_integer()
         if self._batches is not None:
             self._batches.add_arrived()
         self._main.run(lambda: self._write(directory, mid_epoch))
+        yield
+        self.checkpoint = str(directory)
 
     def _write(self, directory: Path, mid_epoch: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -136,10 +145,11 @@ class RolloutStateCallback(TrainerCallback):
         (directory / ADMISSION_FILE).write_text(json.dumps(state, indent=2))
         save_buffer(self._batches, directory, mid_epoch)
 
-    def load(self, directory: Path, skips: bool) -> None:
+    def load(self, directory: Path, sampler: Any, skips: bool) -> None:
         """
-        Restores it, see [`load_buffer`]. Called on every process at once. [`StateMismatchError`] if another schedule's
-        state is of no use for this one.
+        Restores the state of a checkpoint, and advances the training data's sampler. `skips` tells whether the run
+        skips the prompts that it has trained on in this epoch. Must be called on every process. Raises
+        [`StateMismatchError`] if the schedule can't use the state.
         """
         state = self._main.broadcast(lambda: self._read(directory))
         saved = self._schedule if state is None else state.pop("schedule", self._schedule)
@@ -150,12 +160,13 @@ class RolloutStateCallback(TrainerCallback):
                 warn_of_lost_prompts(directory)
             else:
                 load_buffer(self._batches, directory, skips)
+                skip_passes(sampler, self._batches.feed.passes_behind(directory))
         except StateMismatchError as error:
             if saved == self._schedule:
                 raise
             raise StateMismatchError(
-                f"{directory} is of schedule={saved!r}, and this training has schedule={self._schedule!r}. Resume "
-                "with the schedule that saved it, or delete its darts_* files to go on from its model alone."
+                f"{directory} was saved with schedule={saved!r}, and this run has schedule={self._schedule!r}. Resume "
+                "with that schedule, or delete the checkpoint's darts_* files to resume the model alone."
             ) from error
 
     def _read(self, directory: Path) -> dict[str, Any] | None:
@@ -168,16 +179,16 @@ class RolloutStateCallback(TrainerCallback):
 
 def _is_there(path: Path) -> bool:
     if not path.exists():
-        logger.warning(f"{path.parent} has no {path.name}: response lengths are learned anew.")
+        logger.warning(f"{path.parent} has no {path.name}. Statistics of response lengths start empty.")
     return path.exists()
 
 
 class RunLogCallback(TrainerCallback):
     """
-    Writes a run's settings and what it logs to `output_dir/rollouts/log.jsonl`, beside its traces, for `trl-darts
-    report`. The trainer adds one with `save_rollout_trace=True`.
+    Writes a run's settings and log entries to `output_dir/rollouts/log.jsonl`, for `trl-darts report`. The trainer
+    adds one with `save_rollout_trace=True`.
 
-    A resumed training goes on in the same file: of two entries of one step, the later counts.
+    A resumed run appends to the same file. Of two entries for one step, the later one counts.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

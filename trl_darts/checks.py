@@ -9,9 +9,8 @@ from datasets import Dataset
 
 from .config import DARTSGRPOConfig
 from .errors import ConfigurationError
-from .policy import LatencyCurve
 from .scheduling.policies import AUTO
-from .trl_compat import check_trl, has_fused_lm_head
+from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 
 
 logger = get_logger(__name__)
@@ -70,15 +69,21 @@ def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any = None) -> N
         )
 
 
-def other_model(curve: LatencyCurve | None, path: str | None, model: str | None) -> str | None:
+def other_model(args: Any, model: str | None) -> str | None:
     """Returns a warning if the curve was measured with another model. Not an error: names of checkpoints differ."""
+    curve = args.load_latency_curve()
     if curve is None or curve.is_of(model):
         return None
     return (
-        f"`latency_curve` ({path!r}) was measured with {curve.metadata.get('model')!r}, and the model is {model!r}. "
-        "Unless one is a checkpoint of the other, budgets follow another model's costs. Measure a curve with "
-        "`trl-darts profile`."
+        f"`latency_curve` ({args.latency_curve!r}) was measured with {curve.metadata.get('model')!r}, and the model "
+        f"is {model!r}. Unless one is a checkpoint of the other, budgets follow another model's costs. Measure a "
+        "curve with `trl-darts profile`."
     )
+
+
+def warn_of_other_model(args: Any, model: str | None) -> None:
+    if (warning := other_model(args, model)) is not None:
+        logger.warning(warning)
 
 
 def warn_of_cut_long_ends(args: Any, ratios: Sequence[float]) -> None:
@@ -119,7 +124,7 @@ def check_path(trainer: Any) -> None:
     _check_rounds(trainer)
     if args.use_transformers_continuous_batching and not args.use_vllm:
         gathered = trainer.is_deepspeed_enabled and args.ds3_gather_for_generation
-        if trainer.is_sharded and not gathered:
+        if is_sharded(trainer) and not gathered:
             raise ConfigurationError(
                 "`use_transformers_continuous_batching` (True) does not run with a sharded model on "
                 f"{trainer.accelerator.num_processes} processes: their numbers of forward passes differ, and each is "
@@ -164,9 +169,9 @@ def _check_turns(trainer: Any) -> None:
     cause = None
     if args.colocates and args.vllm_tensor_parallel_size > 1:
         cause = f"`vllm_tensor_parallel_size` ({args.vllm_tensor_parallel_size})"
-    elif trainer.is_sharded and not args.use_vllm:
+    elif is_sharded(trainer) and not args.use_vllm:
         cause = "a sharded model (FSDP or ZeRO-3) that generates"
-    elif trainer.is_sharded and args.colocates and args.vllm_enable_sleep_mode:
+    elif is_sharded(trainer) and args.colocates and args.vllm_enable_sleep_mode:
         cause = "`vllm_enable_sleep_mode` (True), which syncs a sharded model's weights in each turn,"
     if cause is not None:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""`DARTSGRPOConfig`: TRL's `GRPOConfig` with the fields that shape rollouts, concern servers, and concern training."""
+"""`DARTSGRPOConfig`: TRL's `GRPOConfig` with fields for rollouts, servers and training."""
 
 import math
 import os
@@ -13,11 +13,11 @@ from .errors import ConfigurationError
 from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
 from .scheduling import ScheduleSettings
-from .scheduling.setting import POSITIVE, Rule, at_least, check_fields, one_of, setting, unmarked
+from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, one_of, setting, unmarked
 
 
-# TRL does not check these values before it computes with them, or passes them on to an engine that refuses them: a
-# run would end in its first step, or when the model is loaded.
+# TRL does not check these values before it uses them or passes them to an engine. A run would fail in its first step,
+# or when the model is loaded.
 TRL_RULES = {
     "loss_type": one_of(("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")),
     "importance_sampling_level": one_of(("token", "sequence")),
@@ -39,7 +39,7 @@ VLLM_RULES = {  # with `use_vllm`
     "top_k": Rule(lambda value: value >= -1, "at least 1, or 0 or -1, which keep all tokens"),
 }
 VESPO_RULE = one_of(("token_truncate", "token_mask"))
-BATCH_ERROR = "must be divisible by num_generations"  # of TRL, which does not say what the batch was computed from
+BATCH_ERROR = "must be divisible by num_generations"  # TRL's error does not say how the batch size was computed
 
 
 @dataclass
@@ -47,39 +47,39 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     r"""
     Configuration class for the [`DARTSGRPOTrainer`].
 
-    It adds fields to [`~trl.GRPOConfig`]: those of [`ScheduleSettings`], which shape rollouts, those of
-    [`ServerFields`], which concern vLLM servers, and its own. Each field's help says what it means.
-    [`PublishedConfig`] loads a config from the Hub, and publishes it. `vllm_server_base_url` may name several servers,
-    separated by commas. A key for the servers is read from the environment variable `VLLM_API_KEY`.
+    It adds fields to [`~trl.GRPOConfig`]: those of [`ScheduleSettings`] for rollouts, those of [`ServerFields`] for
+    vLLM servers, and its own. Each field's help describes it. [`PublishedConfig`] adds methods to load a config from
+    the Hub and to publish it. `vllm_server_base_url` may name several servers, separated by commas. The servers' key
+    is read from the environment variable `VLLM_API_KEY`.
 
-    A default that depends on other fields, such as `max_num_generations`, is computed when the config is made.
-    `dataclasses.replace` computes it again for the new fields. It passes TRL's own on as if they had been set.
+    Defaults that depend on other fields, such as `max_num_generations`, are computed when the config is created, and
+    computed again by `dataclasses.replace`. Defaults that TRL computes are kept by `dataclasses.replace`.
 
     Raises:
-        [`ConfigurationError`]: If a field can't work. Names it, its value, the rule and a remedy.
+        [`ConfigurationError`]: If a value can't work. The message names the field, its value, the rule and a remedy.
     """
 
     # The budget
     latency_curve: str | None = setting(
         None,
-        "Path of a JSON file with the engine's latency per token, as `trl-darts profile` writes it. Gives the cost of "
-        "a candidate where `redundancy_cost_weight` is set. Read when the trainer is built.",
+        "Path of a JSON file with the engine's latency per token, as `trl-darts profile` writes it. It "
+        "gives the cost of a candidate if `redundancy_cost_weight` is set. Read when the trainer is built.",
     )
 
     # History
     length_history: str | None = setting(
         None,
-        "What an earlier run learned of response lengths, used from the first step on: a checkpoint or its "
+        "Response lengths of an earlier run, used from the first step on: a checkpoint or its "
         "`darts_lengths.npz`, or the `output_dir` of a run with `save_rollout_trace`. Model and tokenizer must "
         "be the same; a later checkpoint of the same model is accepted. A resumed run uses its checkpoint's lengths "
         "instead.",
     )
 
-    # Streaming: what the trainer computes while vLLM servers still write the last long answers
+    # Streaming, while vLLM servers decode the last long answers
     stream_logprobs: bool = setting(
         False,
-        "Whether log-probs of the policy, and of the reference model where `beta` is not zero, are computed as tokens "
-        "arrive, instead of all of them after the rollout. Only with `vllm_mode='server'`, and with text.",
+        "Whether log-probs of the policy, and of the reference model if `beta` is not zero, are computed as tokens "
+        "arrive, instead of after the rollout. Only with `vllm_mode='server'`, and without images.",
     )
     stream_chunk_tokens: Annotated[int, at_least(1)] = setting(
         256,
@@ -87,19 +87,19 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         "is finished.",
     )
     stream_batch_tokens: Annotated[int, at_least(1)] = setting(
-        8192, "Most tokens of one such forward pass, padding included."
+        8192, "Most tokens of one forward pass of `stream_logprobs`, padding included."
     )
     stream_cache_gib: Annotated[float, POSITIVE] = setting(
         4.0,
         "GiB for keys and values on each process: a third for those that are kept, the rest for the current pass. "
-        "When it is full, candidates wait until others have finished. A row that does not fit by itself is scored as "
-        "without streaming.",
+        "When it is full, candidates wait until others have finished. A row that does not fit is scored after the "
+        "rollout, as without streaming.",
     )
     stream_rewards: bool = setting(
         False,
-        "Whether reward functions are called for each group as soon as its rows are chosen, while others decode, "
-        "instead of once for the whole batch. The rewards are the same for functions that score each sample by "
-        "itself, but not for one that compares samples across groups. Only with `vllm_mode='server'`.",
+        "Whether reward functions are called for each group as soon as its rows are selected, while others decode, "
+        "instead of once for the whole batch. Rewards are the same for functions that score each sample by itself, "
+        "but not for those that compare samples across groups. Only with `vllm_mode='server'`.",
     )
     stream_reward_timeout_s: Annotated[float, POSITIVE] = setting(
         60.0,
@@ -110,34 +110,34 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     # Training
     trim_padding: bool = setting(
         True,
-        "Whether rows of similar length share a micro-batch, and each micro-batch is as wide as its own longest row. "
+        "Whether rows of similar length share a micro-batch, and each micro-batch is only as wide as its longest row. "
         "TRL pads all rows of a process's generation batch to the longest of them. The gradient of an optimizer step "
-        "is the same up to rounding. Set it to `False` for TRL's numbers to the last bit, or where a subclass adds "
-        "tensors of its own to a batch.",
+        "is the same up to rounding. Set it to `False` to reproduce TRL's numbers exactly, or if a subclass adds "
+        "tensors to a batch.",
     )
 
     # Logging
     save_rollout_trace: bool = setting(
         False,
-        "Whether to write every rollout's candidates (lengths, finish reasons, which were kept) as Parquet files to "
+        "Whether to write every rollout's candidates (lengths, finish reasons, selected or not) as Parquet files to "
         "`output_dir/rollouts`.",
     )
 
     def __post_init__(self) -> None:
-        self.forget_filled_in()  # before `PublishedConfig` looks at what was set
-        if type(self.num_generations) is int and self.num_generations < 2:  # the simulator takes 1
+        self.forget_filled_in()  # before `PublishedConfig` records which fields were set
+        if type(self.num_generations) is int and self.num_generations < 2:  # the simulator accepts 1
             raise ConfigurationError(
                 f"`num_generations` ({self.num_generations}) must be at least 2, because an advantage compares the "
                 "answers to a prompt. Raise it."
             )
         check_fields(self, *OWN_CLASSES)
         try:
-            PublishedConfig.__post_init__(self)  # and TRL's, which fills in what is read below
+            PublishedConfig.__post_init__(self)  # calls TRL's, which computes fields that are read below
         except ValueError as error:
             if BATCH_ERROR not in str(error):
                 raise
-        self._check_batch()  # outside of the `except`: it replaces TRL's error
-        ScheduleSettings.__post_init__(self)
+        self._check_batch()  # outside of the `except`, because its error replaces TRL's
+        self.resolve()
         self._check_lengths()
         self._check_trl()
         self._check_servers()
@@ -146,7 +146,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         self._check_ahead()
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields with their values, including computed ones. A config made of it takes all of them as set."""
+        """Returns all fields, including computed ones. A config created from them treats all of them as set."""
         return {name: unmarked(value) for name, value in super().to_dict().items()}
 
     def _check_batch(self) -> None:
@@ -177,7 +177,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     def _check_trl(self) -> None:
         for name, rule in (TRL_RULES | VLLM_RULES if self.use_vllm else TRL_RULES).items():
             value = getattr(self, name)
-            if value is not None or name == "temperature":  # others that are unset are the engine's
+            if value is not None or name == "temperature":  # engines have defaults for the others
                 rule.check(name, value)
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ConfigurationError(
@@ -265,8 +265,8 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
     def check_start(self) -> None:
         """
-        Refuses what no trainer can start with, whatever its model and data. Not part of making a config, because a
-        published one can be made where its files and servers are not. Raises [`ConfigurationError`].
+        Raises [`ConfigurationError`] for values with which no trainer can start, such as missing files. A config can
+        still be created with them, on a machine without its files and servers.
         """
         self.load_latency_curve()
         super().check_start()
@@ -290,19 +290,19 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
     @property
     def not_carried(self) -> dict[str, Any]:
-        """Sampling options that a completion loses when it moves to another server."""
+        """Sampling options that a completion loses if it continues in another request."""
         kwargs: Any = self.generation_kwargs or {}
         regex = {"vllm_structured_outputs_regex": self.vllm_structured_outputs_regex}
         return {**not_carried(kwargs), **(regex if any(regex.values()) else {})}
 
     @property
     def colocates(self) -> bool:
-        """Whether vLLM generates in the trainer's own processes, on their GPUs."""
+        """Whether vLLM generates in the trainer's processes."""
         return self.use_vllm and self.vllm_mode == "colocate"
 
     @property
     def num_engines(self) -> int:
-        """Engines that decode a batch together: servers, or groups of processes."""
+        """Number of engines that share a batch: servers, or groups of processes."""
         if not self.use_vllm:
             return int(self.world_size)
         if self.vllm_mode == "server":
@@ -311,13 +311,12 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
     @property
     def pool_ratio(self) -> float:
-        """Candidates per row, at most."""
+        """Most candidates per trained row."""
         return self.max_num_generations / self.num_generations if self.over_provisions else 1.0
 
     def load_latency_curve(self) -> LatencyCurve | None:
         """
-        The curve that `latency_curve` names. It is read only here, because a published config can be made where the
-        file is missing.
+        Loads the file of `latency_curve`. A config can be created without the file.
 
         Raises:
             [`ConfigurationError`]: If the file is missing or malformed.
@@ -326,4 +325,4 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
 
 OWN_CLASSES = (ScheduleSettings, DARTSGRPOConfig, ServerFields)
-"""The classes whose fields `DARTSGRPOConfig` adds to TRL's."""
+"""Classes of the fields that `DARTSGRPOConfig` adds to TRL's."""

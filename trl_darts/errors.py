@@ -1,50 +1,48 @@
-"""The package's exceptions: one base class, and each error is also the standard type that a caller would catch."""
+"""Exceptions with one base class. Each is also a standard type that a caller would catch."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class TRLDARTSError(Exception):
-    """Base class of every error that `trl_darts` raises on purpose."""
+    """Base class of all errors of `trl_darts`."""
 
 
 class ConfigurationError(TRLDARTSError, ValueError):
-    """
-    A setting, or a combination of settings, that can't work. Names the argument, its value, the rule and the remedy.
-    """
+    """Raised for settings that can't work. The message names the argument, its value, the rule and a remedy."""
 
 
 class UnsupportedTRLError(TRLDARTSError, ImportError):
-    """The installed TRL lacks something that `trl_darts` overrides or calls. Names it."""
+    """Raised if the installed TRL lacks a hook that `trl_darts` overrides or calls. The message names it."""
 
 
 class StateMismatchError(TRLDARTSError, ValueError):
-    """A saved state does not belong to the object that should load it. Prints both sets of keys."""
+    """Raised if a saved state does not belong to the object that loads it. The message has both sets of keys."""
 
 
 class GenerationError(TRLDARTSError, RuntimeError):
-    """An engine failed while generating. Carries the engine's own words."""
+    """Raised if an engine fails while it generates. The message includes the engine's."""
 
 
 class GenerationTimeoutError(GenerationError, TimeoutError):
-    """An engine did not answer within its deadline."""
+    """Raised if an engine does not answer within its deadline."""
 
 
 class WeightsLostError(GenerationError):
-    """No server has the weights any more that a rollout was launched with, and the trainer has others by now."""
+    """Raised if no server has a rollout's weights any more, and the trainer has newer ones."""
 
 
 class WeightSyncError(TRLDARTSError, RuntimeError):
-    """The engine could not be brought to the trainer's weights."""
+    """Raised if an engine can't be updated to the trainer's weights."""
 
 
 class HubError(TRLDARTSError, OSError):
-    """The Hub can't be reached, or refuses. Names what was asked for, and the remedy."""
+    """Raised if the Hub can't be reached or rejects a request. The message names what was requested and a remedy."""
 
     exit_code = 2  # of commands
 
 
 def did_you_mean(value: object, choices: Iterable[str]) -> str:
-    """The end of an error's message: which of the choices come close, if any do."""
+    """Returns the end of an error message with the choices that are similar to `value`, if any."""
     close = get_close_matches(str(value), list(choices), n=3)
     return f" Did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""

@@ -1,4 +1,4 @@
-"""Which optional packages are there, and what to say where one is missing."""
+"""Checks for optional packages."""
 
 import importlib.util
 
@@ -8,6 +8,6 @@ def is_matplotlib_available() -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raises `ImportError` with the command that installs it, where matplotlib is missing."""
+    """Raises `ImportError` with the command to install matplotlib if it is missing."""
     if not is_matplotlib_available():
         raise ImportError("Figures need matplotlib. Install it with `pip install 'trl-darts[report]'`.")

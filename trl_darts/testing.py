@@ -1,4 +1,4 @@
-"""Rollouts without a model server, for tests of reward functions, data and schedules."""
+"""A stub engine for tests of reward functions, data and schedules without a server."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,14 +22,14 @@ Write = Callable[[Tokens, int], Tokens]
 
 class StubEngine(Engine):
     """
-    Decodes scripted completions in virtual time, one token per candidate and step, with the trainer's own schedule.
+    Decodes scripted completions in virtual time, one token per candidate and step, with the trainer's schedule.
 
     Args:
         write (`Callable[[list[int], int], list[int]]`):
             Returns the tokens of a candidate, given its prompt's tokens and its index in the group. The same arguments
             must give the same tokens.
         max_completion_length (`int`):
-            Longer completions are cut off there, as by a server.
+            Length at which completions are cut off.
         main ([`MainProcess`]):
             Runs the rollout on the main process.
     """
@@ -45,7 +45,7 @@ class StubEngine(Engine):
     def placement(self, admission: Admission, batch: PromptBatch) -> None: ...
 
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
-        """Virtual time needs no head start: `run` decodes it."""
+        """Does nothing: `run` decodes the rollout, because virtual time needs no head start."""
 
     def later_turn(self, batch: PromptBatch) -> KeptRows:
         """See [`Engine`]."""
@@ -78,7 +78,7 @@ class StubEngine(Engine):
 
 
 class _StubGeneration:
-    """What the trainer asks of TRL's vLLM generation, without servers."""
+    """Stub of TRL's vLLM generation."""
 
     engine = None
 
@@ -96,8 +96,8 @@ class _StubGeneration:
 @contextmanager
 def stub_servers(write: Write) -> Iterator[None]:
     """
-    Inside, trainers with `vllm_mode="server"` are built with a [`StubEngine`] and connect to no server. All schedules,
-    reward functions, masks and metrics run as they would in a training; tool loops get one completion per turn.
+    Inside this context, trainers with `vllm_mode="server"` are built with a [`StubEngine`] instead of servers.
+    Schedules, reward functions, masks and metrics run as usual. Tool loops get one completion per turn.
 
     Args:
         write (`Callable[[list[int], int], list[int]]`):

@@ -1,4 +1,4 @@
-"""`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with rollouts of our own."""
+"""`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with other rollouts."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -9,14 +9,12 @@ import torch
 from accelerate.logging import get_logger
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 
 from .buffer.batches import BufferedBatches
-from .buffer.feed import skip_passes
 from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_sources
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
-from .checks import check_arguments, check_datasets, check_path, check_prompt_lengths, other_model
+from .checks import check_arguments, check_datasets, check_path, check_prompt_lengths, warn_of_other_model
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.engine import Engine
@@ -25,7 +23,7 @@ from .engines.in_process.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
 from .errors import WeightsLostError
-from .policy import LatencyCurve, LengthTracker
+from .policy import LengthTracker
 from .streaming import Streams, make_streams
 from .telemetry.console import shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics
@@ -36,7 +34,7 @@ from .telemetry.stopwatch import Stopwatch
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
-from .training.rewards import checked_rewards
+from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards
 from .trl_compat import profiling_context
 
@@ -56,16 +54,16 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     Args:
         args ([`DARTSGRPOConfig`], *optional*):
-            Configuration. Defaults to one with the model's name.
+            Configuration. By default, `output_dir` is the model's name with `-DARTS`.
         callbacks (`list[TrainerCallback]`, *optional*):
             As in [`~trl.GRPOTrainer`]. A [`VarianceTrackerCallback`] among them is used instead of a new one.
         model, reward_funcs, train_dataset, …:
             As in [`~trl.GRPOTrainer`]; `rollout_func` needs `schedule="grpo"`.
 
     Raises:
-        [`ConfigurationError`]: If settings can't work together, or a server can't serve this training. Raised before
-            the model is loaded; what depends on the model, on the prompts' lengths or on the connection for weights is
-            raised once it is loaded, before the first step.
+        [`ConfigurationError`]: If settings can't work together, or a server can't serve this run. Raised before
+            the model is loaded, or before the first step for what depends on the model, the prompts' lengths or the
+            connection for weights.
         [`ServerUnreachableError`]: If a server does not answer within `vllm_server_timeout`.
 
     Example:
@@ -87,15 +85,16 @@ class DARTSGRPOTrainer(GRPOTrainer):
     model: Any
     vllm_generation: Any  # `SyncedGeneration`
     _engine: Engine
-    _prompts: list[Any]  # of this process, while TRL generates for them: it hands their tokens alone to the engine
+    _prompts: list[Any]  # of this process, inside `_generate`: TRL passes only their tokens on
     _tag_names = ["trl", "grpo", "darts"]  # noqa: RUF012  (TRL's form)
     _name = "DARTS"
     _paper = PAPER
     # Class-level: TRL's own tests build trainers without __init__.
     _sources: tuple[TRLSource, TRLSource] = (TRLSource(), TRLSource())  # of training, of evaluation
-    _batches: BufferedBatches | None = None  # where the schedule trains on other batches than the loader's
+    _batches: BufferedBatches | None = None  # set if the schedule trains on other batches than the loader's
     _streams = Streams()
     _in_tool_loop = False
+    _sampler: Any = None  # of the training data
     _trimming: Trimming | None = None
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
@@ -120,19 +119,17 @@ class DARTSGRPOTrainer(GRPOTrainer):
         if args is None:
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
         check_arguments(args, rollout_func)
-        if environment_factory is None:  # else prompts are made when their batch comes
+        if environment_factory is None:  # otherwise it makes the prompts of each batch
             check_datasets(args, train_dataset, eval_dataset)
-        curve = args.load_latency_curve()
-        if (warning := other_model(curve, args.latency_curve, name)) is not None:
-            logger.warning(warning)
+        warn_of_other_model(args, name)
         callbacks = with_tracker(list(callbacks or []), args, model, processing_class)
         first = (model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)
         others = (optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory)
         with synced_generation(args, model, train_dataset):
             super().__init__(*first, callbacks, *others)  # in TRL's order
-            self._init_rollouts(curve)
+            self._init_rollouts()
 
-    def _init_rollouts(self, curve: LatencyCurve | None) -> None:
+    def _init_rollouts(self) -> None:
         args = self.args
         check_path(self)
         servers: Any = self.vllm_generation if self.use_vllm else None
@@ -140,7 +137,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         callbacks = self.callback_handler.callbacks
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         slots = servers.facts.max_num_seqs if args.uses_servers else None
-        self._tail = args.tail_servers()
+        self._tail, curve = args.tail_servers(), args.load_latency_curve()
         self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
@@ -158,13 +155,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     @property
     def length_tracker(self) -> LengthTracker:
-        """Response lengths as the main process knows them. Empty where nothing depends on them, as with GRPO."""
+        """Response lengths, on the main process. Empty if nothing depends on them, as with GRPO."""
         return self._tracker_callback.tracker
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a forward pass is a collective."""
-        return (self._dist.is_fsdp or self._dist.is_zero3) and self.accelerator.num_processes > 1
 
     @property
     def _source(self) -> TRLSource:
@@ -208,14 +200,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
                 on_progress = main.run(lambda: streams.watch(batch.longest, watched, source.round_ids()), meanwhile)
                 with profiling_context(self, "vLLM.generate") if self.use_vllm else nullcontext():
                     result: Any = self._engine.run(plan, batch, on_progress, meanwhile)
-        except WeightsLostError as error:  # of a rollout that was launched ahead
-            logger.warning(f"{error} The rollout starts again with those.")
+        except WeightsLostError as error:  # a rollout that was launched ahead
+            logger.warning(f"{error} The rollout restarts with the new weights.")
             self._last_loaded_step = -1
             self._sync_weights()
             return self._rollout(source, batch)
         outcome = main.broadcast(lambda: source.conclude(plan, result, batch), meanwhile)
         if meanwhile is not None and not main.is_here:
-            meanwhile()  # what the main process sent last
+            meanwhile()  # handles the main process's last messages
         return outcome
 
     def _log_all(self, metrics: dict[str, float]) -> None:
@@ -223,7 +215,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._metrics["train"][name].append(value)
 
     def _sync_weights(self) -> None:
-        """TRL has these lines in two methods, without a seam. Waits for a rollout that was launched ahead."""
+        """Waits for a rollout that was launched ahead, and syncs the weights as two of TRL's methods do inline."""
         self._engine.drain()
         if self.use_vllm and self.state.global_step != self._last_loaded_step:
             with profiling_context(self, "sync_weights"):
@@ -248,7 +240,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             with self._score_clock.running():
                 output = super()._generate_and_score_completions(inputs, *args, **kwargs)
         metrics = {**streamed, **source.mask(output, self.accelerator), "darts/score/seconds": self._score_clock.pop()}
-        if source.trains and self.rollout_func is None:  # else its rollout would count as scoring
+        if source.trains and self.rollout_func is None:  # otherwise its rollout would count as scoring
             self._log_all(metrics)
         return output
 
@@ -269,7 +261,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         source = self._source
-        rewards = source.rewards(self._serve_rewards if source.trains else self._checked_rewards, *args, **kwargs)
+        rewards = source.rewards(self._score_rows, *args, **kwargs)
         if source.trains:
             self._rollout_log.totals.rewards.observe(self.reward_func_names, rewards)
         rewards = forget_filler_rewards(rewards, source.fillers)
@@ -277,13 +269,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._log_all(bias_metrics(source.record, rewards, self.reward_weights, source.first_rows()))
         return rewards
 
-    def _serve_rewards(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's rewards for some rows by their numbers, or the batch, from what was scored while they decoded."""
-        with self._streams.serving_rewards(rows):
-            return self._checked_rewards(rows, *args, **kwargs)
-
-    def _checked_rewards(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with checked_rewards(self):
+    def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns TRL's rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
+        streamed = self._streams.serving_rewards(rows) if self._source.trains else nullcontext()
+        with streamed, checked_rewards(self):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +287,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         before = self._buffered_inputs
         with self._train_clock.paused():
             inputs = super()._prepare_inputs(*args, **kwargs)
-            if self._buffered_inputs is before:  # of an earlier rollout
+            if self._buffered_inputs is before:  # no new rollout
                 return inputs
             if self._trimming is not None:
                 self._buffered_inputs = self._trimming.micro_batches(self._buffered_inputs)
@@ -319,7 +308,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return self._sampler
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.control.should_training_stop:  # before the first step; transformers looks only after one
+        if self.control.should_training_stop:  # transformers checks this only after a step
             return [], None
         if self._batches is not None:
             epoch_iterator = self._batches.feed.follow(epoch_iterator)
@@ -327,31 +316,23 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
-        if checkpoint is None:
-            return
-        self._state_callback.load(Path(checkpoint), skips=not self.args.ignore_data_skip)
-        if self._batches is not None:
-            skip_passes(self._sampler, self._batches.feed.passes_behind(Path(checkpoint)))
+        if checkpoint is not None:
+            self._state_callback.load(Path(checkpoint), self._sampler, skips=not self.args.ignore_data_skip)
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        directory = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        self._state_callback.save(directory, mid_epoch=not float(self.state.epoch).is_integer())
-        super()._save_checkpoint(model, trial, *args, **kwargs)
-        self._state_callback.checkpoint = str(directory)
+        with self._state_callback.saving(self._get_output_dir(trial), self.state):
+            super()._save_checkpoint(model, trial, *args, **kwargs)
 
-    def _forget_training(self) -> None:
-        """Forgets an earlier `train()`. TRL would resume within its last batch, and with the servers' weights."""
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = self._main.broadcast(lambda: checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir))
+        # After an earlier `train()`, TRL would continue within its last batch, and with the servers' weights.
         self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
         self._train_clock, self._score_clock = Stopwatch(), Stopwatch()
         self._rollout_log.begin()
         self._sources[0].clear()
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = self._main.broadcast(lambda: checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir))
-        self._forget_training()
         self._state_callback.checkpoint = checkpoint
         try:
-            # A warning has its own line, not the progress bar's.
+            # Warnings get lines of their own, apart from the progress bar.
             with self._preemption.exits(self), logging_redirect_tqdm():
                 return super().train(checkpoint, *args, **kwargs)
         except KeyboardInterrupt as interrupt:

@@ -1,9 +1,9 @@
 """
-What trl_darts uses of TRL beyond its documented interface: names of its modules, the methods that the trainer
-overrides, and what some versions have and others lack.
+Everything that trl_darts uses of TRL beyond its documented interface: names in its modules, the methods that the
+trainer overrides, and features that some versions lack.
 
-Features are looked up, not derived from a version. A name is imported when it is first asked for, because some of
-TRL's modules import vLLM, which takes seconds.
+Features are detected by name or signature, not by version. A name is imported on first use, because some of TRL's
+modules import vLLM, which takes seconds.
 """
 
 import inspect
@@ -38,8 +38,7 @@ NAMES = {
         "use_adapter",
     ),
 }
-# Methods that are overridden or called, with the first arguments that they must have. `tests/test_contracts.py` also
-# looks at what they do.
+# Methods that are overridden or called, with their first arguments. `tests/test_contracts.py` checks their effect.
 HOOKS = {
     "GRPOTrainer": {
         "__init__": (
@@ -86,7 +85,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def check_trl() -> None:
-    """Refuses a TRL whose hooks are not what the trainer needs, by the hook's name. Warns once of an untested one."""
+    """Raises an error that names a missing or changed hook of TRL. Warns once about an untested version."""
     for class_name, hooks in HOOKS.items():
         owner: Any = trl.GRPOTrainer if class_name == "GRPOTrainer" else __getattr__(class_name)  # type: ignore[attr-defined]
         for name, arguments in hooks.items():
@@ -94,15 +93,15 @@ def check_trl() -> None:
     oldest, newest = map(Version, TESTED)
     if not oldest <= Version(trl.__version__) <= newest:
         logger.warning(
-            "TRL %s was not tested with trl_darts: %s to %s were. Its hooks look right. If a training fails, install "
-            "one of those.",
+            "TRL %s was not tested with trl_darts: %s to %s were. Its hooks look right. If a run fails, install one "
+            "of those.",
             trl.__version__,
             *TESTED,
         )
 
 
 def check_hook(owner: type, name: str, arguments: tuple[str, ...]) -> None:
-    """Refuses a method that is missing, or whose first arguments are others."""
+    """Raises if a method is missing or has other first arguments."""
     method, hook = getattr(owner, name, None), f"{owner.__name__}.{name}"
     if method is None:
         raise _unsupported(hook, "which is missing")
@@ -112,12 +111,17 @@ def check_hook(owner: type, name: str, arguments: tuple[str, ...]) -> None:
 
 
 def has_fused_lm_head() -> bool:
-    """Whether models return the log-probs of their labels (`fused_lm_head=True`), since TRL 1.15."""
+    """Whether models can return the log-probs of their labels (`fused_lm_head=True`), as since TRL 1.15."""
     return hasattr(import_module("trl.trainer.utils"), "add_fused_lm_head")
 
 
+def is_sharded(trainer: Any) -> bool:
+    """Whether the model is sharded over several processes, so that a forward pass is a collective operation."""
+    return bool(trainer._dist.is_fsdp or trainer._dist.is_zero3) and int(trainer.accelerator.num_processes) > 1
+
+
 def parse_completion(processing_class: Any, ids: list[int], prefix: list[int], tools: Any) -> Any:
-    """TRL's `parse_response`. It converts the arguments of tool calls by the tools' schemas since TRL 1.16."""
+    """Calls TRL's `parse_response`, which since TRL 1.16 converts tool call arguments by the tools' schemas."""
     parse = __getattr__("parse_response")
     extra = {"tools": tools} if "tools" in inspect.signature(parse).parameters else {}
     return parse(processing_class, ids, prefix=prefix, **extra)

@@ -3,7 +3,7 @@ Samples from the tiny reasoner and prints accuracy and lengths of each family of
 
     python examples/tiny_reasoner/measure.py
 
-Exits with 1 and a message if a family does not show its pattern of the DARTS paper (section 3.2.2).
+Exits with 1 and a message if a family does not show its pattern from the DARTS paper (section 3.2.2).
 """
 
 import argparse
@@ -28,15 +28,15 @@ BATCH_SIZE = 256  # sequences per call of `generate`
 
 @dataclass(frozen=True)
 class Samples:
-    """Completions of one set of prompts, `num_generations` for each."""
+    """Completions of a set of prompts, `num_generations` for each."""
 
-    texts: list[str]  # those of one prompt in a row
-    lengths: np.ndarray  # (N, M), in tokens, the end-of-sequence token included
+    texts: list[str]  # (N·M,), by prompt
+    lengths: np.ndarray  # (N, M), in tokens, including the end-of-sequence token
     truncated: np.ndarray  # (N, M), whether a completion hit the limit
-    rewards: np.ndarray  # (N, M), 1.0 for a right answer, else 0.0
+    rewards: np.ndarray  # (N, M), 1.0 for a right answer, otherwise 0.0
 
     def stats(self) -> dict[str, float]:
-        """What the table shows."""
+        """Returns the rows of the table."""
         right, stds = self.rewards == 1.0, self.lengths.std(axis=1)
         p50, p90, p99 = np.percentile(self.lengths, (50, 90, 99))
         return {
@@ -65,7 +65,7 @@ def sample(
     max_new_tokens: int,
     temperature: float = 1.0,
 ) -> Samples:
-    """Samples and scores completions with the global torch RNG."""
+    """Samples and scores completions with torch's global random generator."""
     prompts = [prompt for prompt in dataset["prompt"] for _ in range(num_generations)]
     answers = [answer for answer in dataset["answer"] for _ in range(num_generations)]
     texts, lengths, truncated = [], [], []
@@ -81,11 +81,11 @@ def sample(
 
 
 def missing_patterns(stats: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Compares right and wrong completions' lengths."""
+    """Returns a message for each family whose right and wrong completions don't differ in length as expected."""
     messages = []
     for family, sign in (("sum", "<"), ("chain", ">")):
         right, wrong = stats[family]["E[l | right]"], stats[family]["E[l | wrong]"]
-        if not (right < wrong if sign == "<" else right > wrong):  # also where one of them is NaN
+        if not (right < wrong if sign == "<" else right > wrong):  # also if one of them is NaN
             messages.append(f"`{family}`: expected E[l | right] {sign} E[l | wrong], got {right:.1f} and {wrong:.1f}.")
     return messages
 
@@ -105,7 +105,7 @@ def print_table(stats: Mapping[str, Mapping[str, float]], title: str) -> None:
 def _complete(
     model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], temperature: float, max_new_tokens: int
 ) -> torch.Tensor:
-    """Completion IDs of one batch, of shape `(B, T)`, padded on the right."""
+    """Returns completion IDs of one batch, of shape `(B, T)`, padded on the right."""
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     with torch.inference_mode():
         output = model.generate(
@@ -137,7 +137,7 @@ def parse_args() -> argparse.Namespace:
     if args.temperature <= 0:
         parser.error(f"`temperature` ({args.temperature}) must be positive.")
     if not (args.model / "config.json").is_file():
-        parser.error(f"`model` ({args.model}) holds no config.json. Run pretrain.py, or name a checkpoint directory.")
+        parser.error(f"`model` ({args.model}) has no config.json. Run pretrain.py, or name a checkpoint directory.")
     return args
 
 

@@ -1,9 +1,10 @@
 """
-Trains the tiny reasoner from scratch on the writer's texts, in minutes on a CPU, and saves it as a checkpoint.
+Trains the tiny reasoner from scratch on the writer's texts and saves a checkpoint. Takes minutes on a CPU.
 
     python examples/tiny_reasoner/pretrain.py --output_dir examples/tiny_reasoner/checkpoint
 
-The loss is plain language modelling on the responses; a cut text has no end, so the model also learns not to stop.
+The loss is that of a language model on the responses. Truncated texts have no end, so the model also learns to
+continue.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from writer import MAX_TEXT_CHARS, write_solution
 
 CHECKPOINT_DIR = Path(__file__).parent / "checkpoint"
 MAX_POSITIONS = 1024
-HARD_SHARE = 0.25  # hard problems among the texts: the model can do them, less often
+HARD_SHARE = 0.25  # share of hard problems, which the model solves less often
 IGNORED = -100
 WARMUP = 0.03
 
@@ -29,7 +30,7 @@ Example = tuple[list[int], list[int]]  # input IDs and labels
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer with one token per character."""
+    """Builds a tokenizer with one token per character."""
     specials = ("<pad>", "<eos>", "<unk>")
     vocab = {token: i for i, token in enumerate((*specials, *ALPHABET))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -47,7 +48,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int) -> Qwen2ForCausalLM:
-    """Untrained Qwen2 model with untied embeddings and heads of size 32."""
+    """Builds a random Qwen2 model with untied embeddings and heads of size 32."""
     num_heads = hidden_size // 32
     config = Qwen2Config(
         vocab_size=32,
@@ -55,7 +56,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=1,  # one suffices, and `generate` on a CPU is bound by the cache
+        num_key_value_heads=1,  # because `generate` on a CPU is limited by the cache
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
         initializer_range=0.05,
@@ -71,7 +72,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers
 
 
 def draw_examples(tokenizer: PreTrainedTokenizerFast, num_examples: int, rng: random.Random) -> list[Example]:
-    """Draws texts of the writer over training prompts."""
+    """Draws the writer's solutions to training prompts."""
     to_id = tokenizer.get_vocab()
     examples: list[Example] = []
     while len(examples) < num_examples:
@@ -89,7 +90,7 @@ def draw_examples(tokenizer: PreTrainedTokenizerFast, num_examples: int, rng: ra
 def batches(
     tokenizer: PreTrainedTokenizerFast, batch_tokens: int, rng: random.Random
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of about equally many tokens, each of texts of about equal length."""
+    """Yields endless batches with similar numbers of tokens, each with texts of similar length."""
     while True:
         examples = sorted(draw_examples(tokenizer, 8192, rng), key=lambda example: len(example[0]))
         cuts: list[list[Example]] = [[]]
@@ -108,7 +109,7 @@ def batches(
 def train(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, rng: random.Random
 ) -> None:
-    """Trains the model in place, with AdamW and one cosine."""
+    """Trains the model in place with AdamW and a cosine schedule."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.learning_rate, total_steps=args.num_steps, pct_start=WARMUP, cycle_momentum=False
@@ -118,7 +119,7 @@ def train(
     for step, (input_ids, labels) in zip(
         range(1, args.num_steps + 1), batches(tokenizer, args.batch_tokens, rng), strict=False
     ):
-        # Padding is on the right and not in the loss, so that causal attention needs no mask.
+        # Padding is on the right and excluded from the loss, so that causal attention needs no mask.
         loss = model(input_ids=input_ids, labels=labels, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -135,14 +136,14 @@ def train(
 def parse_args() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=CHECKPOINT_DIR, help="where the checkpoint goes")
+    parser.add_argument("--output_dir", type=Path, default=CHECKPOINT_DIR, help="directory of the checkpoint")
     parser.add_argument("--num_steps", type=int, default=4000, help="optimizer steps")
     parser.add_argument("--batch_tokens", type=int, default=4096, help="tokens per step, padding included")
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--hidden_size", type=int, default=128, help="width, a multiple of 32")
     parser.add_argument("--num_layers", type=int, default=2, help="depth")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and texts")
-    parser.add_argument("--num_threads", type=int, default=1, help="CPU threads; another number rounds differently")
+    parser.add_argument("--num_threads", type=int, default=1, help="CPU threads; their number affects rounding")
     args = parser.parse_args()
     for name in ("num_steps", "num_layers", "num_threads"):
         if getattr(args, name) < 1:
@@ -159,7 +160,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains and saves."""
+    """Trains and saves the model."""
     assert MAX_TEXT_CHARS + 64 < MAX_POSITIONS
     args = parse_args()
     torch.set_num_threads(args.num_threads)

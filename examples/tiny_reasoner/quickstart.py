@@ -1,11 +1,11 @@
 """
-GRPO and DARTS side by side on the tiny reasoner, without a server: a table and a picture in a few minutes on two
-cores.
+Compares GRPO and DARTS on the tiny reasoner, without a server, in a few minutes on two cores. Prints a table and draws
+a figure.
 
     python examples/tiny_reasoner/quickstart.py [--steps 12] [--output-dir outputs/quickstart]
 
-Both runs start from the shipped checkpoint and see the same prompts. One run each is a demonstration, not evidence:
-rewards of single runs differ by more than the methods do.
+All runs start from the included checkpoint and get the same prompts. One run each is a demonstration, not evidence:
+rewards differ more between two runs of one method than between the methods.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 
 if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):  # before the imports below, which take seconds
-    print("Three trainings, one after another, then a table and a picture: some minutes on two cores.", flush=True)
+    print("Three runs, one after another, then a table and a figure: some minutes on two cores.", flush=True)
 
 import torch
 from rich.console import Console
@@ -43,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 class ShowProgress(TrainerCallback):
-    """A bar on stderr with each step's reward and candidates; where stderr is no terminal, a line every few steps."""
+    """Shows each step's reward and candidates in a bar on stderr, or every few steps in a line if it is a file."""
 
     def __init__(self, name: str, steps: int) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class ShowProgress(TrainerCallback):
             self.bar.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "reward" not in logs:  # the last entry is about the whole training
+        if "reward" not in logs:  # the last entry is a summary of the run
             return
         total, aborted = logs["darts/budget/total"], logs["darts/rollout/aborted_candidates"]
         text = f"reward {logs['reward']:.2f}, {total:.0f} candidates, {aborted:.0f} aborted"
@@ -71,7 +71,7 @@ class ShowProgress(TrainerCallback):
 
 
 def train(name: str, steps: int, output_dir: Path) -> tuple[list[dict[str, Any]], float]:
-    """Trains from the checkpoint; returns what was logged, step by step, and the seconds that training took."""
+    """Trains from the checkpoint. Returns the log and the seconds of the run."""
     args = DARTSGRPOConfig(
         output_dir=str(output_dir),
         num_generations=8,
@@ -95,7 +95,7 @@ def train(name: str, steps: int, output_dir: Path) -> tuple[list[dict[str, Any]]
         model=str(CHECKPOINT),
         reward_funcs=accuracy_reward,
         args=args,
-        # 64 prompts come back every 8 steps: from then on, budgets follow what is known of each.
+        # The 64 prompts recur every 8 steps, so that later budgets depend on their history.
         train_dataset=make_dataset(64, seed=0),
         callbacks=[show],
     )
@@ -104,12 +104,12 @@ def train(name: str, steps: int, output_dir: Path) -> tuple[list[dict[str, Any]]
     try:
         trainer.train()
     finally:
-        show.on_train_end()  # the cursor is back, also after Ctrl-C
+        show.on_train_end()  # restores the cursor, also after Ctrl-C
     return trainer.state.log_history, time.perf_counter() - start
 
 
 def summarize(log_history: list[dict[str, Any]], seconds: float) -> dict[str, str]:
-    """What the table says of a run."""
+    """Returns the rows of the table for a run."""
     reward, length = series(log_history, "reward"), series(log_history, "completions/mean_length")
     last = max(1, len(reward) // 3)
     generated = sum(series(log_history, "darts/rollout/generated_tokens"))
@@ -136,9 +136,9 @@ def main() -> None:
     if args.steps < 1:
         parser.error(f"--steps ({args.steps}) must be at least 1.")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    logging.getLogger("trl_darts.checks").setLevel(logging.ERROR)  # the table says which prompts keep their longest
+    logging.getLogger("trl_darts.checks").setLevel(logging.ERROR)  # the table has the same information
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    torch.set_num_threads(1)  # the model is tiny: more threads spin, and on a busy machine they do little else
+    torch.set_num_threads(1)  # more threads would only spin, because the model is tiny
     args.output_dir.mkdir(parents=True, exist_ok=True)
     console = Console()
     runs, cells = {}, {}
@@ -149,7 +149,7 @@ def main() -> None:
             gc.collect()
     except KeyboardInterrupt as stopped:
         print(f"\n{name}: {stopped}", file=sys.stderr)
-        sys.exit(130)  # as after Ctrl-C in a shell
+        sys.exit(130)  # as in a shell after Ctrl-C
     table = Table("", *RUNS, title=f"{args.steps} steps of 8 prompts × 8 rows, one run each")
     for quantity in cells["GRPO"]:
         table.add_row(quantity, *(cells[name][quantity] for name in RUNS))

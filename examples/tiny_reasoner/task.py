@@ -1,18 +1,18 @@
 """
-Arithmetic with written-out steps: the task of the tiny reasoner.
+The task of the tiny reasoner: arithmetic with intermediate steps.
 
-Two families of prompts, one for each pattern of long tails in the DARTS paper (section 3.2.2):
+There are two families of prompts, one for each pattern of long tails in the DARTS paper (section 3.2.2):
 
 - `"sum"` (Pattern I, longer is more often wrong): `s:37+58=` is solved column by column in one short line,
-  `7+8=15,3+5+1=9#95`. The writer may doubt: `?` begins one more line, `!` begins a panic that goes on for many lines.
-  Each new line copies the one before and now and then spoils a column for good, so the longer, the less often right.
+  `7+8=15,3+5+1=9#95`. The writer may doubt: `?` begins one more line, `!` begins a panic of many lines. Each new line
+  copies the one before and sometimes corrupts a column, so that longer solutions are less often right.
 - `"chain"` (Pattern II, longer is more often right): `c:13+8+5+9=` needs a running sum, `+8=21+5=26+9=35#35`. The
-  writer may guess at once or give up half-way, short and mostly wrong; a check (`?` or `!`) adds the terms up afresh
-  and with more care than the first pass.
+  writer may guess at once or give up half-way, which is short and mostly wrong. A check (`?` or `!`) adds the terms
+  again, with fewer mistakes than the first pass.
 
-The writer is a random process whose propensity to doubt depends on the prompt: it distrusts the digits 7, 8 and 9.
-Calm and wild prompts therefore differ in the spread of their lengths, which is what an allocation by length variance
-needs. The text after the last `#` is the answer.
+The writer is a random process that doubts more often if the prompt has many digits 7, 8 and 9. Prompts therefore
+differ in the spread of their lengths, as an allocation by length variance requires. The answer is the text after the
+last `#`.
 """
 
 import random
@@ -29,20 +29,20 @@ DIFFICULTIES = ("easy", "hard")
 SPLITS = ("train", "test")
 ALPHABET = "0123456789+=:,?!#sc"
 
-# Number of digits of both addends ("sum") and number of terms ("chain"), each end included.
+# Number of digits of both addends ("sum") and number of terms ("chain"), inclusive ranges.
 SIZES = {("sum", "easy"): (2, 2), ("sum", "hard"): (3, 4), ("chain", "easy"): (3, 6), ("chain", "hard"): (7, 9)}
 
 
 @dataclass(frozen=True)
 class Problem:
     """
-    One prompt with its right answer.
+    A prompt with its answer.
 
     Args:
         family (`str`):
             `"sum"` or `"chain"`.
         terms (`tuple[int, ...]`):
-            Numbers to add up.
+            Numbers to add.
     """
 
     family: str
@@ -50,22 +50,22 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """Text that the model is given, e.g. `s:37+58=`."""
+        """Input of the model, such as `s:37+58=`."""
         return f"{self.family[0]}:{'+'.join(map(str, self.terms))}="
 
     @property
     def answer(self) -> str:
-        """Right answer in digits."""
+        """Digits of the right answer."""
         return str(sum(self.terms))
 
     @property
     def distrust(self) -> int:
-        """Number of digits 7, 8 and 9 in the prompt."""
+        """Number of digits 7, 8 and 9 in the prompt, which the writer distrusts."""
         return sum(char in "789" for char in self.prompt)
 
     @property
     def split(self) -> str:
-        """`"test"` for one prompt in eight, fixed by the prompt's text; `"train"` for the others."""
+        """`"test"` for one prompt in eight, by its text, otherwise `"train"`."""
         return "test" if zlib.crc32(self.prompt.encode()) % 8 == 0 else "train"
 
 
@@ -90,7 +90,7 @@ def draw_problem(rng: random.Random, family: str, difficulty: str = "easy") -> P
     if family == "sum":
         terms = tuple(rng.randint(10 ** (size - 1), 10**size - 1) for _ in range(2))
     else:
-        # Each digit at most once and all sums of two digits: two layers then suffice to find the next term.
+        # With distinct digits and sums of two digits, two layers suffice to find the next term.
         terms = (rng.randint(10, 39), *rng.sample(range(1, 10), size - 1))
     return Problem(family, terms)
 
@@ -99,7 +99,7 @@ def make_dataset(
     num_prompts: int, seed: int, family: str | None = None, difficulty: str = "easy", split: str = "train"
 ) -> Dataset:
     """
-    Distinct prompts in TRL's standard format.
+    Builds a data set of distinct prompts in TRL's standard format.
 
     Args:
         num_prompts (`int`):
@@ -107,17 +107,17 @@ def make_dataset(
         seed (`int`):
             Seed: the same arguments give the same rows.
         family (`str`, *optional*):
-            `"sum"` or `"chain"`. If `None`, the two take turns.
+            `"sum"` or `"chain"`. By default, the two alternate.
         difficulty (`str`, *optional*, defaults to `"easy"`):
             `"easy"`, or `"hard"` for more digits or more terms.
         split (`str`, *optional*, defaults to `"train"`):
-            `"train"`, or `"test"` for prompts that neither the pretraining texts nor `"train"` hold.
+            `"train"`, or `"test"` for prompts that are neither in the pretraining texts nor in `"train"`.
 
     Returns:
         [`~datasets.Dataset`]: Columns `prompt`, `answer` and `family`.
 
     Raises:
-        [`ValueError`]: If an argument is out of its range, or there are not that many distinct prompts.
+        [`ValueError`]: If an argument is out of range, or there are fewer distinct prompts.
     """
     if num_prompts < 1:
         raise ValueError(f"`num_prompts` ({num_prompts}) must be at least 1.")
@@ -141,20 +141,20 @@ def accuracy_reward(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **kwargs: Any
 ) -> list[float]:
     """
-    Rewards a right answer, in TRL's calling convention for reward functions.
+    Reward function for right answers, with TRL's arguments.
 
     Args:
         prompts (`Sequence[str]`):
             Prompts. Not used.
         completions (`Sequence[str]`):
-            Texts of the model. The answer is what follows the last `#`.
+            Texts of the model. The answer is the text after the last `#`.
         answer (`Sequence[str]`):
             Right answers.
         **kwargs:
             Other columns. Not used.
 
     Returns:
-        `list[float]`: 1.0 for a right answer, else 0.0.
+        `list[float]`: 1.0 for a right answer, otherwise 0.0.
     """
     return [float(text.rpartition("#")[1:] == ("#", right)) for text, right in zip(completions, answer, strict=True)]
 

@@ -1,9 +1,9 @@
 """
-The random writer whose texts the tiny reasoner is pretrained on.
+A random writer of the texts that the tiny reasoner is pretrained on.
 
-A solution is a first line and perhaps more lines, each begun by a mood: `?` for one calm check, `!` for a panic.
-Lengths are heavy-tailed because a panic ends after each line with a small probability, and differ between prompts
-because the writer distrusts the digits 7, 8 and 9.
+A solution has a first line and possibly more lines, each after a mark of the writer's mood: `?` for a calm check, `!`
+for a panic. Lengths are heavy-tailed because a panic ends after each line with a small probability, and differ between
+prompts because the writer distrusts the digits 7, 8 and 9.
 """
 
 import random
@@ -12,30 +12,31 @@ from dataclasses import dataclass
 from task import Problem
 
 
-MAX_TEXT_CHARS = 448  # a panic is cut here, without an end: the model learns to go on
+MAX_TEXT_CHARS = 448  # panics are truncated here, so that the model learns to continue
 
 
 @dataclass(frozen=True)
 class Habits:
     """
-    How the writer of one family behaves, as probabilities.
+    Probabilities that determine the writer's solutions in one family.
 
     Args:
         slip (`float`):
-            A step of the first pass is off.
+            Probability that a step of the first pass is wrong.
         check_slip (`float`):
-            A step of a later pass is off (`"chain"`), or a column is spoiled in a later line (`"sum"`, once per line).
+            Probability that a step of a later pass is wrong (`"chain"`), or that a later line corrupts a column
+            (`"sum"`).
         check (`float`):
-            One more calm check after a finished line.
+            Probability of another calm check after a finished line.
         panic (`tuple[float, ...]`):
-            A panic begins after the first line, by the number of distrusted digits in the prompt (the last one for
-            more).
+            Probabilities of a panic after the first line, by the number of distrusted digits in the prompt. The last
+            one also applies to larger numbers.
         stay (`float`):
-            A panic goes on after each of its lines.
+            Probability that a panic continues after a line.
         guess (`float`):
-            The writer answers at once, without a step.
+            Probability of an answer without any step.
         give_up (`float`):
-            The writer guesses the rest after a step of the first pass.
+            Probability that the writer guesses the rest after a step of the first pass.
     """
 
     slip: float
@@ -57,16 +58,16 @@ HABITS = {
 
 def write_solution(problem: Problem, rng: random.Random) -> tuple[str, bool]:
     """
-    Writes one solution as the random writer of the problem's family does.
+    Writes a random solution.
 
     Args:
         problem ([`Problem`]):
-            What is to be solved.
+            Problem to solve.
         rng (`random.Random`):
             Source of randomness.
 
     Returns:
-        `tuple[str, bool]`: The text, and whether it is finished (`False`: a panic that was cut at `MAX_TEXT_CHARS`).
+        `tuple[str, bool]`: The text, and whether it is finished. A panic is truncated at `MAX_TEXT_CHARS`.
     """
     habits = HABITS[problem.family]
     write_line, read_answer = (_sum_line, _sum_answer) if problem.family == "sum" else (_chain_line, _chain_answer)
@@ -89,11 +90,11 @@ def write_solution(problem: Problem, rng: random.Random) -> tuple[str, bool]:
 
 def solve(problem: Problem) -> str:
     """
-    Shortest complete solution without a slip.
+    Writes the shortest complete solution without a mistake.
 
     Args:
         problem ([`Problem`]):
-            What is to be solved.
+            Problem to solve.
 
     Returns:
         `str`: The steps and the right answer.
@@ -104,7 +105,7 @@ def solve(problem: Problem) -> str:
 
 
 def _next_mood(mood: str, problem: Problem, habits: Habits, rng: random.Random) -> str:
-    """Mark of the next line: `?` for a calm check, `!` for panic, empty for the end."""
+    """Draws the mark of the next line: `?` for a calm check, `!` for a panic, empty for the end."""
     if mood == "!":
         return "!" if rng.random() < habits.stay else ""
     panic = 0.0 if mood else habits.panic[min(problem.distrust, len(habits.panic) - 1)]
@@ -113,7 +114,7 @@ def _next_mood(mood: str, problem: Problem, habits: Habits, rng: random.Random) 
 
 
 def _sum_line(problem: Problem, before: str | None, habits: Habits, rng: random.Random) -> str:
-    """Columns from the units up; a later line copies the one before and may spoil one column."""
+    """Writes the columns from the units up. A later line copies the one before and may corrupt a column."""
     if before is not None:
         columns = before.split(",")
         if rng.random() < habits.check_slip:
@@ -137,7 +138,7 @@ def _sum_answer(line: str) -> str:
 
 
 def _chain_line(problem: Problem, before: str | None, habits: Habits, rng: random.Random) -> str:
-    """Running sum; ends with `#` where the writer gives up in the first pass."""
+    """Writes the running sum. It ends with `#` if the writer gives up in the first pass."""
     total, line = problem.terms[0], ""
     for i, term in enumerate(problem.terms[1:], start=2):
         total += term
@@ -154,7 +155,7 @@ def _chain_answer(line: str) -> str:
 
 
 def _chain_rest(problem: Problem, line: str, rng: random.Random) -> str:
-    """Guess from where the writer gave up."""
+    """Guesses the answer after the last written step."""
     done = line.count("=") + 1
     return _guess(int(_chain_answer(line[:-1])) + sum(problem.terms[done:]), len(problem.terms) - done, rng)
 

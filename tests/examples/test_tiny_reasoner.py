@@ -3,9 +3,9 @@ The tiny reasoner of `examples/`.
 
 Invariants:
 
-- The writer and the dataset depend on their seed alone, and no prompt is in both splits.
-- A solution without a slip is rewarded with 1, the same with another answer with 0.
-- The shipped checkpoint shows both patterns of long tails.
+- The writer and the dataset only depend on their seed, and no prompt is in both splits.
+- A solution without a mistake has reward 1, and the same with another answer 0.
+- The included checkpoint shows both patterns of long tails.
 """
 
 import io
@@ -121,7 +121,7 @@ def test_pretrain_saves_what_measure_loads(tmp_path, monkeypatch, capsys):
     ("module", "argv", "message"),
     [
         (pretrain, ["--hidden_size", "100"], "`hidden_size` (100) must be a positive multiple of 32"),
-        (measure, ["--model", "nowhere"], "`model` (nowhere) holds no config.json"),
+        (measure, ["--model", "nowhere"], "`model` (nowhere) has no config.json"),
     ],
 )
 def test_bad_flags_are_named(module, argv, message, monkeypatch, capsys):
@@ -153,7 +153,7 @@ def test_checkpoint_shows_both_patterns_and_a_heavy_tail(model, tokenizer):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_quickstart_shows_step_reward_and_candidates(monkeypatch, terminal):
-    """A bar on a terminal, and a line every few steps elsewhere."""
+    """Shows a bar on a terminal, and a line every few steps elsewhere."""
     shown = io.StringIO()
     console = partial(rich.console.Console, file=shown, force_terminal=terminal, width=200)
     monkeypatch.setattr(quickstart, "Console", lambda stderr: console())

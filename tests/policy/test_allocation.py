@@ -1,4 +1,4 @@
-"""The invariants of `trl_darts/policy/allocation.py`, under the names that its docstring gives them."""
+"""Tests the invariants of `trl_darts/policy/allocation.py` under the names in its docstring."""
 
 import math
 from itertools import product
@@ -81,9 +81,9 @@ def test_a_larger_std_never_gets_fewer(problem: Problem) -> None:
     ("stds", "total", "expected"),
     [
         ([3.0, 3.0, 3.0, 3.0], 10, [3, 3, 2, 2]),  # all equal: evenly, lower index first
-        ([math.nan, None, math.nan, None], 11, [3, 3, 3, 2]),  # nobody has history: as if all were equal
-        ([0.0, 0.0, 0.0, 9.0], 11, [3, 2, 2, 4]),  # weight 0 gets what is left, evenly, lower index first
-        ([0.0, 8.0, 4.0, 4.0], 10, [2, 3, 3, 2]),  # after 8 has got one, all gain 1/12: who has fewer comes first
+        ([math.nan, None, math.nan, None], 11, [3, 3, 3, 2]),  # no history counts as all equal
+        ([0.0, 0.0, 0.0, 9.0], 11, [3, 2, 2, 4]),  # weight 0 gets the rest, evenly, lower index first
+        ([0.0, 8.0, 4.0, 4.0], 10, [2, 3, 3, 2]),  # once 8 has one, all gain 1/12: fewer candidates come first
     ],
 )
 def test_examples(stds: list[float | None], total: int, expected: list[int]) -> None:

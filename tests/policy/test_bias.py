@@ -1,4 +1,4 @@
-"""`length_bias` and `reward_bias`: nothing where nothing is selected, and synthetic truths where something is."""
+"""Tests `length_bias` and `reward_bias` without selection, and against synthetic truths."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from trl_darts.policy.bias import LengthBias, RewardBias, length_bias, reward_bi
 
 
 class Rollout(NamedTuple):
-    """What both reports are given."""
+    """Arguments of both functions."""
 
     lengths: list[list[int]]
     finished: list[list[bool]]
@@ -32,7 +32,7 @@ class Rollout(NamedTuple):
 
 @st.composite
 def rollouts(draw: st.DrawFn, over_provisioned: bool = True, aborts: bool = True) -> Rollout:
-    """Dual-end selections out of pools of any lengths, up to 10 groups of up to 10 candidates."""
+    """Draws dual-end selections from up to 10 groups of up to 10 candidates."""
     num, num_groups = draw(st.integers(1, 5)), draw(st.integers(1, 10))
     lengths, finished, selected, rewards = [], [], [], []
     for _ in range(num_groups):
@@ -66,7 +66,7 @@ def test_the_first_candidates_are_unbiased_whatever_else_was_started(rollout: Ro
 def test_order_and_units_do_not_matter(
     rollout: Rollout, random: Random, factor: int, scale: float, offset: float
 ) -> None:
-    """Nor does a reward that only some prompts give."""
+    """Also if only some prompts have a reward."""
     order = list(range(len(rollout.lengths)))
     random.shuffle(order)
     other = Rollout(
@@ -83,7 +83,7 @@ def test_order_and_units_do_not_matter(
 
 @given(rollouts(), st.data())
 def test_an_aborted_candidate_counts_for_more_than_its_bound(rollout: Rollout, data: st.DataObject) -> None:
-    """The same lengths taken for final make the unbiased sample shorter, and the ratio of the means larger."""
+    """If bounds counted as lengths, the unbiased sample would be shorter and the ratio of the means larger."""
     naive = rollout._replace(finished=[[True] * len(own) for own in rollout.lengths])
     assert rollout.length_bias().length_mean_ratio <= naive.length_bias().length_mean_ratio + 1e-9
 
@@ -96,13 +96,13 @@ def test_kaplan_meier_by_hand() -> None:
     lengths, finished = [[10, 20], [30, 50]], [[True, False], [True, True]]
     passed_on = length_bias(lengths, finished, [[0, 0], [0, 1]], 2)
     assert passed_on == pytest.approx((25 / 32.5, 1, 0.25, 0.25))
-    # Both: 20 becomes 30 with 1/2, and what outlives 30 becomes 35 (1/4), 50 or 60 (3/8 each), but not 25. Mean: 40.
+    # Both: 20 becomes 30 with 1/2, and the rest becomes 35 (1/4), 50 or 60 (3/8 each), but not 25. Mean: 40.
     lengths, finished = [[10, 20, 30, 40], [25, 35, 50, 60]], [[True, False, True, False], [True] * 4]
     assert length_bias(lengths, finished, [[0, 0], [0, 1]], 2).length_mean_ratio == pytest.approx(20 / 27.5)
-    # Beyond the last end of all: as long as the longest. 20 becomes 60, not 20.
+    # Beyond the longest of all, lengths count as the longest: 20 becomes 60.
     last = length_bias([[10, 20], [15, 60]], [[True, False], [True, False]], [[0, 0], [0, 0]], 2)
     assert last == pytest.approx((12.5 / 36.25, 15 / 60, 0.5, 0.5))
-    # At a tie, the end comes first: the other one is longer.
+    # At a tie, the end comes first, so that the aborted one is longer.
     tie = length_bias([[10, 10, 10, 70]], [[False, True, True, True]], [[1, 2]], 2)
     assert tie.length_mean_ratio == pytest.approx(10 / 40)
     assert length_bias([[10, 20, 30, 40]], [[True] * 4], [[2, 3]], 2).length_ks == pytest.approx(1)
@@ -112,10 +112,10 @@ def sample(
     rng: np.random.Generator, num_groups: int, saturated: float, spread: float, slope: float, prompts: float = 0.0
 ) -> tuple[Rollout, np.ndarray, float]:
     """
-    8 rows out of 16 candidates, or 8 to 15 where the group isn't `saturated`, which is when it stops at 8 complete
-    ones. Scales of length differ by `spread` between prompts, on a log scale; the expected reward falls by `slope` per
-    doubling of the length, and by `prompts` per unit of the prompt's scale. Also returns all lengths as they would
-    have become, 8 per group, and the true gap in expected reward.
+    Simulates groups of which 8 rows are kept: of 16 candidates if the group is `saturated` and stops at 8 complete
+    ones, otherwise of 8 to 15. Scales of length differ by `spread` between prompts, on a log scale. The expected
+    reward falls by `slope` per doubling of the length, and by `prompts` per unit of the prompt's scale. Also returns
+    the final lengths of 8 candidates per group, and the true gap in expected reward.
     """
     num = 8
     parts, whole, true_gap = [], [], []
@@ -136,7 +136,7 @@ def sample(
 
 
 def test_lengths_that_were_aborted_are_estimated(rng: np.random.Generator) -> None:
-    """A third of the groups stops early. Taken for final, the lengths would hide a tenth of the bias."""
+    """A third of the groups stops early. If bounds counted as lengths, a tenth of the bias would be hidden."""
     errors, naive_errors = [], []
     for _ in range(40):
         rollout, whole, _ = sample(rng, 64, saturated=0.33, spread=0.2, slope=0)
@@ -151,7 +151,7 @@ def test_lengths_that_were_aborted_are_estimated(rng: np.random.Generator) -> No
 
 @pytest.mark.parametrize(("slope", "prompts"), [(0.2, 0.0), (0.2, 1.0), (0.0, 1.0), (-0.1, 2.0)])
 def test_the_gap_is_near_the_true_one(rng: np.random.Generator, slope: float, prompts: float) -> None:
-    """Reward by length, by prompt, and by both. Without levels for prompts, those that differ would pass for a gap."""
+    """Rewards depend on length, prompt or both. Without levels per prompt, their differences would count as a gap."""
     errors, gaps = [], []
     for _ in range(60):
         rollout, _, true_gap = sample(rng, 64, saturated=0.2, spread=0.5, slope=slope, prompts=prompts)
@@ -160,7 +160,7 @@ def test_the_gap_is_near_the_true_one(rng: np.random.Generator, slope: float, pr
         errors.append(gap - true_gap)
         gaps.append(true_gap)
     statistical = 4 * np.std(errors) / math.sqrt(len(errors))
-    assert abs(np.mean(errors)) < statistical + 0.1 * abs(np.mean(gaps))  # a stratum's width costs a little
+    assert abs(np.mean(errors)) < statistical + 0.1 * abs(np.mean(gaps))  # tolerance for the width of strata
     assert statistical < 0.02
     assert slope == 0 or abs(np.mean(gaps)) > 0.1 * abs(slope)
 
@@ -171,13 +171,13 @@ def repeated(num_groups: int, of: Callable[[int], tuple[list[int], list[int], li
 
 
 def test_strata_that_share_no_prompt_are_not_compared() -> None:
-    """Half of the prompts keep short rows and the others long ones: their rewards may be the prompts' own."""
+    """If half of the prompts keep short rows and the others long ones, the rewards may depend on the prompts alone."""
     pool = [1, 1, 9, 9, 1, 1, 9, 9]
     short_only = repeated(8, lambda i: ([1, 1, 9, 9, 1, 1], [0, 1, 4, 5], [0.0, 1.0, 0.0, 1.0]))
-    assert short_only.reward_bias() == pytest.approx((0, 0.5))  # nor is one without a kept row
+    assert short_only.reward_bias() == pytest.approx((0, 0.5))  # also a stratum without a kept row
     apart = repeated(8, lambda i: (pool, [0, 1, 4, 5] if i % 2 else [2, 3, 6, 7], [float(i % 2)] * 4))
     assert apart.reward_bias() == pytest.approx((0, 0.5))
-    # A prompt that kept both, its short rows 0.5 better than its long ones, speaks for all: 17 short rows, 15 long.
+    # One prompt kept both, with short rows 0.5 better than long ones, which applies to all 17 short and 15 long rows.
     linked = apart._replace(
         selected=[*apart.selected[:-1], [0, 1, 4, 2]], rewards=[*apart.rewards[:-1], [0.5, 0.5, 0.5, 0.0]]
     )
@@ -186,7 +186,7 @@ def test_strata_that_share_no_prompt_are_not_compared() -> None:
 
 
 def test_prompts_link_strata_in_a_chain() -> None:
-    """Two prompts keep the shortest stratum alone; the other seven strata hang together, neighbour by neighbour."""
+    """Two prompts keep only the shortest stratum; the other seven strata are connected by neighbours."""
     pool = [*range(1, 9)] * 8  # eight strata of one length each
 
     selected = [[8 * j for j in range(8)] for _ in range(2)]

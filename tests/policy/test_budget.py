@@ -1,4 +1,4 @@
-"""`redundancy_budget` and `BudgetController`: bounds, what moves the budget, resuming."""
+"""Tests bounds, reactions and resuming of `redundancy_budget` and `BudgetController`."""
 
 import json
 import math
@@ -20,7 +20,7 @@ CURVE = LatencyCurve([1, 1000], [0.01, 0.02])
 
 
 def totals(controller: BudgetController, rhos: list[float], mean_length: float = 100.0) -> list[int]:
-    """One budget per step; each step ends with the ρ of the next."""
+    """Returns one budget per step, each of which ends with the ρ of the next."""
     budgets = []
     for rho in rhos:
         budgets.append(controller.total(N, rho))
@@ -89,10 +89,10 @@ def test_always_within_bounds(
 
 def test_rho_moves_the_budget_in_proportion_to_that_of_the_first_steps() -> None:
     controller = BudgetController(M, M_UP)
-    assert totals(controller, [math.nan, 0.0]) == [TARGET, N * M]  # no history, and lengths that never spread
+    assert totals(controller, [math.nan, 0.0]) == [TARGET, N * M]  # without history, and for equal lengths
     controller = BudgetController(M, M_UP)
     assert totals(controller, np.linspace(0.6, 1.0, REFERENCE_STEPS).tolist())[0] == TARGET
-    totals(controller, [1.1] * 50)  # the reference is the mean of the first steps, and held
+    totals(controller, [1.1] * 50)  # the reference is the mean of the first steps and stays fixed
     assert controller.total(N, 0.8 * 1.2) == round(1.2 * TARGET)
     assert controller.total(N, 0.8 * 0.9) == round(0.9 * TARGET)
     assert controller.total(N, 8.0) == N * M_UP
@@ -113,7 +113,7 @@ def test_less_spread_and_fewer_slots_never_mean_more_candidates(
 
 
 def test_spare_candidates_shrink_to_none_where_they_cannot_pay() -> None:
-    """The `M_low` that is the default goes with them."""
+    """The default `M_low` does not apply then either."""
 
     def total(rho: float, num_slots: int | None = None) -> int:
         controller = BudgetController(M, M_UP, min_num_generations=M + 2, num_slots=num_slots)
@@ -128,7 +128,7 @@ def test_spare_candidates_shrink_to_none_where_they_cannot_pay() -> None:
 
 
 def test_over_many_runs_the_mean_budget_is_the_target() -> None:
-    """ρ of a step is noisy, and so is the reference: 8 of them."""
+    """ρ of a step is noisy, and so is the reference of 8 steps."""
     means = []
     for seed in range(50):
         noise = np.random.default_rng(seed).lognormal(-0.005, 0.1, 100)
@@ -142,9 +142,9 @@ def test_no_redundancy_is_possible(controller: BudgetController) -> None:
 
 
 def test_a_price_of_time_takes_equation_8_with_the_slope_of_the_curve() -> None:
-    """The slope is 0.01 / 999 s per sequence and token: a candidate of 100 tokens takes k = 1 / 999 s."""
+    """With a slope of 0.01 / 999 s per sequence and token, a candidate of 100 tokens takes k = 1 / 999 s."""
     controller = BudgetController(M, M_UP, cost_weight=1.25, latency_curve=CURVE)
-    assert controller.total(N, 0.9) == TARGET  # nothing is known of lengths
+    assert controller.total(N, 0.9) == TARGET  # without history
     controller.observe(0.9, 100.0)
     for rho in (0.7, 0.9, 1.2):
         k = 0.01 / 999 * 100
@@ -159,7 +159,7 @@ def test_more_engines_and_flat_curves_make_candidates_cheaper() -> None:
         return controller.total(N, 1.0)
 
     assert N * M < total(CURVE) < total(CURVE, 2) <= N * M_UP  # each engine has half of the candidates
-    assert total(LatencyCurve([1], [0.01])) == N * M_UP  # they are free
+    assert total(LatencyCurve([1], [0.01])) == N * M_UP  # candidates cost nothing
     assert total(LatencyCurve([1, 2], [0.01, 0.02])) == N * M
 
 

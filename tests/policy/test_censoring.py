@@ -1,4 +1,4 @@
-"""The estimator of `trl_darts/policy/censoring.py`: its properties, and the bias of the naive estimates against it."""
+"""Tests properties of the estimator in `trl_darts/policy/censoring.py`, and compares it with naive estimates."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ log_stds = st.one_of(st.just(math.nan), st.floats(0, 10))
 
 
 def abort_at(lengths: np.ndarray, num_complete: int) -> Group:
-    """Type-II censoring: all that still run are aborted when the `num_complete`-th completes."""
+    """Applies type-II censoring: the running candidates are aborted when the `num_complete`-th completes."""
     bound = np.sort(lengths)[num_complete - 1]
     return np.minimum(lengths, bound).tolist(), (lengths > bound).tolist()
 
@@ -110,7 +110,7 @@ def test_a_tracked_deviation_is_that_of_the_tail_that_was_cut_off(sigma: float, 
 
 
 def test_prompts_that_differ_in_deviation_are_told_apart() -> None:
-    """Although each is drawn towards the data set's; relative to their lengths, their true deviations are 1 to 5."""
+    """Also with shrinkage towards the data set. Relative to their lengths, their true deviations are 1 to 5."""
     rng, tracker = np.random.default_rng(0), LengthTracker()
     for _ in range(6):
         for prompt in range(64):

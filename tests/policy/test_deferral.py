@@ -1,4 +1,4 @@
-"""Which unsettled groups are deferred, and what long rounds teach about it."""
+"""Tests which unsettled groups are deferred, and the effect of long rounds on this."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_a_prompt_is_deferred_while_long_rounds_help():
         learned.observe_long(8, is_uniform=False, is_short_uniform=True)
         learned.observe_long(9, is_uniform=False, is_short_uniform=False)
     assert learned.probability(7) < GATE < learned.probability(8)
-    assert learned.probability(9) == learned.probability(7)  # a short round would have given the spread too
+    assert learned.probability(9) == learned.probability(7)  # a short round would have different rewards too
 
 
 def test_some_are_deferred_at_random():
@@ -30,7 +30,7 @@ def test_some_are_deferred_at_random():
 
 def test_all_is_waited_for_until_few_answers_are_cut_off():
     learned = LongRewards()
-    assert learned.waits_for_all  # nothing is known
+    assert learned.waits_for_all  # nothing was observed
     learned.observe_ends(10, 100)
     assert learned.waits_for_all
     while learned.cut_off_share > CUT_OFF:

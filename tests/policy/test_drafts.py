@@ -1,4 +1,4 @@
-"""The draft budget: none where the engine is full, more where the wait is."""
+"""Tests the draft budget: 0 on a full engine, and larger for sequences that delay the rollout."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_rises_with_what_is_gained_and_falls_with_what_it_costs(more, **case):
 
 @given(**cases)
 def test_no_other_budget_is_faster(num_running, knee, acceptance, **_):
-    """Of an answer as long as expected."""
+    """Uses an answer with its expected length."""
 
     def speed(budget):
         return sum(acceptance**i for i in range(budget + 1)) / (1 + num_running * (1 + budget) / knee)

@@ -1,4 +1,4 @@
-"""The invariants of `trl_darts/policy/latency.py`, and how well the fit does."""
+"""Tests the invariants of `trl_darts/policy/latency.py` and the quality of the fit."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ measurements = st.lists(st.tuples(st.integers(1, 600), st.floats(1e-6, 10)), min
 
 
 def rollout_time_by_definition(lengths: list[int], curve: LatencyCurve) -> float:
-    """Eq. 4 as it is printed."""
+    """Eq. 4 as in the paper."""
     ordered = [0, *sorted(lengths)]
     num = len(lengths)
     return sum((ordered[m] - ordered[m - 1]) * curve(num - m + 1) for m in range(1, num + 1))
@@ -74,7 +74,7 @@ def test_models_are_compared_by_the_names_that_are_known() -> None:
 
 @pytest.mark.parametrize("spoilt", [0, 6, 9])
 def test_one_disturbed_batch_size_does_not_bend_the_curve(spoilt: int) -> None:
-    """Not even the last: its segment decides about every larger batch."""
+    """Also the last one, whose segment determines all larger batches."""
     sizes = 2.0 ** np.arange(10)
     measured = THREE_STAGES(sizes) * np.exp(0.02 * np.cos(np.arange(10) * 2.3))
     measured[spoilt] *= 3

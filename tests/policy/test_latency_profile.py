@@ -1,4 +1,4 @@
-"""A profile: what is fitted to which points, how well that predicts, and the file that everything is read from."""
+"""Tests the models fitted to a profile, their held-out errors, and the file."""
 
 import json
 import math
@@ -98,7 +98,7 @@ def test_no_error_from_a_single_point() -> None:
 
 
 def test_prefill_of_a_file(tmp_path: Path) -> None:
-    """A profile's line, and none of a curve alone or of a profile without prompts."""
+    """A profile has a prefill curve, unlike the file of a latency curve and a profile without prefill points."""
     points = [DecodePoint(1, 10, 10.0, 1.0, 0.0, (1.0,))]
     LatencyProfile.fit(points, [PrefillPoint(1, 1.5, 0.0), PrefillPoint(2, 2.0, 0.0)]).save(tmp_path / "both.json")
     line = PrefillCurve.load(tmp_path / "both.json")

@@ -1,4 +1,4 @@
-"""The invariants of `trl_darts/policy/latency_surface.py`, and how well the fit does."""
+"""Tests the invariants of `trl_darts/policy/latency_surface.py` and the quality of the fit."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ measurements = st.lists(
 
 
 def truth(sizes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The shape of a GPU: flat, then compute-bound in the batch; bandwidth-bound in the tokens."""
+    """Latency of a GPU: flat, then compute-bound in the batch; bandwidth-bound in the tokens."""
     return 0.009 + 4e-5 * np.maximum(0, sizes - 48) + 1.1e-7 * tokens
 
 
@@ -37,7 +37,7 @@ def test_positive_continuous_and_non_decreasing_in_both_arguments(
     assert (np.diff(values, axis=1) >= -1e-8 * values[:, 1:]).all()
     for size, reach in zip(surface.batch_sizes, surface.reaches, strict=True):
         here = surface(size, reach)
-        for near in (1 - 1e-14, 1 + 1e-14):  # so near that no slope matters
+        for near in (1 - 1e-14, 1 + 1e-14):  # so near that slopes don't matter
             assert surface(size * near, reach) == pytest.approx(here, rel=1e-3)
             assert surface(size, reach * near) == pytest.approx(here, rel=1e-3)
     curve = surface.at_context(length)
@@ -57,7 +57,7 @@ def test_noise_and_outliers_do_not_bend_the_surface() -> None:
     rng = np.random.default_rng(0)
     sizes, tokens = np.repeat(GRID, 3, axis=0).T
     measured = truth(sizes, tokens) * np.exp(0.02 * rng.standard_normal(sizes.size))
-    measured[rng.random(sizes.size) < 0.05] *= 3  # another process ran
+    measured[rng.random(sizes.size) < 0.05] *= 3  # as if another process ran
     spoilt = np.flatnonzero((sizes == 8) & (tokens == 8 * 2048))
     measured[spoilt] *= 2  # each time at one point
     surface = LatencySurface.fit(sizes, tokens, measured)
@@ -76,7 +76,7 @@ def test_extrapolation() -> None:
     surface = LatencySurface([2, 4], [0.010, 0.012], [3e-6, 1e-6], [1_000, 3_000])
     assert surface(1, 500) == surface(2, 500) == pytest.approx(0.0115)
     assert surface(6, 500) == pytest.approx(0.0125 + 0.002)  # two more sequences, 1 ms each as between the last two
-    # Three times as steep over the few tokens that were measured; beyond, it goes on like the larger batch.
+    # Three times as steep over the few measured tokens; beyond, it has the slope of the larger batch.
     assert surface(2, 2_000) == pytest.approx(0.013 + 0.001)
     assert surface(4, 10_000) == pytest.approx(0.022)
     assert surface(2, -5) == surface(2, 0) == 0.010

@@ -1,4 +1,4 @@
-"""`LengthTracker`: moving averages per prompt and of the data set, state, memory."""
+"""Tests moving averages, state and memory of `LengthTracker`."""
 
 import math
 import os
@@ -51,7 +51,7 @@ def test_variance_and_mean_are_moving_averages_over_epochs() -> None:
 
 
 def test_a_heavy_tail_is_not_forgotten_over_pruned_epochs() -> None:
-    """Seen whole once, then aborted at the 8th of 16 each epoch: still far above a calm prompt that is seen whole."""
+    """Complete once, later aborted at the 8th of 16 in each epoch, it stays far above a calm complete prompt."""
     rng = np.random.default_rng(0)
     tracker, naive = LengthTracker(), LengthTracker()
     for epoch in range(8):
@@ -65,7 +65,7 @@ def test_a_heavy_tail_is_not_forgotten_over_pruned_epochs() -> None:
         naive.update("calm", calm.tolist())
     print(f"heavy {tracker.std('heavy'):.0f}, calm {tracker.std('calm'):.0f}; naive heavy {naive.std('heavy'):.0f}")
     assert tracker.std("heavy") > 2 * tracker.std("calm")
-    assert naive.std("heavy") < naive.std("calm")  # what would have taken the prompt's budget away
+    assert naive.std("heavy") < naive.std("calm")  # which would have reduced the prompt's budget
 
 
 def test_rho_is_the_data_sets_and_includes_the_pending_step() -> None:
@@ -97,7 +97,7 @@ def test_the_order_of_the_groups_within_a_step_does_not_matter(
 ) -> None:
     one, other = LengthTracker(), LengthTracker()
     for step in history:
-        groups = list({key: (key, group) for key, group in step}.values())  # each prompt once a step
+        groups = list({key: (key, group) for key, group in step}.values())  # each prompt once per step
         feed(one, groups)
         shuffled = list(groups)
         random.shuffle(shuffled)
@@ -120,7 +120,7 @@ def test_a_restored_tracker_goes_on_exactly(
         feed(tracker, step)
         feed(restored, step)
     np.testing.assert_array_equal(observables(restored), observables(tracker))
-    for name, array in state.items():  # going on did not change the state that was handed out
+    for name, array in state.items():  # later updates did not change the returned state
         np.testing.assert_array_equal(array, copies[name])
 
 
@@ -187,7 +187,7 @@ def test_lengths_of_another_source_are_refused(tmp_path: Path) -> None:
     own.update(1, [3, 5])
     own.save(path)
     LengthTracker(source=own.source).load(path)
-    LengthTracker().load(path)  # nobody knows
+    LengthTracker().load(path)  # unknown sources are accepted
     with pytest.raises(StateMismatchError, match=r"\(qwen2 24×896, tokenizer 1\) must be that of .* \(llama 2×8"):
         LengthTracker(source="llama 2×8, tokenizer 1").load(path)
 
@@ -258,5 +258,5 @@ def test_what_was_known_long_ago_fades() -> None:
         for _ in range(HALF_LIFE // 10):
             prior.update(10, 400.0, 40.0)
         prior.end_step()
-    new = 0.5 / math.log(2)  # of what came since, half faded
+    new = 0.5 / math.log(2)  # weight of the later observations
     assert prior.predict(10)[0] == pytest.approx((0.5 * 100 + new * 400) / (0.5 + new), rel=0.01)

@@ -1,4 +1,4 @@
-"""What holds for the package as a whole: its import rule, its public names, its examples."""
+"""Tests the imports, the public names and the examples of the whole package."""
 
 import doctest
 import importlib

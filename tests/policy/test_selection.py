@@ -1,4 +1,4 @@
-"""Selections against their definition, one candidate at a time, from which the invariants follow."""
+"""Compares selections with their definition, from which the invariants follow."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def as_arguments(pool: list[tuple[int, bool]]) -> tuple[list[int], list[bool]]:
 
 
 def by_definition(lengths: list[int], complete: list[bool], num_shortest: int, num_longest: int) -> list[int]:
-    """One candidate at a time, as the paper and the docs define it."""
+    """Selects one candidate at a time, as defined in the paper."""
     left, chosen = set(range(len(lengths))), []
     for _ in range(num_shortest):
         pool = [i for i in left if complete[i]]

@@ -1,4 +1,4 @@
-"""The Hub's stand-in, and a client in this process that is pointed at it."""
+"""Fixture of a Hub stub, with this process's client connected to it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.recipes.stand_in import TOKEN, StandIn, stand_in
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> Iterator[StandIn]:
-    """Running, with a valid token in the environment and an empty cache."""
+    """Yields the running stub, with a valid token in the environment and an empty cache."""
     with stand_in() as state:
-        # Read from the environment when `huggingface_hub` is imported, which was long ago.
+        # `huggingface_hub` reads these from the environment only when it is imported.
         monkeypatch.setattr(constants, "ENDPOINT", state.url)
         template = state.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

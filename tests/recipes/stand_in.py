@@ -1,4 +1,4 @@
-"""A stand-in for the Hub: the few endpoints that configs need, over real HTTP, on files in memory."""
+"""A stub of the Hub with the endpoints that configs need, over real HTTP, with files in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
 
     def commit(self, branch: str, changes: Files) -> str:
-        """Adds files to the newest state of a branch; the hash of the new one."""
+        """Commits files to a branch, and returns the hash."""
         files = {**self.files(branch), **changes}
         oid = hashlib.sha1(f"{len(self.commits)}{sorted(files)}".encode()).hexdigest()
         self.commits[oid] = files
@@ -35,17 +35,17 @@ class Repository:
         return oid
 
     def resolve(self, revision: str) -> str | None:
-        """The commit of a branch, or of itself."""
+        """Returns the hash of a branch or commit."""
         return self.branches.get(revision, revision if revision in self.commits else None)
 
     def files(self, revision: str) -> Files:
-        """By path."""
+        """Returns the files of a revision by path."""
         return self.commits.get(self.resolve(revision) or "", {})
 
 
 @dataclass
 class StandIn:
-    """The server's state, and every request's path and body."""
+    """State of the server, with path and body of every request."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -53,13 +53,13 @@ class StandIn:
 
     @property
     def sent(self) -> str:
-        """All that clients sent, files decoded."""
+        """Returns everything that clients sent, with decoded files."""
         bodies = [body.decode() for _, body in self.requests]
         contents = [base64.b64decode(found).decode() for body in bodies for found in CONTENT.findall(body)]
         return "\n".join([*bodies, *contents])
 
     def add(self, repo_id: str, files: Files) -> str:
-        """Makes a repository as if by other means; its newest commit."""
+        """Creates a repository without a client, and returns its newest commit."""
         repository = self.repositories.setdefault(repo_id, Repository(private=False))
         return repository.commit("main", files)
 
@@ -71,7 +71,7 @@ FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>
 
 @contextmanager
 def stand_in() -> Iterator[StandIn]:
-    """A running one."""
+    """Runs the stub."""
     state = StandIn()
     handler = type("BoundHandler", (Handler,), {"state": state})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -87,7 +87,7 @@ def stand_in() -> Iterator[StandIn]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as the Hub does, as far as `huggingface_hub` looks."""
+    """Answers like the Hub, as far as `huggingface_hub` requires."""
 
     state: StandIn
     protocol_version = "HTTP/1.1"
@@ -190,9 +190,9 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Nothing: requests are recorded."""
+        """Does nothing, because requests are recorded."""
 
 
 def oid_of(content: bytes) -> str:
-    """As Git names a file's content."""
+    """Returns Git's hash of a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

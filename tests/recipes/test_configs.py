@@ -1,4 +1,4 @@
-"""Every recipe of `configs`: the commands in its first lines parse and agree with it, and it passes the check."""
+"""Tests every recipe of `configs`: the commands in its first lines are valid and agree with it, and it passes."""
 
 import shlex
 from pathlib import Path
@@ -20,7 +20,7 @@ of_the_paper = pytest.mark.parametrize("path", OF_THE_PAPER, ids=lambda path: pa
 
 
 def command(path: Path, start: str) -> list[str]:
-    """The words after `start` of the command in the recipe's first lines; none where there is no such command."""
+    """Returns the arguments of a command in the recipe's first lines, by its `start`. Empty without it."""
     head = path.read_text().partition("\n#   ")[2].partition("\nmodel")[0]
     text = head.replace("\\\n#", " ")
     line = next((line for line in text.splitlines() if start in line), start)
@@ -83,7 +83,7 @@ def test_recipes_have_the_papers_values(path):
     assert config.tail_pruning
     assert config.stream_logprobs
     assert config.long_end_patience is None
-    assert "long_end_patience" in yaml.safe_load(path.read_text())  # said, not left to a default that may change
+    assert "long_end_patience" in yaml.safe_load(path.read_text())  # set explicitly, because the default may change
     assert (config.epsilon, config.epsilon_high) == (0.2, 0.28)  # clip-higher
     assert (config.loss_type, config.beta) == ("dapo", 0.0)  # token-level loss, no KL term
     assert recipe.script.reward_funcs == ["accuracy_reward", "get_soft_overlong_punishment"]

@@ -1,4 +1,4 @@
-"""What is wrong with a config's file is found before torch, TRL or transformers load."""
+"""Tests that errors in config files are found before torch, TRL or transformers are loaded."""
 
 import re
 import subprocess

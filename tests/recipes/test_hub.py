@@ -1,4 +1,4 @@
-"""Configs to the Hub's stand-in and back: what arrives is what was set, and what must not leave does not."""
+"""Tests pushing configs to a stub of the Hub and pulling them, and that private values are not published."""
 
 import copy
 import os
@@ -41,7 +41,7 @@ CPU = {"use_cpu": True, "bf16": False}
 PUBLIC = {"model_name_or_path": "Qwen/Qwen2.5-3B", "dataset_name": "org/math", "num_generations": 4}
 STAYS = {"output_dir": "/data/jane/out", "vllm_server_base_url": "http://10.1.2.3:8000", "hub_token": TOKEN}
 PUSH = ["push", str(RECIPE), REPO, "--without", "model_name_or_path", "--without", "reward_funcs"]
-# A few lines that stand for 10¹⁰ values.
+# A few lines that expand to 10¹⁰ values.
 ALIASES = b"a: &a [x]\n" + b"".join(
     b"%c: &%c [%s]\n" % (name, name, b",".join([b"*%c" % (name - 1)] * 10)) for name in b"bcdefghijk"
 )
@@ -52,7 +52,7 @@ def card_of(hub, branch="main"):
 
 
 def parsed(words):
-    """As the training script parses them."""
+    """Parses arguments like the training script."""
     words, origin = resolve_config_arguments(words)
     return TrlParser(ARGUMENTS).parse_args_and_config(words)[1], origin
 
@@ -104,7 +104,7 @@ def test_no_false_alarms(name, value):
 
 
 def test_fields_that_sound_like_a_machine_or_an_account_are_withheld():
-    """A new TRL may add one: is it withheld, or harmless?"""
+    """Fails for a new field of TRL, until it is listed as withheld or harmless."""
     risky = re.compile(r"dir|path|url|host|_port|file|token$|secret|password|key|hub|repo|_kwargs|code")
     harmless = {"model_name_or_path", "reward_model_name_or_path", "report_to", "generation_kwargs"}
     harmless |= {"lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "chat_template_kwargs"}
@@ -129,8 +129,8 @@ def test_push_and_pull(hub):
     assert pulled.address == f"hf://{REPO}@{pushed.commit}"
     assert pushed.left_out == [*STAYS]
     assert hub.repositories[REPO].private
-    assert len(hub.repositories[REPO].commits) == 2  # the first made the repository
-    assert "num_generations: 4" in hub.sent  # files are looked into
+    assert len(hub.repositories[REPO].commits) == 2  # the first one created the repository
+    assert "num_generations: 4" in hub.sent  # file contents are checked
     assert not any(kept in hub.sent for kept in ("jane", "10.1.2.3", TOKEN))
     assert "`output_dir`, `vllm_server_base_url`, `hub_token`" in card_of(hub)
     assert "2 GPUs: 1.3 times as fast" in card_of(hub)
@@ -288,8 +288,8 @@ def test_an_object_on_the_hub(hub):
     assert (again.output_dir, again.seed, again.schedule) == ("outputs/theirs", 7, "sorted")
     for copied in (again, copy.deepcopy(again), pickle.loads(pickle.dumps(again))):
         assert copied.origin == f"hf://{REPO}@{pushed.commit}"
-    assert REPO not in again.to_json_string() + str(again)  # it is no field
-    assert config.push_to_hub is False  # the trainer's field is what it was
+    assert REPO not in again.to_json_string() + str(again)  # it is not a field
+    assert config.push_to_hub is False  # the trainer's field is unchanged
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -304,7 +304,7 @@ def test_a_command_line_with_a_config_of_the_hub(hub, tmp_path, monkeypatch, cap
 
 
 def test_a_command_in_a_process_of_its_own_and_what_it_pushed(hub, tmp_path, monkeypatch, capsys):
-    """It finds the Hub through the environment, as a user's does."""
+    """The command finds the stub through the environment."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_OFFLINE")}
     environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "trl_darts.cli", "config", *PUSH]
@@ -317,7 +317,7 @@ def test_a_command_in_a_process_of_its_own_and_what_it_pushed(hub, tmp_path, mon
     assert pulled.exit_code == 0, pulled.stderr
     assert (tmp_path / "mine.yaml").read_bytes() == hub.repositories[REPO].files("main")[CONFIG_NAME]
     hub.add(REPO, {CONFIG_NAME: b"num_generations: 7\nper_device_train_batch_size: 8\nuse_cpu: true\n"})
-    monkeypatch.syspath_prepend(ROOT / "examples")  # where Python looks when it runs the script
+    monkeypatch.syspath_prepend(ROOT / "examples")  # as Python does for a script
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--config", f"hf://{REPO}", "--output_dir", "out"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "examples" / "train_grpo.py"), run_name="__main__")
@@ -327,7 +327,7 @@ def test_a_command_in_a_process_of_its_own_and_what_it_pushed(hub, tmp_path, mon
 @pytest.mark.parametrize("words", [PUSH, ["pull", REPO]])
 def test_commands_without_network_end_before_anything_is_loaded(hub, monkeypatch, words):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setitem(sys.modules, "trl_darts.recipes.hub", None)  # loads TRL: an import of it fails now
+    monkeypatch.setitem(sys.modules, "trl_darts.recipes.hub", None)  # would load TRL, so its import fails here
     result = CliRunner().invoke(app, ["config", *words])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"Error: `repo_id` ('{REPO}') can't be looked up: http://127.0.0.1:1 can't be ")

@@ -1,4 +1,4 @@
-"""A recipe is parsed by the script's own classes; what they pass over, and what can't train, is one clear error."""
+"""Tests that recipes are parsed by the script's classes, and that invalid ones give one clear error."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ SMALL = {
     "num_train_epochs": 2,
     "report_to": "none",
 }
-NO_SPARE = {"max_num_generations": None, "target_redundancy": None}  # for schedules that keep all that they sample
+NO_SPARE = {"max_num_generations": None, "target_redundancy": None}  # for schedules that keep all candidates
 OVERLONG = ["get_soft_overlong_punishment"]
 
 
@@ -117,7 +117,7 @@ def test_recipes_that_run(recipe, fields):
         ({"use_vllm": True, "vllm_max_model_length": 100}, r"`vllm_max_model_length` \(100\) must be at least prompt"),
         ({"load_in_4bit": True}, r"`load_in_4bit` \(True\) needs `use_peft`"),
         ({"sync_ref_model": True, "beta": 0.1, "use_peft": True}, r"`sync_ref_model` \(True\) does not run with `use"),
-        # What the config and the trainer refuse by themselves.
+        # Errors of the config and the trainer.
         ({"max_num_generations": 2}, r"`max_num_generations` \(2\) must be at least `num_generations` \(4\)"),
         ({"schedule": "sorted", **NO_SPARE}, r"`schedule` \('sorted'\) trains on other prompts than the data loader"),
     ],
@@ -210,7 +210,7 @@ def test_what_a_recipe_comes_to(recipe):
     [
         (
             {"steps_per_generation": 3},
-            "`steps_per_generation` (3) is no multiple of `gradient_accumulation_steps` (2)",
+            "`steps_per_generation` (3) is not a multiple of `gradient_accumulation_steps` (2)",
         ),
         ({"per_device_train_batch_size": 3, "steps_per_generation": 4}, "An optimizer step has 1.5 prompts"),
     ],
@@ -226,7 +226,7 @@ def test_gradients_that_fsdp_keeps_whole(recipe, tmp_path):
     launch.write_text("{distributed_type: FSDP, num_processes: 2}")
     result = check(recipe(), "--accelerate-config", launch)
     assert "processes         2" in result.stdout
-    assert "`gradient_accumulation_steps` (2) keeps whole gradients on each GPU with FSDP2" in result.stderr
+    assert "`gradient_accumulation_steps` (2) keeps unsharded gradients on each GPU with FSDP2" in result.stderr
     synced = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
     for path in (recipe(**synced), recipe(gradient_accumulation_steps=1)):
         assert check(path, "--accelerate-config", launch).stderr == ""
@@ -245,7 +245,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def steps_of_the_trainer(config, num_processes, num_prompts, prompts_per_generation):
-    """The real parts: TRL's sampler, the loader that accelerate shares out, and the Trainer's count of its steps."""
+    """Uses TRL's sampler, accelerate's distributed loader, and the Trainer's number of steps."""
     sampler = RepeatSampler(
         range(num_prompts),
         mini_repeat_count=config.num_generations,
@@ -276,7 +276,7 @@ def steps_of_the_trainer(config, num_processes, num_prompts, prompts_per_generat
 def test_steps_are_those_of_the_trainer(
     num_processes, batch, accumulation, steps, iterations, generations, num_prompts
 ):
-    steps *= generations if num_processes * batch * steps % generations else 1  # else TRL would refuse it
+    steps *= generations if num_processes * batch * steps % generations else 1  # otherwise, TRL would reject it
     config = SimpleNamespace(
         num_generations=generations,
         num_iterations=iterations,

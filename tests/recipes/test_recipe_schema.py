@@ -1,4 +1,4 @@
-"""The schema of recipes: what an editor refuses, and that the file in `configs` is what the fields say."""
+"""Tests the errors of the recipes' schema, and that the file in `configs` is up to date."""
 
 import json
 from dataclasses import fields
@@ -71,7 +71,7 @@ def test_every_field_has_its_help():
 
 
 def test_the_file_is_what_the_command_prints(tmp_path):
-    """Of our own fields: those of TRL and transformers follow their versions."""
+    """Only for our fields, because those of TRL and transformers depend on their versions."""
     result = CliRunner().invoke(app, ["config", "schema"])
     CliRunner().invoke(app, ["config", "schema", "--output", str(tmp_path / "schema.json")])
     assert (tmp_path / "schema.json").read_text() == result.stdout

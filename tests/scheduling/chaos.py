@@ -1,4 +1,4 @@
-"""An adversarial engine: reports what it likes in any order, twice, too late; loses, regains and resizes engines."""
+"""An adversarial engine that sends events in any order, repeats and delays them, and loses and resizes engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trl_darts.scheduling.scheduler import MAX_STALLS
 
 
 class ChaosEngine:
-    """Drives a scheduler with events in random order; `trace` keeps each event with the commands that it led to."""
+    """Drives a scheduler with events in random order. `trace` records each event with the returned commands."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class ChaosEngine:
         self.expires_at = expires_at
         self.trace: list[tuple[Event, list[Command]]] = []
         self.running: dict[tuple[int, int], Submit] = {}  # by (candidate_id, segment)
-        self.sent: dict[tuple[int, int], int] = {}  # tokens reported, prior ones included
+        self.sent: dict[tuple[int, int], int] = {}  # reported tokens, including prior ones
         self.aborts: set[tuple[int, int]] = set()
-        self.ends: dict[int, int] = {}  # how many ends each candidate was told, by candidate_id
-        self.num_moved = 0  # called off to go on elsewhere, and told to have ended
-        self.num_dropped = 0  # called off, and lost with their engine before they were told to have ended
+        self.ends: dict[int, int] = {}  # number of ends reported, by candidate_id
+        self.num_moved = 0  # aborted to move, and reported as ended
+        self.num_dropped = 0  # aborted, and lost with their engine before the end was reported
         self.alive: set[str] = set()
         self.now = 0.0
 
@@ -82,7 +82,7 @@ class ChaosEngine:
             self._send(RolloutExpired("time ran out", self.now))
         elif self.running and self.random.random() < self.failure_rate:
             self._break(self.random.choice(sorted(self.running)))
-        elif choice < 0.10 and self.trace:  # a duplicate, or an event that comes late
+        elif choice < 0.10 and self.trace:  # a duplicate or late event
             self._send(copy.deepcopy(self.random.choice(self.trace)[0]), fresh=False)
         elif choice < 0.12 and self.alive:
             self._lose(self.random.choice(sorted(self.alive)))
@@ -103,7 +103,7 @@ class ChaosEngine:
         return self.random.choice(choices)
 
     def _take_turns(self) -> None:
-        """The main engines sleep, and the tail's wake; or these don't, and the others wake again."""
+        """Puts the main engines to sleep and wakes the tail engines; if that fails, wakes the main engines again."""
         assert not self.running, "engines that decode were put to sleep"
         main = sorted(name for name in self.alive if not name.startswith("tail"))
         tail = sorted(self.alive - set(main))
@@ -123,12 +123,12 @@ class ChaosEngine:
     def _advance(self, key: tuple[int, int]) -> None:
         offset = self.sent[key]
         count = self.random.randint(0, 6)
-        tokens = list(range(offset, offset + count))  # token i of a completion is i, so gaps and repeats show
+        tokens = list(range(offset, offset + count))  # token i of a completion is i, which reveals gaps and repeats
         logprobs = [-float(t) for t in tokens] if self.logprobs else None
         self.sent[key] += count
         end = self.sent[key] > 0 and (self.sent[key] >= self.max_length or self.random.random() < 0.25)
         if key in self.aborts and (end or self.random.random() < 0.5):
-            stops = [FinishReason.STOP] if self.sent[key] else []  # it may end by itself just before
+            stops = [FinishReason.STOP] if self.sent[key] else []  # it may end just before
             reason = self.random.choice([FinishReason.ABORT, *stops])
         elif end:
             reason = FinishReason.LENGTH if self.sent[key] >= self.max_length else FinishReason.STOP
@@ -149,10 +149,10 @@ class ChaosEngine:
         self._send(CandidateFailed(*key, "broken", self.now))
 
     def _stall(self, key: tuple[int, int]) -> None:
-        """Its request is closed: no answer comes any more."""
+        """Stalls a candidate. Its closed request gets no more answers."""
         candidate = self.scheduler.ledger.candidates[key[0]]
         if candidate.state is CandidateState.RUNNING and candidate.num_empty_attempts >= MAX_STALLS:
-            return  # it would be an error
+            return  # would be an error
         del self.running[key]
         if candidate.state is CandidateState.ABORTING:
             self.ends[key[0]] = self.ends.get(key[0], 0) + 1
@@ -167,7 +167,7 @@ class ChaosEngine:
 
     def _send(self, event: Event, fresh: bool = True) -> None:
         if not fresh and isinstance(event, EngineLost | EngineJoined | EngineResized | RolloutExpired):
-            return  # a repeated loss of an engine that has come back is a new loss
+            return  # for an engine that is back, a repeated loss is a new one
         self.now += 1.0
         event.now = self.now
         commands = self.scheduler.handle(event)

@@ -1,4 +1,4 @@
-"""The invariants of `trl_darts/scheduling/concurrency.py`, under the names that its docstring gives them."""
+"""Tests the invariants of `trl_darts/scheduling/concurrency.py` under the names in its docstring."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_a_preemption_leaves_four_fifths_of_what_runs_and_is_followed_by_one_cut
     limit = ConcurrencyLimit(256, 10_000)
     assert int(limit) == 256 + 18
     limit.observe(ServerLoad(256, 18, 0, 0.99, 0), 274)
-    assert int(limit) == 274  # the cache is full, and no more wait than are to hide the round trip
+    assert int(limit) == 274  # the cache is full, but the queue is not longer than the headroom
     limit.observe(ServerLoad(200, 74, 3, 0.99, 0), 274)
     assert int(limit) == 160
-    limit.observe(ServerLoad(190, 60, 6, 0.99, 0), 250)  # what it held then is not done yet
+    limit.observe(ServerLoad(190, 60, 6, 0.99, 0), 250)  # the last decrease has not taken effect yet
     assert int(limit) == 160
     limit.observe(ServerLoad(158, 2, 6, 0.8, 0), 160)
     assert int(limit) == 160 + 17
-    limit.observe(ServerLoad(100, 0, 6, 0.5, 0), 100)  # it could have more than it has
+    limit.observe(ServerLoad(100, 0, 6, 0.5, 0), 100)  # below its limit
     assert int(limit) == 177
 
 

@@ -1,4 +1,4 @@
-"""The invariants of `trl_darts/scheduling/scheduler.py`, under the names that its docstring gives them."""
+"""Tests the invariants of `trl_darts/scheduling/scheduler.py` under the names in its docstring."""
 
 import copy
 
@@ -62,7 +62,7 @@ def new_engine(rollout: dict, **fields) -> ChaosEngine:
 
 
 def tail_policy(rollout: dict) -> TailPolicy:
-    """Predicted switches pay often: the tail is three times as fast."""
+    """Returns times for which predicted switches often pay: the tail is three times as fast."""
     main, tail = (EngineTimes(LatencyCurve([1, 8], [ms, 2 * ms])) for ms in (0.03, 0.01))
     servers = TailServers(TailTimes(main, tail), 40, rollout["takes_turns"])
     long_groups = frozenset() if rollout["takes_turns"] else rollout["long_groups"]
@@ -132,7 +132,7 @@ def test_rows_per_group(rollout):
 def test_tokens_match_logprobs(rollout):
     scheduler, _ = run(rollout)
     for candidate in scheduler.ledger.candidates:
-        assert candidate.tokens == list(range(candidate.length))  # none twice, none missing
+        assert candidate.tokens == list(range(candidate.length))  # no repeats, no gaps
         if candidate.tokens:
             assert candidate.logprobs == [-float(t) for t in candidate.tokens]
 
@@ -199,7 +199,7 @@ def test_moves_once(rollout):
 @settings(max_examples=200)
 @given(rollouts())
 def test_restarts_whole(rollout):
-    """The engine checks that no request has prior tokens."""
+    """The engine asserts that no request has prior tokens."""
     rollout["plans"] = [GroupPlan(plan.group_id, plan.num_candidates) for plan in rollout["plans"]]
     scheduler, engine = new_scheduler(rollout, carries_tokens=False), new_engine(rollout)
     engine.run(scheduler, rollout["plans"])
@@ -211,7 +211,7 @@ def test_restarts_whole(rollout):
 @settings(max_examples=300)
 @given(rollouts(), st.floats(0.0, 0.2), st.none() | st.floats(0.0, 200.0))
 def test_dropped_or_complete(rollout, failure_rate, expires_at):
-    """With `drop_failed_groups` each group has its rows, all of them finished, or the message of what went wrong."""
+    """With `drop_failed_groups`, each group has either finished rows or an error message."""
     scheduler = new_scheduler(rollout, drop_failed_groups=True)
     engine = new_engine(rollout, failure_rate=failure_rate, expires_at=expires_at)
     engine.run(scheduler, rollout["plans"])
@@ -231,5 +231,5 @@ def test_dropped_or_complete(rollout, failure_rate, expires_at):
     for group in result.groups:
         assert len(set(group.selected)) == NUM_GENERATIONS
         assert all(row.state is CandidateState.FINISHED for row in group.rows)
-    for group_id in result.dropped:  # not one that could have been kept
+    for group_id in result.dropped:  # only groups that could not be kept
         assert ledger.groups[group_id].num_complete < NUM_GENERATIONS

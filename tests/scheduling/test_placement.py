@@ -1,4 +1,4 @@
-"""Who decodes what, decided before the rollout: `balance`, and the order and engines of `AssignedPlacement`."""
+"""Tests `balance`, and the order and engines of `AssignedPlacement`."""
 
 import math
 from collections import Counter
@@ -27,12 +27,12 @@ from trl_darts.scheduling import (
 
 
 NAN = math.nan
-TOLERANCE = 1 + 1e-9  # sums of floats
+TOLERANCE = 1 + 1e-9  # for sums of floats
 
 
 @st.composite
 def batches(draw) -> tuple[list[int], list[float], int]:
-    """Candidates of each prompt, the expected length of one, and a number of engines."""
+    """Draws candidates and expected lengths of prompts, and a number of engines."""
     counts = draw(st.lists(st.integers(1, 16), min_size=1, max_size=8))
     length = st.one_of(st.sampled_from([1.0, 8.0, 1000.0]), st.floats(1, 1e4))  # equal ones are common
     return counts, draw(st.lists(length, min_size=len(counts), max_size=len(counts))), draw(st.integers(1, 8))
@@ -50,7 +50,7 @@ def test_each_candidate_has_one_engine_and_no_engine_has_none_or_much_more_than_
     assert loads.keys() <= set(range(num_engines))
     assert len(loads) == min(num_engines, sum(counts))
     fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
-    # What stays together is at most a fair part, rounded up to whole candidates.
+    # Candidates that stay together are at most a fair share, rounded up to whole candidates.
     largest_piece = max(min(count * length, fair + length) for count, length in zip(counts, lengths, strict=True))
     assert max(loads.values()) <= (fair + largest_piece) * TOLERANCE
 
@@ -61,7 +61,7 @@ def test_each_candidate_has_one_engine_and_no_engine_has_none_or_much_more_than_
 def test_a_group_of_at_most_a_fair_part_stays_whole(batch):
     counts, lengths, num_engines = batch
     fair = sum(count * length for count, length in zip(counts, lengths, strict=True)) / num_engines
-    assume(max(lengths) <= fair)  # else one long answer fills an engine, and the others must be spread over the rest
+    assume(max(lengths) <= fair)  # otherwise, one long answer fills an engine, and the others must use the rest
     for count, length, group in zip(counts, lengths, balance(counts, lengths, num_engines), strict=True):
         if count * length <= fair:
             assert len(set(group)) == 1
@@ -73,15 +73,15 @@ def test_a_group_of_at_most_a_fair_part_stays_whole(batch):
 def test_no_group_is_cut_more_than_it_takes_to_fill_the_engines(counts, lengths, num_engines):
     engines = balance(counts, lengths, num_engines)
     assert {engine for group in engines for engine in group} == set(range(num_engines))
-    assert sum(len(set(group)) for group in engines) == num_engines  # each engine reads one prompt
+    assert sum(len(set(group)) for group in engines) == num_engines  # each engine prefills one prompt
 
 
 def test_longest_first_to_the_engine_with_the_least_work():
-    # A fair part is 1400: the first group is cut into two of 800, and the last goes where ties go, to the first.
+    # The fair share is 1400: the first group is split into two of 800. The last one is a tie, which goes to the first.
     assert balance([4, 4, 4, 4], [400.0, 100.0, 100.0, 100.0], 2) == [[0, 0, 1, 1], [0] * 4, [1] * 4, [0] * 4]
     # Shortest first would end at 5 + 9.
     assert balance([1, 1, 1, 1], [3.0, 5.0, 9.0, 7.0], 2) == [[0], [1], [0], [1]]
-    # A group of five in two parts: the larger one first.
+    # A group of five is split into two parts, the larger one first.
     assert balance([5, 1], [10.0, 10.0], 2) == [[0, 0, 0, 1, 1], [1]]
 
 
@@ -150,7 +150,7 @@ def test_a_prompt_never_seen_is_expected_as_long_as_those_of_its_length():
     admission.observe(groups)
     short, long, seen = admission.expected_lengths([PromptInfo(98, 4), PromptInfo(99, 64), PromptInfo(0, 64)])
     assert short < 0.3 * long
-    assert seen == 400  # its own history counts, not its length
+    assert seen == 400  # its history counts, not its length
     restored = LengthTracker()
     restored.load_state_dict(admission.tracker.state_dict())
     assert UniformAdmission(2, restored).expected_lengths([PromptInfo(98, 4)]) == [short]
@@ -167,11 +167,11 @@ def test_prompts_never_seen_get_candidates_by_the_deviation_that_their_length_pr
     assert sum(counts) == 16 * 12
     assert min(counts[1::2]) > max(counts[::2])
     counts = admission.plan([PromptInfo(1000 + i, 16) for i in range(16)]).num_candidates
-    assert counts == [12] * 16  # nothing tells them apart
+    assert counts == [12] * 16  # without differences
 
 
 def placed(plans, engines, lengths=None):
-    """Engines of all candidates by group, as far as there is room."""
+    """Returns the engines of all candidates by group, if there is room."""
     lengths = lengths or [1.0] * len(plans)
     scheduler = Scheduler(SchedulePolicies(placement=LengthOrder(lengths)), 1)
     homes: dict[int, list[str]] = {}
@@ -183,12 +183,12 @@ def placed(plans, engines, lengths=None):
 @settings(max_examples=300)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=12), st.integers(1, 4))
 def test_candidates_of_a_prompt_share_an_engine_that_has_room(counts, num_engines):
-    """A prompt is on a second engine only where the first has its fair part of all candidates."""
+    """A prompt uses a second engine only if the first one has its fair share of all candidates."""
     engines = [EngineLoad(str(i)) for i in range(num_engines)]
     homes = placed([GroupPlan(i, count) for i, count in enumerate(counts)], engines)
     loads = Counter(engine for group in homes.values() for engine in group)
     fair = sum(counts) // num_engines
-    if max(counts) * num_engines <= fair:  # else what is left over is spread one by one
+    if max(counts) * num_engines <= fair:  # otherwise, the rest is spread one by one
         assert sum(len(set(group)) - 1 for group in homes.values()) <= num_engines
     assert max(loads.values()) <= max(fair, 1) + max(counts)
     assert len(loads) == min(num_engines, sum(counts))

@@ -1,4 +1,4 @@
-"""What the scheduler decides, case by case, on the stub engine."""
+"""Tests single decisions of the scheduler with the stub engine."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_grpo_waits_for_all_and_keeps_all():
 def test_dual_end_waits_for_the_whole_pool_below_the_bound():
     engine = StubEngine({0: [4, 90, 7, 30, 12]})
     result = engine.run(darts(), [GroupPlan(0, 5)])
-    assert result.groups[0].selected == [0, 1, 2]  # the shortest two, 4 and 7, and the longest, 90
+    assert result.groups[0].selected == [0, 1, 2]  # the two shortest, 4 and 7, and the longest, 90
     assert end_of(result) == 90.0
 
 
@@ -72,7 +72,7 @@ def test_saturated_group_stops_at_its_mth_complete_candidate():
     assert end_of(result) == 12.0
     aborted = [c for c in result.groups[0].candidates if c.state is CandidateState.ABORTED]
     assert [c.index for c in aborted] == [1, 3, 5]
-    assert [c.length for c in aborted] == [12, 12, 12]  # what they had is known
+    assert [c.length for c in aborted] == [12, 12, 12]  # their tokens are kept
 
 
 def test_tail_pruning_off_waits_for_the_saturated_group_too():
@@ -88,20 +88,20 @@ def test_truncated_candidates_do_not_count_as_complete():
     assert result.groups[0].selected == [0, 2, 4]  # the longest *complete* one is 12
     engine = StubEngine({0: [40, 90, 7, 30, 12, 500]}, max_completion_length=20)
     result = engine.run(darts(), [GroupPlan(0, 6)])
-    assert result.groups[0].selected == [0, 2, 4]  # two complete ones, and one of those cut off at 20
+    assert result.groups[0].selected == [0, 2, 4]  # two complete ones, and one that is truncated at 20
 
 
 def test_bounded_wait_aborts_beyond_p_times_the_mth_shortest():
     engine = StubEngine({0: [10, 15, 20, 35, 900]}, progress_interval=1)
     result = engine.run(darts(long_end_patience=2.0), [GroupPlan(0, 5)])
-    # The third shortest complete length is 20: 35 ends in time and is the long end, 900 is aborted at 40.
+    # The third shortest complete length is 20: 35 ends in time and is the longest row, 900 is aborted at 40.
     assert result.groups[0].selected == [0, 1, 3]
     assert result.groups[0].candidates[4].state is CandidateState.ABORTED
     assert end_of(result) == pytest.approx(40, abs=1)
 
 
 def test_patience_auto_ends_with_the_last_prompt_that_was_short():
-    """Group 0 has three complete at 20, group 1 at 60: until then, and no longer, group 0's other two may go on."""
+    """Group 0 has three complete at 20, group 1 at 60: until then, group 0's other two may continue."""
     engine = StubEngine({0: [10, 15, 20, 40, 500], 1: [5, 30, 60, 70, 400]})
     result = engine.run(darts(long_end_patience="auto"), [GroupPlan(0, 5), GroupPlan(1, 5)])
     assert [g.selected for g in result.groups] == [[0, 1, 3], [0, 1, 2]]
@@ -110,7 +110,7 @@ def test_patience_auto_ends_with_the_last_prompt_that_was_short():
 
 
 def test_patience_auto_does_not_wait_for_what_can_not_come():
-    """Group 1 has but two complete candidates; the third was cut off at the limit, and it is over with that."""
+    """Group 1 ends with two complete candidates and a truncated one."""
     engine = StubEngine({0: [10, 15, 20, 900], 1: [5, 30, 800]}, max_completion_length=100)
     result = engine.run(darts(long_end_patience="auto"), [GroupPlan(0, 4), GroupPlan(1, 3)])
     assert end_of(result) == 100.0
@@ -118,7 +118,7 @@ def test_patience_auto_does_not_wait_for_what_can_not_come():
 
 
 def test_patience_auto_follows_the_batch_that_is_wanted():
-    """Of three groups, two are enough: the third, which would be short for long, is not waited for."""
+    """Two of three groups suffice: the rollout does not wait for the third, whose candidates are longer."""
     policies = make_policies("darts", 2, long_end_patience="auto")
     policies = SchedulePolicies(policies.group_stop, FirstGroups(2))
     engine = StubEngine({0: [3, 9, 300], 1: [4, 20, 400], 2: [5, 90, 95]})
@@ -131,7 +131,7 @@ def test_patience_auto_follows_the_batch_that_is_wanted():
 def test_uniform_keeps_the_first_that_ended_whatever_their_length():
     engine = StubEngine({0: [40, 4, 900, 7, 3]}, max_completion_length=100)
     result = engine.run(darts(selection="uniform"), [GroupPlan(0, 5)])
-    assert result.groups[0].selected == [0, 1, 2]  # also the one that was cut off: plain GRPO trains on it too
+    assert result.groups[0].selected == [0, 1, 2]  # including the truncated one, as plain GRPO trains on it
     engine = StubEngine({0: [40, 4, 900, 7, 3]})
     result = engine.run(darts(selection="uniform", long_end_patience=2.0), [GroupPlan(0, 5)])
     assert result.groups[0].selected == [1, 3, 4]  # the first and the third were aborted
@@ -162,7 +162,7 @@ def test_lost_engine_resumes_elsewhere_from_its_tokens():
     scheduler.handle(TokensArrived(0, 0, 0, [5, 6], [-1.0, -2.0], now=1.0))
     (command,) = scheduler.handle(EngineLost("a", "connection refused", now=2.0))
     assert (command.engine_id, command.segment, command.prior_tokens) == ("b", 1, (5, 6))
-    assert scheduler.handle(ended(0, 9, now=3.0, segment=0)) == []  # of the old segment: too late
+    assert scheduler.handle(ended(0, 9, now=3.0, segment=0)) == []  # too late, for the old segment
     scheduler.handle(ended(1, 3, now=3.0))
     scheduler.handle(ended(0, 2, now=4.0, segment=1, offset=2))
     assert scheduler.result().groups[0].candidates[0].tokens == [5, 6, 5, 5]
@@ -183,7 +183,7 @@ def test_candidate_that_no_engine_survives_is_named():
     scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
     for n in range(MAX_EMPTY_ATTEMPTS + 1):
         assert not scheduler.done
-        if n == 3:  # a token, and the count begins again
+        if n == 3:  # a token resets the count
             scheduler.handle(TokensArrived(0, n, 0, [5], [-1.0], now=n))
         scheduler.handle(EngineLost("a", "connection reset", now=n))
         scheduler.handle(EngineJoined("a", now=n))
@@ -227,7 +227,7 @@ def test_stalled_candidate_goes_on_elsewhere_and_its_engine_stays():
     assert (command.candidate_id, command.engine_id, command.segment) == (1, "b", 1)
     assert command.prior_tokens == (7, 8)
     assert scheduler.ledger.engines["a"].num_running == 1
-    assert scheduler.handle(ended(1, 5, now=4.0)) == []  # the old request's answer
+    assert scheduler.handle(ended(1, 5, now=4.0)) == []  # answer of the old request
     scheduler.handle(ended(0, 1, now=5.0))
     scheduler.handle(CandidateEnded(1, 1, 2, [9], [-1.0], FinishReason.STOP, 6.0))
     (group,) = scheduler.result().groups
@@ -238,7 +238,7 @@ def test_stalled_candidate_goes_on_elsewhere_and_its_engine_stays():
 def test_candidate_that_stalls_three_times_without_a_token_has_failed():
     scheduler = grpo(num_generations=1)
     scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
-    for segment in range(2):  # where there is no other engine, it is tried there again
+    for segment in range(2):  # without another engine, it is retried on the same one
         (command,) = scheduler.handle(CandidateStalled(0, segment, "late", 1.0))
         assert (command.engine_id, command.segment) == ("a", segment + 1)
     scheduler.handle(CandidateStalled(0, 2, "late", 2.0))

@@ -1,4 +1,4 @@
-"""What settings of a schedule mean, and which are refused."""
+"""Tests the policies of settings, and the errors for invalid ones."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ from trl_darts.scheduling import (
     UniformPool,
 )
 from trl_darts.scheduling.policies import AllGroups, LeastLoaded, WaitForAll
-from trl_darts.scheduling.setting import unmarked
+from trl_darts.scheduling.rules import unmarked
 
 
 def test_every_setting_says_what_it_means():
@@ -60,7 +60,7 @@ def test_the_policies_of_a_rollout_are_complete():
     assert type(ScheduleSettings().policies(lengths).placement) is LengthOrder
     assert type(ScheduleSettings().policies(lengths).batch_stop) is AllGroups
     assert ScheduleSettings().policies(lengths, placement=assigned).placement is assigned
-    assert type(ScheduleSettings().policies().placement) is LeastLoaded  # nothing is known of lengths
+    assert type(ScheduleSettings().policies().placement) is LeastLoaded  # without expected lengths
     assert ScheduleSettings().policies(lengths).placement.longest_first
     assert not ScheduleSettings("sorted").policies(lengths).placement.longest_first
     assert type(ScheduleSettings(submit_order="arrival").policies(lengths).placement) is LeastLoaded
@@ -75,7 +75,7 @@ def test_values_of_a_command_line(text, value):
 
 @pytest.mark.parametrize("schedule", ["darts", "grpo", "tail_batching", "partial_rollout", "sorted"])
 def test_the_wait_is_bounded_unless_told_otherwise(schedule):
-    """Also where all is kept, and the bound has no effect: it is a default, and not refused."""
+    """Also if all candidates are kept: a default without an effect is accepted."""
     assert ScheduleSettings(schedule).long_end_patience == "auto"
     assert ScheduleSettings().policies().group_stop.follows_batch
     assert not ScheduleSettings(long_end_patience=None).policies().group_stop.follows_batch
@@ -111,7 +111,7 @@ def test_fewest_candidates_by_default_and_by_choice():
     for least in (8, 11):
         plan = ScheduleSettings(min_num_generations=least).admission(tracker).plan(prompts)
         assert (min(plan.num_candidates), sum(plan.num_candidates)) == (least, 6 * 12)
-    priced = ScheduleSettings(redundancy_cost_weight=1e9, min_num_generations=14)  # what a second costs, not a target
+    priced = ScheduleSettings(redundancy_cost_weight=1e9, min_num_generations=14)  # λ, not a target
     admission = priced.admission(tracker, LatencyCurve([1, 2], [0.01, 0.02]))
     admission.observe([])
     assert admission.plan(prompts).num_candidates == [14] * 6
@@ -131,14 +131,14 @@ def test_what_a_schedule_does_anyhow_may_be_said(schedule):
 def test_settings_that_are_read_are_taken():
     assert ScheduleSettings("grpo", submit_order="longest", length_ema=0.3).length_ema == 0.3
     assert ScheduleSettings("tail_batching", selection="uniform", submit_order="arrival", length_ema=0.3).reads_lengths
-    assert ScheduleSettings(selection="uniform", num_generations=1).num_longest == 1  # the default, which is not read
+    assert ScheduleSettings(selection="uniform", num_generations=1).num_longest == 1  # the default has no effect
     assert type(ScheduleSettings("grpo", 1).policies().group_stop) is WaitForAll
     with pytest.raises(ConfigurationError, match="`length_ema`"):
         replace(ScheduleSettings(length_ema=0.3), schedule="grpo")
 
 
 def test_numbers_of_numpy_become_plain():
-    """They are computed with, and files have Python's own numbers alone."""
+    """They can be computed with, and are replaced by Python's numbers for config files."""
     settings = ScheduleSettings(
         num_longest=np.int64(2), target_redundancy=np.float32(1.25), tail_pruning=np.bool_(False), long_end_patience=2
     )
@@ -165,12 +165,12 @@ def test_what_was_set_stays():
     assert replace(ScheduleSettings(**chosen), num_generations=8) == ScheduleSettings(**chosen)
     settings = ScheduleSettings(max_num_generations=16, min_num_generations=10)
     assert replace(settings, num_generations=4, target_redundancy=3.0).max_num_generations == 16
-    # The same number as the one that was filled in, but a choice.
+    # The same number as the computed one, but set by the user.
     assert replace(ScheduleSettings(), num_generations=4, max_num_generations=16).max_num_generations == 16
 
 
 def test_a_copy_has_the_same_budget():
-    """Candidates to spare, where lengths hardly spread, are for those who ask for them."""
+    """If lengths hardly spread, spare candidates are only used if the user sets them."""
     prompts, tracker = [PromptInfo(key, 4) for key in range(128)], LengthTracker()
     for key in range(128):
         tracker.update(key, [100, 100])
@@ -231,7 +231,7 @@ def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule)
             r"`long_end_patience` \(2.0\) has no effect with `schedule` \('sorted'\) and .*`selection='dual_end'`\.$",
         ),
         (
-            {"schedule": "grpo", "max_num_generations": 16},  # the default, and a choice
+            {"schedule": "grpo", "max_num_generations": 16},  # the default of another schedule
             r"`max_num_generations` \(16\) has no effect with `schedule` \('grpo'\) .* `schedule='darts'`\.$",
         ),
         ({"schedule": "grpo", "long_end_patience": 2.0}, r"`long_end_patience` \(2.0\) has no effect with"),
@@ -276,6 +276,6 @@ def test_refused(kwargs, message):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_saved_values_make_the_same_settings(schedule):
-    """Computed defaults, once they are saved as plain values, are accepted."""
+    """Computed defaults are accepted after they were saved as plain values."""
     settings = ScheduleSettings(schedule)
     assert ScheduleSettings(**{name: unmarked(value) for name, value in asdict(settings).items()}) == settings

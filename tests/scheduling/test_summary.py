@@ -1,4 +1,4 @@
-"""Occupancy and the bubble ratio, against figures worked out by hand."""
+"""Compares occupancy and bubble ratio with values computed by hand."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""Which candidates tail engines decode, when they take over, and what happens where they fail."""
+"""Tests which candidates tail engines decode, when they take over, and their failures."""
 
 import pytest
 
 from tests.policies import make_policies
 from trl_darts.policy import EngineTimes, LatencyCurve, TailTimes
-from trl_darts.policy.tail import HANDOVER_S
+from trl_darts.policy.forecast import HANDOVER_S
 from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
@@ -70,7 +70,7 @@ def test_what_is_left_moves_once_with_its_tokens():
     assert rollout.end(0) == []
     assert aborted(rollout.end(1)) == [2, 3]
     assert placed(rollout.end(2, 2, ABORT)) == [(2, "tail", 9)]
-    assert rollout.end(3, 1) == []  # it came to its end just before
+    assert rollout.end(3, 1) == []  # it ended just before its abort
     assert rollout.tokens(2, 3) == []
     rollout.end(2)
     result = rollout.scheduler.result()
@@ -90,7 +90,7 @@ def test_without_tail_engines_or_a_policy_nothing_moves():
     assert commands == []
     assert aborted(rollout.end(1, 5)) == [2, 3]  # it is back
     assert Rollout(TailPolicy(NUMBER, switch_at=0)).end(0, 5) == []
-    assert Rollout(TailPolicy(NUMBER)).end(0, 5) == []  # nothing is known of its times
+    assert Rollout(TailPolicy(NUMBER)).end(0, 5) == []  # without a profile
 
 
 def test_back_to_the_main_engine_where_the_tails_is_lost():
@@ -109,7 +109,7 @@ def test_back_to_the_main_engine_where_the_tails_is_lost():
 def test_a_candidate_called_off_while_it_moves_is_told_once():
     rollout = Rollout(TailPolicy(NUMBER, switch_at=7), "darts", 4, long_end_patience=None)  # M_up: saturated groups
     assert aborted(rollout.end(0, 5)) == [1, 2, 3, 4, 5, 6, 7]
-    assert rollout.end(1, 5) == []  # the group's second: the others are not wanted any more
+    assert rollout.end(1, 5) == []  # the group has enough, so its others are aborted
     assert rollout.end(2, 4, ABORT) == []
     assert rollout.end(3, 4, ABORT) == []
     assert sum(c.state is CandidateState.ABORTED for c in rollout.scheduler.ledger.candidates) == 2
@@ -139,14 +139,14 @@ def test_engines_that_share_gpus_take_turns(wakes):
     rollout.end(0, 5)
     assert aborted(rollout.end(1, 5)) == [2, 3]
     assert rollout.end(2, 3, ABORT) == []
-    assert rollout.end(3, 4, ABORT) == [TakeTurns()]  # the main engine decodes nothing now
+    assert rollout.end(3, 4, ABORT) == [TakeTurns()]  # the main engine is idle now
     handle = rollout.scheduler.handle
     assert handle(EngineResized("main", 0, 5.0)) == []
     if wakes:
         assert placed(handle(EngineResized("tail", None, 6.0))) == [(3, "tail", 4), (2, "tail", 3)]
     else:
         assert handle(EngineLost("tail", "it does not wake", 6.0)) == []
-        assert handle(EngineJoined("tail", 6.5, 0, tail=True)) == []  # it has had its turn, and sleeps
+        assert handle(EngineJoined("tail", 6.5, 0, tail=True)) == []  # it sleeps again
         assert placed(handle(EngineResized("main", None, 7.0))) == [(3, "main", 4), (2, "main", 3)]
     rollout.end(2, 1)
     assert rollout.end(3, 1) == []
@@ -172,11 +172,11 @@ def test_a_predicted_switch_waits_until_the_other_layout_is_faster():
 
 
 def test_no_switch_where_the_tail_is_slower_or_nothing_is_waited_for():
-    rollout = Rollout(TailPolicy(servers(9.5)))  # faster, by less than the prediction errs
+    rollout = Rollout(TailPolicy(servers(9.5)))  # faster, but by less than `MIN_GAIN`
     for candidate in range(3):
         assert rollout.end(candidate, 100) == []
     policies = make_policies("darts", 2, long_end_patience="auto")
     groups = Rollout(None, "darts", 3, long_end_patience="auto").scheduler.ledger.groups
-    assert policies.group_stop.awaited(groups[0])[0] == 2  # two of three are enough
+    assert policies.group_stop.awaited(groups[0])[0] == 2  # two of three suffice
     assert make_policies("grpo", 2).group_stop.awaited(groups[0])[0] == 3
     assert make_policies("darts", 2).group_stop.awaited(groups[0])[0] == 3

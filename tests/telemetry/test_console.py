@@ -1,4 +1,4 @@
-"""What a person reads of a training: few of our values, all of them elsewhere, and a last line."""
+"""Tests the console output of a run: few of our metrics, a first and a last line."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ from trl_darts.telemetry.console import (
 
 
 class Tracker(TrainerCallback):
-    """Sees what those of `report_to` see."""
+    """Records the logs that the trackers of `report_to` get."""
 
     def __init__(self):
         self.logged = []
@@ -48,7 +48,7 @@ def test_few_values_on_the_console_all_elsewhere_and_a_last_line(model_dir, tmp_
         assert tracked.items() <= stored.items()
     written = [json.loads(line) for line in (tmp_path / "a run/rollouts/log.jsonl").read_text().splitlines()]
     assert written[1:3] == trainer.state.log_history[:2]
-    assert ("aborted of " in err) is not disable_tqdm  # the step's candidates, behind the bar
+    assert ("aborted of " in err) is not disable_tqdm  # the counts of candidates, in the bar
 
     logs = trainer.state.log_history[:2]
     generated, kept = (sum(e[f"darts/rollout/{name}_tokens"] for e in logs) for name in ("generated", "kept"))
@@ -77,7 +77,7 @@ def test_without_traces_the_last_line_says_how_to_get_them(tmp_path, capsys):
     totals.add({f"darts/rollout/{name}_tokens": 2.0 for name in ("generated", "discarded")} | {SHOWN[0]: 2.0})
     line = last_line(make_args(tmp_path), state, totals)
     assert line.startswith("Ended at step 3 of 9: 1 rollout in 2.0 s, 2 of 2 tokens (100%) in candidates beyond the")
-    totals.first_step = 2  # a resumed training
+    totals.first_step = 2  # a resumed run
     assert "1 rollout since step 2 in 2.0 s" in last_line(make_args(tmp_path), state, totals)
     assert line.endswith("Set `save_rollout_trace=True` for traces and `trl-darts report`.")
 

@@ -1,4 +1,4 @@
-"""`length_history`: lengths of an earlier run, from a checkpoint or from traces, and what is refused."""
+"""Tests `length_history` from checkpoints and traces, and its errors."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import GroupSummary, UniformAdmission
 from trl_darts.telemetry.length_history import length_source, load_history
-from trl_darts.telemetry.log import append_entry
+from trl_darts.telemetry.run_log import append_entry
 from trl_darts.telemetry.traces import write_trace
 
 
@@ -24,7 +24,7 @@ def source(model_dir):
 
 
 def recorded(directory: Path, source: str, tracker: LengthTracker) -> LengthTracker:
-    """A run of three steps, the last prompt of each carried over; and what its tracker learned."""
+    """Returns a run of three steps, each with a carried-over prompt, and its tracker."""
     rng = np.random.default_rng(0)
     append_entry(directory, {"run": {"model": "anything", "source": source}})
     admission = UniformAdmission(2, tracker)

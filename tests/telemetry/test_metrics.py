@@ -1,4 +1,4 @@
-"""What a rollout's metrics mean, in numbers that are known."""
+"""Compares metrics of rollouts with known values."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def test_tokens_without_weight_or_log_prob_are_left_out_or_have_ratio_1():
     mask = torch.tensor([[1, 1, 0]])
     sampling = torch.tensor([[-1.0, float("nan"), -1.0]])
     fields = {"completion_mask": mask, "sampling_per_token_logps": sampling}
-    metrics = ratio_metrics(output([[3.0, 7.0, 9.0]], [[2.0, 1.0, 1.0]], **fields), ONE)  # 3 was cut to 2
+    metrics = ratio_metrics(output([[3.0, 7.0, 9.0]], [[2.0, 1.0, 1.0]], **fields), ONE)  # 3 was truncated to 2
     assert list(metrics.values()) == pytest.approx([4**2 / (2 * 10), 10 / 2 - 1, 0.5], rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Cards of trained models: they name the method, the wait that was used, what was set and what it did."""
+"""Tests model cards: the method, the wait for the long end, the settings and the measured effects."""
 
 import pytest
 from trl import GRPOTrainer
@@ -14,7 +14,7 @@ def card_of(trainer, path):
 
 
 def section(path, logs=(), **fields):
-    """What is added to a card of another template, without a trainer."""
+    """Adds the section to a card of another template, without a trainer."""
     card = path / "card.md"
     card.write_text("---\nlicense: mit\n---\n# Mine\n")
     add_rollouts(card, make_args(path, **fields), list(logs))

@@ -1,4 +1,4 @@
-"""How far a rollout is, behind the training's progress bar."""
+"""Tests the progress of a rollout in the training's progress bar."""
 
 import sys
 
@@ -24,7 +24,7 @@ from trl_darts.telemetry.progress import RolloutProgress, describe
 
 
 class Bar:
-    """As much of a `tqdm` as is used."""
+    """Stub of a `tqdm` bar."""
 
     def __init__(self):
         self.shown = []
@@ -63,7 +63,7 @@ def test_without_a_bar_nothing_is_shown(ledger, capsys):
 
 @pytest.mark.parametrize("carries_over", [False, True])
 def test_the_bar_counts_the_candidates_that_the_log_counts_as_aborted(carries_over):
-    """Group 0 calls two off, of which one ends by itself before it hears of it; group 1 is left over."""
+    """Group 0 aborts two candidates, one of which ends before its abort. Group 1 is deferred."""
     scheduler = Scheduler(make_policies("darts", 2, batch_stop=FirstGroups(1)), 2)
     commands = scheduler.start([GroupPlan(0, 4), GroupPlan(1, 3)], [EngineLoad("one")], 0.0)
 

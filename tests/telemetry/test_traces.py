@@ -1,4 +1,4 @@
-"""A run's traces: what is written is what is read."""
+"""Tests that traces are read as they were written."""
 
 import math
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from trl_darts.telemetry.traces import read_traces, write_trace
 
 
 def record(*groups: GroupSummary, deferred: tuple[GroupSummary, ...] = (), carries_over: bool = False):
-    """As much of a `RolloutRecord` as a trace needs."""
+    """Stub of a `RolloutRecord` with the fields of a trace."""
     return SimpleNamespace(groups=[*groups, *deferred], deferred=deferred, carries_over=carries_over)
 
 
@@ -27,7 +27,7 @@ def test_one_row_per_candidate(tmp_path):
     traces, notes = read_traces(tmp_path)
     first, second = traces.to_dict("records")
     assert first == {
-        "step": 5,  # files count from 0
+        "step": 5,  # file names count from 0
         "group": 0,
         "prompt_key": 2**64 - 1,
         "candidate": 0,
@@ -58,7 +58,7 @@ def test_deferred_groups_are_carried_over_where_tokens_are_kept(tmp_path):
 
 
 def test_prompts_keep_all_digits_of_their_hashes(tmp_path):
-    """Files of one prompt each: pandas alone takes the first for int64, the second for uint64, and both for floats."""
+    """pandas alone would read the keys of the files as int64 and uint64, and both together as floats."""
     keys = [2**60 + 1, 2**64 - 1]
     for step, key in enumerate(keys):
         write_trace(tmp_path, step, 0, record(group(key)))

@@ -1,6 +1,6 @@
 """
-Micro-batches without padding train the same model: parameters after two optimizer steps, with plain SGD so that they
-are as far apart as the gradients, and what is done to the rows. On two processes:
+Tests that micro-batches without padding train the same model, by the parameters after two optimizer steps. With plain
+SGD, they differ as much as the gradients. On two processes:
 `tests/launches/test_two_processes.py::test_trimmed_padding`.
 """
 
@@ -28,14 +28,12 @@ from tests.zoo import text_config, text_options
 from trl_darts.training.padding import MIN_COLUMNS, Trimming, padding_metrics
 
 
-TOLERANCE = 1e-5  # of what two steps have changed
+TOLERANCE = 1e-5  # relative to the change by two steps
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
 def difference(model_dir: Path, tmp_path: Path, **settings: Any) -> tuple[float, Any, Any]:
-    """
-    Between parameters with padding and without, over how far the training moved them; and both trainers.
-    """
+    """Returns the difference by padding relative to the change of the parameters, and both trainers."""
     whole, before = trained(model_dir, tmp_path / "whole", False, **settings)
     trimmed, _ = trained(model_dir, tmp_path / "trimmed", True, **settings)
     after, ours = dict(whole.model.named_parameters()), dict(trimmed.model.named_parameters())
@@ -46,7 +44,7 @@ def difference(model_dir: Path, tmp_path: Path, **settings: Any) -> tuple[float,
 
 
 def computed(trainer: Any) -> float:
-    """Tokens computed over tokens there are, in the mean."""
+    """Returns the mean ratio of computed tokens to actual ones."""
     return float(np.mean(common.step_logs(trainer, "darts/train/padding_ratio")))
 
 
@@ -74,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "truncated rows masked": {"mask_truncated_completions": True},
     "a dropped group": {"fillers": (4, 5, 6, 7), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
     "widths of eight": {"pad_to_multiple_of": 8},
-    # Not the median: rows of a prompt share the entropy of their first token, and rounding decides which are above it.
+    # Not the median: rows of a prompt have the same first entropy, and rounding decides which ones exceed it.
     "high entropy alone": {"top_entropy_quantile": 0.2},
     "entropy bonus": {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 5.0},
     **{
@@ -87,7 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_mode": "token_truncate",
     },
 }
-# The loss of a row depends on which rows share its micro-batch.
+# Here, the loss of a row depends on the other rows of its micro-batch.
 KEEPS_PLACES = {"bnpo, two iterations", "bnpo, sequences", "high entropy alone", "entropy bonus"}
 
 
@@ -104,7 +102,7 @@ def test_same_parameters(lm, tmp_path, setting):
 
 
 def test_the_comparison_can_fail(lm, tmp_path, monkeypatch):
-    """Ordered over two optimizer steps, and where the loss depends on which rows share a micro-batch."""
+    """Orders rows over two optimizer steps, or where the loss depends on the other rows of a micro-batch."""
     settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
     with monkeypatch.context() as patch:
         patch.setattr("trl_darts.training.padding.gcd", max)
@@ -115,7 +113,7 @@ def test_the_comparison_can_fail(lm, tmp_path, monkeypatch):
 
 ROPE = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 MODELS: dict[str, Any] = {
-    # class, config, whether rows are ordered, whether prompts are cut; `None`: nothing is
+    # class, config, (whether rows are ordered, whether prompts are cut), or `None` without trimming
     "mixture of experts": (
         "Qwen3MoeForCausalLM",
         lambda: transformers.Qwen3MoeConfig(
@@ -180,7 +178,7 @@ def test_models(tmp_path, kind):
 
 
 def test_mixture_of_experts_without_their_loss(tmp_path):
-    """Nothing depends on which rows share a micro-batch then."""
+    """The loss of a row then does not depend on other rows."""
     class_name, config, _ = MODELS["mixture of experts"]
     model_dir = make_model(tmp_path / "model", class_name, config())
     apart, _, trimmed = difference(model_dir, tmp_path, model_init_kwargs={"router_aux_loss_coef": 0.0})
@@ -190,7 +188,7 @@ def test_mixture_of_experts_without_their_loss(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_vl"])
 def test_images(tmp_path, kind):
-    """Also in the passes before the loss."""
+    """Also in passes before the loss."""
     model_dir = make_vlm(tmp_path / "vlm", kind)
     data = {"train_dataset": some_images([2, 1, 3], num_rows=16), "processing_class": load_processor(model_dir)}
     apart, whole, trimmed = difference(model_dir, tmp_path, beta=0.1, num_iterations=2, **data)
@@ -199,7 +197,7 @@ def test_images(tmp_path, kind):
 
 
 def test_tools(tmp_path):
-    """What a tool says is not trained on, and is as long as any other part of a row."""
+    """Tool results are not trained on, but have a length."""
     model_dir = caller_maker(lambda: tmp_path / "caller")(RIGHT, FAILING)
     fields = {"schedule": "grpo", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 2}
     fields |= {"optim": "sgd", "learning_rate": 1e-6, "max_grad_norm": 0.0, "max_completion_length": 600}
@@ -224,7 +222,7 @@ def test_compiled_models_meet_few_widths(lm, tmp_path):
 
 
 def test_evaluation_is_left_alone(lm, tmp_path):
-    """It has no micro-batches, and its seconds are no training's."""
+    """An evaluation has no micro-batches, and its seconds don't count as training."""
     data = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     apart, _, trimmed = difference(lm, tmp_path, eval_dataset=rows_of_prompts(4), **data)
     assert apart < TOLERANCE
@@ -235,7 +233,7 @@ def test_evaluation_is_left_alone(lm, tmp_path):
 
 
 def test_vespo_with_padding_in_its_weights(lm, tmp_path):
-    """It sums the logarithms of clipped ratios, also those of padding, which are 1: nothing may be cut."""
+    """VESPO sums the logarithms of clipped ratios over padding, where they are 1, so nothing may be cut."""
     settings = {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", "sampler": True}
     settings["vllm_importance_sampling_clip_max"] = 0.9
     trainer, _ = trained(lm, tmp_path, True, **settings)
@@ -245,15 +243,13 @@ def test_vespo_with_padding_in_its_weights(lm, tmp_path):
     assert Trimming.of(trainer) is not None
 
 
-# What is done to the rows
+# Rows
 
-NUM_ROWS = st.sampled_from(
-    [(1, 1), (1, 4), (2, 3), (3, 2), (4, 2)]
-)  # rows of a micro-batch, micro-batches of a window
+NUM_ROWS = st.sampled_from([(1, 1), (1, 4), (2, 3), (3, 2), (4, 2)])  # rows per micro-batch, micro-batches per window
 
 
 def make_batches(prompts: list[int], completions: list[int], batch_size: int, extra: int = 0) -> list[dict[str, Any]]:
-    """Rows whose tokens are their number, left of which and right of which is padding."""
+    """Builds padded rows whose tokens are the row's number."""
     widths = max(prompts) + extra, max(completions) + extra
     rows: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "prompt_mask", "completion_ids")}
     rows |= {name: [] for name in ("completion_mask", "token_type_ids")}
@@ -280,7 +276,7 @@ def make_batches(prompts: list[int], completions: list[int], batch_size: int, ex
 
 @st.composite
 def generations(draw: Any) -> tuple[list[dict[str, Any]], int]:
-    """Micro-batches of one to three windows, and how many a window has. Completions may be empty."""
+    """Draws micro-batches of one to three windows, and their number per window. Completions may be empty."""
     batch_size, window = draw(NUM_ROWS)
     num_rows = batch_size * window * draw(st.integers(1, 3))
     lengths = [draw(st.lists(st.integers(least, 12), min_size=num_rows, max_size=num_rows)) for least in (1, 0)]
@@ -336,7 +332,7 @@ def test_ordering_never_adds_padding(generation):
 
 
 def test_longest_rows_come_first():
-    """So that a micro-batch is long on all processes at once, and memory that is too small is told at once."""
+    """Micro-batches are then long on all processes at once, and a lack of memory shows in the first one."""
     trimmed = Trimming(3).micro_batches(make_batches([1] * 6, [3, 9, 2, 8, 1, 7], 2))
     assert row_numbers(trimmed) == [2, 4, 6, 1, 3, 5]
 
@@ -353,7 +349,7 @@ def test_few_widths():
 
 @given(generations(), st.integers(1, 4))
 def test_log_probs_come_back_in_their_places(generation, batch_size):
-    """Of a model whose log-probs are a row's number in every column that is counted."""
+    """Uses a model whose log-probs are the row's number in every counted column."""
     batches, _ = generation
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in ("prompt_ids", "completion_ids")}
     masks = {name: torch.cat([batch[name] for batch in batches]) for name in ("prompt_mask", "completion_mask")}

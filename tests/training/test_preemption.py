@@ -1,4 +1,4 @@
-"""SIGTERM: a checkpoint, all requests ended, exit code 143, and a resumed training that misses and repeats nothing."""
+"""Tests SIGTERM: a checkpoint, no open requests, exit code 143, and a resume without lost or repeated prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trl_darts.training import preemption
 from trl_darts.training.preemption import Preemption
 
 
-pytestmark = pytest.mark.vllm  # TRL imports it, and nothing here runs it
+pytestmark = pytest.mark.vllm  # only imported by TRL
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate" / "ddp.yaml")]
@@ -75,12 +75,12 @@ def test_a_process_that_gets_sigterm(model_dir, tmp_path, num_processes):
     if num_processes == 1:
         assert process.returncode == 143
         assert errors.splitlines()[-1].startswith(line)
-    else:  # torchrun ends with a traceback of its own, of the signal that it got
+    else:  # torchrun prints a traceback for its own signal
         assert "SignalException" in errors.splitlines()[-1]
 
 
 class InRollout(TrainerCallback):
-    """Sends SIGTERM once a server decodes for the step after so many."""
+    """Sends SIGTERM while a server decodes for the step after `step`."""
 
     def __init__(self, server: Any, step: int) -> None:
         self.server, self.step = server, step
@@ -97,7 +97,7 @@ class InRollout(TrainerCallback):
 
 
 def in_training(trainer: Any, step: int) -> None:
-    """Sends SIGTERM in the first backward pass of the step after so many."""
+    """Sends SIGTERM in the first backward pass of the step after `step`."""
     plain = trainer.compute_loss
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def in_training(trainer: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "where", "step"),  # an epoch has two steps
+    ("schedule", "where", "step"),  # two steps per epoch
     [
         ("darts", "rollout", 1),
         ("darts", "late", 1),
@@ -120,7 +120,7 @@ def in_training(trainer: Any, step: int) -> None:
     ],
 )
 def test_every_prompt_is_trained_on_once(model_dir, tmp_path, monkeypatch, capsys, schedule, where, step):
-    """`late`: the optimizer step would take too long."""
+    """With `late`, the optimizer step would take too long."""
     monkeypatch.setattr(preemption, "STEP_S", 0.0 if where == "late" else 60.0)
     prompts = letters_dataset(8)
     fields = {"schedule": schedule, "max_completion_length": 64, "max_steps": 4, "num_generations": 2, **SAVED}

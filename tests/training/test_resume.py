@@ -1,4 +1,4 @@
-"""Ctrl-C says where a training stopped and what goes on from there; `resume_from_checkpoint` on a command line."""
+"""Tests the message after Ctrl-C, and `resume_from_checkpoint` on a command line."""
 
 import logging
 import shutil
@@ -29,14 +29,14 @@ def test_ctrl_c_says_where_it_stopped(model_dir, tmp_path, capsys):
     words = rf"Stopped after step 2 of 3\. To resume from {checkpoint}: .*resume_from_checkpoint=True"
     with pytest.raises(KeyboardInterrupt, match=words) as stopped:
         trainer.train()
-    assert len(stopped.traceback) == 2  # a script's line and ours
+    assert len(stopped.traceback) == 2  # the script's frame and ours
     err = capsys.readouterr().err
     assert err.endswith("\n")  # after the bar
     assert "\rbehind the bar\n" in err
     again = make_trainer(model_dir, make_args(tmp_path, **fields))
-    again.train(resume_from_checkpoint="true")  # as a command line has it
+    again.train(resume_from_checkpoint="true")  # as on a command line
     assert again.state.global_step == 3
-    assert f"Going on from {checkpoint}: step 2 of 3\n" in capsys.readouterr().out
+    assert f"Resuming from {checkpoint}: step 2 of 3\n" in capsys.readouterr().out
 
 
 def test_checkpoints_of_an_earlier_training_are_not_gone_on_from(tmp_path):
@@ -50,7 +50,7 @@ def test_checkpoints_of_an_earlier_training_are_not_gone_on_from(tmp_path):
     assert where_it_stopped(args, state, None) == none
     words = where_it_stopped(make_args(tmp_path / "new"), state, None)
     assert words == "Stopped after step 2 of 4. No checkpoint saved yet (`save_strategy` is 'no')."
-    words = where_it_stopped(args, state, str(mine))  # `True` would take the earlier one's
+    words = where_it_stopped(args, state, str(mine))  # `True` would select the earlier run's
     assert f"To resume from {mine}: `trainer.train(resume_from_checkpoint='{mine}')`" in words
     assert f"`--resume_from_checkpoint {mine}`" in words
 
@@ -59,7 +59,7 @@ def test_the_last_whole_checkpoint(tmp_path):
     assert last_checkpoint(str(tmp_path / "none")) is None
     for step in (9, 10, 11):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        if step < 11:  # that one was interrupted
+        if step < 11:  # incomplete
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     assert last_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-10"
     assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
@@ -74,13 +74,13 @@ def test_the_last_whole_checkpoint(tmp_path):
         match=r"checkpoint-11'\) must be the directory of a complete .* trainer_state.json is missing",
     ):
         checkpoint_to_resume(str(tmp_path / "checkpoint-11"), str(tmp_path))
-    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 1')  # written by half
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"epoch": 1')  # truncated
     assert last_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-9"
 
 
 @pytest.fixture(scope="module")
 def finished(model_dir, tmp_path_factory):
-    """The directory of a training of two steps, with its last checkpoint. A test that changes it makes a copy."""
+    """Returns the directory of a run of two steps with its last checkpoint. Tests copy it before changes."""
     directory = tmp_path_factory.mktemp("finished")
     make_trainer(model_dir, make_args(directory, max_steps=2, save_strategy="epoch", num_train_epochs=1)).train()
     return directory
@@ -110,7 +110,7 @@ def test_a_file_that_is_cut_off_is_named(finished, tmp_path, name):
 
 def test_another_schedule_is_named(finished, model_dir, tmp_path):
     trainer = make_trainer(model_dir, make_args(tmp_path, schedule="grpo"))
-    with pytest.raises(StateMismatchError, match=r"is of schedule='darts', and this training has schedule='grpo'"):
+    with pytest.raises(StateMismatchError, match=r"was saved with schedule='darts', and this run has schedule='grpo'"):
         trainer.train(resume_from_checkpoint=str(finished / "checkpoint-2"))
 
 
@@ -120,11 +120,11 @@ def test_a_finished_training_trains_nothing(finished, model_dir, tmp_path, caplo
     written = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     trainer = make_trainer(model_dir, make_args(finished, max_steps=max_steps, save_strategy="epoch"))
     output = trainer.train(resume_from_checkpoint=True)
-    assert f"{checkpoint} is of a finished training (step 2 of {max_steps}): nothing is trained." in caplog.text
+    assert f"{checkpoint} is from a finished run (step 2 of {max_steps}), so there is nothing to train." in caplog.text
     assert output.global_step == trainer.state.global_step == 2
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == written
     trained, saved = trainer.model.state_dict(), load_file(checkpoint / "model.safetensors")
     assert all(trained[name].equal(saved[name]) for name in saved)
-    trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=3))  # it can be trained on
+    trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=3))  # the run can be continued
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 3

@@ -1,4 +1,4 @@
-"""Rows on their way to the loss: which tokens lose their weight."""
+"""Tests which rows and tokens are masked in the loss."""
 
 import math
 
@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from trl_darts.training.rows import KeptRows, forget_stale_logprobs, mask_stale
 
 
-AGES = [[(3, 2), (1, 1), (0, 2)], [(0, 4)]]  # (age, tokens in a row)
+AGES = [[(3, 2), (1, 1), (0, 2)], [(0, 4)]]  # (age, number of tokens)
 
 
 def test_stale_tokens_lose_their_weight_and_their_logprobs():

@@ -148,9 +148,9 @@ class BufferedBatches:
         ids = self.buffer.enter([PromptInfo(prompt_key(ids), len(ids)) for ids in tokens])
         self.rows.update(zip(ids, rows, strict=True))
         self.prompt_ids.update(zip(ids, tokens, strict=True))
-        for entry in self.buffer.second_samples(ids):
-            self.rows[entry.entry_id] = self.rows[entry.audit_of]
-            self.prompt_ids[entry.entry_id] = self.prompt_ids[entry.audit_of]
+        for first in ids:
+            for second in self.buffer.second_samples([first]):
+                self.rows[second.entry_id], self.prompt_ids[second.entry_id] = self.rows[first], self.prompt_ids[first]
 
     def _decide(self) -> list[int]:
         self._round = self.policy.next(self.buffer)

@@ -362,5 +362,5 @@ def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     scores = None
     if batches.scores_first or args.stream_rewards:
         decode = partial(decode_completions, trainer)
-        scores = GroupScores(trainer, batches, trainer._serve_rewards, decode, trainer._streams.owners)
+        scores = GroupScores(trainer, batches, trainer._score_rows, decode, trainer._streams.owners)
     return BufferSource(trainer, batches, scores), evaluation

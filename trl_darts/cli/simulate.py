@@ -31,7 +31,7 @@ from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
 from ..policy import Layout, PrefillCurve, drafted_latency
 from ..scheduling import SCHEDULES
-from ..scheduling.setting import one_of
+from ..scheduling.rules import one_of
 
 
 FILES = ("simulation.csv", "simulation.png")

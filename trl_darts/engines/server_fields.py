@@ -1,4 +1,4 @@
-"""`ServerFields`: the fields that concern vLLM servers, with their checks and what follows from them."""
+"""`ServerFields`: the settings of vLLM servers."""
 
 import os
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import ConfigurationError
 from ..policy import EngineTimes, LatencyProfile, TailTimes
 from ..scheduling import ScheduleSettings, TailServers
-from ..scheduling.setting import POSITIVE, one_of, setting
+from ..scheduling.rules import POSITIVE, one_of, setting
 from ..weights import WEIGHT_SYNCS
 from .addresses import API_KEY_VARIABLE, check_address, split_addresses
 from .deadlines import Deadlines
@@ -19,7 +19,7 @@ TURN_SECONDS = 5.5  # to put one engine to sleep and wake the other on the same 
 
 @dataclass
 class ServerFields(ScheduleSettings):
-    """Part of [`DARTSGRPOConfig`], whose other fields are read where a check needs them."""
+    """Base class of [`DARTSGRPOConfig`]. Its checks read fields of the whole config."""
 
     if TYPE_CHECKING:
 
@@ -108,7 +108,7 @@ class ServerFields(ScheduleSettings):
                 raise ConfigurationError(f"`{name}` ({value!r}) names a server twice. Name each address once.")
 
     def _check_unused_addresses(self) -> None:
-        """Refuses addresses that a forgotten flag would leave unused: another engine would generate silently."""
+        """Raises for addresses without `use_vllm`: another engine would silently generate."""
         missing = [] if self.use_vllm else ["`use_vllm=True`"]
         missing += [] if self.vllm_mode == "server" else ["`vllm_mode='server'`"]
         for name in ADDRESSES:
@@ -152,7 +152,7 @@ class ServerFields(ScheduleSettings):
             )
 
     def check_start(self) -> None:
-        """Refuses a missing directory or profile. Raises [`ConfigurationError`]."""
+        """Raises [`ConfigurationError`] if a directory or a profile is missing."""
         if self.uses_servers and self.weight_sync_dir is not None and not os.path.isdir(self.weight_sync_dir):
             raise ConfigurationError(
                 f"`weight_sync_dir` ({self.weight_sync_dir!r}) must be a directory that exists and that the servers "
@@ -162,7 +162,7 @@ class ServerFields(ScheduleSettings):
 
     @property
     def uses_servers(self) -> bool:
-        """Whether vLLM servers generate, and not an engine in the trainer's own process."""
+        """Whether vLLM servers generate."""
         return self.use_vllm and self.vllm_mode == "server"
 
     @property
@@ -174,12 +174,12 @@ class ServerFields(ScheduleSettings):
 
     @property
     def tail_urls(self) -> list[str]:
-        """Base URLs of the servers that take over the last candidates."""
+        """Base URLs of the tail servers."""
         return split_addresses(self.vllm_tail_server_url or "")
 
     @property
     def predicts_switch(self) -> bool:
-        """Whether tail servers take over when that is predicted to pay, which needs lengths."""
+        """Whether tail servers take over when that is predicted to pay, from expected lengths."""
         return self.vllm_tail_server_url is not None and self.tail_switch_at is None
 
     @property
@@ -188,7 +188,7 @@ class ServerFields(ScheduleSettings):
 
     @property
     def api_key(self) -> str | None:
-        """The servers' key, from the environment. It is no field, because a config is saved with the run."""
+        """The servers' key, from the environment. It is not a field, because a config is saved with the run."""
         return os.environ.get(API_KEY_VARIABLE) or None
 
     @property
@@ -206,10 +206,10 @@ class ServerFields(ScheduleSettings):
 
     def tail_servers(self) -> TailServers | None:
         """
-        What is known of the tail servers; `None` without any.
+        Returns the properties of the tail servers, `None` without any.
 
         Raises:
-            [`ConfigurationError`]: If a switch is to be predicted and `latency_curve` lacks one kind of servers.
+            [`ConfigurationError`]: If the switch is predicted and `latency_curve` has no profile of the tail servers.
         """
         if not self.tail_urls:
             return None

@@ -1,8 +1,8 @@
 """
 The papers' maths: selection of candidates, their number, the latency model, and statistics of response lengths.
 
-Uses NumPy and the standard library only; fitting a latency loads scipy. Nothing here reads a clock or draws a random
-number.
+Uses NumPy and the standard library only; fitting a latency loads scipy. Results depend on arguments and observations
+only: nothing here reads a clock or uses a shared random generator.
 """
 
 from .allocation import allocate_redundancy
@@ -10,12 +10,12 @@ from .bias import LengthBias, RewardBias, length_bias, reward_bias
 from .budget import BudgetController, redundancy_budget
 from .censoring import GroupMoments, group_moments
 from .drafts import draft_budget, drafted_latency
+from .forecast import EngineTimes, Forecast, Layout, TailTimes, remaining_lengths
 from .latency import LatencyCurve, rollout_time
 from .latency_profile import DecodePoint, HeldOutError, LatencyProfile, PrefillCurve, PrefillPoint
 from .latency_surface import LatencySurface
 from .lengths import LengthTracker, PromptLengthPrior
 from .selection import select_dual_end, select_shortest
-from .tail import EngineTimes, Forecast, Layout, TailTimes, remaining_lengths
 
 
 __all__ = [

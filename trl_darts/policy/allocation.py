@@ -86,7 +86,7 @@ def _with_batch_mean(stds: Sequence[float]) -> list[float]:
 
 
 def _normalised(stds: Sequence[float], typical: Sequence[float]) -> list[float]:
-    """Norm of Eq. 5: min-max over the batch, 1 where all are equal."""
+    """Normalises as in Eq. 5: min-max over the batch, 1 if all are equal."""
     low, high = min([*stds, *typical]), max([*stds, *typical])
     if low == high:
         return [1.0] * len(stds)

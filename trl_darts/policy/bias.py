@@ -146,7 +146,7 @@ def _both(
 
 
 def _survival(lengths: Floats, finished: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Kaplan-Meier: returns the distinct finished lengths `(E,)` and the share `(E + 1,)` beyond the first k."""
+    """Returns Kaplan-Meier's distinct finished lengths `(E,)`, and the share `(E + 1,)` beyond the first k."""
     ends, counts = np.unique(lengths[finished], return_counts=True)
     at_risk = len(lengths) - np.searchsorted(np.sort(lengths), ends)
     return ends, np.append(1.0, np.cumprod(1.0 - counts / at_risk))
@@ -187,7 +187,7 @@ def _ratio(kept: float, unbiased: float) -> float:
 
 
 def _comparable(counts: Floats, unbiased: Floats) -> NDArray[np.bool_]:
-    """Mask `(S,)` of the strata that are connected by prompts with rows in several; the set of the largest share."""
+    """Returns a mask `(S,)` of the set of strata with the largest share that are connected by prompts."""
     shared = (counts.T @ counts > 0).astype(np.float64)
     linked = np.linalg.matrix_power(shared, len(shared)) > 0  # a path has fewer steps than there are strata
     largest: NDArray[np.bool_] = linked[int(np.argmax(linked @ unbiased))]

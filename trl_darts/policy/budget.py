@@ -113,8 +113,8 @@ class BudgetController:
 
     def total(self, num_prompts: int, rho: float) -> int:
         """
-        Number of candidates M_total (Eq. 8 and 9) for a step of `num_prompts` prompts. Without history (`rho` is NaN),
-        the budget is the target.
+        Returns the number of candidates M_total (Eq. 8 and 9) for a step of `num_prompts` prompts. Without history
+        (`rho` is NaN), the budget is the target.
         """
         low, high = num_prompts * self.min_num_generations, num_prompts * self.max_num_generations
         if self.cost_weight is not None and self._num_steps and not math.isnan(rho):
@@ -127,7 +127,7 @@ class BudgetController:
         return round(rows + self._paying_share(rows, rho) * (wanted - rows))
 
     def _paying_share(self, rows: int, rho: float) -> float:
-        """Share of the spare candidates to add: 0 up to the break-even, rising to 1 at twice the break-even."""
+        """Returns the share of the spare candidates to add: 0 up to the break-even, rising to 1 at twice that."""
         if self.keeps_spares or self.cost_weight is not None:
             return 1.0
         waves = rows / self.num_slots if self.num_slots else 0.0

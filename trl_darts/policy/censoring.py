@@ -140,7 +140,7 @@ def _plotting_scores(num: int, pattern: int) -> tuple[tuple[float, ...], float, 
 
 
 def _shrunk(raw: float, num_complete: int, prior: float) -> float:
-    """Weighted mean of a group's own log-scale deviation and the data set's."""
+    """Returns the weighted mean of a group's own log-scale deviation and the data set's."""
     if math.isnan(prior):
         prior = DEFAULT_LOG_STD
     if math.isnan(raw):
@@ -151,7 +151,7 @@ def _shrunk(raw: float, num_complete: int, prior: float) -> float:
 
 
 def _beyond(bound: float, mu: float, sigma: float, horizon: float) -> tuple[float, float]:
-    """Mean and variance of a log-normal length that is cut off at `horizon`, given that it exceeds `bound`."""
+    """Returns mean and variance of a log-normal length cut off at `horizon`, given that it exceeds `bound`."""
     bound = max(bound, 1.0)
     if bound >= horizon:
         return bound, 0.0

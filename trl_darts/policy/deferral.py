@@ -1,11 +1,10 @@
 """
-Which prompts are sampled again, to their end: those whose kept rows have no spread of rewards, while candidates were
-aborted that might have given one.
+Decides which prompts are deferred to a long round.
 
-A bounded wait never sees what long answers teach. Where only long answers are right, the groups that it keeps are
-uniform, and have no gradient. Such a group is *unsettled*: its prompt can wait for a long round, in which GRPO's
-`num_generations` candidates are decoded to their end. Long rounds are expensive, so they also measure for which
-prompts they help.
+A bounded wait aborts long answers. If only these are right, the kept rewards of a group are all equal, and it has no
+gradient. A group with equal rewards and aborted candidates is *unsettled*. Its prompt can be deferred to a long round,
+in which `num_generations` candidates are decoded to their end, as with GRPO. Long rounds are expensive, so they also
+measure for which prompts they help.
 """
 
 from __future__ import annotations
@@ -15,48 +14,48 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
-GATE = 0.05  # probability of a spread from long candidates alone, from which on a prompt is deferred
-EXPLORED = 0.05  # share of unsettled groups that are deferred all the same, to keep measuring
-CUT_OFF = 0.03  # share of answers without an end, from which on every rollout is waited for
-MEMORY = 0.8  # weight of the past in each moving average
-PRIOR_ROUNDS, PRIOR_HITS = 20.0, 4.0  # groups of long rounds, and those of them that a long round has helped
+GATE = 0.05  # smallest probability at which a prompt is deferred
+EXPLORED = 0.05  # share of the other unsettled groups that are deferred too, to keep measuring
+CUT_OFF = 0.03  # largest share of truncated answers at which rollouts are still bounded
+MEMORY = 0.8  # weight of earlier observations in the moving averages
+PRIOR_ROUNDS, PRIOR_HITS = 20.0, 4.0  # pseudo-observations: groups of long rounds, and hits among them
 
 
 @dataclass
 class LongRewards:
-    """What long rounds have shown: for which prompts the spread of rewards comes from long candidates alone."""
+    """Estimates for which prompts only long rounds give different rewards. Such a group of a long round is a *hit*."""
 
     num_groups: float = PRIOR_ROUNDS
     num_hits: float = PRIOR_HITS
     by_prompt: dict[int, tuple[float, float]] = field(default_factory=dict)  # groups and hits, by `PromptInfo.key`
-    usual_length: float = 0.0  # tokens after which a short round is over, on average
-    cut_off_share: float | None = None  # of answers in long rounds; `None` before the first
-    deferred_share: float = 0.3  # of the groups of short rounds
+    usual_length: float = 0.0  # average number of tokens at which a short round ends
+    cut_off_share: float | None = None  # share of truncated answers in long rounds; `None` before the first
+    deferred_share: float = 0.3  # share of the groups of short rounds that are deferred
 
     def probability(self, key: int) -> float:
-        """Probability that a long round gives this prompt's group a spread that a short one does not."""
+        """Returns the probability that a group has different rewards in a long round, but not in a short one."""
         groups, hits = self.by_prompt.get(key, (0.0, 0.0))
         return (hits + self.num_hits / self.num_groups) / (groups + 1)
 
     def defers(self, key: int, entry_id: int) -> bool:
-        """Whether an unsettled group is deferred. The same for the same entry, also after a resume."""
+        """Whether to defer an unsettled group. The result for an entry is reproducible, also after a resume."""
         return self.probability(key) > GATE or random.Random(entry_id).random() < EXPLORED
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether rollouts are decoded to their end: nothing is known yet, or too many answers never end."""
+        """Whether all rollouts are decoded to their end: the share of truncated answers is unknown or large."""
         return self.cut_off_share is None or self.cut_off_share > CUT_OFF
 
     def observe_short(self, length: float, num_deferred: int, num_groups: int) -> None:
-        """Learns from a short round: after how many tokens it was over, and how many of its groups were deferred."""
+        """Learns the length at which a short round ended, and how many of its groups were deferred."""
         self.usual_length = MEMORY * self.usual_length + (1 - MEMORY) * length if self.usual_length else length
         if num_groups:
             self.deferred_share = MEMORY * self.deferred_share + (1 - MEMORY) * num_deferred / num_groups
 
     def observe_long(self, key: int, is_uniform: bool, is_short_uniform: bool) -> None:
         """
-        Learns from a group of a long round: whether its rewards have no spread, and whether those have none of its
-        rows that are at most `usual_length` long.
+        Learns from a group of a long round whether its rewards are all equal, and whether those of its rows with at
+        most `usual_length` tokens are.
         """
         groups, hits = self.by_prompt.get(key, (0.0, 0.0))
         hit = not is_uniform and is_short_uniform
@@ -64,14 +63,14 @@ class LongRewards:
         self.num_groups, self.num_hits = self.num_groups + 1, self.num_hits + hit
 
     def observe_ends(self, num_cut_off: int, num_rows: int) -> None:
-        """Learns how many rows of a round that was decoded to its end were cut off at the limit."""
+        """Learns how many rows of a round that was decoded to its end are truncated."""
         if num_rows:
             share = num_cut_off / num_rows
             known = self.cut_off_share
             self.cut_off_share = share if known is None else MEMORY * known + (1 - MEMORY) * share
 
     def num_started(self, num_groups: int) -> int:
-        """Prompts of a short round that are likely to leave `num_groups` settled ones: at most twice as many."""
+        """Returns how many prompts to start for `num_groups` groups that are not deferred: at most twice as many."""
         return round(num_groups * min(2.0, 1 / (1 - self.deferred_share)))
 
     def state_dict(self) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def _inside(numbers: Array) -> Array:
 
 
 def _inside_of_lines(points: Sequence[DecodePoint]) -> Array:
-    """Mask of the points whose context is neither the shortest nor the longest of their batch size."""
+    """Returns a mask of the points whose context is neither the shortest nor the longest of their batch size."""
     sizes, lengths = np.array([(point.batch_size, point.context_length) for point in points]).T
     inside = np.zeros(len(points), bool)
     for size in set(sizes.tolist()):

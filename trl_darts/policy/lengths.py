@@ -141,11 +141,11 @@ class LengthTracker:
         self._pending += (num, num * moments.mean, num * moments.square, weight, weight * log_std)
 
     def mean(self, key: PromptKey) -> float:
-        """Smoothed mean length of a prompt in tokens, NaN if it was never seen."""
+        """Returns the smoothed mean length of a prompt in tokens, NaN if it was never seen."""
         return self._prompts.get(_as_64_bits(key), _UNSEEN)[0]
 
     def std(self, key: PromptKey) -> float:
-        """Smoothed standard deviation of a prompt's lengths in tokens, σ̃_L(q_i), NaN if it was never seen."""
+        """Returns the smoothed standard deviation of a prompt's lengths, σ̃_L(q_i), NaN if it was never seen."""
         return math.sqrt(self._prompts.get(_as_64_bits(key), _UNSEEN)[1])
 
     @property
@@ -182,7 +182,7 @@ class LengthTracker:
         self.prior.end_step()
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """State without the configuration, as copied arrays."""
+        """Returns the state without the configuration, as copied arrays."""
         rows = [(key, *values) for key, values in self._prompts.items()]
         columns = zip(*rows, strict=True) if rows else [()] * len(_PER_PROMPT)
         state = {
@@ -279,7 +279,7 @@ class PromptLengthPrior:
         return levels[0], levels[1]
 
     def typical_stds(self) -> tuple[float, float] | None:
-        """Range of the standard deviations of most prompts, `None` before the first update."""
+        """Returns the range of the standard deviations of most prompts, `None` before the first update."""
         count, averages = self._averages()
         if not count:
             return None
@@ -293,7 +293,7 @@ class PromptLengthPrior:
         return count, (sums / count).tolist() if count else []
 
     def state(self) -> NDArray[np.float64]:
-        """State as an array for [`load_state`]."""
+        """Returns the state as an array for [`load_state`]."""
         return np.array([self._sums, self._pending])
 
     def load_state(self, state: NDArray[np.float64]) -> None:

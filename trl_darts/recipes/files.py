@@ -1,4 +1,4 @@
-"""Config files, as far as they can be checked before TRL is loaded: their YAML, and whether the Hub can be reached."""
+"""Checks of config files that don't need TRL, which takes seconds to load: their YAML, and access to the Hub."""
 
 import argparse
 import os
@@ -13,11 +13,11 @@ from ..errors import ConfigurationError, HubError
 
 
 CONFIG_NAME = "darts_config.yaml"
-TIMEOUT_S = 2.0  # the Hub's own client tries for half a minute
+TIMEOUT_S = 2.0  # the Hub's client retries for half a minute
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file. An error names the line but does not quote it, because it may hold a secret."""
+    """Reads a mapping from a YAML file. Errors name the line but don't quote it, because it may hold a secret."""
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -27,15 +27,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ) from error
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        words = getattr(error, "problem", "it is nested too deeply") + (f" in line {mark.line + 1}" if mark else "")
-        raise ConfigurationError(f"`file` ({str(path)!r}) must be plain YAML: {words}. Correct it there.") from error
+        problem = getattr(error, "problem", "it is nested too deeply") + (f" in line {mark.line + 1}" if mark else "")
+        raise ConfigurationError(f"`file` ({str(path)!r}) must be plain YAML: {problem}. Correct it there.") from error
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise ConfigurationError(f"`file` ({str(path)!r}) must be a YAML mapping of names to values.")
     return data
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The words without `--config FILE`, and the file."""
+    """Splits arguments into those other than `--config FILE`, and the file."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
     try:
@@ -46,15 +46,15 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def check_config_option(words: Sequence[str]) -> None:
-    """Refuses `--config` without a file, and a file that is missing or no mapping."""
+    """Raises for `--config` without a file, and for a file that is missing or not a mapping."""
     _, path = split_command_line(words)
     if path is not None and "://" not in path:
         read_yaml(path)
 
 
 def check_hub(repo_id: str, revision: str | None = None, cached: bool = False) -> None:
-    """Raises [`HubError`] if the Hub can't be reached, unless a `cached` config is enough and there is one."""
-    if endpoint := os.environ.get("HF_ENDPOINT"):  # the Hub's client fails on a malformed one while it is imported
+    """Raises [`HubError`] if the Hub can't be reached. With `cached`, a config in the cache suffices."""
+    if endpoint := os.environ.get("HF_ENDPOINT"):  # importing the Hub's client fails if it is malformed
         check_address("HF_ENDPOINT", endpoint)
     from huggingface_hub import constants, get_session, try_to_load_from_cache  # not needed for `--help`
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]

@@ -394,7 +394,7 @@ def _checksum_on(card: str | Path) -> str | None:
 
 @contextmanager
 def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Raises errors of the Hub's client as one line with the names and a remedy."""
+    """Inside this context, errors of the Hub's client become one line with the names and a remedy."""
     try:
         yield
     except TRLDARTSError:

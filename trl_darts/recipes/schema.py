@@ -1,4 +1,4 @@
-"""The JSON schema of recipes, by which editors complete fields, show their help and underline what is wrong."""
+"""Builds the JSON schema of recipes, with which editors complete fields, show their help and mark errors."""
 
 from dataclasses import MISSING, Field, fields
 from enum import Enum
@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from .recipe import ARGUMENTS
 
 
-DRAFT = "http://json-schema.org/draft-07/schema#"  # the one that YAML editors know
+DRAFT = "http://json-schema.org/draft-07/schema#"  # supported by YAML editors
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", NoneType: "null"}
-ENV = {"type": "object", "description": "Variables of the environment."}
+ENV = {"type": "object", "description": "Environment variables."}
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Schema of the YAML files that `examples/train_grpo.py --config` takes."""
+    """Returns the schema of the YAML files of `examples/train_grpo.py --config`."""
     properties: dict[str, Any] = {"env": ENV}
     for cls in ARGUMENTS:
-        hints = get_type_hints(cls, include_extras=True)  # a parser that is built changes the fields' own types
+        hints = get_type_hints(cls, include_extras=True)  # building a parser changes `Field.type`
         properties |= {own.name: _property(own, hints[own.name]) for own in fields(cls)}
     return {
         "$schema": DRAFT,
@@ -32,7 +32,7 @@ def _property(own: Field[Any], hint: Any) -> dict[str, Any]:
     choices = own.metadata.get("choices")
     allowed: list[dict[str, Any]] = [{"enum": list(choices)}] if choices else _types(hint)
     if own.default is None and {"type": "null"} not in allowed:
-        allowed.append({"type": "null"})  # filled in later, and the annotation does not say so
+        allowed.append({"type": "null"})  # the annotation is that of the computed value
     schema = _any_of(allowed) | {"description": own.metadata["help"]}
     if own.default is not MISSING:
         schema["default"] = own.default.value if isinstance(own.default, Enum) else own.default
@@ -40,9 +40,9 @@ def _property(own: Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _types(hint: Any) -> list[dict[str, Any]]:
-    """The alternatives of an annotation. An enum leaves no room for other text."""
+    """Returns the schemas that an annotation allows. A union with an enum excludes other text."""
     origin, inner = get_origin(hint), get_args(hint)
-    if origin is Annotated:  # a field of ours, with its rule
+    if origin is Annotated:  # a type with a `Rule`
         kind, rule = inner
         nulls = [{"type": "null"}] if NoneType in get_args(kind) else []
         return [{"enum": list(rule.choices)}, *nulls] if rule.choices else _types(kind)

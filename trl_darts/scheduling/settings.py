@@ -1,6 +1,6 @@
 """
-`ScheduleSettings`: what shapes a rollout. Each setting is declared, documented and checked here, and turned into
-policies. The trainer's config inherits them; the simulator uses them alone.
+`ScheduleSettings`: the settings of a rollout. They are declared, documented, checked and turned into policies here.
+The trainer's config inherits them; the simulator uses them alone.
 """
 
 import math
@@ -29,7 +29,7 @@ from .policies import (
     UniformPool,
     WaitForAll,
 )
-from .setting import FilledIn, Rule, at_least, check_fields, filled_in, one_of, setting
+from .rules import FilledIn, Rule, at_least, check_fields, filled_in, one_of, setting
 from .tail import TailPolicy, TailServers
 
 
@@ -39,8 +39,8 @@ SPARE_CANDIDATES = 2
 # The length of an aborted or truncated response is estimated up to this many times the limit. If it were the limit
 # itself, a prompt whose responses are all truncated would seem to have no spread of lengths.
 HORIZON = 2
-# Settings that only matter where more is sampled of a prompt than is kept, with the values that change nothing
-# elsewhere. "M" stands for `num_generations`.
+# Settings that only have an effect if prompts get more candidates than rows, with values that are accepted otherwise.
+# "M" stands for `num_generations`.
 OF_SELECTION: dict[str, tuple[Any, ...]] = {
     "max_num_generations": ("M", None),
     "min_num_generations": ("M", None),
@@ -60,25 +60,25 @@ SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "sorted_mode": {"sorted": "on_policy"},
 }
 SUBMIT_ORDERS = {"grpo": "arrival", "sorted": "shortest"}  # 'longest' for other schedules
-MAX_OVERSAMPLING = 4.0  # with `drop_uniform_groups`: most batches are full although 3 groups of 4 are uniform
+MAX_OVERSAMPLING = 4.0  # fills most batches with `drop_uniform_groups` if 3 groups of 4 are uniform
 OVERSAMPLING = Rule(lambda value: 1 < value < math.inf, "greater than 1 and finite: the prompts per trained prompt")
 
 
 @dataclass
 class ScheduleSettings:
     """
-    What shapes rollouts: what is sampled, what is waited for, what is kept, and which prompts make a batch. The
-    symbols in brackets are those of [DARTS](https://huggingface.co/papers/2605.30859). Each field's help says what it
-    means.
+    Settings of rollouts: how many candidates are sampled, when a rollout ends, which candidates are kept, and which
+    prompts make a batch. Each field's help describes it. Symbols in brackets are those of
+    [DARTS](https://huggingface.co/papers/2605.30859).
 
     Raises:
-        [`ConfigurationError`]: If a setting can't work. Names it, its value, the rule and a remedy.
+        [`ConfigurationError`]: If a value can't work. The message names the setting, its value, the rule and a remedy.
     """
 
-    # First, so that it can be given by position, and `num_generations` after it.
+    # The first two can be given by position.
     schedule: Annotated[str, one_of(SCHEDULES)] = setting(
         "darts",
-        "Which system decides about rollouts, see docs/schedules.md. 'darts' samples up to `max_num_generations` "
+        "System that shapes rollouts, see docs/schedules.md. 'darts' samples up to `max_num_generations` "
         "candidates per prompt and keeps the shortest and the longest complete ones; 'grpo' samples and keeps "
         "`num_generations`, as TRL does; 'tail_batching' defers the slowest prompts to rounds of their own; "
         "'partial_rollout' continues unfinished candidates in the next step; 'sorted' starts several batches at once "
@@ -88,23 +88,23 @@ class ScheduleSettings:
         8, "Number of generations per prompt that are trained on [M]."
     )
 
-    # What is sampled
+    # Number of candidates
     max_num_generations: int = setting(
         None, "Most candidates of one prompt [M_up]. Defaults to twice `num_generations`."
     )
     min_num_generations: int = setting(
         None,
         "Fewest candidates of one prompt [M_low]. With `long_end_patience='auto'` defaults to `num_generations + 2`, "
-        "or to what `target_redundancy` and `max_num_generations` allow where that is less: a prompt without a spare "
-        "candidate waits for each of its own. Otherwise defaults to `num_generations`, as in the paper. Where lengths "
-        "hardly vary, or engines are full, spare candidates don't pay, and prompts get none unless this is set.",
+        "or less if `target_redundancy` and `max_num_generations` don't allow it: a prompt without spare candidates "
+        "waits for all of them. Otherwise defaults to `num_generations`, as in the paper. If lengths hardly vary, or "
+        "engines are full, spare candidates don't pay, and prompts get none unless this is set.",
     )
     target_redundancy: float = setting(
         None,
-        "Candidates per trained row, on average over a batch, while response lengths vary as they did in the first "
-        "steps [M_total / (N·M)]. From there, the budget follows their spread. Between 1 and "
-        f"`max_num_generations / num_generations`. Defaults to {DEFAULT_REDUNDANCY}, or to the upper end where that "
-        "is less.",
+        "Candidates per trained row, on average over a batch, while response lengths vary as in the first steps "
+        "[M_total / (N·M)]. Later, the budget follows their spread. Between 1 and "
+        f"`max_num_generations / num_generations`. Defaults to {DEFAULT_REDUNDANCY}, or to "
+        "`max_num_generations / num_generations` if that is smaller.",
     )
     redundancy_cost_weight: Annotated[
         float | None, Rule(lambda value: 0 < value < math.inf, "positive and finite")
@@ -118,7 +118,7 @@ class ScheduleSettings:
         DEFAULT_EMA, "Weight of the newest observation in the moving averages of response lengths."
     )
 
-    # What is waited for and kept
+    # End of a rollout and selection
     num_longest: Annotated[int, at_least(0)] = setting(
         1,
         "How many of a prompt's `num_generations` rows are its longest complete candidates [L]. The others are its "
@@ -145,26 +145,25 @@ class ScheduleSettings:
     )
     selection: Annotated[str, one_of(SELECTIONS)] = setting(
         None,
-        "Which of a prompt's candidates are kept: 'dual_end', the shortest and the longest complete ones; 'uniform', "
-        "those that finished, whatever their length; 'all', where no more are sampled than are kept. Defaults to "
-        "'dual_end' with `schedule='darts'` and to 'all' otherwise. Tail batching, partial rollouts and sorted "
-        "batches can be combined with any.",
+        "Which of a prompt's candidates are kept: 'dual_end' keeps the shortest and the longest complete ones, "
+        "'uniform' finished ones of any length, and 'all' samples no more than are kept. Defaults to 'dual_end' with "
+        "`schedule='darts'` and to 'all' otherwise. 'tail_batching', 'partial_rollout' and 'sorted' can be combined "
+        "with any.",
     )
 
-    # Where candidates run
+    # Placement
     submit_order: Annotated[str, one_of(("longest", "shortest", "arrival"))] = setting(
         None,
         "In which order candidates start, by their expected lengths: 'longest' first, 'shortest' first, or in order "
-        "of 'arrival'. Matters where engines have no room for all at once. Defaults to 'shortest' with "
-        "`schedule='sorted'`, whose batches are those that finish first, to 'arrival' with 'grpo', as in TRL, and to "
-        "'longest' otherwise.",
+        "of 'arrival'. Matters if engines have no room for all at once. Defaults to 'shortest' with "
+        "`schedule='sorted'`, which trains first on the prompts that finish first, to 'arrival' with 'grpo', as in "
+        "TRL, and to 'longest' otherwise.",
     )
     tail_switch_at: Annotated[int | None, Rule(lambda value: value >= 0, "at least 1 candidate, or 0 for never")] = (
         setting(
             None,
-            "Number of unfinished candidates at which the rest of a rollout moves to `vllm_tail_server_url`. If it is "
-            "unset, the rest moves when that is predicted to pay, from the profile of both kinds of servers in "
-            "`latency_curve`. 0 for never.",
+            "Number of unfinished candidates at which they move to `vllm_tail_server_url`. If it is unset, they move "
+            "when that is predicted to pay, from the profile of both kinds of servers in `latency_curve`. 0: never.",
         )
     )
     tail_share: Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and less than 1")] = setting(
@@ -173,7 +172,7 @@ class ScheduleSettings:
         "from the start.",
     )
 
-    # Which prompts make a batch
+    # Prompts of a batch
     prompt_oversampling: Annotated[float | None, OVERSAMPLING] = setting(
         None,
         "Prompts that are started for each trained prompt, with 'tail_batching' (defaults to "
@@ -183,7 +182,7 @@ class ScheduleSettings:
     )
     max_partial_age: Annotated[int | None, at_least(1)] = setting(
         None,
-        "Number of rollouts that may end while a prompt of 'partial_rollout' is unfinished; the next waits for it. "
+        "Number of rollouts that may end before a prompt of 'partial_rollout' is finished. The next one waits for it. "
         f"Defaults to {SCHEDULE_DEFAULTS['max_partial_age']['partial_rollout']}.",
     )
     mask_stale_after: Annotated[int | None, at_least(0)] = setting(
@@ -203,25 +202,25 @@ class ScheduleSettings:
     )
     rollout_ahead: Annotated[int, Rule((0, 1).__contains__, "0 or 1: at most one batch is sampled ahead")] = setting(
         0,
-        "1 samples the next batch while the optimizer steps on this one, so that servers and trainer work at the same "
-        "time. Each batch then comes from the weights of one batch before, with TRL's importance sampling "
+        "1 samples the next batch while the trainer trains on this one, so that servers and trainer work at the same "
+        "time. Each batch is then sampled with the weights of the batch before, with TRL's importance sampling "
         "correction. 0 waits for each rollout. Only with `vllm_mode='server'`.",
     )
     drop_uniform_groups: bool = setting(
         False,
-        "Whether groups whose rewards are all equal, which teach nothing, are replaced by further prompts until all "
-        "groups of the batch have a spread of rewards (DAPO's dynamic sampling). Only with `schedule` 'darts' or "
+        "Whether groups whose rewards are all equal, and have no gradient, are replaced by further prompts until all "
+        "groups of the batch have different rewards (DAPO's dynamic sampling). Only with `schedule` 'darts' or "
         "'grpo' and `vllm_mode='server'`.",
     )
     max_prompt_oversampling: Annotated[float | None, OVERSAMPLING] = setting(
         None,
-        "Prompts sampled for each trained prompt, at most, with `drop_uniform_groups`. Filler rows with zero loss "
-        f"weight stand in for groups that are missing then. Defaults to {MAX_OVERSAMPLING:g}.",
+        "Most prompts sampled for each trained prompt with `drop_uniform_groups`. If groups are still missing then, "
+        f"filler rows with zero loss weight replace them. Defaults to {MAX_OVERSAMPLING:g}.",
     )
     defer_unsettled_groups: bool = setting(
         False,
-        "Whether a group whose kept rewards are all equal waits for a long round if some of its candidates were "
-        "aborted: long answers could have given it a spread. A long round decodes `num_generations` candidates of "
+        "Whether a group whose kept rewards are all equal is deferred to a long round if some of its candidates were "
+        "aborted, because long answers may have other rewards. A long round decodes `num_generations` candidates of "
         "each prompt to their end. Only with `schedule='darts'`, a bounded `long_end_patience` and "
         "`vllm_mode='server'`.",
     )
@@ -235,6 +234,10 @@ class ScheduleSettings:
     def __post_init__(self) -> None:
         self.forget_filled_in()
         check_fields(self, ScheduleSettings)  # first: 'false' would count as true, and '1.5' end in a `TypeError`
+        self.resolve()
+
+    def resolve(self) -> None:
+        """Computes defaults that depend on other settings, and checks settings against each other."""
         self._check_patience()
         self._fill_in()
         self._check_selection()
@@ -248,14 +251,14 @@ class ScheduleSettings:
             )
 
     def forget_filled_in(self) -> None:
-        """Unsets the values that another config filled in: this one may have other fields."""
+        """Unsets values that another config computed, so that they are computed from this config's fields."""
         for name, value in vars(self).items():
             if isinstance(value, FilledIn):
                 setattr(self, name, None)
 
     def _check_patience(self) -> None:
         patience = self.long_end_patience
-        if isinstance(patience, str) and patience != AUTO:  # of a command line
+        if isinstance(patience, str) and patience != AUTO:  # from a command line
             try:
                 patience = None if patience == "none" else float(patience)
             except ValueError:
@@ -302,7 +305,7 @@ class ScheduleSettings:
 
     @property
     def _affordable(self) -> int:
-        """Candidates per prompt that the budget allows on average."""
+        """Average number of candidates per prompt within the budget."""
         return math.floor(self.target_redundancy * self.num_generations + 1e-9)  # 1.1 × 10 is 11
 
     def _check_selection(self) -> None:
@@ -321,7 +324,7 @@ class ScheduleSettings:
             )
 
     def _check_unread(self) -> None:
-        """Refuses values that nothing reads, unless they say what happens anyway."""
+        """Raises for values without an effect, unless they describe what happens anyway."""
         if not self.over_provisions:
             remedy = "schedule='darts'" if self.schedule == "grpo" else "selection='dual_end'"
             reason = f"`schedule` ({self.schedule!r}) and `selection` ('all'), which keep every candidate"
@@ -442,7 +445,7 @@ class ScheduleSettings:
 
     @property
     def own_prompts(self) -> str:
-        """The beginning of an error about a schedule that `buffers_prompts`."""
+        """Beginning of an error message about a schedule that `buffers_prompts`."""
         if self.rollout_ahead:
             return f"`rollout_ahead` ({self.rollout_ahead}) samples each batch before its turn, and does not run"
         name = self._own_prompts_of
@@ -451,7 +454,7 @@ class ScheduleSettings:
 
     @property
     def without_own_prompts(self) -> str:
-        """What to set instead."""
+        """Remedy for an error about `own_prompts`."""
         if self.rollout_ahead:
             return "`rollout_ahead=0`"
         name = self._own_prompts_of
@@ -477,9 +480,9 @@ class ScheduleSettings:
         tail: TailServers | None = None,
     ) -> SchedulePolicies:
         """
-        The policies of one rollout. Groups start in `submit_order` of their expected lengths (NaN where nothing is
-        known), unless a `placement` is given. `batch_stop` defaults to the end of all groups, see [`Round`]. `rollout`
-        counts from 0, for `long_end_every`. `tail` is what is known of the tail servers, if there are any.
+        Returns the policies of one rollout. Groups start in `submit_order` of their expected lengths (NaN if unknown),
+        unless a `placement` is given. By default, the batch is ready when all groups are. `rollout` counts from 0 and
+        is used for `long_end_every`. `tail` describes the tail servers, if any.
         """
         if placement is None and self.ranks and expected_lengths is not None:
             placement = LengthOrder(expected_lengths, self.submit_order == "longest")
@@ -489,9 +492,9 @@ class ScheduleSettings:
             stop = (DualEnd if self.selection == "dual_end" else UniformPool)(
                 self.num_generations,
                 self.max_num_generations,
-                self.num_longest,
-                self.tail_pruning,
-                None if every and (rollout + 1) % every == 0 else self.long_end_patience,
+                num_longest=self.num_longest,
+                tail_pruning=self.tail_pruning,
+                long_end_patience=None if every and (rollout + 1) % every == 0 else self.long_end_patience,
             )
         return SchedulePolicies(
             stop,
@@ -501,7 +504,7 @@ class ScheduleSettings:
         )
 
     def _long_groups(self, expected_lengths: Sequence[float] | None) -> frozenset[int]:
-        """The groups that tail servers decode from the start (StreamRL's skewness-aware dispatching)."""
+        """Returns the groups that tail servers decode from the start (StreamRL's skewness-aware dispatching)."""
         if not self.tail_share or expected_lengths is None:
             return frozenset()
         lengths = known_lengths(expected_lengths)
@@ -509,7 +512,7 @@ class ScheduleSettings:
         return frozenset(ranking[: max(1, round(self.tail_share * len(ranking)))])
 
     def tracker(self, max_completion_length: int, source: str = "") -> LengthTracker:
-        """A new tracker of response lengths."""
+        """Creates a tracker of response lengths."""
         return LengthTracker(self.length_ema, HORIZON * max_completion_length, source)
 
     def admission(
@@ -521,10 +524,10 @@ class ScheduleSettings:
         tail: TailServers | None = None,
     ) -> AdmissionPolicy:
         """
-        The policy that gives each prompt its candidates, for `num_engines` that decode a batch together, `num_slots`
-        sequences of it at once (no limit by default). The curve is that of one engine;
-        [`ConfigurationError`] is raised if `redundancy_cost_weight` needs it and it is missing. Where a switch to
-        `tail` servers is predicted, lengths are learned under any schedule.
+        Creates the policy that decides the number of candidates per prompt. `num_engines` share a batch and decode
+        `num_slots` sequences at once (`None` for no limit). The curve is that of one engine. Raises
+        [`ConfigurationError`] if `redundancy_cost_weight` is set without it. With every schedule, lengths are tracked
+        if a switch to `tail` servers is predicted.
         """
         if not self.over_provisions:
             learns = self.ranks or (tail is not None and tail.times is not None)
@@ -532,12 +535,12 @@ class ScheduleSettings:
         budget = BudgetController(
             self.num_generations,
             self.max_num_generations,
-            self.target_redundancy,
-            self.redundancy_cost_weight,
-            latency_curve,
-            num_engines,
-            self.min_num_generations,
-            num_slots,
-            not isinstance(self.min_num_generations, FilledIn),  # the user asked for the spare candidates
+            target_redundancy=self.target_redundancy,
+            cost_weight=self.redundancy_cost_weight,
+            latency_curve=latency_curve,
+            num_engines=num_engines,
+            min_num_generations=self.min_num_generations,
+            num_slots=num_slots,
+            keeps_spares=not isinstance(self.min_num_generations, FilledIn),  # if the user set it
         )
         return VarianceAdmission(tracker, budget)

@@ -72,8 +72,8 @@ class Occupancy:
 
 def bubble_ratio(occupancy: Occupancy) -> float:
     """
-    Share of idle decoding slots (SortedRL, Eq. 4), between 0 and 1; 0 for an empty rollout. The queue size Q of the
-    equation is the peak number of running candidates over all engines.
+    Returns the share of idle decoding slots (SortedRL, Eq. 4), between 0 and 1; 0 for an empty rollout. The queue size
+    Q of the equation is the peak number of running candidates over all engines.
     """
     slots = occupancy.peak * occupancy.seconds
     return 1.0 - occupancy.area / slots if slots > 0 else 0.0

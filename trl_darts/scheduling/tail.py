@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..policy import TailTimes, remaining_lengths
-from ..policy.tail import Array
+from ..policy.forecast import Array
 from .ledger import RUNNING, Ledger
 from .types import Candidate, EngineLoad, Group, TailSwitch
 

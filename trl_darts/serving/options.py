@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..policy import Layout
 from ..policy.drafts import MAX_DRAFT
 from ..recipes.files import unreachable
-from ..scheduling.setting import one_of
+from ..scheduling.rules import one_of
 from ..weights import WEIGHT_SYNCS
 from .build import VLLMBuild, split_devices
 

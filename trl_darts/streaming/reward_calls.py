@@ -14,7 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from queue import SimpleQueue
 from typing import Any
 
-from ..training.rewards import check_rewards
+from ..training.reward_checks import check_rewards
 from ..trl_compat import is_async_callable, start_event_loop_in_daemon
 
 

@@ -14,7 +14,7 @@ from ..errors import ConfigurationError
 from ..scheduling import RolloutResult
 from ..scheduling.ledger import Ledger
 from ..training.positions import LENGTH_DEPENDENT_ROPE, rope_kinds, uncached_layers
-from ..trl_compat import disable_gradient_checkpointing, use_adapter
+from ..trl_compat import disable_gradient_checkpointing, is_sharded, use_adapter
 from .forward import Scorer
 from .logprob_stream import POLICY, REFERENCE, LogprobStream
 from .plan import ScoringRound, Tokens
@@ -159,7 +159,7 @@ def make_streams(trainer: Any) -> Streams:
             args.stream_cache_gib,
             num_processes,
             mailbox,
-            trainer.is_sharded,
+            is_sharded(trainer),
         )
     if args.stream_rewards:
         # A proxy avoids a reference cycle, so that the threads end with the trainer.
@@ -185,7 +185,7 @@ def _scorers(trainer: Any) -> dict[str, Scorer]:
     misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0
     needed = {POLICY: misaligned or trainer.vllm_importance_sampling_correction, REFERENCE: trainer.beta != 0.0}
     config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
-    fields = trainer.accelerator.device, trainer.is_sharded, hasattr(config, "output_router_logits")
+    fields = trainer.accelerator.device, is_sharded(trainer), hasattr(config, "output_router_logits")
     return {
         name: Scorer(partial(_forward, trainer, name), partial(_as_trl_scores, trainer, name), *fields)
         for name, is_needed in needed.items()

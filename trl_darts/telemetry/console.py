@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
 from ..scheduling.policies import AUTO
-from ..training.rewards import RewardWatch
+from ..training.reward_checks import RewardWatch
 from ..weights.fleet import resolve_weight_sync
 
 
@@ -129,7 +129,7 @@ def _budget(args: Any) -> str:
 
 
 def _wait(args: Any) -> str:
-    """`long_end_patience` in words."""
+    """Describes `long_end_patience`."""
     patience, complete = args.long_end_patience, f"{args.num_generations} complete answers to each prompt"
     if args.selection == "all":
         return "all candidates"

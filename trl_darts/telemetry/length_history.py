@@ -14,7 +14,7 @@ from ..engines.connection import model_config
 from ..errors import ConfigurationError, StateMismatchError
 from ..policy import LengthTracker
 from ..scheduling import GroupSummary, UniformAdmission, prompt_key
-from .log import read_log
+from .run_log import read_log
 from .traces import read_traces
 
 

@@ -213,7 +213,7 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
 
 
 def _long_ends(record: RolloutRecord) -> dict[str, float]:
-    """Share of groups without aborted candidates, which therefore keep the longest of their pool."""
+    """Returns the share of groups without aborted candidates, which therefore keep the longest of their pool."""
     groups = [group for group in record.summaries if len(group.lengths) < record.long_end_below]
     if not groups:
         return {}

@@ -1,20 +1,17 @@
-"""`RolloutLog`: what is logged and written of each rollout of a run."""
+"""`RolloutLog` turns rollouts into metrics, traces and warnings."""
 
 from pathlib import Path
 from typing import Any
 
 from ..checks import warn_of_cut_long_ends
-from ..training.rewards import RewardWatch
+from ..training.reward_checks import RewardWatch
 from .console import RolloutTotals
 from .metrics import RolloutRecord, rollout_metrics
 from .traces import write_trace
 
 
 class RolloutLog:
-    """
-    Turns the record of each training rollout into metrics, a trace, and warnings about the first ones. `servers` is
-    TRL's vLLM generation, if there is one.
-    """
+    """Logs the training rollouts of a run. `servers` is TRL's vLLM generation, if there is one."""
 
     def __init__(self, args: Any, is_main: bool, servers: Any) -> None:
         self.totals = RolloutTotals()

@@ -1,1 +1,1 @@
-"""What surrounds TRL's training step: rows, rewards, padding, and how a run stops and resumes."""
+"""Rows, rewards and padding of TRL's training step, and stopping and resuming of a run."""

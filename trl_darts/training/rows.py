@@ -1,6 +1,6 @@
 """
-The rows that a rollout hands to TRL, and the filler rows among them: those that stand in for a group that could not be
-completed, and have no weight.
+The rows that TRL trains on. Filler rows repeat those of another group in place of a group that could not be completed,
+and have zero loss weight.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,17 +15,15 @@ from ..scheduling import RolloutResult
 
 
 Tokens = list[int]
-Ages = Sequence[Sequence[tuple[int, int]]]  # of each row: (age of the policy, number of tokens in a row), in order
-UNKNOWN = float("nan")  # TRL's value for a log-prob that is not known: such a token is not corrected for
+Ages = Sequence[Sequence[tuple[int, int]]]  # per row, runs of tokens: (age of the policy in steps, number of tokens)
+UNKNOWN = float("nan")  # TRL's value for an unknown log-prob, whose token gets no importance sampling correction
 
 
 @dataclass
 class KeptRows:
     """
-    Completions group by group; `logprobs` is `None` where the engine gives none.
-
-    `fillers` are the rows that repeat those of a complete group: indices into the batch of all processes, also in a
-    part of the rows.
+    Completions in the order of the groups. `logprobs` is `None` if the engine returns none. `fillers` are the indices
+    of the filler rows in the batch of all processes, also in a slice of the rows.
     """
 
     completion_ids: list[Tokens]  # (N·M, ≤ max_completion_length)
@@ -34,7 +32,7 @@ class KeptRows:
 
     @classmethod
     def of_result(cls, result: RolloutResult, num_generations: int) -> "KeptRows":
-        """The rows of a rollout. Groups that were dropped repeat the others in turn."""
+        """Collects the rows of a rollout. Each dropped group repeats another one, in turn."""
         groups = {group.plan.group_id: [(row.tokens, row.logprobs) for row in group.rows] for group in result.groups}
         return cls.of_groups(groups, dict(zip(sorted(result.dropped), cycle(groups), strict=False)), num_generations)
 
@@ -46,8 +44,8 @@ class KeptRows:
         num_generations: int,
     ) -> "KeptRows":
         """
-        From tokens and log-probs of each group's rows, by place in the batch; `repeated` names, by place, the group
-        that stands in for one that is missing, with log-probs that are not known.
+        Builds the rows from tokens and log-probs by the group's position in the batch. `repeated` maps the position of
+        a missing group to that of the group that it repeats.
         """
         rows = {place: list(own) for place, own in groups.items()}
         for place, other in repeated.items():
@@ -66,9 +64,9 @@ class KeptRows:
 
 def forget_filler_rewards(rewards: torch.Tensor, fillers: Collection[int]) -> torch.Tensor:
     """
-    Takes the rewards from filler rows: TRL leaves rows without any out of the mean and the standard deviation that
-    scale the advantages of the others, and out of its metrics. `rewards` has the shape `(N·M, F)`, over all processes.
-    A batch of filler rows alone keeps them, since the mean of no rewards is NaN.
+    Sets the rewards of filler rows to NaN, so that TRL ignores them in its metrics and in the mean and the standard
+    deviation that scale advantages. `rewards` has the shape `(N·M, F)`, over all processes. A batch that only has
+    filler rows keeps its rewards, because the mean of no rewards is NaN.
     """
     if 0 < len(fillers) < len(rewards):
         rewards = rewards.clone()
@@ -78,8 +76,8 @@ def forget_filler_rewards(rewards: torch.Tensor, fillers: Collection[int]) -> to
 
 def mask_fillers(output: dict[str, Any], fillers: Collection[int], accelerator: Accelerator) -> None:
     """
-    Takes the weight from filler rows: no advantage, and no token in the loss or in its normalization. Called on every
-    process at once with what TRL's `_generate_and_score_completions` returned there, which is changed in place.
+    Gives filler rows zero loss weight: no advantage, and no token in the loss or its normalization. Changes the output
+    of TRL's `_generate_and_score_completions` in place. Must be called on every process.
     """
     if not fillers:
         return
@@ -88,15 +86,15 @@ def mask_fillers(output: dict[str, Any], fillers: Collection[int], accelerator: 
     rows = [row - first for row in fillers if first <= row < first + len(mask)]
     mask[rows] = 0
     output["advantages"][rows] = 0.0
-    if "sampling_per_token_logps" in output:  # not a number times no weight is not a number
+    if "sampling_per_token_logps" in output:  # NaN * 0 is NaN
         output["sampling_per_token_logps"][rows] = 0.0
     _count_items(output, accelerator)
 
 
 def forget_stale_logprobs(rows: KeptRows, ages: Ages, max_age: int) -> None:
     """
-    Takes the log-probs from tokens that [`mask_stale`] will mask, so that they don't weigh in TRL's correction either:
-    by default it is one ratio for the whole row.
+    Sets the log-probs of tokens that [`mask_stale`] will mask to NaN, so that they don't count in TRL's correction
+    either, which by default is one ratio per row.
     """
     if rows.logprobs is not None:
         for row, start, end in _stale_runs(ages, max_age):
@@ -105,20 +103,20 @@ def forget_stale_logprobs(rows: KeptRows, ages: Ages, max_age: int) -> None:
 
 def mask_stale(output: dict[str, Any], ages: Ages, max_age: int, accelerator: Accelerator) -> None:
     """
-    Takes the weight from tokens that a policy older than `max_age` sampled. What comes after them still attends to
-    them. Called like [`mask_fillers`], with the ages of this process's rows.
+    Masks tokens in the loss that were sampled by a policy older than `max_age`. Later tokens still attend to them.
+    Called like [`mask_fillers`], with the ages of this process's rows.
     """
     mask = output.get("tool_mask", torch.ones_like(output["completion_mask"]))
     for row, start, end in _stale_runs(ages, max_age):
         mask[row, start:end] = 0
-        if "sampling_per_token_logps" in output:  # not a number times no weight is not a number
+        if "sampling_per_token_logps" in output:  # NaN * 0 is NaN
             output["sampling_per_token_logps"][row, start:end] = 0.0
     output["tool_mask"] = mask
     _count_items(output, accelerator)
 
 
 def _stale_runs(ages: Ages, max_age: int) -> Iterator[tuple[int, int, int]]:
-    """Row, start and end of each run of tokens that is older."""
+    """Yields row, start and end of each run of tokens older than `max_age`."""
     for row, runs in enumerate(ages):
         start = 0
         for age, count in runs:

@@ -16,7 +16,7 @@ from ..engines.addresses import is_this_machine
 from ..engines.pool import Member, ServerPool, State, describe
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import ConfigurationError, TRLDARTSError, WeightSyncError
-from ..scheduling.setting import one_of
+from ..scheduling.rules import one_of
 from . import WEIGHT_SYNCS, calls
 from .client import BlockingVLLMClient, image_features
 from .files import WeightDirectory

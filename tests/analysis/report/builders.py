@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from trl_darts.analysis.report.runs import outcomes
-from trl_darts.telemetry.log import append_entry
+from trl_darts.telemetry.run_log import append_entry
 from trl_darts.telemetry.traces import COLUMNS
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from trl_darts.analysis.simulation import ClusterSpec, SimulatedRun, SimulatedTraining, Workload
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import GroupSummary, Occupancy, ScheduleSettings
-from trl_darts.telemetry.log import append_entry
 from trl_darts.telemetry.metrics import RolloutRecord
+from trl_darts.telemetry.run_log import append_entry
 from trl_darts.telemetry.traces import write_trace
 
 

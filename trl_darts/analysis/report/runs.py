@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ...errors import ConfigurationError
-from ...telemetry.log import LOG_FILE, read_evaluations, read_log
+from ...telemetry.run_log import LOG_FILE, read_evaluations, read_log
 from ...telemetry.traces import TRACE_PATTERN, read_traces
 
 

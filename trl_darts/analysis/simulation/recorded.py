@@ -156,6 +156,6 @@ def _traces(run_dir: Path) -> pd.DataFrame:
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
     """Reads the settings in a run's log."""
-    from ...telemetry.log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
+    from ...telemetry.run_log import read_log  # loads pandas, for which a wrong option or `--help` should not wait
 
     return read_log(run_dir)[0]

@@ -1,4 +1,4 @@
-"""Reward functions that return what is no reward are named, on each way on which they are called."""
+"""Tests that errors name reward functions with invalid results, wherever they are called."""
 
 import math
 
@@ -8,8 +8,8 @@ import torch
 from tests.builders import length_reward, make_args, make_trainer
 from trl_darts.errors import ConfigurationError
 from trl_darts.streaming.reward_calls import RewardCall
-from trl_darts.training import rewards as module
-from trl_darts.training.rewards import RewardWatch, check_rewards
+from trl_darts.training import reward_checks as module
+from trl_darts.training.reward_checks import RewardWatch, check_rewards
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_what_is_no_reward(returned, named):
     words = rf"The reward function 'own' returned {named}, and must return a list with one number or `None` for each"
     with pytest.raises(ConfigurationError, match=words):
         check_rewards("own", returned)
-    call = RewardCall(lambda **arguments: returned, "own", [0], {})  # as it is streamed
+    call = RewardCall(lambda **arguments: returned, "own", [0], {})  # with streaming
     call.run()
     assert isinstance(call.future.result(), ConfigurationError)
 
@@ -45,7 +45,7 @@ def test_a_training_names_the_function(model_dir, tmp_path, reward):
     trainer = make_trainer(model_dir, make_args(tmp_path, max_steps=1), reward_funcs=[length_reward, reward])
     with pytest.raises(ConfigurationError, match=rf"^The reward function '{reward.__name__}' returned '1\.0' \(str\)"):
         trainer.train()
-    assert trainer.reward_funcs == [length_reward, reward]  # a user's own
+    assert trainer.reward_funcs == [length_reward, reward]  # unchanged
 
 
 def nan_reward(completions, **kwargs):

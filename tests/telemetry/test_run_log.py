@@ -1,4 +1,4 @@
-"""A run's log: of two entries of a step the later counts, and what is missing or broken is said."""
+"""Tests a run's log: the later of two entries of a step counts, and notes name missing or broken parts."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.analysis.report.builders import SETTINGS, make_entry, write_run
 from trl_darts.errors import ConfigurationError
-from trl_darts.telemetry.log import LOG_FILE, read_evaluations, read_log
+from trl_darts.telemetry.run_log import LOG_FILE, read_evaluations, read_log
 
 
 def test_last_attempt_counts(tmp_path):
@@ -29,7 +29,7 @@ def test_entries_of_evaluation_and_end_are_no_steps(tmp_path):
 @pytest.mark.parametrize(("steps", "widths"), [([1, 10, 20], [1, 9, 10]), ([30, 40], [10, 10]), ([5], [5])])
 def test_an_entry_stands_for_the_steps_since_the_one_before(tmp_path, steps, widths):
     _, log, _, _ = read_log(write_run(tmp_path, log=[make_entry(step) for step in steps]))
-    assert log["num_steps"].tolist() == widths  # a run that was resumed elsewhere does not start at step 1
+    assert log["num_steps"].tolist() == widths  # a run that was resumed from another directory starts later
 
 
 def test_newest_checkpoint_stands_in_for_the_log(tmp_path):

@@ -1,6 +1,5 @@
 """
-How a config declares a field: its help, its type, the rule that its values follow, and the mark of a default that was
-computed.
+Declares fields of a config with their help, type and rule, and marks defaults that were computed.
 """
 
 import os
@@ -16,13 +15,13 @@ from ..errors import ConfigurationError, did_you_mean
 
 
 def setting(default: Any, help: str) -> Any:
-    """Declares a field with its help text, which the command line and the documentation show."""
+    """Declares a field with its help text for the command line and the documentation."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be. It stands in a field's annotation: `share: Annotated[float, Rule(...)]`."""
+    """Rule for the values of a field, given in its annotation: `share: Annotated[float, Rule(...)]`."""
 
     allows: Callable[[Any], bool]
     text: str  # follows "must be"
@@ -49,9 +48,9 @@ POSITIVE = Rule(lambda value: value > 0, "positive")
 
 def check_fields(config: Any, *declared: type) -> None:
     """
-    Raises [`ConfigurationError`] if a field that one of the dataclasses `declared` adds has a value of another type,
-    or one that breaks its rule. NumPy scalars and paths are replaced by Python's numbers and strings, because config
-    files hold nothing else.
+    Raises [`ConfigurationError`] if a field of the dataclasses `declared`, without those of their bases, has a value
+    of another type, or one that breaks its rule. Replaces NumPy scalars and paths by Python's numbers and strings, so
+    that the config can be saved.
     """
     for cls in declared:
         for name, kinds, rule in _fields(cls):
@@ -73,8 +72,8 @@ def check_fields(config: Any, *declared: type) -> None:
 @cache
 def _fields(cls: type) -> list[tuple[str, tuple[type, ...], Rule | None]]:
     """
-    Name, types and rule of each field that a class itself declares. `dataclasses.fields` would not do: building a
-    parser changes the types there.
+    Returns name, types and rule of each field that a class itself declares. `dataclasses.fields` can't be used,
+    because building a parser changes the types there.
     """
     found = []
     hints = get_type_hints(cls, include_extras=True)
@@ -82,15 +81,15 @@ def _fields(cls: type) -> list[tuple[str, tuple[type, ...], Rule | None]]:
         kind, rule = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name], None)
         kinds = get_args(kind) or (kind,)
         if getattr(cls, name) is None:
-            kinds += (NoneType,)  # also where the annotation is that of the value that is filled in
+            kinds += (NoneType,)  # the annotation may be that of the computed value
         found.append((name, kinds, rule))
     return found
 
 
 class FilledIn:
     """
-    Marks a value that a config has computed for a field that nobody set. `dataclasses.replace` passes the values of
-    all fields on: those with this mark are computed again.
+    Marks a value that a config computed for an unset field. `dataclasses.replace` passes the values of all fields;
+    marked ones are computed again.
     """
 
 
@@ -107,11 +106,11 @@ _MARKED: dict[type, type] = {int: _Int, float: _Float, str: _Str}
 
 
 def filled_in(value: Any) -> Any:
-    """The value with the mark. Values that are neither numbers nor strings stay as they are."""
+    """Returns a number or a string with the mark, and other values unchanged."""
     return _MARKED.get(type(value), lambda same: same)(value)
 
 
 def unmarked(value: Any) -> Any:
-    """The value without the mark. YAML's safe dumper only knows plain types."""
+    """Returns the value without the mark, because YAML's safe dumper only accepts plain types."""
     plain = next((plain for plain, marked in _MARKED.items() if type(value) is marked), None)
     return value if plain is None else plain(value)

@@ -1,4 +1,4 @@
-"""What a switch to another layout is predicted to bring: by hand, by PAT's numbers, and whatever the lengths are."""
+"""Tests predictions of a switch: by hand, with PAT's numbers, and for random lengths."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from trl_darts.policy import (
     remaining_lengths,
     rollout_time,
 )
-from trl_darts.policy.tail import HANDOVER_S, MIN_GAIN, Forecast
+from trl_darts.policy.forecast import HANDOVER_S, MIN_GAIN, Forecast
 
 
 # PAT, Figure 4: LLaMA-3.1-8B on eight A40, as four engines of two GPUs and as one of eight.
@@ -34,7 +34,7 @@ NOTHING = arrays([])
 
 @given(work)
 def test_decoding_takes_as_long_as_the_closed_form(pairs):
-    """Eq. 4 of DARTS, where contexts cost nothing."""
+    """Eq. 4 of DARTS, if contexts take no time."""
     contexts, remaining = arrays(pairs)
     assert TP_2.decode((contexts, remaining)) == pytest.approx(rollout_time(remaining, TP_2.latency))
 
@@ -55,7 +55,7 @@ def test_more_than_an_engine_decodes_at_once_take_turns():
 
 @pytest.mark.parametrize(("num", "pays"), [(128, False), (8, True), (1, True)])
 def test_pats_numbers(num, pays):
-    """Few that have long to go move; so does nothing that a switch of 5.52 s is too long for."""
+    """A few long candidates move, unless a switch of 5.52 s takes too long."""
     here = [arrays([(2_000, 8_000)] * len(range(engine, num, 4))) for engine in range(4)]
     assert PAT.faster_now([own[0] for own in here], [NOTHING[0]]) == pays
     forecast = PAT.forecast(here, [NOTHING])
@@ -72,7 +72,7 @@ def test_a_switch_that_pays_saves_more_than_the_predictor_errs(here, there, seco
     forecast = times.forecast(own, others)
     assert forecast.pays == (forecast.here - forecast.there > MIN_GAIN * forecast.here)
     assert forecast.there >= seconds + min(TP_8.decode(pair) for pair in others)
-    # A layout against itself: only the switch, the reading and the evener spread make a difference.
+    # If both layouts are equal, only the switch, the prefill and the better balance make a difference.
     alone = TailTimes(TP_2, EngineTimes(TP_2.latency), seconds).forecast(own[:1], [NOTHING])
     assert alone.there == pytest.approx(alone.here + seconds + HANDOVER_S)
     assert not alone.pays
@@ -109,6 +109,6 @@ def test_what_is_left_follows_the_tail_and_the_prompt(rng):
     equal = np.array([299] * 455 + [298] * 57)
     running = equal < 299
     assert remaining_lengths(equal, running, ~running, np.ones(512), 1 << 20).max() < 10  # a flat tail
-    expected = np.where(tail > now, 2.0, 1.0)  # those that are left were expected to be twice as long
+    expected = np.where(tail > now, 2.0, 1.0)  # the running ones were expected to be twice as long
     longer = remaining_lengths(seen, tail > now, tail <= now, expected, 1 << 20)
-    assert np.median(longer) > 1.1 * np.median(rest)  # a heavy tail forgets
+    assert np.median(longer) > 1.1 * np.median(rest)  # as in a heavy tail
