@@ -28,7 +28,7 @@ from .policies import (
     UniformPool,
     WaitForAll,
 )
-from .setting import FilledIn, Rule, at_least, check_fields, filled_in, one_of, setting
+from .setting import FINITE, FilledIn, Rule, at_least, check_fields, filled_in, one_of, setting
 from .tail import TailPolicy, TailServers
 
 
@@ -98,7 +98,7 @@ class ScheduleSettings:
         "candidate waits for each of its own. Otherwise defaults to `num_generations`, as in the paper. Where lengths "
         "hardly vary, or engines are full, spare candidates don't pay, and prompts get none unless this is set.",
     )
-    target_redundancy: float = setting(
+    target_redundancy: Annotated[float, FINITE] = setting(
         None,
         "Candidates per trained row, on average over a batch, while response lengths vary as they did in the first "
         "steps [M_total / (N·M)]. From there, the budget follows their spread. Between 1 and "
