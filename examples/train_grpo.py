@@ -83,10 +83,8 @@ def load_splits(recipe: Recipe) -> Any:
     if script_args.dataset_name == MADE_DATASET and not recipe.datasets.datasets:
         from trl_darts.tiny_reasoner.task import make_dataset
 
-        return {
-            script_args.dataset_train_split: make_dataset(script_args.num_prompts, recipe.config.seed),
-            script_args.dataset_test_split: make_dataset(64, recipe.config.seed, split="test"),
-        }
+        seed = recipe.config.seed
+        return {"train": make_dataset(script_args.num_prompts, seed), "test": make_dataset(64, seed, split="test")}
     try:
         if recipe.datasets.datasets:  # wins over `dataset_name`, as in TRL's script
             return get_dataset(recipe.datasets)
@@ -161,7 +159,7 @@ def main() -> None:
     if sys.argv[1:] == ["--help-fields"]:
         return print_own_fields()
     try:
-        with one_line_errors(ImportError, OSError):
+        with one_line_errors(ImportError, OSError, ValueError):  # of TRL, transformers and PEFT too
             trainer, script_args = make_trainer(sys.argv[1:])
         with one_line_errors():  # of other errors, a traceback says where they are from
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)

@@ -155,6 +155,7 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
         (SERVER | {"vllm_server_base_url": ["http://a:1"]}, r"\(\['http://a:1'\]\) must be of type str or None"),
         ({"generation_kwargs": "top_k=3"}, r"`generation_kwargs` \('top_k=3'\) must be a dictionary"),
         ({"reward_weights": [math.nan]}, r"`reward_weights` \(\[nan\]\) must be a list of finite numbers"),
+        ({"reward_weights": ["1"]}, r"`reward_weights` \(\['1'\]\) must be a list of finite numbers"),
         ({"reward_weights": "1"}, r"`reward_weights` \('1'\) must be of type list or None"),
         ({"beta": -0.1}, r"`beta` \(-0.1\) must be at least 0 and finite"),
         ({"delta": 0.0}, r"`delta` \(0.0\) must be positive"),

@@ -14,7 +14,6 @@ from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
 from .scheduling import ScheduleSettings
 from .scheduling.setting import (
-    FINITE,
     POSITIVE,
     Rule,
     at_least,
@@ -24,6 +23,10 @@ from .scheduling.setting import (
     setting,
     unmarked,
 )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 DICTIONARY = Rule(lambda value: isinstance(value, dict), "a dictionary, or one as JSON")
@@ -39,7 +42,7 @@ TRL_RULES = {
     **dict.fromkeys(("epsilon", "epsilon_high", "weight_decay", "max_grad_norm", "seed"), at_least(0)),
     "delta": POSITIVE,
     "top_entropy_quantile": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, which uses all tokens"),
-    "reward_weights": Rule(lambda values: all(map(FINITE.allows, values)), "a list of finite numbers"),
+    "reward_weights": Rule(lambda values: all(map(_is_finite, values)), "a list of finite numbers"),
     **dict.fromkeys(("generation_kwargs", "chat_template_kwargs", "model_init_kwargs"), DICTIONARY),
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), at_least(1)),
     **dict.fromkeys(("steps_per_generation", "num_iterations", "num_generations_eval"), at_least(1)),

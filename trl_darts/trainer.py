@@ -16,7 +16,7 @@ from .buffer.batches import BufferedBatches
 from .buffer.feed import skip_passes
 from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_sources
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
-from .checks import check_arguments, check_datasets, check_path, check_prompt_lengths, other_model
+from .checks import check_arguments, check_datasets, check_objects, check_path, check_prompt_lengths, other_model
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.engine import Engine
@@ -36,7 +36,7 @@ from .telemetry.stopwatch import Stopwatch
 from .training.padding import Trimming, padding_metrics
 from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
-from .training.rewards import checked_rewards
+from .training.rewards import check_functions, checked_rewards
 from .training.rows import forget_filler_rewards
 from .trl_compat import profiling_context
 
@@ -116,12 +116,15 @@ class DARTSGRPOTrainer(GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        check_objects(model, callbacks)
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if args is None:
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
         check_arguments(args, rollout_func)
         if environment_factory is None:  # else prompts are made when their batch comes
             check_datasets(args, train_dataset, eval_dataset)
+            if rollout_func is None:  # which may add arguments of reward functions
+                check_functions(reward_funcs, getattr(train_dataset, "column_names", None))
         curve = args.load_latency_curve()
         if (warning := other_model(curve, args.latency_curve, name)) is not None:
             logger.warning(warning)

@@ -180,6 +180,11 @@ def test_a_training_with_a_server(script, server, model_dir, monkeypatch, tmp_pa
             ["--num_generations", "eight"],
             "Error: Argument --num_generations/--num-generations: invalid int value: 'eig",
         ),
+        (["--report_to", "wandbb"], "Error: wandbb is not supported, only "),
+        (
+            ["--dataset_train_split", "trian"],
+            "Error: `dataset_train_split` ('trian') must be a split of the data set: tra",
+        ),
         (["--num_prompts", "7"], "Error: `train_dataset` (7 prompts) must have at least the prompts of one gener"),
         (["--model_name_or_path", "examples/none/checkpoint"], "Error: `model_name_or_path` ('examples/none/chec"),
         (["--model_name_or_path", "examples/notebooks"], "Error: `model_name_or_path` ('examples/notebooks') can't b"),
