@@ -148,11 +148,17 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
         ({"temperature": None}, r"`temperature` \(None\) must be positive"),
         ({"max_completion_length": None}, r"`max_completion_length` \(None\) must be at least 1"),
         ({"max_completion_length": 16.5}, r"`max_completion_length` \(16.5\) must be of type int or None"),
-        ({"learning_rate": "1e-6"}, r"`learning_rate` \('1e-6'\) must be of type float or None"),
+        ({"learning_rate": "1e-6"}, r"`learning_rate` \('1e-6'\) must be of type float\."),
         ({"per_device_train_batch_size": "8"}, r"`per_device_train_batch_size` \('8'\) must be of type int"),
         ({"max_steps": "4"}, r"`max_steps` \('4'\) must be of type int"),
         ({"mask_truncated_completions": "false"}, r"`mask_truncated_completions` \('false'\) must be of type bool"),
         (SERVER | {"vllm_server_base_url": ["http://a:1"]}, r"\(\['http://a:1'\]\) must be of type str or None"),
+        (
+            {"generation_kwargs": {"topk": 3}},
+            r"`generation_kwargs` \('topk'\) must have names .* Did you mean `top_k`",
+        ),
+        ({"generation_kwargs": {"num_return_sequences": 3}}, r"`generation_kwargs\['num_return_sequences'\]` \(3\)"),
+        ({"adam_beta1": 2.0}, r"`adam_beta1` \(2.0\) must be at least 0 and less than 1"),
         ({"generation_kwargs": "top_k=3"}, r"`generation_kwargs` \('top_k=3'\) must be a dictionary"),
         ({"reward_weights": [math.nan]}, r"`reward_weights` \(\[nan\]\) must be a list of finite numbers"),
         ({"reward_weights": ["1"]}, r"`reward_weights` \(\['1'\]\) must be a list of finite numbers"),
@@ -280,11 +286,12 @@ def test_no_false_alarm(kwargs):
     config(**kwargs)
 
 
-def test_an_output_directory_that_is_a_file_is_refused_before_the_model_is_loaded(tmp_path):
+def test_an_output_directory_that_is_none_is_refused_before_the_model_is_loaded(tmp_path):
     path = tmp_path / "out"
     path.touch()
-    with pytest.raises(ConfigurationError, match=r"`output_dir` \('.*out'\) must be a directory, and is a file"):
-        config(output_dir=str(path)).check_start()
+    for value in (str(path), ""):
+        with pytest.raises(ConfigurationError, match=rf"`output_dir` \('{value}'\) must be a directory, or a new one"):
+            config(output_dir=value).check_start()
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from transformers import GenerationConfig
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .engines.sampling import not_carried
 from .engines.server_fields import ServerFields
-from .errors import ConfigurationError
+from .errors import ConfigurationError, did_you_mean
 from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
 from .scheduling import ScheduleSettings
@@ -40,6 +41,7 @@ TRL_RULES = {
     "scale_rewards": one_of(("group", "batch", "none")),
     **dict.fromkeys(("learning_rate", "beta"), Rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")),
     **dict.fromkeys(("epsilon", "epsilon_high", "weight_decay", "max_grad_norm", "seed"), at_least(0)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Rule(lambda value: 0 <= value < 1, "at least 0 and less than 1")),
     "delta": POSITIVE,
     "top_entropy_quantile": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, which uses all tokens"),
     "reward_weights": Rule(lambda values: all(map(_is_finite, values)), "a list of finite numbers"),
@@ -235,10 +237,17 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
     def _check_generation_kwargs(self) -> None:
         kwargs: Any = self.generation_kwargs or {}
-        if kwargs.get("n", 1) != 1:
+        for name in ("n", "num_return_sequences"):
+            if kwargs.get(name, 1) != 1:
+                raise ConfigurationError(
+                    f"`generation_kwargs[{name!r}]` ({kwargs[name]}) must be left out. The number of completions per "
+                    "prompt is `num_generations`, and of candidates `max_num_generations`."
+                )
+        known = GenerationConfig().to_dict().keys()  # keeps any other name, and does not read it
+        if not self.use_vllm and (unknown := sorted(kwargs.keys() - known)):
             raise ConfigurationError(
-                f"`generation_kwargs['n']` ({kwargs['n']}) must be left out. The number of completions per prompt is "
-                "`num_generations`, and of candidates `max_num_generations`."
+                f"`generation_kwargs` ({unknown[0]!r}) must have names of transformers' `GenerationConfig`."
+                f"{did_you_mean(unknown[0], known) or ' Leave it out.'}"
             )
         for name, value in self.not_carried.items():
             if self.keeps_tokens:
@@ -310,9 +319,9 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         """
         self.load_latency_curve()
         super().check_start()
-        if os.path.exists(self.output_dir) and not os.path.isdir(self.output_dir):
+        if not self.output_dir or (os.path.exists(self.output_dir) and not os.path.isdir(self.output_dir)):
             raise ConfigurationError(
-                f"`output_dir` ({self.output_dir!r}) must be a directory, and is a file. Correct it."
+                f"`output_dir` ({self.output_dir!r}) must be a directory, or a new one. Correct it."
             )
         if self.length_history is not None and not os.path.exists(self.length_history):
             raise ConfigurationError(

@@ -63,9 +63,10 @@ def check_fields(config: Any, *declared: type) -> None:
 
 
 def check_types(config: Any, cls: type, names: Iterable[str]) -> None:
-    """Checks types as [`check_fields`] does, of fields of TRL's `cls`, whose annotations leave `None` out."""
+    """Checks types as [`check_fields`] does, of fields of TRL's `cls`, any of which may be `None`."""
     for name in names:
-        _check_type(config, name, (*_kinds(_hints(cls)[name]), NoneType))
+        if getattr(config, name) is not None:
+            _check_type(config, name, _kinds(_hints(cls)[name]))
 
 
 def _check_type(config: Any, name: str, kinds: tuple[type, ...]) -> Any:
