@@ -37,6 +37,7 @@ if __name__ == "__main__":
     announce_loading()
 
 from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import AutoConfig
 from trl import get_dataset
 
@@ -90,9 +91,10 @@ def load_splits(recipe: Recipe) -> Any:
             return get_dataset(recipe.datasets)
         name, streaming = script_args.dataset_config, script_args.dataset_streaming
         return load_dataset(script_args.dataset_name, name=name, streaming=streaming)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        reason = one_line((isinstance(error, DatasetGenerationError) and error.__cause__) or error)
         given = "`datasets`" if recipe.datasets.datasets else f"`dataset_name` ({script_args.dataset_name!r})"
-        raise ConfigurationError(f"{given} can't be loaded: {one_line(error)}") from error
+        raise ConfigurationError(f"{given} can't be loaded: {reason}") from error
 
 
 def split_of(splits: Any, field: str, script_args: ScriptArguments) -> Any:

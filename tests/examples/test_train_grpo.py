@@ -53,7 +53,7 @@ def test_other_data_sets_stay_and_missing_columns_are_named(script):
         script.to_conversations(rows, ScriptArguments(prompt_column="question"))
 
 
-def test_splits(script):
+def test_splits(script, tmp_path):
     def recipe(**fields):
         mixture = DatasetMixtureConfig(fields.pop("datasets", []))
         return SimpleNamespace(script=ScriptArguments(**fields), datasets=mixture, config=SimpleNamespace(seed=0))
@@ -65,12 +65,15 @@ def test_splits(script):
     arguments.dataset_train_split = "trian"
     with pytest.raises(ConfigurationError, match=r"`dataset_train_split` \('trian'\) must be a split .*: train, test"):
         script.split_of(made, "dataset_train_split", arguments)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "A"')
     for given, words in [
         ({"dataset_name": "no/such/data"}, "`dataset_name`"),
         ({"datasets": [{"path": "."}]}, "`datasets`"),
     ]:
         with pytest.raises(ConfigurationError, match=rf"{words}.* can't be loaded: "):
             script.load_splits(recipe(**given))
+    with pytest.raises(ConfigurationError, match=r"`dataset_name` .* can't be loaded: JSON parse error"):
+        script.load_splits(recipe(dataset_name=str(tmp_path)))
 
 
 def test_the_header_names_what_the_project_has():

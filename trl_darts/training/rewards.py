@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import nn
-from trl import rewards as trl_rewards  # type: ignore[attr-defined]  # exported lazily
+from trl import rewards as trl_rewards
 
 from ..engines.in_process.hf_generate import replaced
 from ..errors import ConfigurationError
