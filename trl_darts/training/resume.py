@@ -97,7 +97,7 @@ def checkpoint_to_resume(given: Any, output_dir: str) -> str | None:
     text = str(given).lower()
     if text in ("none", "false"):
         return None
-    checkpoint = last_checkpoint(output_dir) if text == "true" else Path(given)
+    checkpoint = last_checkpoint(output_dir) if text == "true" else Path(str(given))
     if checkpoint is None:
         raise ConfigurationError(
             f"`resume_from_checkpoint` ({text}) needs a complete checkpoint in `output_dir` ({output_dir!r}), and "
