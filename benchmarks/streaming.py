@@ -129,7 +129,7 @@ class Bench:
             beta=regime.beta,
             stream_logprobs=not regime.rewards,
             stream_rewards=regime.rewards,
-            stream_chunk_tokens=regime.chunk_tokens,
+            stream_chunk_tokens=256 if regime.rewards else regime.chunk_tokens,  # only read with log-probs
         )
         prompts = Dataset.from_list(
             [{"prompt": f"prompt {i}: ", "slow": regime.rewards} for i in range(regime.prompts)]

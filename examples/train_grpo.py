@@ -37,10 +37,11 @@ if __name__ == "__main__":
     announce_loading()
 
 from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import AutoConfig
 from trl import get_dataset
 
-from trl_darts.checks import check_datasets
+from trl_darts.checks import check_data
 from trl_darts.errors import ConfigurationError
 from trl_darts.recipes.recipe import (
     MADE_DATASET,
@@ -83,18 +84,17 @@ def load_splits(recipe: Recipe) -> Any:
     if script_args.dataset_name == MADE_DATASET and not recipe.datasets.datasets:
         from trl_darts.tiny_reasoner.task import make_dataset
 
-        return {
-            script_args.dataset_train_split: make_dataset(script_args.num_prompts, recipe.config.seed),
-            script_args.dataset_test_split: make_dataset(64, recipe.config.seed, split="test"),
-        }
+        seed = recipe.config.seed
+        return {"train": make_dataset(script_args.num_prompts, seed), "test": make_dataset(64, seed, split="test")}
     try:
         if recipe.datasets.datasets:  # wins over `dataset_name`, as in TRL's script
             return get_dataset(recipe.datasets)
         name, streaming = script_args.dataset_config, script_args.dataset_streaming
         return load_dataset(script_args.dataset_name, name=name, streaming=streaming)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        reason = one_line((isinstance(error, DatasetGenerationError) and error.__cause__) or error)
         given = "`datasets`" if recipe.datasets.datasets else f"`dataset_name` ({script_args.dataset_name!r})"
-        raise ConfigurationError(f"{given} can't be loaded: {one_line(error)}") from error
+        raise ConfigurationError(f"{given} can't be loaded: {reason}") from error
 
 
 def split_of(splits: Any, field: str, script_args: ScriptArguments) -> Any:
@@ -140,7 +140,7 @@ def make_trainer(words: list[str]) -> tuple[Any, ScriptArguments]:
     train_dataset, eval_dataset = split_of(splits, "dataset_train_split", script_args), None
     if training_args.eval_strategy != "no":
         eval_dataset = split_of(splits, "dataset_test_split", script_args)
-    check_datasets(training_args, train_dataset, eval_dataset)
+    check_data(training_args, train_dataset, eval_dataset)
     from trl import get_peft_config, get_quantization_config  # what they load, vLLM too, takes seconds
 
     from trl_darts import DARTSGRPOTrainer
@@ -161,7 +161,7 @@ def main() -> None:
     if sys.argv[1:] == ["--help-fields"]:
         return print_own_fields()
     try:
-        with one_line_errors(ImportError, OSError):
+        with one_line_errors(ImportError, OSError, ValueError):  # of TRL, transformers and PEFT too
             trainer, script_args = make_trainer(sys.argv[1:])
         with one_line_errors():  # of other errors, a traceback says where they are from
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from tests.builders import letters_dataset, make_args, make_trainer
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.checks import (
     check_arguments,
-    check_datasets,
+    check_data,
     check_path,
     has_images,
     other_model,
@@ -213,23 +213,53 @@ def test_data_that_nothing_can_be_trained_on(tmp_path):
     refused(
         r"`train_dataset` \(3 prompts\) must have at least the prompts of one generation \(4\)", letters_dataset(3)
     )
-    check_datasets(make_args(tmp_path), prompts, prompts)
-    check_datasets(make_args(tmp_path), None)
+    refused(
+        r"`train_dataset` \(DatasetDict\) must be a `Dataset` .* Choose a split: 'train'", DatasetDict(train=prompts)
+    )
+    refused(r"`train_dataset` \(str\) must be a `Dataset` or an `IterableDataset`. Make one", "my/data")
+    refused(r"`eval_dataset` \(0 prompts\) must have at least one", prompts, prompts.select([]))
+    refused("must have text or a list of messages .* and row 5 has None", rows(["A"] * 5 + [None] + ["A"] * 5))
+    refused("must have text or a list of messages .* and row 0 has 1", rows([1] * 8))
+    refused(
+        "must have text or a list of messages .* and row 0 has \\[{'content': 'A'}\\]", rows([[{"content": "A"}]] * 8)
+    )
+    check_data(make_args(tmp_path), prompts, prompts)
+    check_data(make_args(tmp_path), rows([[{"role": "user", "content": "A"}]] * 8))
+    check_data(make_args(tmp_path), None)
+
+
+def rows(prompts: list[Any]) -> Dataset:
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def test_arguments_of_another_type_are_named(tmp_path):
+    args = make_args(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"`model` \(None\) must be a name on the Hub, a directory"):
+        DARTSGRPOTrainer(None, max, args, letters_dataset())
+    with pytest.raises(ConfigurationError, match=r"`callbacks` \(str\) must be a list of `TrainerCallback`s"):
+        DARTSGRPOTrainer("no-model", max, args, letters_dataset(), callbacks="log")
+    with pytest.raises(ConfigurationError, match=r"`reward_funcs` \('accuracy_reward'\) must be the function itself"):
+        DARTSGRPOTrainer("no-model", "accuracy_reward", args, letters_dataset())
+
+
+def test_an_empty_prompt_is_named_before_the_first_step(tmp_path, model_dir):
+    with pytest.raises(ConfigurationError, match="Prompt 5 of the training data set must have at least one token"):
+        make_trainer(model_dir, make_args(tmp_path), train_dataset=rows(["A"] * 5 + [""] + ["A"] * 5))
 
 
 def test_prompts_that_fill_the_model(tmp_path, model_dir):
     """Raises before the first step, also without a server."""
-    rows = Dataset.from_list([{"prompt": "A"}] * 9 + [{"prompt": "B" * 5000}])
+    dataset = rows(["A"] * 9 + ["B" * 5000])
     with pytest.raises(
         ConfigurationError, match=r"1 prompts of the training data set leave no room .*prompt 9 has 5000"
     ):
-        make_trainer(model_dir, make_args(tmp_path), train_dataset=rows)
+        make_trainer(model_dir, make_args(tmp_path), train_dataset=dataset)
 
 
 def test_rows_that_no_checkpoint_can_hold():
     """Deferred prompts are saved as JSON."""
-    rows = [{"prompt": "Hello", "answer": {1, 2}}]
-    fields = {"schedule": "partial_rollout", "use_vllm": True, "train_dataset": rows}
+    dataset = [{"prompt": "Hello", "answer": {1, 2}}]
+    fields = {"schedule": "partial_rollout", "use_vllm": True, "train_dataset": dataset}
     with pytest.raises(ConfigurationError, match=r"the column 'answer' \(set\).*`save_strategy='no'`"):
         check_path(trainer(**fields))
     check_path(trainer(**fields, save_strategy="no"))

@@ -146,6 +146,56 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             r"`sync_ref_model` \(True\) needs a reference model, and with `beta` \(0.0\) there",
         ),
         ({"temperature": None}, r"`temperature` \(None\) must be positive"),
+        ({"max_completion_length": None}, r"`max_completion_length` \(None\) must be at least 1"),
+        ({"max_completion_length": 16.5}, r"`max_completion_length` \(16.5\) must be of type int or None"),
+        ({"learning_rate": "1e-6"}, r"`learning_rate` \('1e-6'\) must be of type float\."),
+        ({"per_device_train_batch_size": "8"}, r"`per_device_train_batch_size` \('8'\) must be of type int"),
+        ({"max_steps": "4"}, r"`max_steps` \('4'\) must be of type int"),
+        ({"mask_truncated_completions": "false"}, r"`mask_truncated_completions` \('false'\) must be of type bool"),
+        (SERVER | {"vllm_server_base_url": ["http://a:1"]}, r"\(\['http://a:1'\]\) must be of type str or None"),
+        (
+            {"generation_kwargs": {"topk": 3}},
+            r"`generation_kwargs` \('topk'\) must have names .* Did you mean `top_k`",
+        ),
+        ({"generation_kwargs": {"num_return_sequences": 3}}, r"`generation_kwargs\['num_return_sequences'\]` \(3\)"),
+        ({"adam_beta1": 2.0}, r"`adam_beta1` \(2.0\) must be at least 0 and less than 1"),
+        ({"generation_kwargs": "top_k=3"}, r"`generation_kwargs` \('top_k=3'\) must be a dictionary"),
+        ({"reward_weights": [math.nan]}, r"`reward_weights` \(\[nan\]\) must be a list of finite numbers"),
+        ({"reward_weights": ["1"]}, r"`reward_weights` \(\['1'\]\) must be a list of finite numbers"),
+        ({"reward_weights": "1"}, r"`reward_weights` \('1'\) must be of type list or None"),
+        ({"beta": -0.1}, r"`beta` \(-0.1\) must be at least 0 and finite"),
+        ({"delta": 0.0}, r"`delta` \(0.0\) must be positive"),
+        ({"top_entropy_quantile": 2.0}, r"`top_entropy_quantile` \(2.0\) must be greater than 0 and at most 1"),
+        ({"max_grad_norm": -1.0}, r"`max_grad_norm` \(-1.0\) must be at least 0"),
+        ({"seed": -1}, r"`seed` \(-1\) must be at least 0"),
+        ({"generation_batch_size": 0}, r"`generation_batch_size` \(0\) must be at least 1"),
+        ({"steps_per_generation": 0}, r"`steps_per_generation` \(0\) must be at least 1"),
+        ({"num_generations_eval": 0}, r"`num_generations_eval` \(0\) must be at least 1"),
+        ({"target_redundancy": math.nan}, r"`target_redundancy` \(nan\) must be finite"),
+        (
+            {"use_vllm": True, "vllm_tensor_parallel_size": 0},
+            r"`vllm_tensor_parallel_size` \(0\) must be at least 1",
+        ),
+        (
+            {"use_vllm": True, "vllm_gpu_memory_utilization": 90.0},
+            r"`vllm_gpu_memory_utilization` \(90.0\) must be greater than 0 and at most 1",
+        ),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": -5},
+            r"`vllm_server_port` \(-5\) must be between 1 and 65535",
+        ),
+        (
+            {"weight_sync": "filesystem"},
+            r"`weight_sync` \('filesystem'\) would not be used: with `use_vllm` \(False\)",
+        ),
+        ({"weight_sync_dir": "/tmp"}, r"`weight_sync_dir` \('/tmp'\) would not be used"),
+        ({"vllm_token_timeout_s": 5.0}, r"`vllm_token_timeout_s` \(5.0\) would not be used"),
+        (SERVER | {"stream_chunk_tokens": 64}, r"`stream_chunk_tokens` \(64\) has no effect without `stream_logp"),
+        (SERVER | {"stream_reward_timeout_s": 5.0}, r"`stream_reward_timeout_s` \(5.0\) has no effect without"),
+        (
+            SERVER | {"stream_logprobs": True, "stream_cache_gib": math.inf},
+            r"`stream_cache_gib` \(inf\) must be positive and finite",
+        ),
         ({"learning_rate": math.nan}, r"`learning_rate` \(nan\) must be at least 0 and finite"),
         ({"top_p": 0.0}, r"`top_p` \(0.0\) must be greater than 0 and at most 1"),
         ({"min_p": -0.1}, r"`min_p` \(-0.1\) must be between 0 and 1"),
@@ -214,6 +264,8 @@ def test_choices_are_those_of_trl(name):
     "kwargs",
     [
         {"scale_rewards": True},
+        {"learning_rate": 1, "reward_weights": [1, 0.5], "generation_kwargs": {"top_k": 5}, "max_grad_norm": None},
+        {"generation_kwargs": '{"top_k": 5}'},
         {"scale_rewards": False},
         {"vllm_mode": "unused", "vllm_importance_sampling_mode": "unused"},  # without `use_vllm`
         {"loss_type": "vespo"},
@@ -232,6 +284,14 @@ def test_choices_are_those_of_trl(name):
 )
 def test_no_false_alarm(kwargs):
     config(**kwargs)
+
+
+def test_an_output_directory_that_is_none_is_refused_before_the_model_is_loaded(tmp_path):
+    path = tmp_path / "out"
+    path.touch()
+    for value in (str(path), ""):
+        with pytest.raises(ConfigurationError, match=rf"`output_dir` \('{value}'\) must be a directory, or a new one"):
+            config(output_dir=value).check_start()
 
 
 @pytest.mark.parametrize(

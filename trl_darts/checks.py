@@ -6,10 +6,13 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
+from transformers import TrainerCallback
+from trl import is_conversational  # type: ignore[attr-defined]  # exported lazily
 
 from .config import DARTSGRPOConfig
 from .errors import ConfigurationError
 from .scheduling.policies import AUTO
+from .training.reward_checks import check_functions
 from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 
 
@@ -50,23 +53,65 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
     args.check_start()
 
 
-def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any = None) -> None:
-    """Raises for data without prompts, or with too few for one generation, before the model is loaded."""
+def check_objects(model: Any, callbacks: Any) -> None:
+    """Raises for arguments of the trainer that are of another type, and would fail without their name."""
+    if not isinstance(model, str) and not hasattr(model, "config"):
+        raise ConfigurationError(
+            f"`model` ({model!r:.60}) must be a name on the Hub, a directory, or a model of transformers. Correct it."
+        )
+    classes = [callback if isinstance(callback, type) else type(callback) for callback in callbacks or []]
+    if wrong := [cls.__name__ for cls in classes if not issubclass(cls, TrainerCallback)]:
+        raise ConfigurationError(
+            f"`callbacks` ({', '.join(dict.fromkeys(wrong))}) must be a list of `TrainerCallback`s. Correct it."
+        )
+
+
+def check_data(args: Any, train_dataset: Any, eval_dataset: Any = None, reward_funcs: Any = None) -> None:
+    """
+    Raises for data without prompts, or with too few for one generation, before the model is loaded, and for reward
+    functions that need other columns. `reward_funcs` is `None` where a `rollout_func` may add their arguments.
+    """
     named = {"train_dataset": train_dataset}
     named |= eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     for name, dataset in named.items():
-        columns = None if dataset is None else getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
-        if columns and "prompt" not in columns:
-            raise ConfigurationError(
-                f"`{name}` must have a column 'prompt', and has {', '.join(map(repr, columns))}. Rename one: "
-                "`dataset.rename_column(…, 'prompt')`, or `prompt_column` of examples/train_grpo.py."
-            )
+        if dataset is not None:
+            _check_prompts(name, dataset)
     needed = args.generation_batch_size // args.num_generations
     if isinstance(train_dataset, Dataset) and len(train_dataset) < needed:
         raise ConfigurationError(
             f"`train_dataset` ({len(train_dataset)} prompts) must have at least the prompts of one generation "
             f"({needed}). Use a larger data set, or a smaller batch."
         )
+    check_functions(reward_funcs, getattr(train_dataset, "column_names", None))
+
+
+def _check_prompts(name: str, dataset: Any) -> None:
+    """Raises unless all prompts are text or conversations. A tokenizer's error would not name the row."""
+    if isinstance(dataset, str | dict | list):
+        splits = f" Choose a split: {', '.join(map(repr, dataset))}." if isinstance(dataset, dict) else ""
+        raise ConfigurationError(
+            f"`{name}` ({type(dataset).__name__}) must be a `Dataset` or an `IterableDataset`.{splits or ' Make one.'}"
+        )
+    columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
+    if columns and "prompt" not in columns:
+        raise ConfigurationError(
+            f"`{name}` must have a column 'prompt', and has {', '.join(map(repr, columns))}. Rename one: "
+            "`dataset.rename_column(…, 'prompt')`, or `prompt_column` of examples/train_grpo.py."
+        )
+    if not isinstance(dataset, Dataset):
+        return
+    if len(dataset) == 0:
+        raise ConfigurationError(f"`{name}` (0 prompts) must have at least one. Leave it out, or use another.")
+    # All messages of a data set have the same form, so one conversation suffices.
+    is_text = getattr(dataset.features["prompt"], "dtype", None) in ("string", "large_string")
+    for start in range(0, min(len(dataset), MAX_CHECKED_PROMPTS) if is_text else 1, 1000):
+        rows = dataset.select_columns("prompt")[start : start + (1000 if is_text else 1)]["prompt"]
+        for index, prompt in enumerate(rows, start):
+            if not isinstance(prompt, str) and not (prompt and is_conversational({"prompt": prompt})):
+                raise ConfigurationError(
+                    f"`{name}` must have text or a list of messages with `role` and `content` in each 'prompt', and "
+                    f"row {index} has {prompt!r:.60}. Correct the row, or filter it out."
+                )
 
 
 def other_model(args: Any, model: str | None) -> str | None:
@@ -155,6 +200,11 @@ def check_prompt_lengths(trainer: Any) -> None:
         return
     for start in range(0, len(dataset), 1000):
         prompt_ids, _, _ = trainer._tokenize_prompts(dataset[start : start + 1000]["prompt"])
+        if [] in prompt_ids:
+            raise ConfigurationError(
+                f"Prompt {start + prompt_ids.index([])} of the training data set must have at least one token, and is "
+                "empty. Filter it out."
+            )
         trainer._engine.check_prompts(prompt_ids, "the training data set", start)
 
 

@@ -5,17 +5,24 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from transformers import GenerationConfig
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .engines.sampling import not_carried
 from .engines.server_fields import ServerFields
-from .errors import ConfigurationError
+from .errors import ConfigurationError, did_you_mean
 from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
 from .scheduling import ScheduleSettings
-from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, one_of, setting, unmarked
+from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, check_types, one_of, setting, unmarked
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+DICTIONARY = Rule(lambda value: isinstance(value, dict), "a dictionary, or one as JSON")
+PORT = Rule(lambda value: 0 < value < 65536, "between 1 and 65535")
 # TRL does not check these values before it uses them or passes them to an engine. A run would fail in its first step,
 # or when the model is loaded.
 TRL_RULES = {
@@ -23,10 +30,16 @@ TRL_RULES = {
     "importance_sampling_level": one_of(("token", "sequence")),
     "multi_objective_aggregation": one_of(("sum_then_normalize", "normalize_then_sum")),
     "scale_rewards": one_of(("group", "batch", "none")),
-    "learning_rate": Rule(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
-    **dict.fromkeys(("epsilon", "epsilon_high"), at_least(0)),
+    **dict.fromkeys(("learning_rate", "beta"), Rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")),
+    **dict.fromkeys(("epsilon", "epsilon_high", "weight_decay", "max_grad_norm", "seed"), at_least(0)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Rule(lambda value: 0 <= value < 1, "at least 0 and less than 1")),
+    "delta": POSITIVE,
+    "top_entropy_quantile": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, which uses all tokens"),
+    "reward_weights": Rule(lambda values: all(map(_is_finite, values)), "a list of finite numbers"),
+    **dict.fromkeys(("generation_kwargs", "chat_template_kwargs", "model_init_kwargs"), DICTIONARY),
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), at_least(1)),
-    **dict.fromkeys(("steps_per_generation", "num_iterations", "max_completion_length"), at_least(1)),
+    **dict.fromkeys(("steps_per_generation", "num_iterations", "num_generations_eval"), at_least(1)),
+    "max_completion_length": Rule(lambda value: (value or 0) >= 1, "at least 1"),
     "temperature": Rule(lambda value: 0 < (value or 0) < math.inf, "positive and finite: logits are divided by it"),
     "top_p": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, which keeps all tokens"),
     "top_k": Rule(lambda value: value >= 0, "at least 1, or 0, which keeps all tokens"),
@@ -37,9 +50,22 @@ VLLM_RULES = {  # with `use_vllm`
     "vllm_mode": one_of(("server", "colocate")),
     "vllm_importance_sampling_mode": one_of(("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
     "top_k": Rule(lambda value: value >= -1, "at least 1, or 0 or -1, which keep all tokens"),
+    "vllm_gpu_memory_utilization": Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1, a share"),
+    **dict.fromkeys(("vllm_tensor_parallel_size", "vllm_max_model_length"), at_least(1)),
+    **dict.fromkeys(("vllm_server_port", "vllm_group_port"), PORT),
+    "vllm_server_timeout": POSITIVE,
 }
+NEVER_UNSET = ("temperature", "max_completion_length")  # other fields may be `None`: the engine's default then
+# TRL's fields whose types are checked, because it computes with a wrong one or takes 'false' for true.
+TRL_FIELDS = GRPOConfig.__annotations__.keys() | TRL_RULES.keys() | {"max_steps", "num_train_epochs"}
+TRL_FIELDS -= {"scale_rewards"}  # may be a bool too, and has choices
 VESPO_RULE = one_of(("token_truncate", "token_mask"))
 BATCH_ERROR = "must be divisible by num_generations"  # TRL's error does not say how the batch size was computed
+
+STREAM_SETTINGS = {  # and what reads them
+    **dict.fromkeys(("stream_chunk_tokens", "stream_batch_tokens", "stream_cache_gib"), "stream_logprobs"),
+    "stream_reward_timeout_s": "stream_rewards",
+}
 
 
 @dataclass
@@ -89,7 +115,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     stream_batch_tokens: Annotated[int, at_least(1)] = setting(
         8192, "Most tokens of one forward pass of `stream_logprobs`, padding included."
     )
-    stream_cache_gib: Annotated[float, POSITIVE] = setting(
+    stream_cache_gib: Annotated[float, Rule(lambda value: 0 < value < math.inf, "positive and finite")] = setting(
         4.0,
         "GiB for keys and values on each process: a third for those that are kept, the rest for the current pass. "
         "When it is full, candidates wait until others have finished. A row that does not fit is scored after the "
@@ -131,6 +157,9 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
                 "answers to a prompt. Raise it."
             )
         check_fields(self, *OWN_CLASSES)
+        check_types(self, GRPOConfig, sorted(TRL_FIELDS - OWN_FIELDS))
+        if self.generation_batch_size is not None:  # TRL computes it if it is unset
+            at_least(1).check("generation_batch_size", self.generation_batch_size)
         try:
             PublishedConfig.__post_init__(self)  # calls TRL's, which computes fields that are read below
         except ValueError as error:
@@ -177,7 +206,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     def _check_trl(self) -> None:
         for name, rule in (TRL_RULES | VLLM_RULES if self.use_vllm else TRL_RULES).items():
             value = getattr(self, name)
-            if value is not None or name == "temperature":  # engines have defaults for the others
+            if value is not None or name in NEVER_UNSET:
                 rule.check(name, value)
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ConfigurationError(
@@ -199,10 +228,17 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
     def _check_generation_kwargs(self) -> None:
         kwargs: Any = self.generation_kwargs or {}
-        if kwargs.get("n", 1) != 1:
+        for name in ("n", "num_return_sequences"):
+            if kwargs.get(name, 1) != 1:
+                raise ConfigurationError(
+                    f"`generation_kwargs[{name!r}]` ({kwargs[name]}) must be left out. The number of completions per "
+                    "prompt is `num_generations`, and of candidates `max_num_generations`."
+                )
+        known = GenerationConfig().to_dict().keys()  # keeps any other name, and does not read it
+        if not self.use_vllm and (unknown := sorted(kwargs.keys() - known)):
             raise ConfigurationError(
-                f"`generation_kwargs['n']` ({kwargs['n']}) must be left out. The number of completions per prompt is "
-                "`num_generations`, and of candidates `max_num_generations`."
+                f"`generation_kwargs` ({unknown[0]!r}) must have names of transformers' `GenerationConfig`."
+                f"{did_you_mean(unknown[0], known) or ' Leave it out.'}"
             )
         for name, value in self.not_carried.items():
             if self.keeps_tokens:
@@ -241,6 +277,11 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
                     f"`{name}` (True) only has an effect with vLLM servers: an in-process engine leaves no time for "
                     "it. Set it to `False`, or set `use_vllm=True` and `vllm_mode='server'`."
                 )
+        for name, switch in STREAM_SETTINGS.items():
+            if (value := getattr(self, name)) != getattr(DARTSGRPOConfig, name) and not getattr(self, switch):
+                raise ConfigurationError(
+                    f"`{name}` ({value}) has no effect without `{switch}`. Leave it out, or set that to `True`."
+                )
         reasons = {
             "drop_uniform_groups": "which groups are trained on is only known once their rewards are",
             "defer_unsettled_groups": "which groups are trained on is only known once their rewards are",
@@ -270,6 +311,10 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         """
         self.load_latency_curve()
         super().check_start()
+        if not self.output_dir or (os.path.exists(self.output_dir) and not os.path.isdir(self.output_dir)):
+            raise ConfigurationError(
+                f"`output_dir` ({self.output_dir!r}) must be a directory, or a new one. Correct it."
+            )
         if self.length_history is not None and not os.path.exists(self.length_history):
             raise ConfigurationError(
                 f"`length_history` ({self.length_history!r}) must be a checkpoint, its `darts_lengths.npz`, or the "
@@ -326,3 +371,4 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
 
 OWN_CLASSES = (ScheduleSettings, DARTSGRPOConfig, ServerFields)
 """Classes of the fields that `DARTSGRPOConfig` adds to TRL's."""
+OWN_FIELDS = {name for cls in OWN_CLASSES for name in cls.__annotations__}

@@ -14,7 +14,7 @@ from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from .buffer.batches import BufferedBatches
 from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_sources
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
-from .checks import check_arguments, check_datasets, check_path, check_prompt_lengths, warn_of_other_model
+from .checks import check_arguments, check_data, check_objects, check_path, check_prompt_lengths, warn_of_other_model
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.engine import Engine
@@ -115,12 +115,13 @@ class DARTSGRPOTrainer(GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        check_objects(model, callbacks)
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         if args is None:
             args = DARTSGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-DARTS")
         check_arguments(args, rollout_func)
         if environment_factory is None:  # otherwise it makes the prompts of each batch
-            check_datasets(args, train_dataset, eval_dataset)
+            check_data(args, train_dataset, eval_dataset, None if rollout_func else reward_funcs)
         warn_of_other_model(args, name)
         callbacks = with_tracker(list(callbacks or []), args, model, processing_class)
         first = (model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes)

@@ -53,7 +53,7 @@ def test_other_data_sets_stay_and_missing_columns_are_named(script):
         script.to_conversations(rows, ScriptArguments(prompt_column="question"))
 
 
-def test_splits(script):
+def test_splits(script, tmp_path):
     def recipe(**fields):
         mixture = DatasetMixtureConfig(fields.pop("datasets", []))
         return SimpleNamespace(script=ScriptArguments(**fields), datasets=mixture, config=SimpleNamespace(seed=0))
@@ -65,12 +65,15 @@ def test_splits(script):
     arguments.dataset_train_split = "trian"
     with pytest.raises(ConfigurationError, match=r"`dataset_train_split` \('trian'\) must be a split .*: train, test"):
         script.split_of(made, "dataset_train_split", arguments)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "A"')
     for given, words in [
         ({"dataset_name": "no/such/data"}, "`dataset_name`"),
         ({"datasets": [{"path": "."}]}, "`datasets`"),
     ]:
         with pytest.raises(ConfigurationError, match=rf"{words}.* can't be loaded: "):
             script.load_splits(recipe(**given))
+    with pytest.raises(ConfigurationError, match=r"`dataset_name` .* can't be loaded: JSON parse error"):
+        script.load_splits(recipe(dataset_name=str(tmp_path)))
 
 
 def test_the_header_names_what_the_project_has():
@@ -179,6 +182,11 @@ def test_a_training_with_a_server(script, server, model_dir, monkeypatch, tmp_pa
         (
             ["--num_generations", "eight"],
             "Error: Argument --num_generations/--num-generations: invalid int value: 'eig",
+        ),
+        (["--report_to", "wandbb"], "Error: wandbb is not supported, only "),
+        (
+            ["--dataset_train_split", "trian"],
+            "Error: `dataset_train_split` ('trian') must be a split of the data set: tra",
         ),
         (["--num_prompts", "7"], "Error: `train_dataset` (7 prompts) must have at least the prompts of one gener"),
         (["--model_name_or_path", "examples/none/checkpoint"], "Error: `model_name_or_path` ('examples/none/chec"),

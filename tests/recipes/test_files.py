@@ -32,6 +32,7 @@ def test_nothing_heavy_is_loaded():
         (["--config", "nothing.yaml"], r"`file` \('nothing.yaml'\) must be a file that can be read: No such file"),
         (["--config", "list.yaml"], r"`file` \('list.yaml'\) must be a YAML mapping of names to values"),
         (["--config=broken.yaml"], r"`file` \('broken.yaml'\) must be plain YAML: .* in line 1"),
+        (["--config", "twice.yaml"], r"`file` \('twice.yaml'\) must be plain YAML: a name is given twice in line 2"),
         (["--top_k", "1", "--config"], "`--config` must be followed by a YAML file"),
     ],
 )
@@ -39,6 +40,7 @@ def test_files_that_can_not_be_a_config(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("list.yaml").write_text("[1, 2]")
     Path("broken.yaml").write_text("a: {b: 1")
+    Path("twice.yaml").write_text("beta: 0.1\nbeta: 0.2")
     with pytest.raises(ConfigurationError, match=message):
         check_config_option(words)
 
@@ -52,6 +54,14 @@ def test_the_command_line_without_its_file():
         ["--top_k", "-1", "--no_bf16"],
         "a.yaml",
     )
+
+
+@pytest.mark.parametrize("name", ["", "me/x y", "a/b/c"])
+def test_a_malformed_name_is_no_matter_of_the_network(name):
+    with pytest.raises(
+        ConfigurationError, match=rf"`repo_id` \('{name}'\) must be a name on the Hub such as 'org/name'"
+    ):
+        check_hub(name)
 
 
 @pytest.mark.parametrize("endpoint", ["hub.example", "http://[hub", "http://hub:port"])

@@ -190,7 +190,7 @@ def test_a_file_edited_on_the_web_page_is_pulled_with_a_warning(hub, caplog):
         (b"trust_remote_code: true\n", "loads code"),
         (b"seed: !!python/object/apply:os.system ['touch ran']", "must be plain YAML: could not determine a constr"),
         (ALIASES + b"learning_rate: *k\n", "no aliases"),
-        (b"seed: 1\n" * 10_000, "at most 65536 bytes"),
+        (b"seed: 1\n" + b"#\n" * 40_000, "at most 65536 bytes"),
         (b"[" * 20_000, "nested too deeply"),
         (b"a: b: " + TOKEN.encode(), "mapping values are not allowed here in line 1"),
     ],
@@ -254,7 +254,7 @@ def test_what_the_hub_refuses_is_one_line(hub, monkeypatch, tmp_path):
     [
         {},
         {"generation_batch_size": 64, "per_device_train_batch_size": 4, "num_generations": 16},
-        {"max_num_generations": 12, "target_redundancy": 1.25, "long_end_patience": None, "stream_chunk_tokens": 8},
+        {"max_num_generations": 12, "target_redundancy": 1.25, "long_end_patience": None, "length_ema": 0.25},
         {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}, "loss_type": "grpo"},
     ],
 )

@@ -56,8 +56,17 @@ def check(*words):
 def test_values_are_those_of_the_file_for_processes_that_are_not_there(recipe, monkeypatch):
     monkeypatch.delenv("RECIPE_VARIABLE", raising=False)
     read = read_recipe(
-        recipe(learning_rate="1e-6", bf16=True, tf32=True, use_peft=True, env={"RECIPE_VARIABLE": "1"}), 5
+        recipe(
+            learning_rate="1e-6",
+            reward_weights=["1e-1"],
+            bf16=True,
+            tf32=True,
+            use_peft=True,
+            env={"RECIPE_VARIABLE": "1"},
+        ),
+        5,
     )
+    assert read.config.reward_weights == [0.1]
     assert (read.config.learning_rate, read.config.bf16, read.model.use_peft) == (1e-6, True, True)
     assert (read.config.world_size, read.config.generation_batch_size) == (5, 8 * 5 * 2)
     assert "RECIPE_VARIABLE" not in os.environ
@@ -231,6 +240,22 @@ def test_gradients_that_fsdp_keeps_whole(recipe, tmp_path):
     for path in (recipe(**synced), recipe(gradient_accumulation_steps=1)):
         assert check(path, "--accelerate-config", launch).stderr == ""
     assert check(recipe()).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "num_generations: 8",
+        "{distributed_type: FSDP, num_processes: two}",
+        "{distributed_type: 'NO', num_processes: 0}",
+    ],
+)
+def test_a_file_that_is_not_accelerates(recipe, tmp_path, text):
+    launch = tmp_path / "accelerate.yaml"
+    launch.write_text(text)
+    result = check(recipe(), "--accelerate-config", launch)
+    assert result.exit_code == 2
+    assert f"`--accelerate-config` ('{launch}') must be a file of `accelerate config`" in result.stderr
 
 
 def test_math_verify_is_missing(recipe, monkeypatch):

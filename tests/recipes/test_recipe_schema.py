@@ -81,3 +81,9 @@ def test_the_file_is_what_the_command_prints(tmp_path):
     assert len(ours) > 40
     stale = [name for name in sorted(ours) if written.get(name) != printed[name]]
     assert stale == [], f"run `trl-darts config schema --output configs/{FILE.name}`"
+
+
+def test_a_file_that_can_not_be_written_is_named(tmp_path):
+    result = CliRunner().invoke(app, ["config", "schema", "--output", str(tmp_path)])
+    assert f"`--output` ('{tmp_path}') must be a file that can be written: it is a directory" in result.stderr
+    assert result.exit_code == 2

@@ -1,6 +1,7 @@
 """Options that are rejected before any process is started."""
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,17 @@ def test_flags_that_contradict(model, flag):
 )
 def test_accepted(model, settings):
     check_options(ServeOptions(model, port=free_ports(1)[0], **settings), CPU)
+
+
+def test_a_file_is_no_model(model):
+    path = f"{model}/config.json"
+    with pytest.raises(
+        ConfigurationError, match=r"`model` \('.*config.json'\) must be the directory of a checkpoint, and"
+    ):
+        check_model(path)
+    gguf = Path(model, "tiny.gguf")
+    gguf.touch()
+    check_model(str(gguf))  # one of vLLM's formats
 
 
 def test_our_drafter_needs_a_vllm_that_takes_one(model, monkeypatch, tmp_path):

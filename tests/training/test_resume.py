@@ -69,6 +69,8 @@ def test_the_last_whole_checkpoint(tmp_path):
         ConfigurationError, match=r"`resume_from_checkpoint` \(true\) needs a complete checkpoint in `output_dir`"
     ):
         checkpoint_to_resume("true", str(tmp_path / "none"))
+    with pytest.raises(ConfigurationError, match=r"`resume_from_checkpoint` \(5\) must be the directory of a checkp"):
+        checkpoint_to_resume(5, str(tmp_path))
     with pytest.raises(
         ConfigurationError,
         match=r"checkpoint-11'\) must be the directory of a complete .* trainer_state.json is missing",

@@ -1,6 +1,7 @@
 """Tests that errors name reward functions with invalid results, wherever they are called."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tests.builders import length_reward, make_args, make_trainer
 from trl_darts.errors import ConfigurationError
 from trl_darts.streaming.reward_calls import RewardCall
 from trl_darts.training import reward_checks as module
-from trl_darts.training.reward_checks import RewardWatch, check_rewards
+from trl_darts.training.reward_checks import RewardWatch, check_functions, check_rewards
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,13 @@ def test_what_trl_takes(returned):
 
 @pytest.mark.parametrize(
     ("returned", "named"),
-    [(["0.5"], r"'0\.5' \(str\)"), ([{}], r"{} \(dict\)"), ([[1.0]], r"\[1\.0\] \(list\)"), (0.5, r"0\.5 \(float\)")],
+    [
+        (["0.5"], r"'0\.5' \(str\)"),
+        ([{}], r"{} \(dict\)"),
+        ([[1.0]], r"\[1\.0\] \(list\)"),
+        (0.5, r"0\.5 \(float\)"),
+        ({0: 0.5}, r"{0: 0\.5} \(dict\)"),  # the rewards would be its keys
+    ],
 )
 def test_what_is_no_reward(returned, named):
     words = rf"The reward function 'own' returned {named}, and must return a list with one number or `None` for each"
@@ -30,6 +37,45 @@ def test_what_is_no_reward(returned, named):
     call = RewardCall(lambda **arguments: returned, "own", [0], {})  # with streaming
     call.run()
     assert isinstance(call.future.result(), ConfigurationError)
+
+
+def test_an_infinite_reward_is_named():
+    with pytest.raises(ConfigurationError, match=r"The reward function 'own' returned -inf, with which"):
+        check_rewards("own", [1.0, torch.tensor(-math.inf)])
+
+
+def takes_completions(completions):
+    return [0.0 for _ in completions]
+
+
+def needs_prompt(completions, prompt, **kwargs):  # TRL passes `prompts`
+    return [0.0 for _ in completions]
+
+
+def needs_answer(completions, answer, trainer_state, log_metric, weight=1.0, *, completion_ids, **kwargs):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("functions", "columns", "words"),
+    [
+        (5, None, r"`reward_funcs` \(5\) must be a function, or the name of a reward model"),
+        ([needs_answer, None], ["answer"], r"`reward_funcs` \(None\) must be a function"),
+        ("think_format_reward", None, r"\('think_format_reward'\) must be the function itself: `from trl.rewards imp"),
+        (takes_completions, None, r"'takes_completions' must take the argument `prompts`, .* Add `\*\*kwargs`"),
+        (needs_prompt, ["prompt"], r"'needs_prompt' needs the argument `prompt`, .* passes: prompts, completions"),
+        (needs_answer, ["prompt", "solution"], r"'needs_answer' needs the argument `answer`, .* solution\."),
+    ],
+)
+def test_functions_that_trl_can_not_call(functions, columns, words):
+    with pytest.raises(ConfigurationError, match=words):
+        check_functions(functions, columns)
+
+
+def test_functions_that_trl_can_call():
+    check_functions(None, ["prompt"])
+    check_functions([needs_answer, partial(needs_prompt, prompt="A"), max, "org/model"], ["prompt", "answer"])
+    check_functions([needs_answer, needs_prompt], None)  # the columns of a stream may not be known
 
 
 def text_reward(completions, **kwargs):

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..errors import TRLDARTSError
+from ..analysis.output_files import check_writable
+from ..errors import ConfigurationError, TRLDARTSError
 from ..recipes.files import check_hub, read_yaml
 from .exits import USAGE_ERROR, announce_loading, fail
 
@@ -42,8 +43,8 @@ def check(
 
         trl-darts config check configs/tiny_reasoner.yaml --num-processes 2
     """
-    launch = {} if accelerate_config is None else read_yaml(accelerate_config)
-    num_processes = num_processes or int(launch.get("num_processes") or 1)
+    launch = {} if accelerate_config is None else _read_launch(accelerate_config)
+    num_processes = num_processes or launch.get("num_processes") or 1
     has_failed = False
     for path in files:  # continues after a failure
         try:
@@ -64,6 +65,18 @@ def check(
             typer.echo(f"Warning: {path}: {warning}", err=True)
     if has_failed:
         raise typer.Exit(USAGE_ERROR)
+
+
+def _read_launch(path: Path) -> dict[str, Any]:
+    launch = read_yaml(path)
+    count = launch.get("num_processes")
+    is_count = count is None or (type(count) is int and count > 0)
+    if not is_count or {"distributed_type", "num_processes"}.isdisjoint(launch):
+        raise ConfigurationError(
+            f"`--accelerate-config` ({str(path)!r}) must be a file of `accelerate config`, with a `distributed_type` "
+            f"and a positive `num_processes` ({count!r}). Correct it, or leave it out."
+        )
+    return launch
 
 
 @app.command()
@@ -133,6 +146,8 @@ def pull(
 
         trl-darts config pull org/name@main --output config.yaml
     """
+    if not output.exists():  # else a later message says so
+        check_writable("--output", output)
     name, _, revision = repo_id.removeprefix("hf://").partition("@")
     check_hub(name, revision or None, cached=True)
     announce_loading()
@@ -166,6 +181,8 @@ def schema(
 
         trl-darts config schema --output configs/recipe.schema.json
     """
+    if output is not None:
+        check_writable("--output", output)
     from ..recipes.schema import recipe_schema
 
     text = json.dumps(recipe_schema(), indent=1, ensure_ascii=False)

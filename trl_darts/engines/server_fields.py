@@ -94,7 +94,7 @@ class ServerFields(ScheduleSettings):
         if self.uses_servers:
             self._check_addresses()
         else:
-            self._check_unused_addresses()
+            self._check_unused()
         self._check_tail()
 
     def _check_addresses(self) -> None:
@@ -107,11 +107,11 @@ class ServerFields(ScheduleSettings):
             if len(set(urls)) < len(urls):
                 raise ConfigurationError(f"`{name}` ({value!r}) names a server twice. Name each address once.")
 
-    def _check_unused_addresses(self) -> None:
-        """Raises for addresses without `use_vllm`: another engine would silently generate."""
+    def _check_unused(self) -> None:
+        """Raises for settings of servers without `use_vllm`: another engine would silently generate."""
         missing = [] if self.use_vllm else ["`use_vllm=True`"]
         missing += [] if self.vllm_mode == "server" else ["`vllm_mode='server'`"]
-        for name in ADDRESSES:
+        for name in dict.fromkeys((*ADDRESSES, *ServerFields.__annotations__)):
             value = getattr(self, name)
             if value and value != self.__dataclass_fields__[name].default:
                 raise ConfigurationError(

@@ -229,8 +229,12 @@ class LengthTracker:
         missing or not in NumPy's `.npz` format, [`StateMismatchError`] if it holds a different state.
         """
         try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-                state = {name: archive[name] for name in archive.files}
+            with open(path, "rb") as file:
+                if not zipfile.is_zipfile(file):  # NumPy's error advises to load a pickle
+                    raise zipfile.BadZipFile("it is not in NumPy's .npz format")
+                file.seek(0)
+                with np.load(file, allow_pickle=False) as archive:
+                    state = {name: archive[name] for name in archive.files}
         except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
             raise ConfigurationError(
                 f"`path` ({os.fspath(path)!r}) must name a file that `LengthTracker.save` wrote, and reading it "

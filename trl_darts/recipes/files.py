@@ -16,10 +16,22 @@ CONFIG_NAME = "darts_config.yaml"
 TIMEOUT_S = 2.0  # the Hub's client retries for half a minute
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that is given twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge" and key.value in names:
+                raise yaml.MarkedYAMLError(problem="a name is given twice", problem_mark=key.start_mark)
+            names.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a mapping from a YAML file. Errors name the line but don't quote it, because it may hold a secret."""
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(
@@ -58,13 +70,15 @@ def check_hub(repo_id: str, revision: str | None = None, cached: bool = False) -
         check_address("HF_ENDPOINT", endpoint)
     from huggingface_hub import constants, get_session, try_to_load_from_cache  # not needed for `--help`
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
+        validate_repo_id(repo_id)
         if cached and isinstance(try_to_load_from_cache(repo_id, CONFIG_NAME, revision=revision), str):
             return
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
-    except HFValidationError:
-        return  # raised by the download
+    except HFValidationError as error:
+        raise ConfigurationError(f"`repo_id` ({repo_id!r}) must be a name on the Hub such as 'org/name'.") from error
     except (HTTPError, OSError) as error:
         raise HubError(f"`repo_id` ({repo_id!r}) can't be looked up: {unreachable(error)}") from error
 

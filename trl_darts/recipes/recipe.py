@@ -190,7 +190,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
             continue
         if name not in _actions():
             raise _no_field(name, f"{path}: ")
-        _check_type(name, value, _actions()[name])
+        values[name] = _checked(name, value, _actions()[name])
     return values
 
 
@@ -217,7 +217,7 @@ def read_command_line(words: Sequence[str]) -> Recipe:
     words, path = split_command_line(words)
     values = {} if path is None else read_fields(path)
     for name, value in values.pop("env", {}).items():
-        os.environ[name] = str(value)
+        os.environ[str(name)] = str(value)
     recipe = _parse(ARGUMENTS, values, words)
     config = recipe.config
     config.origin = origin
@@ -243,7 +243,9 @@ class _Parser(TrlParser):
     """Raises the errors of TRL's parser instead of exiting, and rejects unknown names before configs are built."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message[:1].upper()}{message[1:]}. Correct it; `--help` lists the arguments.")
+        raise ConfigurationError(
+            f"{message[:1].upper()}{message[1:].rstrip('.')}. Correct it; `--help` lists the arguments."
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, others = super().parse_known_args(args, namespace)
@@ -343,7 +345,8 @@ def _hints() -> dict[str, Any]:
     return {name: hint for cls in ARGUMENTS for name, hint in get_type_hints(cls).items()}
 
 
-def _check_type(name: str, value: Any, action: Action) -> None:
+def _checked(name: str, value: Any, action: Action) -> Any:
+    """The value, if its type is right. The parser converts text such as `1e-6`, but not in a list."""
     hint = str(getattr(_hints()[name], "__name__", _hints()[name]))
     is_list, convert = isinstance(value, list), cast(Callable[[str], Any], action.type)
     is_name = isinstance(value, str) and name.startswith("lora_target")  # PEFT accepts a name or a list
@@ -362,6 +365,7 @@ def _check_type(name: str, value: Any, action: Action) -> None:
         choices = "" if action.choices is None else f" and among {', '.join(map(str, action.choices))}"
         hint = f"{hint}{choices}" + (", in brackets" if action.nargs == "+" and not is_list else "")
         raise ConfigurationError(f"`{name}` ({value!r:.60}) must be of type {hint}. Correct it, or leave it out.")
+    return [convert(item) if isinstance(item, str) else item for item in value] if is_list else value
 
 
 def _planned(num_processes: int) -> type[DARTSGRPOConfig]:

@@ -2,12 +2,13 @@
 Declares fields of a config with their help, type and rule, and marks defaults that were computed.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -44,6 +45,7 @@ def at_least(least: int) -> Rule:
 
 
 POSITIVE = Rule(lambda value: value > 0, "positive")
+FINITE = Rule(math.isfinite, "finite")
 
 
 def check_fields(config: Any, *declared: type) -> None:
@@ -54,19 +56,40 @@ def check_fields(config: Any, *declared: type) -> None:
     """
     for cls in declared:
         for name, kinds, rule in _fields(cls):
-            given = getattr(config, name)
-            value = given.item() if isinstance(given, np.generic) else given
-            value = os.fspath(value) if isinstance(value, os.PathLike) else value
-            numbers = (int,) if float in kinds else ()
-            if not isinstance(value, kinds + numbers) or (isinstance(value, bool) and bool not in kinds):
-                names = " or ".join(dict.fromkeys("None" if kind is NoneType else kind.__name__ for kind in kinds))
-                raise ConfigurationError(
-                    f"`{name}` ({given!r:.60}) must be of type {names}. Correct it, or leave it out."
-                )
+            value = _check_type(config, name, kinds)
             if rule is not None and value is not None:
                 rule.check(name, value)
-            if value is not given:
-                setattr(config, name, value)
+
+
+def check_types(config: Any, cls: type, names: Iterable[str]) -> None:
+    """Checks types as [`check_fields`] does, of fields of TRL's `cls`, any of which may be `None`."""
+    for name in names:
+        if getattr(config, name) is not None:
+            _check_type(config, name, _kinds(_hints(cls)[name]))
+
+
+def _check_type(config: Any, name: str, kinds: tuple[type, ...]) -> Any:
+    given = getattr(config, name)
+    value = given.item() if isinstance(given, np.generic) else given
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    numbers = (int,) if float in kinds else ()
+    if not isinstance(value, kinds + numbers) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(dict.fromkeys("None" if kind is NoneType else kind.__name__ for kind in kinds))
+        raise ConfigurationError(f"`{name}` ({given!r:.60}) must be of type {names}. Correct it, or leave it out.")
+    if value is not given:
+        setattr(config, name, value)
+    return value
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    """The classes of an annotation: `dict` and `str` of `dict[str, Any] | str`."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple(get_origin(part) or part for part in parts)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 @cache
@@ -79,7 +102,7 @@ def _fields(cls: type) -> list[tuple[str, tuple[type, ...], Rule | None]]:
     hints = get_type_hints(cls, include_extras=True)
     for name in cls.__annotations__:
         kind, rule = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name], None)
-        kinds = get_args(kind) or (kind,)
+        kinds = _kinds(kind)
         if getattr(cls, name) is None:
             kinds += (NoneType,)  # the annotation may be that of the computed value
         found.append((name, kinds, rule))

@@ -29,7 +29,7 @@ from .policies import (
     UniformPool,
     WaitForAll,
 )
-from .rules import FilledIn, Rule, at_least, check_fields, filled_in, one_of, setting
+from .rules import FINITE, FilledIn, Rule, at_least, check_fields, filled_in, one_of, setting
 from .tail import TailPolicy, TailServers
 
 
@@ -99,7 +99,7 @@ class ScheduleSettings:
         "waits for all of them. Otherwise defaults to `num_generations`, as in the paper. If lengths hardly vary, or "
         "engines are full, spare candidates don't pay, and prompts get none unless this is set.",
     )
-    target_redundancy: float = setting(
+    target_redundancy: Annotated[float, FINITE] = setting(
         None,
         "Candidates per trained row, on average over a batch, while response lengths vary as in the first steps "
         "[M_total / (N·M)]. Later, the budget follows their spread. Between 1 and "

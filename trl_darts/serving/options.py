@@ -280,8 +280,12 @@ def check_model(model: str) -> None:
                 "the model there with `save_pretrained`, or use the directory that has it."
             )
         return
+    if path.is_file() and path.suffix != ".gguf":
+        raise ConfigurationError(
+            f"`model` ({model!r}) must be the directory of a checkpoint, and is a file. Correct it."
+        )
     if path.is_file() or "://" in model:
-        return  # a GGUF file, or an object store: vLLM raises a better error
+        return  # an object store's: vLLM raises a better error
     # These load an HTTP client, and errors in other arguments should be raised first.
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import (  # type: ignore[attr-defined]

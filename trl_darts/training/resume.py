@@ -7,6 +7,7 @@ transformers writes `trainer_state.json` last, and our files are written before 
 
 import json
 import logging
+import os
 import shlex
 import zlib
 from pathlib import Path
@@ -88,10 +89,15 @@ def checkpoint_to_resume(given: Any, output_dir: str) -> str | None:
     Resolves `resume_from_checkpoint` to a directory. `True`, also as text on a command line, is the last complete
     checkpoint of `output_dir`. Raises [`ConfigurationError`] if there is none, or if the given one is incomplete.
     """
+    if not isinstance(given, str | os.PathLike | bool | None):
+        raise ConfigurationError(
+            f"`resume_from_checkpoint` ({given!r:.60}) must be the directory of a checkpoint, or `True` for the last "
+            "complete one of `output_dir`. Correct it."
+        )
     text = str(given).lower()
     if text in ("none", "false"):
         return None
-    checkpoint = last_checkpoint(output_dir) if text == "true" else Path(given)
+    checkpoint = last_checkpoint(output_dir) if text == "true" else Path(str(given))
     if checkpoint is None:
         raise ConfigurationError(
             f"`resume_from_checkpoint` ({text}) needs a complete checkpoint in `output_dir` ({output_dir!r}), and "

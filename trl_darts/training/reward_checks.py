@@ -1,12 +1,18 @@
-"""Checks that reward functions return a number or `None` for each row. TRL's error does not name the function."""
+"""
+Checks that reward functions can be called, and that they return a number or `None` for each row. TRL's error does not
+name the function, and comes after the first rollout.
+"""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
+from trl import rewards as trl_rewards
 
 from ..engines.in_process.hf_generate import replaced
 from ..errors import ConfigurationError
@@ -17,19 +23,79 @@ logger = get_logger(__name__)
 
 SILENT_BATCHES = 3  # more than one, because a function for some prompts only may score no row of a batch
 
+# TRL's arguments beside the data set's columns. Others are newer, or for some trainings.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
+MAYBE_GIVEN = ("log_extra", "log_metric", "environments")
+
+
+def check_functions(functions: Any, columns: Sequence[str] | None) -> None:
+    """
+    Raises for reward functions that TRL can't call with the data set's `columns`, before the model is loaded. Names of
+    reward models and modules are left to TRL, and unknown columns are not checked.
+    """
+    if functions is None:
+        return
+    for function in functions if isinstance(functions, list) else [functions]:
+        if isinstance(function, str) and function in dir(trl_rewards):
+            raise ConfigurationError(
+                f"`reward_funcs` ({function!r}) must be the function itself: `from trl.rewards import {function}`. A "
+                "string is the name of a reward model."
+            )
+        if isinstance(function, str | nn.Module):
+            continue
+        if not callable(function):
+            raise ConfigurationError(
+                f"`reward_funcs` ({function!r:.60}) must be a function, or the name of a reward model, or a list of "
+                "them. Correct it."
+            )
+        _check_parameters(function, columns)
+
+
+def _check_parameters(function: Any, columns: Sequence[str] | None) -> None:
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return
+    name = getattr(function, "__name__", type(function).__name__)
+    own = {parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD}
+    if len(own) == len(parameters) and (missing := [given for given in GIVEN if given not in own]):
+        raise ConfigurationError(
+            f"The reward function '{name}' must take the argument `{missing[0]}`, which TRL passes. Add `**kwargs` to "
+            "its parameters."
+        )
+    required = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is Parameter.empty
+        and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    ]
+    if columns is None:
+        return
+    passed = [*GIVEN, *(column for column in columns if column not in ("prompt", "completion"))]
+    if unknown := [parameter for parameter in required if parameter not in (*passed, *MAYBE_GIVEN)]:
+        raise ConfigurationError(
+            f"The reward function '{name}' needs the argument `{unknown[0]}`, which must be one that TRL passes: "
+            f"{', '.join(passed)}. These are the data set's columns too: rename one, or give the argument a default."
+        )
+
 
 def check_rewards(name: str, rewards: Iterable[Any]) -> list[float | None]:
     """Returns a function's rewards as a list. Raises for values that are not numbers, including numbers as text."""
-    if not isinstance(rewards, Iterable) or isinstance(rewards, str):
+    if not isinstance(rewards, Iterable) or isinstance(rewards, str | Mapping | Set):
         raise _no_rewards(name, rewards)
     rewards = list(rewards)
     for reward in rewards:
         try:
             if isinstance(reward, str | bytes):
                 raise TypeError
-            float(0.0 if reward is None else reward)
+            is_infinite = math.isinf(0.0 if reward is None else reward)
         except (TypeError, ValueError) as error:
             raise _no_rewards(name, reward) from error
+        if is_infinite:
+            raise ConfigurationError(
+                f"The reward function '{name}' returned {float(reward)}, with which its group's advantages, and then "
+                "the model's weights, would be NaN. Return a finite number, or `None` for a row without a reward."
+            )
     return rewards
 
 
