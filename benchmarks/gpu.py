@@ -38,10 +38,9 @@ from benchmarks.padding import compare, describe, tail
 from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Size, show, train
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.analysis.simulation import ClusterSpec
-from trl_darts.engines.in_process.director import Director
 from trl_darts.engines.in_process.hf_continuous import scheduled_batching
 from trl_darts.engines.in_process.hf_generate import SchedulerCriterion, stopping_criterion
-from trl_darts.engines.in_process.share import Share
+from trl_darts.engines.in_process.share import MainLink, Share
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import GroupPlan, Occupancy, RolloutResult, Scheduler, ScheduleSettings
 
@@ -92,8 +91,8 @@ class ModelCluster:
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
     ) -> RolloutResult:
         """Runs one rollout."""
-        director = Director(scheduler, plans)
-        share = Share(director.slots[0], director, scheduler.needs_progress)
+        link = MainLink(scheduler, plans)
+        share = Share(link.slots[0], link, scheduler.needs_progress)
         numbers = (min(lengths[slot.group_id][slot.index], self.limit + 1) for slot in share.slots)
         prompts = [[FIRST - 1 + number] for number in numbers]
         config = GenerationConfig(
@@ -115,7 +114,7 @@ class ModelCluster:
                     )
                 criterion.finish(out[:, 1:].tolist())
         share.exchange()
-        return director.result()
+        return link.result()
 
     def curve(self, batch_sizes: Sequence[int]) -> LatencyCurve:
         """Measures seconds per token, including the overhead of rollouts."""

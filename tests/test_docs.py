@@ -15,6 +15,7 @@ from docs.hooks.links import on_page_markdown
 from docs.hooks.settings_table import PAGE, settings_page, table_row
 from trl_darts import DARTSGRPOConfig
 from trl_darts.buffer.batches import BufferedRows
+from trl_darts.policy.audit import AuditedGroup, Audits
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy
 from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, bias_metrics, buffer_metrics, rollout_metrics
 
@@ -211,6 +212,7 @@ def emitted_metrics() -> set[str]:
         **rollout_metrics(record),
         **bias_metrics(record, torch.tensor([[0.0], [1.0]]), torch.ones(1)),
         **buffer_metrics(rows, mask_stale_after=None),
+        **{f"darts/audit/{name}": 0.0 for name in Audits([AuditedGroup(*[1.0] * 6)] * 2).metrics()},
     }
     sources = [path.read_text() for path in (ROOT / "trl_darts").rglob("*.py")]
     return {*ours, *(name for source in sources for name in METRIC.findall(source))}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from trl_darts.engines.in_process.director import Director
+from trl_darts.engines.in_process.share import MainLink
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import (
     AssignedPlacement,
@@ -128,8 +128,8 @@ def test_scheduler_submits_each_candidate_to_its_engine():
     assert {(c.group_id, c.index): c.engine_id for c in commands} == {
         (group, index): str(engine) for group, row in enumerate(engines) for index, engine in enumerate(row)
     }
-    director = Director(Scheduler(SchedulePolicies(placement=placement), 4), plans, range(3))
-    for engine, slots in enumerate(director.slots):
+    link = MainLink(Scheduler(SchedulePolicies(placement=placement), 4), plans, range(3))
+    for engine, slots in enumerate(link.slots):
         assert [s.candidate_id for s in slots] == [c.candidate_id for c in commands if c.engine_id == str(engine)]
 
 

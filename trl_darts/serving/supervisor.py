@@ -54,7 +54,7 @@ class ServerFailedError(TRLDARTSError, RuntimeError):
 
 
 class ProcessState(StrEnum):
-    """ProcessState of a server."""
+    """State of a server's process."""
 
     WAITING = "waiting to start"
     STARTING = "starting"
