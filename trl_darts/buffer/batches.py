@@ -12,7 +12,7 @@ them.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -148,9 +148,10 @@ class BufferedBatches:
         ids = self.buffer.enter([PromptInfo(prompt_key(ids), len(ids)) for ids in tokens])
         self.rows.update(zip(ids, rows, strict=True))
         self.prompt_ids.update(zip(ids, tokens, strict=True))
-        for first in ids:
-            for second in self.buffer.second_samples([first]):
-                self.rows[second.entry_id], self.prompt_ids[second.entry_id] = self.rows[first], self.prompt_ids[first]
+        for second in self.buffer.second_samples(ids):
+            audited: Any = second.audit_of
+            self.rows[second.entry_id] = self.rows[audited]
+            self.prompt_ids[second.entry_id] = self.prompt_ids[audited]
 
     def _decide(self) -> list[int]:
         self._round = self.policy.next(self.buffer)
@@ -249,10 +250,12 @@ class BufferedBatches:
             self.prompt_ids.pop(entry_id, None)
             self.buffer.entries.pop(entry_id, None)
 
-    def settle(self, rewards: Mapping[int, Sequence[float]], is_uniform: Callable[[int, float], bool]) -> "Settlement":
+    def settle(
+        self, rewards_of: Callable[[int], Sequence[float]], is_uniform: Callable[[int, float], bool]
+    ) -> "Settlement":
         """
-        Learns from the round that is over and defers its unsettled groups. Called on the main process. `rewards` are
-        those of each prompt's rows. `is_uniform` returns whether the rewards of a prompt's rows up to a length have no
+        Learns from the round that is over and defers its unsettled groups. Called on the main process. `rewards_of`
+        returns the rewards of a prompt's rows, and `is_uniform` whether those of its rows up to a length have no
         spread.
         """
         buffer, learned, policy = self.buffer, self.buffer.long_rewards, self.policy
@@ -266,7 +269,7 @@ class BufferedBatches:
                 uniform = is_uniform(entry.entry_id, math.inf), is_uniform(entry.entry_id, learned.usual_length)
                 learned.observe_long(entry.prompt.key, *uniform)
             second = buffer.second_samples(entry.entry_id for entry in self._round.entries)
-            self._audit(second, policy, rewards)
+            self._audit(second, policy, rewards_of)
             return Settlement(0, len(own), [entry.entry_id for entry in second], buffer.audits.metrics())
         deferred = [
             entry.entry_id
@@ -281,7 +284,9 @@ class BufferedBatches:
         buffer.defer(deferred)
         return Settlement(len(deferred), len(own), [], buffer.audits.metrics())
 
-    def _audit(self, second: Sequence[BufferEntry], policy: Settled, rewards: Mapping[int, Sequence[float]]) -> None:
+    def _audit(
+        self, second: Sequence[BufferEntry], policy: Settled, rewards_of: Callable[[int], Sequence[float]]
+    ) -> None:
         """Compares both samples of audited prompts with what a short round would have kept."""
         buffer, usual_length = self.buffer, self.buffer.long_rewards.usual_length
         for entry in second if usual_length else ():  # else there was no short round yet
@@ -290,7 +295,7 @@ class BufferedBatches:
                 continue  # a server rejected one of them
             rows = [*first.candidates, *entry.candidates]
             lengths, ended = [row.length for row in rows], [not row.cut_off for row in rows]
-            known = [*rewards[first.entry_id], *rewards[entry.entry_id]]
+            known = [*rewards_of(first.entry_id), *rewards_of(entry.entry_id)]
             buffer.audits.observe(policy.wait.audit(lengths, ended, known, usual_length, first.num_usual))
         if not policy.defers and (warning := buffer.audits.pop_warning()) is not None:
             logger.warning(warning)

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ..engines.in_process.hf_generate import replaced
-from ..training.rows import Tokens
+from ..training.rows import Tokens, total_rewards
 from .batches import BufferedBatches
 from .rounds import Informative
 
@@ -79,8 +79,10 @@ class GroupScores:
             rows = [row for row, tokens in enumerate(score.completion_ids) if len(tokens) <= longest]
             return self._is_uniform(score.rewards[rows])
 
-        rewards = {entry_id: self._totals(score.rewards) for entry_id, score in self._scores.items()}
-        settled = self.batches.main.broadcast(lambda: self.batches.settle(rewards, is_uniform))
+        def rewards_of(entry_id: int) -> list[float]:
+            return list(total_rewards(self._scores[entry_id].rewards, self.trainer.reward_weights).tolist())
+
+        settled = self.batches.main.broadcast(lambda: self.batches.settle(rewards_of, is_uniform))
         self.batches.forget(settled.second)
         self._metrics["darts/deferral/deferred"] += settled.num_deferred
         self._metrics["darts/deferral/sampled"] += settled.num_scored
@@ -161,12 +163,6 @@ class GroupScores:
             name: [value for own in shares for value in own.get(name, [None] * len(rows))]
             for name in sorted({name for own in shares for name in own})
         }
-
-    def _totals(self, rewards: torch.Tensor) -> list[float]:
-        """Returns the weighted sum of each row's rewards, NaN where no function has scored it."""
-        totals = (rewards * self.trainer.reward_weights.to(rewards.device)).nansum(dim=1)
-        totals[rewards.isnan().all(dim=1)] = torch.nan
-        return list(totals.tolist())
 
     def _is_uniform(self, rewards: torch.Tensor) -> bool:
         """Whether TRL would give all rows the advantage 0, as it does to those that no function has scored."""

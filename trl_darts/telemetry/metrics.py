@@ -14,6 +14,7 @@ from ..engines.batch import PromptBatch
 from ..engines.vllm_api import DraftCounts
 from ..policy.bias import length_bias, reward_bias
 from ..scheduling import Admission, FinishReason, GroupSummary, Occupancy, RolloutResult, bubble_ratio
+from ..training.rows import total_rewards
 from ..weights import SyncRecord
 
 
@@ -291,9 +292,7 @@ def bias_metrics(
     size = record.num_generations
     if first_rows is None:
         first_rows = {summary.group_id: summary.group_id * size for summary in record.summaries}
-    totals = (rewards_per_func * reward_weights.to(rewards_per_func.device)).nansum(dim=1)
-    totals[rewards_per_func.isnan().all(dim=1)] = torch.nan
-    rewards = totals.tolist()
+    rewards = total_rewards(rewards_per_func, reward_weights).tolist()
     groups = record.ended
     lengths = [group.lengths for group in groups]
     finished = [[reason != FinishReason.ABORT.value for reason in group.finish_reasons] for group in groups]

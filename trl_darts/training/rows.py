@@ -62,6 +62,13 @@ class KeptRows:
         return KeptRows(self.completion_ids[rows], logprobs, self.fillers)
 
 
+def total_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns the weighted sum of each row's rewards, of shape `(B,)`. NaN if no function scored the row."""
+    totals = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
+    totals[rewards_per_func.isnan().all(dim=1)] = torch.nan
+    return totals
+
+
 def forget_filler_rewards(rewards: torch.Tensor, fillers: Collection[int]) -> torch.Tensor:
     """
     Sets the rewards of filler rows to NaN, so that TRL ignores them in its metrics and in the mean and the standard
