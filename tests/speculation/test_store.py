@@ -41,6 +41,21 @@ def test_a_new_server_begins_with_the_answers_of_the_last(tmp_path, model, monke
     assert first.drafter.num_failures == second.drafter.num_failures == 0
 
 
+def test_a_full_disk_costs_the_store_and_not_the_history(tmp_path, model, monkeypatch, caplog):
+    monkeypatch.setenv(HISTORY_VARIABLE, str(tmp_path / "history"))
+    monkeypatch.setattr(logging.getLogger("vllm.trl_darts"), "handlers", [caplog.handler])
+    monkeypatch.setattr(logging.getLogger("vllm.trl_darts"), "propagate", False)
+    monkeypatch.setattr(module.pq, "write_table", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+    decoding = Decoding(make_drafter(tokenizer=model))
+    for name in ("a", "b"):
+        decoding.add(name, PROMPT, ANSWER)
+        steps = decoding.run()
+        decoding.drafter.new_policy()
+    assert steps < len(ANSWER) // 3
+    assert caplog.text.count("no longer stored") == 1
+    assert decoding.drafter.num_failures == 0
+
+
 def test_files_are_read_oldest_first_and_are_not_kept_for_ever(tmp_path, model, monkeypatch):
     monkeypatch.setattr(module, "MAX_FILES", 2)
     store, history = Store(tmp_path / "history", model), History()

@@ -34,7 +34,9 @@ def test_values_are_repeated_whatever_the_kernel_does(kernel, dtype):
     assert vllm_patches._loses_result(kernel) == (kernel is forgetful)
 
 
-def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them():
+@pytest.mark.parametrize("for_training", [True, False])
+def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them(for_training, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", str(int(for_training)))
     drafter = SuffixDrafter.__new__(SuffixDrafter)
     drafter.draft = lambda batch, sampled: ("ours", batch, sampled)
 
@@ -55,7 +57,7 @@ def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them():
     runner = GPUModelRunner()
     assert runner._input_fits_in_drafter("metadata") is False
     runner.speculative_config = SimpleNamespace(method="ngram")
-    assert runner._input_fits_in_drafter("metadata") is True
+    assert runner._input_fits_in_drafter("metadata") is for_training
     assert runner.propose_draft_token_ids("scheduled", [[1]], "more") == "vLLM's"
     runner.drafter = drafter
     assert runner.propose_draft_token_ids("scheduled", [[1]], "more") == ("ours", "batch", [[1]])

@@ -71,16 +71,22 @@ class History:
         self._prompts: dict[bytes, Prompt] = {}
         self._lengths: Counter[int] = Counter()  # of the prompts
 
-    def prompt_of(self, tokens: Tokens) -> Prompt:
+    def prompt_of(self, tokens: Tokens, length: int | None = None) -> Prompt:
         """
-        Returns the longest known prompt that a request's tokens start with, or a new one. A resumed request and a
-        later turn have part of an answer after their prompt.
+        Returns the prompt of a request, known or new. `length` is that of the prompt, where the request says so: the
+        tokens of a resumed one also have part of an answer. Otherwise it is the longest known prompt that they start
+        with, whose search takes milliseconds with prompts of many lengths.
         """
-        lengths = [len(tokens)] if len(tokens) in self._lengths else []
-        for length in lengths + sorted((n for n in self._lengths if n < len(tokens)), reverse=True):
-            prompt = self._prompts.get(tokens[:length].tobytes())
-            if prompt is not None:
-                return prompt
+        if length is None:
+            shorter = sorted((n for n in self._lengths if n < len(tokens)), reverse=True)
+            for n in [len(tokens), *shorter]:
+                prompt = self._prompts.get(tokens[:n].tobytes())
+                if prompt is not None:
+                    return prompt
+        tokens = tokens[:length]
+        prompt = self._prompts.get(tokens.tobytes())
+        if prompt is not None:
+            return prompt
         prompt = Prompt(np.array(tokens, dtype=np.int32))
         self._prompts[prompt.tokens.tobytes()] = prompt
         self._lengths[len(tokens)] += 1

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..policy.drafts import draft_budget
 from .answers import History, Prompt
+from .gain import DraftGain
+from .index import SuffixIndex
 from .step_times import StepTimes
 
 
@@ -23,12 +26,31 @@ logger = logging.getLogger("vllm.trl_darts")
 
 HISTORY_VARIABLE = "TRL_DARTS_DRAFT_HISTORY"  # environment variable of the server that names a directory
 
+# Of the trainer's requests, see `engines/vllm_rollout.py`. A resumed one has part of an answer after its prompt.
+PROMPT_LENGTH = re.compile(r"-p(\d+)-[0-9a-f]{32}-")
 # A sequence can be missing from a batch for a while: vLLM preempts some, and skips some during a long prefill.
 STEPS_BETWEEN_SWEEPS = 64
-# The estimated acceptance starts at 1/2. Its counts decay by the first factor in steps with drafts, because answers
-# diverge from their siblings, and by the second in steps without, so that drafting is eventually tried again.
-MEMORY_DRAFTED, MEMORY_IDLE = 0.9, 0.98
+# A sequence's acceptance is at first that of all others, which starts at 1/2. Its counts decay by the first factor in
+# steps with drafts, because answers diverge from their siblings, and by the second in steps without, so that drafting
+# is eventually tried again. The others' counts decay by the third with each draft.
+MEMORY_DRAFTED, MEMORY_IDLE, MEMORY_COMMON = 0.9, 0.98, 0.998
+FIRST_ACCEPTANCE = 0.5
 MAX_INDEXED = 2**23  # total tokens of all indexes, about 1 GiB; no index is created beyond it
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Counts of drafted tokens, from which the probability is estimated that the next one is accepted."""
+
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    def forget(self, memory: float) -> None:
+        self.accepted, self.rejected = memory * self.accepted, memory * self.rejected
+
+    def estimate(self, prior: float) -> float:
+        """Returns the probability that a drafted token is accepted once those before it are."""
+        return (self.accepted + 2 * prior) / (self.accepted + self.rejected + 2)
 
 
 @dataclass(slots=True)
@@ -41,21 +63,17 @@ class Answering:
     last_step: int
     text: int | None = None  # in the prompt's index
     num_drafted: int = 0  # in the last step
-    accepted: float = 0.0
-    rejected: float = 0.0
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
-    @property
-    def acceptance(self) -> float:
-        """Probability that a drafted token is accepted once those before it are."""
-        return (self.accepted + 1) / (self.accepted + self.rejected + 2)
-
-    def learn(self, num_new: int) -> None:
-        """Updates the acceptance from a step's `num_new` tokens, the last of which the model sampled itself."""
+    def learn(self, num_new: int, common: Acceptance) -> None:
+        """Updates both acceptances from a step's `num_new` tokens, the last of which the model sampled itself."""
         if not self.num_drafted:
-            self.accepted, self.rejected = MEMORY_IDLE * self.accepted, MEMORY_IDLE * self.rejected
+            self.acceptance.forget(MEMORY_IDLE)
             return
-        self.accepted = MEMORY_DRAFTED * self.accepted + num_new - 1
-        self.rejected = MEMORY_DRAFTED * self.rejected + (num_new <= self.num_drafted)
+        for own, memory in ((self.acceptance, MEMORY_DRAFTED), (common, MEMORY_COMMON)):
+            own.forget(memory)
+            own.accepted += num_new - 1
+            own.rejected += num_new <= self.num_drafted
 
 
 class SuffixDrafter:
@@ -70,12 +88,15 @@ class SuffixDrafter:
         self.num_failures = 0
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
-        self._times = StepTimes()
+        self._times, self._gain = StepTimes(), DraftGain()
+        self._acceptance = Acceptance()  # of all sequences
         self._forget()
         self._store: Store | None = None
         parallel = vllm_config.parallel_config
+        # vLLM takes drafts from the first rank of the last stage alone, and only this stage has drafters.
+        self._drafts = parallel.rank % parallel.tensor_parallel_size == 0
         directory = os.environ.get(HISTORY_VARIABLE)
-        if directory and parallel.rank % parallel.tensor_parallel_size == 0:  # the other ranks have the same answers
+        if directory and self._drafts:
             with self._surviving():
                 from .store import Store  # loads transformers and pyarrow
 
@@ -94,17 +115,26 @@ class SuffixDrafter:
         """Stores the previous policy's answers. Called after a weight update."""
         with self._surviving():
             self._sweep(max_age=0)
+            self._save()
+            self._history.version += 1
+
+    def _save(self) -> None:
+        """Stores the answers. If this fails, as on a full disk, later servers lack them."""
+        try:
             if self._store is not None:
                 self._store.save(self._history)
-            self._history.version += 1
+        except OSError as error:
+            logger.warning("Answers are no longer stored in %s: %s", self._store and self._store.directory, error)
+            self._store = None
 
     def draft(self, batch: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """
         Returns drafts for the next step of each sequence in vLLM's `InputBatch`. `sampled_token_ids` holds the tokens
         just sampled, none for a sequence still in prefill.
         """
-        with self._surviving():
-            return self._draft(batch, sampled_token_ids)
+        if self._drafts:
+            with self._surviving():
+                return self._draft(batch, sampled_token_ids)
         return [[] for _ in sampled_token_ids]
 
     @contextmanager
@@ -138,14 +168,17 @@ class SuffixDrafter:
             for row, sampled in enumerate(sampled_token_ids)
             if sampled
         }
-        self._time_step(decoding, all(sampled_token_ids) and len(self._answering) == num_known)
+        num_tokens = sum(map(len, sampled_token_ids))
+        self._time_step(decoding, num_tokens, all(sampled_token_ids) and len(self._answering) == num_known)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        may_draft = self._gain.allows_drafts() and len(decoding) < self._times.knee
         for row, answering in decoding.items():
-            if len(decoding) < self._times.knee:
+            if may_draft:
                 drafts[row] = self._draft_one(answering, len(decoding))
             answering.num_drafted = len(drafts[row])
         if self._step % STEPS_BETWEEN_SWEEPS == 0:
             self._sweep(max_age=STEPS_BETWEEN_SWEEPS)
+            self._drop_indexes()
         return drafts
 
     def _follow(self, batch: Any, row: int, name: str, end: int, sampled: Sequence[int]) -> Answering:
@@ -157,25 +190,29 @@ class SuffixDrafter:
             sampled = batch.token_ids_cpu[row, answering.end : end].tolist()
         answering.tokens += sampled
         answering.end, answering.last_step = end, self._step
-        answering.learn(len(sampled))
+        answering.learn(len(sampled), self._acceptance)
         if answering.text is not None and answering.prompt.index is not None:
             answering.prompt.index.extend(answering.text, sampled)
         return answering
 
     def _begin(self, batch: Any, row: int, name: str, end: int) -> Answering:
         tokens = batch.token_ids_cpu[row, :end]
-        prompt = self._history.prompt_of(tokens[: batch.num_prompt_tokens[row]])
+        marked = PROMPT_LENGTH.search(name)
+        prompt_tokens = tokens[: batch.num_prompt_tokens[row]]
+        prompt = self._history.prompt_of(prompt_tokens, int(marked[1]) if marked else None)
         prompt.num_running += 1
         answering = Answering(prompt, tokens[prompt.context_start :].tolist(), end, self._step)
         self._answering[name] = answering
         return answering
 
-    def _time_step(self, decoding: dict[int, Answering], only_decoding: bool) -> None:
+    def _time_step(self, decoding: dict[int, Answering], num_tokens: int, only_decoding: bool) -> None:
         """Records the last step's duration, unless it had prefills. Must be called before the next drafts are made."""
         now, before = time.perf_counter(), self._last_time
         self._last_time = now
         if before is not None and decoding and only_decoding:
-            self._times.add(sum(1 + answering.num_drafted for answering in decoding.values()), now - before)
+            num_drafted = sum(answering.num_drafted for answering in decoding.values())
+            self._times.add(len(decoding) + num_drafted, now - before)
+            self._gain.add(len(decoding), num_drafted, num_tokens, now - before)
 
     def _draft_one(self, answering: Answering, num_running: int) -> list[int]:
         prompt, length = answering.prompt, len(answering.tokens)
@@ -184,7 +221,7 @@ class SuffixDrafter:
             self._times.knee,
             length,
             prompt.expected_length or length,
-            answering.acceptance,
+            answering.acceptance.estimate(self._acceptance.estimate(FIRST_ACCEPTANCE)),
             min(self._max_draft, self._max_model_len - answering.end - 1),
         )
         if budget <= 0:
@@ -198,13 +235,28 @@ class SuffixDrafter:
     def _index(self, prompt: Prompt) -> None:
         """Creates the prompt's index if there is room, and adds its running sequences."""
         if prompt.index is None:
-            others = {one.prompt.index for one in self._answering.values()} - {None}
-            if sum(index.num_tokens for index in others if index is not None) > MAX_INDEXED:
+            if sum(index.num_tokens for index in self._indexes().values()) > MAX_INDEXED:
                 return
             prompt.index = prompt.make_index()
         for answering in self._answering.values():
             if answering.prompt is prompt and answering.text is None:
                 answering.text = prompt.index.add(answering.tokens)
+
+    def _indexes(self) -> dict[Prompt, SuffixIndex]:
+        prompts = {answering.prompt for answering in self._answering.values()}
+        return {prompt: prompt.index for prompt in prompts if prompt.index is not None}
+
+    def _drop_indexes(self) -> None:
+        """Drops the largest indexes beyond the limit: they grow while their prompts run."""
+        indexes = sorted(self._indexes().items(), key=lambda pair: pair[1].num_tokens)
+        excess = sum(index.num_tokens for _, index in indexes) - MAX_INDEXED
+        while excess > 0:
+            prompt, index = indexes.pop()
+            excess -= index.num_tokens
+            prompt.index = None
+            for answering in self._answering.values():
+                if answering.prompt is prompt:
+                    answering.text = None
 
     def _sweep(self, max_age: int) -> None:
         """Moves sequences that were absent for `max_age` steps to the history."""

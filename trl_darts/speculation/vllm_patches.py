@@ -1,6 +1,7 @@
 """Patches that let vLLM draft with [`SuffixDrafter`] and sample correctly on a CPU. Applied by our plugin."""
 
 import functools
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,11 @@ def pass_batch(module: ModuleType) -> None:
 
     vLLM also stops drafting for the whole batch once one sequence is near the model's length limit: every sequence
     then drafts token 0 only, and on a CPU the server crashes. Our drafter and `ngram` check the limit per sequence.
+    `ngram` is only patched in a server for training: other vLLMs of the environment load this plugin too.
     """
     from .drafter import SuffixDrafter
+
+    for_training = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
 
     runner = module.GPUModelRunner
     propose, fits = runner.propose_draft_token_ids, runner._input_fits_in_drafter
@@ -30,7 +34,7 @@ def pass_batch(module: ModuleType) -> None:
 
     @functools.wraps(fits)
     def input_fits_in_drafter(self: Any, metadata: Any) -> bool:
-        if isinstance(self.drafter, SuffixDrafter) or self.speculative_config.method == "ngram":
+        if isinstance(self.drafter, SuffixDrafter) or (for_training and self.speculative_config.method == "ngram"):
             return metadata is not None
         return fits(self, metadata)
 

@@ -1,0 +1,227 @@
+"""
+Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real vLLM server, on a bare CPU.
+
+    python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--only-page]
+
+24 steps of 8 prompts × 8 rows, in which 64 prompts recur twice. All weights are trained, in bfloat16 where PyTorch's
+autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before,
+every 8 steps and at the end, outside the seconds of the steps. TRL's own class, with our connection to the server
+(TRL's client refuses one without CUDA), runs for three steps, for its seconds alone.
+
+An arm takes under an hour on two quiet cores. Each run saves a checkpoint every 8 steps, and its log is in
+`benchmarks/results/smollm2.ARM.seedN.json` from then on. A later call goes on where this one stopped, also after
+Ctrl-C. With `--minutes`, no part of a run begins later than that. Seconds of runs that had the machine to themselves
+are seconds; of others, only the tokens count.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "smollm2"))
+
+import numpy as np
+import torch
+from tasks import TEMPERATURE, accuracy_reward, make_dataset
+from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOTrainer
+
+from benchmarks.page import PAGE, put
+from benchmarks.servers import training_args
+from benchmarks.smollm2_rollouts import CHECKPOINT, LIMIT, RESULTS, ROOT, sample, score, smollm2_server, tokens_of
+from trl_darts import DARTSGRPOTrainer
+from trl_darts.analysis.simulation import Estimate
+from trl_darts.engines.vllm_generation import synced_generation
+
+
+STEPS, PART, TRL_STEPS = 24, 8, 3
+PROMPTS, NUM_GENERATIONS, MICRO_BATCH = 8, 8, 4
+NUM_TEST, NUM_ANSWERS = 64, 4
+BASELINE, TRL = "grpo", "trl"
+ARMS: dict[str, dict[str, Any]] = {
+    BASELINE: {"schedule": "grpo"},
+    "default": {"schedule": "darts"},
+    "unguarded": {"schedule": "darts", "defer_unsettled_groups": False},
+    "ahead": {"schedule": "darts", "rollout_ahead": 1},
+    TRL: {"schedule": "grpo", "trim_padding": False},
+}
+
+
+class TRLTrainer(GRPOTrainer):
+    """TRL's class, with our connection to the server."""
+
+    def __init__(self, model: Any, reward: Any, args: Any, dataset: Any) -> None:
+        with synced_generation(args, model, dataset):
+            super().__init__(model, reward, args, dataset)
+
+
+class PartOfRun(TrainerCallback):
+    """Adds the seconds of each step to the log, and stops after a number of steps with a checkpoint."""
+
+    def __init__(self, last_step: int, saves: bool) -> None:
+        self.last_step, self.saves = last_step, saves
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins to measure."""
+        self.begun = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Extends the step's entry in the log."""
+        if "reward" in (logs or {}):
+            state.log_history[-1]["step_seconds"] = time.perf_counter() - self.begun
+            print(f"step {state.global_step}: {state.log_history[-1]['step_seconds']:.0f} s", flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stops at the end of the part."""
+        if state.global_step >= self.last_step:
+            control.should_training_stop, control.should_save = True, self.saves
+
+
+def file_of(arm: str, seed: int, results: Path) -> Path:
+    return results / f"smollm2.{arm}.seed{seed}.json"
+
+
+def load(arm: str, seed: int, results: Path) -> dict[str, Any]:
+    """Returns the steps and the held-out scores of a run so far."""
+    path = file_of(arm, seed, results)
+    empty: dict[str, Any] = {"arm": arm, "seed": seed, "settings": ARMS[arm], "steps": [], "held_out": {}}
+    return json.loads(path.read_text()) if path.exists() else empty
+
+
+def run_part(arm: str, seed: int, url: str, results: Path) -> bool:
+    """Trains the next steps of a run and stores its log. Returns whether there was anything left to do."""
+    run, num_steps = load(arm, seed, results), TRL_STEPS if arm == TRL else STEPS
+    if len(run["steps"]) >= num_steps:
+        return False
+    output_dir = ROOT / "outputs" / "smollm2-training" / f"{arm}.seed{seed}"
+    checkpoint = get_last_checkpoint(str(output_dir)) if run["steps"] and output_dir.exists() else None
+    start = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+    trainer = make_trainer(arm, seed, url, output_dir)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(PartOfRun(min(start + PART, num_steps), arm != TRL))
+    test = make_dataset(NUM_TEST, "test")
+    if start == 0 and arm != TRL:
+        run["held_out"]["0"] = held_out(trainer, url, test)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    run["steps"] = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
+    if arm != TRL:
+        run["held_out"][str(len(run["steps"]))] = held_out(trainer, url, test)
+    trainer.vllm_generation.engine.close()
+    write(file_of(arm, seed, results), run)
+    print(arm, seed, len(run["steps"]), run["held_out"], flush=True)
+    return True
+
+
+def make_trainer(arm: str, seed: int, url: str, output_dir: Path) -> Any:
+    args = training_args(
+        url,
+        output_dir,
+        num_generations=NUM_GENERATIONS,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=PROMPTS * NUM_GENERATIONS // MICRO_BATCH,
+        max_completion_length=LIMIT,
+        temperature=TEMPERATURE,
+        max_steps=STEPS,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        save_total_limit=1,
+        seed=seed,
+        **{**ARMS[arm], "bf16": True},
+    )
+    make = TRLTrainer if arm == TRL else DARTSGRPOTrainer
+    return make(str(CHECKPOINT), accuracy_reward, args, make_dataset(PROMPTS * PART))
+
+
+def held_out(trainer: Any, url: str, test: Any) -> dict[str, float]:
+    """Syncs the weights and scores plain sampling."""
+    trainer.vllm_generation.sync_weights()
+    choices = sample(url, tokens_of(test), NUM_ANSWERS)
+    lengths = [len(choice["token_ids"]) for choice in choices]
+    cut = [choice["finish_reason"] == "length" for choice in choices]
+    accuracy = float(np.mean(score(test, choices, NUM_ANSWERS)))
+    values = {"accuracy": accuracy, "tokens": float(np.mean(lengths)), "p99": float(np.percentile(lengths, 99))}
+    return {name: round(value, 4) for name, value in (values | {"cut": float(np.mean(cut))}).items()}
+
+
+def write(path: Path, run: Mapping[str, Any]) -> None:
+    """Writes all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(run, indent=1))
+    part.rename(path)
+
+
+# The page
+
+
+def mean_of(run: Mapping[str, Any], name: str) -> float:
+    return float(np.mean([step.get(name, np.nan) for step in run["steps"]]))
+
+
+def table(results: Path, seeds: Sequence[int]) -> str:
+    """Returns a line for each arm: means over seeds, ratios to GRPO's run of the same seed over as many steps."""
+    columns = ("steps", "speed of a step", "of a rollout", "held-out before, after", "tokens", "cut off")
+    lines = [["arm (seeds)", *columns], ["---", *["---:"] * len(columns)]]
+    for arm in ARMS:
+        runs = [run for seed in seeds if (run := load(arm, seed, results))["steps"]]
+        if not runs:
+            continue
+        pairs = [(run, _first(load(BASELINE, run["seed"], results), len(run["steps"]))) for run in runs]
+        pairs = [(_first(run, len(base["steps"])), base) for run, base in pairs if base["steps"]]
+        speeds = [
+            _cell([mean_of(base, name) / mean_of(run, name) for run, base in pairs])
+            for name in ("step_seconds", "darts/rollout/seconds")
+        ]
+        ends = [list(run["held_out"].values()) for run in runs if len(run["held_out"]) > 1]
+        accuracy = f"{_cell([own[0]['accuracy'] for own in ends])}, {_cell([own[-1]['accuracy'] for own in ends])}"
+        last = [_cell([own[-1][name] for own in ends]) for name in ("tokens", "cut")]
+        steps = ", ".join(str(len(run["steps"])) for run in runs)
+        lines.append([f"{arm} ({len(runs)})", steps, *speeds, accuracy if ends else "–", *last])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _first(run: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+    return {**run, "steps": run["steps"][:num_steps]}
+
+
+def _cell(values: Sequence[float]) -> str:
+    known = [value for value in values if not np.isnan(value)]
+    return str(Estimate.of(known)) if known else "–"
+
+
+def main() -> None:
+    """Trains what is missing and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default=",".join(ARMS), help="some of them, with commas")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no part of a run begins later")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only-page", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    arms, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
+    if unknown := set(arms) - set(ARMS):
+        parser.error(f"--arms ({', '.join(sorted(unknown))}) must be some of {', '.join(ARMS)}.")
+    deadline = time.monotonic() + 60 * options.minutes
+    if not options.only_page:
+        torch.set_num_threads(1)  # the server has the other core
+        with smollm2_server() as url:
+            for seed, _ in product(seeds, range(0, STEPS, PART)):  # arms take turns, part by part
+                for arm in arms:
+                    if time.monotonic() < deadline:
+                        run_part(arm, seed, url, options.results)
+    content = table(options.results, seeds)
+    print(content)
+    PAGE.write_text(put(PAGE.read_text(), "smollm2 trainings", "smollm2.py", content))
+
+
+if __name__ == "__main__":
+    main()

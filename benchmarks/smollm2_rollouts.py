@@ -1,0 +1,323 @@
+"""
+Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own answers.
+
+    python benchmarks/smollm2_rollouts.py lengths|bare|paced|simulated|page [--rows main|others] [--repeats 5]
+
+- lengths: samples 16 answers to each of 64 prompts of examples/smollm2 on a real server.
+- bare: every row decodes answers of these lengths on a real server of the model in bfloat16, as fast as the CPU can.
+- paced: the same lengths on a real server of a tiny model at a GPU's pace (`pacing.py`).
+- simulated: the same lengths in virtual time, by the published curve of an 8 B model and by the curve of the CPU.
+- page: writes the tables of docs/evidence.md.
+
+A repeat has 16 prompts: a first epoch in which no lengths are known, and a second one, each of two steps of 8 × 8.
+Rows take turns step by step, and are compared with GRPO's row of the same repeat, so that the load of a shared machine
+affects all of them. Each repeat is a line of `benchmarks/results/smollm2.rollouts.jsonl`, and is run once: a later
+call goes on where this one stopped. `--rows main` are GRPO, DARTS as in the paper, and the default.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "smollm2"))
+
+import numpy as np
+import requests
+from tasks import TEMPERATURE, accuracy_reward, make_dataset
+from transformers import AutoTokenizer
+
+from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
+from benchmarks.page import PAGE, put
+from benchmarks.schedules import GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
+from benchmarks.vllm_server import start_vllm_server
+from trl_darts.analysis.simulation import ClusterSpec, Estimate, RecordedLengths, Workload
+from trl_darts.policy import LatencyCurve
+
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKPOINT = ROOT / "examples" / "smollm2" / "checkpoint"
+RESULTS = ROOT / "benchmarks" / "results"
+LENGTHS, ROLLOUTS = "smollm2.lengths.jsonl", "smollm2.rollouts.jsonl"
+NUM_PROMPTS, NUM_ANSWERS, LIMIT = 64, 16, 256
+AT_ONCE = 20  # prompts
+PROMPTS_PER_STEP, NUM_GENERATIONS, BATCHES, EPOCHS = 8, 8, 2, 2
+MAIN = ("grpo", "darts (paper)", "default")
+GROUPS = {"main": MAIN, "others": ("grpo", *(row.name for row in ROWS if row.name not in MAIN))}
+# Seconds of a step of one thread in bfloat16, eager, on quiet cores.
+CPU_CURVE = LatencyCurve((1, 32, 64), (0.026, 0.038, 0.064))
+
+
+@contextmanager
+def smollm2_server(max_num_seqs: int = 128, **options: Any) -> Iterator[str]:
+    """Yields the address of a server of the model in bfloat16."""
+    env = {"VLLM_CPU_KVCACHE_SPACE": "2", **options.pop("env", {})}
+    fields = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": max_num_seqs, **options}
+    with start_vllm_server(CHECKPOINT, env=env, timeout_s=600, **fields) as server:
+        yield server.base_url
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a file of results, if there is one."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def read_lengths(path: Path) -> list[dict[str, Any]]:
+    """Returns the recorded answers by prompt."""
+    return sorted(read(path), key=lambda line: line["prompt"])
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Appends a line, so that a later call goes on from it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+# Lengths
+
+
+def sample(url: str, prompts: Sequence[Sequence[int]], num_answers: int, **fields: Any) -> list[dict[str, Any]]:
+    """Asks a server for answers to prompts, and returns its choices, by prompt."""
+    body = {"model": str(CHECKPOINT), "prompt": list(prompts), "n": num_answers, "max_tokens": LIMIT}
+    body |= {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "return_token_ids": True, **fields}
+    response = requests.post(f"{url}/v1/completions", json=body, timeout=3600)
+    response.raise_for_status()
+    choices: list[dict[str, Any]] = sorted(response.json()["choices"], key=lambda choice: choice["index"])
+    return choices
+
+
+def tokens_of(dataset: Any) -> list[list[int]]:
+    """Returns the tokens of its prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    return [
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for prompt in dataset["prompt"]
+    ]
+
+
+def score(dataset: Any, choices: Sequence[dict[str, Any]], num_answers: int) -> list[float]:
+    """Returns the rewards of answers to its prompts."""
+    rows = [dataset[number // num_answers] for number in range(len(choices))]
+    completions = [[{"role": "assistant", "content": choice["text"]}] for choice in choices]
+    return accuracy_reward(completions, [row["family"] for row in rows], [row["entry"] for row in rows])
+
+
+def record_lengths(path: Path) -> None:
+    """Samples the answers of prompts that have none yet."""
+    dataset = make_dataset(NUM_PROMPTS)
+    prompts, known = tokens_of(dataset), {line["prompt"] for line in read(path)}
+    if not (todo := [place for place in range(NUM_PROMPTS) if place not in known]):
+        return
+    with smollm2_server() as url:
+        for first in range(0, len(todo), AT_ONCE):
+            places = todo[first : first + AT_ONCE]
+            choices = sample(url, [prompts[place] for place in places], NUM_ANSWERS)
+            rewards = score(dataset.select(places), choices, NUM_ANSWERS)
+            for number, place in enumerate(places):
+                own = slice(number * NUM_ANSWERS, (number + 1) * NUM_ANSWERS)
+                lengths = [len(choice["token_ids"]) for choice in choices[own]]
+                cut = [choice["finish_reason"] == "length" for choice in choices[own]]
+                line = {"prompt": place, "family": dataset[place]["family"], "lengths": lengths, "cut": cut}
+                append(path, line | {"rewards": rewards[own]})
+            console.print(f"{first + len(places)} of {len(todo)} prompts")
+
+
+# Rollouts
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The prompts of a repeat, with the lengths of their answers. Takes the place of `schedules.Size`."""
+
+    lines: Sequence[dict[str, Any]]
+    prompts: int = PROMPTS_PER_STEP
+    num_generations: int = NUM_GENERATIONS
+    rows: int = PROMPTS_PER_STEP * NUM_GENERATIONS
+    steps: int = EPOCHS * BATCHES
+
+    @classmethod
+    def of(cls, lines: Sequence[dict[str, Any]], repeat: int) -> "Recorded":
+        """Returns the prompts of a repeat. They recur after all were used."""
+        size = PROMPTS_PER_STEP * BATCHES
+        first = repeat * size % NUM_PROMPTS
+        return cls(lines[first : first + size])
+
+    @property
+    def workload(self) -> Workload:
+        """Returns the workload with these lengths."""
+        lengths = RecordedLengths([own["lengths"] for own in self.lines], [own["cut"] for own in self.lines])
+        return Workload(lengths, self.prompts, LIMIT)
+
+
+class SmolLM2Cluster(ServerCluster):
+    """A server of the model, with the prompts of a repeat."""
+
+    eos_id = 2
+
+    def __init__(self, url: str, prompts: Sequence[list[int]]) -> None:
+        super().__init__(url)
+        self.prompts = prompts
+
+    def prompt(self, key: int) -> list[int]:
+        """Returns the tokens of a prompt of the workload."""
+        return self.prompts[key]
+
+
+def facts(replay: Replay) -> dict[str, Any]:
+    """Returns what is stored of a row: seconds of each step, and totals."""
+    total = replay.total
+    seconds = [float(f"{value:.5g}") for value in replay.outcome.rollout_seconds]
+    return {"seconds": seconds, "wasted": round(total.wasted, 4), "off_policy": round(total.off_policy, 4)}
+
+
+def missing(path: Path, pace: str, group: str, repeats: int) -> list[int]:
+    """Returns the repeats that were not run yet."""
+    done = {line["repeat"] for line in read(path) if (line["pace"], line["group"]) == (pace, group)}
+    return [repeat for repeat in range(repeats) if repeat not in done]
+
+
+def rows_of(group: str) -> list[Row]:
+    return [row for row in ROWS if row.name in GROUPS[group]]
+
+
+def run_repeat(path: Path, pace: str, group: str, repeat: int, replays: Sequence[Replay]) -> None:
+    """Runs all rows of a group, step by step in turn, and appends a line."""
+    train(replays, EPOCHS * BATCHES)
+    names = [row.name for row in rows_of(group)]
+    rows = {name: facts(replay) for name, replay in zip(names, replays, strict=True)}
+    append(path, {"pace": pace, "group": group, "repeat": repeat, "rows": rows})
+    console.print(pace, group, repeat, {name: sum(own["seconds"]) for name, own in rows.items()})
+
+
+def run_bare(path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: int) -> None:
+    """Runs what is missing on real servers of the model: one without a queue, and one with N × M slots."""
+    if not (todo := missing(path, "bare", group, repeats)):
+        return
+    prompts = tokens_of(make_dataset(NUM_PROMPTS))
+    with ExitStack() as stack:
+        rows = rows_of(group)
+        slots = {capped: 64 if capped else 128 for capped in {row.capped for row in rows}}
+        urls = {capped: stack.enter_context(smollm2_server(own)) for capped, own in slots.items()}
+        for repeat in todo:
+            size = Recorded.of(lines, repeat)
+            own_prompts = [prompts[line["prompt"]] for line in size.lines]
+            clusters = {capped: SmolLM2Cluster(url, own_prompts) for capped, url in urls.items()}
+            spec = ClusterSpec(CPU_CURVE)
+            replays = [Replay(row, size, spec, clusters[row.capped], repeat) for row in rows]  # type: ignore[arg-type]
+            run_repeat(path, "bare", group, repeat, replays)
+            for cluster in clusters.values():
+                cluster.engine.close()
+
+
+def run_paced(path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: int) -> None:
+    """Runs what is missing on a real server at a GPU's pace."""
+    curve = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)
+    rows = rows_of(group)
+    for repeat in missing(path, "paced", group, repeats):
+        size: Any = Recorded.of(lines, repeat)
+        with ExitStack() as stack:
+            capped = {row.capped: size.rows if row.capped else None for row in rows}
+            servers = {own: stack.enter_context(server_of(curve, slots, size)) for own, slots in capped.items()}
+            replays = [Replay(row, size, servers[row.capped][1], servers[row.capped][0], repeat) for row in rows]
+            run_repeat(path, "paced", group, repeat, replays)
+
+
+def run_simulated(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> None:
+    """Runs what is missing in virtual time, by both curves."""
+    curves = {"bare, simulated": CPU_CURVE, "paced, simulated": scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)}
+    for pace, curve in curves.items():
+        for group in GROUPS:
+            for repeat in missing(path, pace, group, repeats):
+                size: Any = Recorded.of(lines, repeat)
+                replays = [Replay(row, size, ClusterSpec(curve), seed=repeat) for row in rows_of(group)]
+                run_repeat(path, pace, group, repeat, replays)
+
+
+# The page
+
+
+def ratios(results: Sequence[dict[str, Any]], pace: str, name: str, epoch: slice) -> list[float]:
+    """Returns GRPO's seconds over a row's, by repeat, in some of the steps."""
+    return [
+        sum(line["rows"][GRPO.name]["seconds"][epoch]) / sum(line["rows"][name]["seconds"][epoch])
+        for line in results
+        if line["pace"] == pace and name in line["rows"]
+    ]
+
+
+def rollouts_table(results: Sequence[dict[str, Any]], pace: str) -> str:
+    """Returns the table of speeds over GRPO's in the first epoch and in the second one, real and simulated."""
+    epochs = {"new prompts": slice(0, BATCHES), "known lengths": slice(BATCHES, None)}
+    columns = {
+        f"{name}, {kind} (repeats)": (pace + suffix, epoch)
+        for kind, suffix in (("server", ""), ("simulated", ", simulated"))
+        for name, epoch in epochs.items()
+    }
+    lines = [["schedule", *columns, "wasted", "off-policy"], ["---", *["---:"] * (len(columns) + 2)]]
+    for row in ROWS:
+        found = [ratios(results, own, row.name, epoch) for own, epoch in columns.values()]
+        speeds = [f"{Estimate.of(own)} ({len(own)})" if own else "–" for own in found]
+        simulated = [line["rows"][row.name] for line in results if row.name in line["rows"] and "sim" in line["pace"]]
+        shares = [f"{np.mean([own[name] for own in simulated]):.0%}" for name in ("wasted", "off_policy")]
+        lines.append([row.name, *speeds, *(shares if simulated else ["–", "–"])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def lengths_table(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns the table of the recorded answers by family."""
+    columns = ["right", "prompts with both", "p50", "p90", "p99", "cut off"]
+    rows = [["family", *columns], ["---", *["---:"] * len(columns)]]
+    for family in [*dict.fromkeys(line["family"] for line in lines), "all"]:
+        own = [line for line in lines if family in (line["family"], "all")]
+        rewards = np.array([line["rewards"] for line in own])
+        percentiles = np.percentile([line["lengths"] for line in own], (50, 90, 99))
+        both = np.mean([0 < reward.mean() < 1 for reward in rewards[:, :NUM_GENERATIONS]])
+        cells = [f"{rewards.mean():.0%}", f"{both:.0%}", *(f"{value:.0f}" for value in percentiles)]
+        rows.append([family, *cells, f"{np.mean([line['cut'] for line in own]):.1%}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def write_page(results: Path) -> None:
+    text = PAGE.read_text()
+    rollouts = read(results / ROLLOUTS)
+    for name, content in {
+        "smollm2 lengths": lengths_table(read_lengths(results / LENGTHS)),
+        "smollm2 rollouts": rollouts_table(rollouts, "bare"),
+        "smollm2 rollouts at a GPU's pace": rollouts_table(rollouts, "paced"),
+    }.items():
+        text = put(text, name, "smollm2_rollouts.py", content)
+        console.print(content, markup=False)
+    PAGE.write_text(text)
+
+
+def main() -> None:
+    """Runs what is missing of a part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("lengths", "bare", "paced", "simulated", "page"))
+    parser.add_argument("--rows", choices=GROUPS, default="main")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.part == "lengths":
+        return record_lengths(options.results / LENGTHS)
+    if options.part == "page":
+        return write_page(options.results)
+    path, lines = options.results / ROLLOUTS, read_lengths(options.results / LENGTHS)
+    if len(lines) < NUM_PROMPTS:
+        parser.error(f"{options.results / LENGTHS} must have {NUM_PROMPTS} prompts. Run the part `lengths` first.")
+    if options.part == "simulated":
+        run_simulated(path, lines, options.repeats)
+    else:
+        run = run_bare if options.part == "bare" else run_paced
+        run(path, lines, options.rows, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

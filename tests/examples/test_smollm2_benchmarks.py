@@ -1,0 +1,78 @@
+"""The benchmarks of SmolLM2 without its servers: what they store, where they go on, and their tables."""
+
+import pytest
+
+from benchmarks import smollm2, smollm2_rollouts
+from benchmarks.smollm2_rollouts import GROUPS, NUM_PROMPTS, ROWS, Recorded
+from trl_darts import DARTSGRPOConfig
+
+
+@pytest.fixture
+def lines(rng):
+    drawn = rng.lognormal(3, 1, (NUM_PROMPTS, 16)).astype(int) + 1
+    return [
+        {"prompt": place, "family": "gcd", "lengths": own.tolist(), "cut": (own > 200).tolist(), "rewards": [0.0] * 16}
+        for place, own in enumerate(drawn)
+    ]
+
+
+def test_every_row_is_in_one_group_beside_grpo():
+    assert sorted([*GROUPS["main"], *GROUPS["others"]]) == sorted(["grpo", *(row.name for row in ROWS)])
+
+
+def test_a_later_call_runs_the_missing_repeats_alone(lines, tmp_path, monkeypatch):
+    path = tmp_path / "rollouts.jsonl"
+    smollm2_rollouts.run_simulated(path, lines, 1)
+    stored = smollm2_rollouts.read(path)
+    assert len(stored) == 4  # two paces, two groups
+    assert smollm2_rollouts.missing(path, "paced, simulated", "main", 3) == [1, 2]
+    assert smollm2_rollouts.missing(path, "paced", "main", 2) == [0, 1]
+    monkeypatch.setattr(smollm2_rollouts, "train", None)
+    smollm2_rollouts.run_simulated(path, lines, 1)
+    assert smollm2_rollouts.read(path) == stored
+    assert all(len(row["seconds"]) == 4 and min(row["seconds"]) > 0 for row in stored[0]["rows"].values())
+    table = smollm2_rollouts.rollouts_table(stored, "paced").splitlines()
+    assert table[2].startswith("| grpo | – | – | 1 ± 0 (2) | 1 ± 0 (2) |")
+    assert len(table) == 2 + len(ROWS)
+
+
+def test_prompts_recur_after_all_were_used(lines):
+    first, fifth = Recorded.of(lines, 0), Recorded.of(lines, 4)
+    assert [line["prompt"] for line in first.lines] == [*range(16)] == [line["prompt"] for line in fifth.lines]
+    assert Recorded.of(lines, 3).lines[-1]["prompt"] == NUM_PROMPTS - 1
+
+
+def test_lengths_by_family(lines):
+    lines[0]["rewards"] = [1.0] + [0.0] * 15
+    assert smollm2_rollouts.lengths_table(lines).splitlines()[-1].startswith("| all | 0% | 2% | ")
+
+
+def leave_run(results, arm, seconds, num_steps=24):
+    run = smollm2.load(arm, 0, results)
+    run["steps"] = [{"step_seconds": seconds, "darts/rollout/seconds": seconds / 2}] * num_steps
+    ends = {"accuracy": 0.25, "tokens": 40.0, "p99": 250.0, "cut": 0.1}
+    run["held_out"] = {} if arm == smollm2.TRL else {"0": ends, "24": ends | {"accuracy": 0.5}}
+    smollm2.write(smollm2.file_of(arm, 0, results), run)
+
+
+def test_an_arm_is_compared_over_as_many_steps_with_grpo_of_its_seed(tmp_path):
+    leave_run(tmp_path, "default", 10.0)
+    assert "| default (1) | 24 | – | – | 0.25, 0.5 | 40 | 0.1 |" in smollm2.table(tmp_path, [0])
+    leave_run(tmp_path, "grpo", 20.0, num_steps=8)
+    leave_run(tmp_path, "trl", 40.0, num_steps=3)
+    table = smollm2.table(tmp_path, [0, 1])
+    assert "| default (1) | 24 | 2 | 2 | 0.25, 0.5 | 40 | 0.1 |" in table
+    assert "| trl (1) | 3 | 0.5 | 0.5 | – | – | – |" in table
+
+
+def test_a_finished_run_is_left_alone(tmp_path, monkeypatch):
+    leave_run(tmp_path, "grpo", 20.0)
+    leave_run(tmp_path, "trl", 20.0, num_steps=3)
+    monkeypatch.setattr(smollm2, "make_trainer", None)
+    assert not smollm2.run_part("grpo", 0, "http://nowhere", tmp_path)
+    assert not smollm2.run_part("trl", 0, "http://nowhere", tmp_path)
+
+
+def test_arms_are_settings():
+    server = {"use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": False}
+    assert all(DARTSGRPOConfig(**server, **settings) for settings in smollm2.ARMS.values())
