@@ -6,8 +6,12 @@ from dataclasses import replace
 from urllib.error import HTTPError
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.vllm_server import VLLMServer
+from trl_darts import __version__
+from trl_darts.cli import app
+from trl_darts.engines.server_list import ServerList
 from trl_darts.serving.options import check_ports
 
 from .builders import assert_ended, family, free_ports, wait_for
@@ -22,7 +26,8 @@ def serve(markov_model_dir, tmp_path):
     """Yields a running `trl-darts serve` with two servers, once it has printed the arguments."""
     ports = free_ports(2)
     argv = ["--num-servers", "2", "--port", str(ports[0]), "--max-model-len", "2048", "--api-key", KEY]
-    argv += ["--log-dir", str(tmp_path / "logs"), "--restart", "--", "--max-num-seqs", "16"]
+    argv += ["--log-dir", str(tmp_path / "logs"), "--restart", "--output", str(tmp_path / "servers.json")]
+    argv += ["--", "--max-num-seqs", "16"]
     output = tmp_path / "stdout"
     with output.open("wb") as stdout, (tmp_path / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
@@ -39,11 +44,12 @@ def serve(markov_model_dir, tmp_path):
         process.kill()  # its guards end the rest
 
 
-def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_dir, tmp_path):
+def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_dir, tmp_path, monkeypatch):
     process, ports = serve
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     printed = (tmp_path / "stdout").read_text()
-    assert f'vllm_server_base_url="{",".join(urls)}"' in printed
+    assert f'vllm_server_list="{tmp_path / "servers.json"}"' in printed
+    assert ServerList.read(tmp_path / "servers.json") == ServerList(tuple(urls), 2)
     assert "VLLM_API_KEY" in printed
     for url in urls:
         stranger = VLLMServer(url, str(markov_model_dir), markov_model_dir, process=None, log_path=None)
@@ -58,6 +64,14 @@ def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_
         assert settings["cache_config"]["enable_prefix_caching"] is True
         assert settings["scheduler_config"]["max_num_seqs"] == 16
         assert settings["parallel_config"]["_api_process_count"] == 1  # the preflight reads it
+
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    checked = CliRunner().invoke(app, ["check", ",".join(urls)])
+    assert checked.exit_code == 0, checked.output
+    rows = [line.split() for line in checked.stdout.splitlines()]
+    assert [(row[0], row[2], row[6], row[7]) for row in rows[1:]] == [
+        (url, "float32", __version__, "files") for url in urls
+    ]
 
     members = family(process.pid)
     assert len(members) >= 5  # the command, and a guard and a server for each

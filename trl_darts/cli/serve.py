@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..analysis.output_files import check_directory
+from ..analysis.output_files import writing
 from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.server_list import ServerList
 from ..engines.waiting import INTERVAL_S as LINE_INTERVAL_S
-from ..serving.build import find_build
-from ..serving.command import as_flags, as_python, make_commands, trainer_arguments, trainer_notes
-from ..serving.options import ServeOptions, check_options
+from ..serving.build import VLLMBuild, find_build
+from ..serving.command import (
+    ServerCommand,
+    as_flags,
+    as_python,
+    make_commands,
+    trainer_arguments,
+    trainer_notes,
+)
+from ..serving.options import ServeOptions, check_options, check_place, log_directory
 
 
 if TYPE_CHECKING:
+    from ..serving.on_ray import RayServers
     from ..serving.supervisor import Supervisor
 
 
@@ -70,6 +79,32 @@ def serve(
     log_dir: Annotated[
         Path | None, typer.Option(help="Directory for the servers' logs. A temporary one by default.")
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the addresses of the healthy servers, for the trainer's `vllm_server_list`.",
+            metavar="FILE",
+        ),
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(help="Where the servers run: ray, on a Ray cluster. Default: here.", metavar="PLACE"),
+    ] = None,
+    name: Annotated[str, typer.Option(help="With `--on ray`: name by which trainers find the servers.")] = "trl-darts",
+    join: Annotated[
+        bool, typer.Option("--join", help="With `--on ray`: add servers to those of a running command by `--name`.")
+    ] = False,
+    placement: Annotated[
+        str, typer.Option(help="With `--on ray`: spread over the nodes, or pack on few.", metavar="WAY")
+    ] = "spread",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="With `--on ray`: address of the cluster. By default RAY_ADDRESS, or the cluster that this machine "
+            "belongs to, or a new one on this machine.",
+            metavar="ADDRESS",
+        ),
+    ] = None,
 ) -> None:
     """
     Start vLLM servers for a trainer, and print the trainer's arguments. Ctrl-C stops all servers.
@@ -85,41 +120,73 @@ def serve(
 
 def start(options: ServeOptions) -> None:
     """Checks the options, and runs the servers until a signal or a failure."""
+    check_place(options)
+    if options.on == "ray":
+        start_on_ray(options)
+    else:
+        start_here(options)
+
+
+def start_here(options: ServeOptions) -> None:
+    """Runs the servers on this machine."""
     from ..serving.supervisor import Server, Supervisor, counted_signals  # loads an HTTP client
 
     build = find_build()
     check_options(options, build)
     commands = make_commands(options, build)
-    logs = _log_dir(options.log_dir)
+    logs = log_directory(options.log_dir)
     servers = [
         Server(command, logs / f"server-{port}.log") for command, port in zip(commands, options.ports, strict=True)
     ]
-    arguments = trainer_arguments(options, build, commands)
-    shown = [as_python(arguments), "", "or, for a script:", "", as_flags(arguments), *trainer_notes(options, build)]
     supervisor = Supervisor(servers, options.timeout, options.restart, takes_turns=options.takes_turns(build))
-    display = Display(supervisor, "\n".join(["The trainer's arguments:", "", *shown, ""]))
-    display.print(f"vLLM {build.version}{' (CPU build)' if build.cpu else ''}, logs in {logs}")
+    display = Display(supervisor, options, shown_arguments(options, build, commands))
+    display.print(f"vLLM {build}, logs in {logs}")
     display.print(f"$ {commands[0]}")
-    with counted_signals() as stop:
-        try:
-            supervisor.run(stop, display.report)
-        finally:
-            display.status.stop()
+    with counted_signals() as stop, display:
+        supervisor.run(stop, display.report)
     display.print(f"All servers have ended. Logs: {logs}")
 
 
-def _log_dir(log_dir: Path | None) -> Path:
-    if log_dir is None:
-        return Path(tempfile.mkdtemp(prefix="trl_darts_serve_"))
-    check_directory("log_dir", log_dir)
-    return log_dir
+def start_on_ray(options: ServeOptions) -> None:
+    """Runs the servers on a Ray cluster."""
+    from ..serving.on_ray import RayServers, connect
+    from ..serving.supervisor import counted_signals
+
+    address = connect(options.ray_address)
+    servers = RayServers(options)
+    with counted_signals() as stop:
+        try:
+            servers.prepare()
+            first = servers.prepared[0]
+            display = Display(servers, options, shown_arguments(options, first.build))
+            for one in servers.prepared:
+                display.print(f"vLLM {one.build}, log: {one.log_path}")
+            display.print(f"Ray cluster at {address}")
+            display.print(f"$ {first.command}")
+            with display:
+                servers.run(stop, display.report)
+        finally:
+            servers.end(stop)
+    display.print("All servers have ended.")
+
+
+def shown_arguments(options: ServeOptions, build: VLLMBuild, commands: Sequence[ServerCommand] = ()) -> str:
+    arguments = trainer_arguments(options, build, commands)
+    shown = [as_python(arguments), "", "or, for a script:", "", as_flags(arguments), *trainer_notes(options, build)]
+    return "\n".join(["The trainer's arguments:", "", *shown, ""])
 
 
 class Display:
-    """Shows progress on standard error, and the arguments on standard output once all servers are healthy."""
+    """
+    Shows progress on standard error, and the arguments on standard output once all servers are healthy. Keeps the file
+    of `--output` up to date, which is removed at the end.
+    """
 
-    def __init__(self, supervisor: Supervisor, arguments: str) -> None:
+    def __init__(self, supervisor: Supervisor | RayServers, options: ServeOptions, arguments: str) -> None:
         self.supervisor = supervisor
+        self._output = options.output
+        self._num_servers = sum(part.num_servers for part in options.sets[:1])
+        self._listed: ServerList | None = None
         self.console = Console(stderr=True)
         self.status = self.console.status("")
         self._arguments: str | None = arguments
@@ -133,6 +200,7 @@ class Display:
         """Prints messages of the supervisor, and the arguments once all servers are healthy."""
         for message in messages:
             self.print(message)
+        self._write_list()
         if not self.supervisor.is_ready:
             self._progress()
             return
@@ -140,6 +208,20 @@ class Display:
         if self._arguments is not None:
             typer.echo(self._arguments)
             self._arguments = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self.status.stop()
+        if self._output is not None and self._listed is not None:
+            self._output.unlink(missing_ok=True)
+
+    def _write_list(self) -> None:
+        found = ServerList(tuple(self.supervisor.urls), self._num_servers)
+        if self._output is not None and found != self._listed and (found.urls or self._listed):
+            with writing("output", self._output):
+                found.write(self._output)
+            self._listed = found
 
     def _progress(self) -> None:
         """Shows a spinner in a terminal, or prints a line every ten seconds."""

@@ -1,7 +1,10 @@
 """Connects the trainer to its vLLM servers, and checks them."""
 
+import asyncio
+import logging
+import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -13,21 +16,32 @@ from ..weights.fleet import resolve_weight_sync
 from ..weights.update import refresh
 from .deadlines import Deadlines
 from .pool import Member, Refresh
-from .preflight import Requirements, ServerFacts, check_server
+from .preflight import Requirements, ServerFacts, ServerUnreachableError, check_server
+from .ray_list import RaySource
+from .server_list import RAY_PREFIX, FileSource, ServerList, ServerListError, ServerSource, check_source
+from .vllm_api import VLLMServer
 from .vllm_server import VLLMServerEngine
+from .waiting import Waiting
+
+
+JOIN_TIMEOUT_S = 10.0  # for a listed server, which was healthy, to answer
+LIST_POLL_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings for servers in addition to TRL's arguments. Most are fields of the config."""
 
-    base_urls: list[str]
+    base_urls: list[str]  # with a list, known once it was read
     directory: WeightDirectory | None  # for weights as files; `None` for NCCL
     deadlines: Deadlines
     api_key: str | None
     requirements: Requirements
     tail_urls: tuple[str, ...] = ()  # the tail servers among `base_urls`
     takes_turns: bool = False  # whether main and tail servers share GPUs
+    source: ServerSource | None = None  # of the list of servers, if there is one
 
 
 def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerSettings:
@@ -37,6 +51,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
         base_urls=[*args.server_urls, *args.tail_urls],
         tail_urls=tuple(args.tail_urls),
         takes_turns=args.vllm_tail_shares_gpus,
+        source=None if args.vllm_server_list is None else make_source(args.vllm_server_list),
         directory=WeightDirectory(args.weight_sync_dir) if weight_sync == "filesystem" else None,
         deadlines=args.deadlines,
         api_key=args.api_key,
@@ -49,8 +64,31 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
             images=has_images(train_dataset),
             sampling={"min_p": args.min_p, **(args.generation_kwargs or {})},
             sleep_mode=args.vllm_tail_shares_gpus,
+            continuous=args.is_continuous,
         ),
     )
+
+
+def make_source(value: str) -> ServerSource:
+    """Returns the source for a value of `vllm_server_list`."""
+    if value.startswith(RAY_PREFIX):
+        return RaySource(value.removeprefix(RAY_PREFIX))
+    return FileSource(value)
+
+
+def listed_urls(value: str) -> list[str]:
+    """Returns the servers of a list now. Raises [`ConfigurationError`] if there are none, or a trainer uses them."""
+    check_source(value)
+    source = make_source(value)
+    try:
+        urls = list(source.read().urls)
+    except ServerListError as error:
+        raise ConfigurationError(str(error)) from error
+    finally:
+        source.close()
+    if not urls:
+        raise ConfigurationError(f"`vllm_server_list` ({value!r}) has no healthy server. Wait for their start.")
+    return urls
 
 
 def model_config(args: Any, model: Any) -> PretrainedConfig:
@@ -66,18 +104,87 @@ def model_config(args: Any, model: Any) -> PretrainedConfig:
 
 
 def connect(settings: ServerSettings) -> tuple[VLLMServerEngine, ServerFacts]:
+    """Connects to all servers, waits for those that start, and checks them."""
     directory = settings.directory
+    if settings.source is not None:
+        settings = replace(settings, base_urls=[*_listed(settings), *settings.tail_urls])
 
     async def bring_back(member: Member, version: int) -> bool:
         return await refresh(member, version, None if directory is None else directory.path(version))
 
     engine = open_engine(settings, bring_back)
     try:
-        facts = engine.query(lambda server: check_server(server, settings.requirements))
-        return engine, _merge(dict(zip(settings.base_urls, facts, strict=True)), settings.tail_urls)
+        return engine, _merge(_check_all(engine, settings), settings.tail_urls)
     except BaseException:
         engine.close()
         raise
+
+
+def _check_all(engine: VLLMServerEngine, settings: ServerSettings) -> dict[str, ServerFacts]:
+    """Checks all servers. A listed one that does not answer is left out, unless it is the last."""
+    if settings.source is None:
+        return engine.query(lambda server: check_server(server, settings.requirements))
+    needs = replace(settings.requirements, timeout_s=JOIN_TIMEOUT_S)
+
+    async def check(server: VLLMServer) -> ServerFacts | ServerUnreachableError:
+        try:
+            return await check_server(server, needs)
+        except ServerUnreachableError as error:
+            if server.base_url in settings.tail_urls:
+                raise
+            return error
+
+    facts: dict[str, ServerFacts] = {}
+    answers = engine.query(check)
+    for url, answer in answers.items():
+        if isinstance(answer, ServerFacts):
+            facts[url] = answer
+        elif set(engine.base_urls) == {url, *settings.tail_urls}:
+            raise answer
+        else:
+            logger.warning("%s is listed and does not answer. It joins once it does.", url)
+            engine.remove(url)
+    return facts
+
+
+def _listed(settings: ServerSettings) -> list[str]:
+    """Waits until the list has all servers that it should have, or for the timeout if it has only some of them."""
+    assert settings.source is not None
+    waiting = Waiting(settings.requirements.timeout_s)
+    while True:
+        try:
+            found, problem = settings.source.read(), ""
+        except ServerListError as error:
+            found, problem = ServerList(), str(error)
+        state = problem or f"The list has {len(found.urls)} of {found.num_servers} servers."
+        if found.urls and len(found.urls) >= found.num_servers:
+            return list(found.urls)
+        if waiting.seconds > settings.requirements.timeout_s:
+            break
+        waiting.log(f"Waiting for servers. {state}")
+        time.sleep(LIST_POLL_S)
+    if not found.urls:
+        raise ServerUnreachableError(
+            f"`vllm_server_list` has no server after `vllm_server_timeout` ({waiting.limit_s:g} s). {state} Start "
+            "servers with `trl-darts serve` that write it."
+        )
+    logger.warning("%s The training starts with these, and the others join later.", state)
+    return list(found.urls)
+
+
+async def check_joining(settings: ServerSettings, facts: ServerFacts, server: VLLMServer) -> None:
+    """Raises if a server that was found during the run can't serve it. `facts` are those of the first servers."""
+    found = await check_server(server, replace(settings.requirements, timeout_s=JOIN_TIMEOUT_S))
+    for name in ("model", "dtype", "max_model_len"):
+        value, needed = getattr(found, name), getattr(facts, name)
+        fits = value >= needed if name == "max_model_len" else needed is None or value == needed
+        if not fits:
+            raise ConfigurationError(
+                f"The vLLM server at {server.base_url} has `{name}` ({value!r}), and the others {needed!r}. Start it "
+                "with the same options."
+            )
+    if settings.directory is not None:
+        await asyncio.to_thread(settings.directory.check_server, server.base_url)
 
 
 def open_engine(settings: ServerSettings, refresh: Refresh) -> VLLMServerEngine:

@@ -42,6 +42,7 @@ class Requirements:
     images: bool = False  # whether prompts have images
     sampling: Mapping[str, Any] = field(default_factory=dict)  # sampling options by setting
     sleep_mode: bool = False  # whether sleep mode is required
+    continuous: bool = False  # whether weights change while requests run
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
     await _check_vocabulary(server, facts, needs.model_config)
     if needs.images:
         await _check_image_endpoints(server)
+    if needs.continuous:
+        await _check_counts(server, info["vllm_config"])
     _check_architecture(server.base_url, info["vllm_config"]["model_config"]["model"], needs.model_config)
     return facts
 
@@ -193,6 +196,23 @@ def _check_architecture(url: str, served_model: str, config: PretrainedConfig) -
             f"The vLLM server at {url} serves another model ({served_model!r}) than the one trained: {differences}. "
             "Serve the model that you train."
         )
+
+
+async def _check_counts(server: VLLMServer, config: Any) -> None:
+    copies = (config.get("parallel_config") or {}).get("data_parallel_size") or 1
+    if copies > 1:
+        raise ConfigurationError(
+            f"The vLLM server at {server.base_url} has `--data-parallel-size` ({copies}), of which only the first "
+            "tells which weights sampled which token. With `rollout_ahead='continuous'`, start one server per copy."
+        )
+    try:
+        await server.num_outputs()
+    except ServerRefusedError as error:
+        raise ConfigurationError(
+            f"The vLLM server at {server.base_url} has no trl_darts, which `rollout_ahead` ('continuous') needs to "
+            "know which weights sampled which token. Run `pip install trl-darts` in the server's environment, and "
+            "restart it."
+        ) from error
 
 
 async def _check_image_endpoints(server: VLLMServer) -> None:

@@ -11,9 +11,10 @@ from ..scheduling.rules import POSITIVE, one_of, setting
 from ..weights import WEIGHT_SYNCS
 from .addresses import API_KEY_VARIABLE, check_address, split_addresses
 from .deadlines import Deadlines
+from .server_list import check_source
 
 
-ADDRESSES = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_tail_server_url")
+ADDRESSES = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 TURN_SECONDS = 5.5  # to put one engine to sleep and wake the other on the same GPUs (PAT, Section 5.4)
 
 
@@ -26,6 +27,12 @@ class ServerFields(ScheduleSettings):
         def __getattr__(self, name: str) -> Any:
             """TRL's fields."""
 
+    vllm_server_list: str | None = setting(
+        None,
+        "List of the vLLM servers, instead of `vllm_server_base_url`: a file that `trl-darts serve --output` writes, "
+        "a directory with one such file per command, or 'ray:NAME' for the servers of `trl-darts serve --on ray "
+        "--name NAME`. It is followed during the run: servers that are added join, also in the middle of a rollout.",
+    )
     vllm_tail_server_url: str | None = setting(
         None,
         "Addresses, separated by commas, of vLLM servers with another layout, such as one with more GPUs beside "
@@ -92,15 +99,32 @@ class ServerFields(ScheduleSettings):
                 "`weight_sync='filesystem'`, or leave it unset."
             )
         if self.uses_servers:
+            self._check_list()
             self._check_addresses()
         else:
             self._check_unused()
         self._check_tail()
 
+    def _check_list(self) -> None:
+        if self.vllm_server_list is None:
+            return
+        check_source(self.vllm_server_list)
+        given = f"`vllm_server_list` ({self.vllm_server_list!r})"
+        if self.vllm_server_base_url:
+            raise ConfigurationError(
+                f"{given} replaces `vllm_server_base_url` ({self.vllm_server_base_url!r}). Leave one of them out, or "
+                "set the addresses of a recipe to '' on the command line."
+            )
+        if self.vllm_tail_shares_gpus:
+            raise ConfigurationError(
+                f"{given} does not run with `vllm_tail_shares_gpus` (True): a server that joins has GPUs of its own. "
+                "Leave one of them out."
+            )
+
     def _check_addresses(self) -> None:
         for name, urls in (("vllm_server_base_url", self.server_urls), ("vllm_tail_server_url", self.tail_urls)):
             value = getattr(self, name)
-            if value is not None and not urls:
+            if value is not None and not urls and not (value == "" and self.vllm_server_list is not None):
                 raise ConfigurationError(f"`{name}` ({value!r}) names no server. Name one, or leave it unset.")
             for url in urls:
                 check_address("vllm_server_host" if value is None else name, url)
@@ -167,7 +191,9 @@ class ServerFields(ScheduleSettings):
 
     @property
     def server_urls(self) -> list[str]:
-        """Base URLs of the vLLM servers."""
+        """Base URLs of the vLLM servers, empty with a `vllm_server_list`."""
+        if self.vllm_server_list is not None:
+            return []
         if self.vllm_server_base_url is None:
             return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
         return split_addresses(self.vllm_server_base_url)

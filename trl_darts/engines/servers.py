@@ -33,6 +33,8 @@ class ServerEngine(Engine):
         self._main = generation.main
         self._in_flight = False  # whether a launched rollout was not waited for yet
         self._launched: Any = None  # plan and future of the launched rollout, on the main process
+        self._continuous: Any = None  # the rollout without an end and its future, on the main process
+        self._step = 0  # version of the servers' weights
 
     def overrides(self, command: Submit) -> Mapping[str, Any]:
         """Returns additional fields for a candidate's request: none. Benchmarks replace this to replay lengths."""
@@ -67,8 +69,36 @@ class ServerEngine(Engine):
         self._bring_back()
         self._launched = plan, self._generation.own_engine.start(*self._request(plan, batch))
 
-    def drain(self) -> None:
-        """See [`Engine`]. Servers run one rollout at a time."""
+    def extend(self, plan: RolloutPlan, batch: PromptBatch) -> None:
+        """See [`Engine`]."""
+        self._bring_back()
+        scheduler, groups, prompts, body, fields = self._request(plan, batch)
+        engine = self._generation.own_engine
+        if self._continuous is None:
+            self._continuous = engine.open(scheduler, body, fields, self._step, plan.keeps_kv)
+
+        async def add() -> None:
+            self._continuous[0].add(groups, prompts)
+
+        engine.call(add())
+
+    def _take(self, plan: RolloutPlan, on_progress: OnProgress | None) -> RolloutResult:
+        run, _ = self._continuous
+        engine = self._generation.own_engine
+
+        def tend() -> None:
+            if on_progress is not None:
+                on_progress(plan.scheduler.ledger)
+            self._bring_back()
+            self._check_weights()
+
+        return engine.wait(engine.submit(run.take(plan.takes)), tend)
+
+    def drain(self, step: int) -> None:
+        """See [`Engine`]. Servers run one launched rollout at a time."""
+        self._step = step
+        if self._continuous is not None:
+            self._continuous[0].step = step
         if self._in_flight:
             self._main.run(self._drain)
             self._in_flight = False
@@ -86,7 +116,9 @@ class ServerEngine(Engine):
         """See [`Engine`]."""
         if self._launched is not None:
             self._launched[1].cancel()
-        self._in_flight, self._launched = False, None
+        if self._continuous is not None:
+            self._continuous[1].cancel()
+        self._in_flight, self._launched, self._continuous = False, None, None
 
     def settle(self) -> None:
         """See [`Engine`]."""
@@ -129,7 +161,9 @@ class ServerEngine(Engine):
         on_progress: OnProgress | None = None,
         room: int | None = None,
     ) -> RolloutResult:
-        """Runs a rollout from this process, or waits for the launched one. See `check_prompts` for `room`."""
+        """Runs a rollout from this process, or waits for a running one. See `check_prompts` for `room`."""
+        if plan.takes is not None:
+            return self._take(plan, on_progress)
         if self._launched is not None and self._launched[0] is plan:
             (_, rollout), self._launched = self._launched, None
             return self._wait_launched(plan, rollout, on_progress)
@@ -154,14 +188,17 @@ class ServerEngine(Engine):
         def tend() -> None:
             if on_progress is not None:
                 on_progress(plan.scheduler.ledger)
-            members = self._generation.own_engine.members.values()
-            if any(member.waits for member in members) and not any(member.state is State.UP for member in members):
-                raise WeightsLostError(
-                    "The vLLM servers reconnected without the weights of a launched rollout, which the trainer no "
-                    "longer has. With `weight_sync='filesystem'`, servers load them from files."
-                )
+            self._check_weights()
 
         return self._generation.own_engine.wait(rollout, tend)
+
+    def _check_weights(self) -> None:
+        members = self._generation.own_engine.members.values()
+        if any(member.waits for member in members) and not any(member.state is State.UP for member in members):
+            raise WeightsLostError(
+                "The vLLM servers reconnected without the weights of a running rollout, which the trainer can't send "
+                "now. With `weight_sync='filesystem'`, servers load them from files."
+            )
 
     def _request(
         self, plan: RolloutPlan, batch: PromptBatch, images: Sequence[Any] | None = None, room: int | None = None

@@ -19,6 +19,9 @@ class VLLMBuild:
     cpu: bool
     devices: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.version}{' (CPU build)' if self.cpu else ''}"
+
 
 def find_build(environ: Mapping[str, str] = os.environ) -> VLLMBuild:
     """Returns the vLLM of this Python environment. Raises if there is none, or a CUDA build without a device."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.server_list import RAY_PREFIX
 from ..speculation.drafter import HISTORY_VARIABLE
 from .build import VISIBLE_DEVICES, VLLMBuild
 from .memory import FLAG, shared_utilization
@@ -70,10 +71,18 @@ def make_commands(
     return commands
 
 
-def trainer_arguments(options: ServeOptions, build: VLLMBuild, commands: Sequence[ServerCommand]) -> dict[str, object]:
-    """Returns the arguments of `DARTSGRPOConfig` for these servers."""
+def trainer_arguments(
+    options: ServeOptions, build: VLLMBuild, commands: Sequence[ServerCommand] = ()
+) -> dict[str, object]:
+    """Returns the arguments of `DARTSGRPOConfig` for these servers. Those on Ray are found by their list."""
     main, tail = (",".join(one.base_url for one in commands if one.tail == kind) for kind in (False, True))
-    arguments: dict[str, object] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": main}
+    arguments: dict[str, object] = {"use_vllm": True, "vllm_mode": "server"}
+    if options.on == "ray":
+        arguments["vllm_server_list"] = RAY_PREFIX + options.name
+    elif options.output is not None:
+        arguments["vllm_server_list"] = str(options.output.absolute())
+    else:
+        arguments["vllm_server_base_url"] = main
     if tail:
         arguments |= {"vllm_tail_server_url": tail, "tail_switch_at": TAIL_SWITCH_AT}
     if options.takes_turns(build):
@@ -99,7 +108,13 @@ def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
     notes = []
     if options.api_key is not None:
         notes.append(f"The servers require a key: {API_KEY_VARIABLE} must be set in the trainer's environment too.")
-    if options.host in _WILDCARDS:
+    if options.on == "ray" and options.output is not None:
+        notes.append(
+            f"A trainer outside of the Ray cluster needs vllm_server_list={str(options.output.absolute())!r}."
+        )
+    if options.on == "ray" and _weight_sync(options, build) == "filesystem":
+        notes.append("For servers on several machines, set `weight_sync_dir` to a directory that all of them share.")
+    if options.host in _WILDCARDS and options.output is None:
         notes.append("The address is this machine's name. Replace it by 127.0.0.1 or another name where needed.")
     if options.layout is not None:
         notes.append(
@@ -111,7 +126,7 @@ def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
             f"The size of the weights is unknown. Choose `{FLAG}` such that the weights of main and tail servers fit "
             "next to the main servers' KV cache."
         )
-    if _weight_sync(options, build) == "nccl":
+    if _weight_sync(options, build) == "nccl" and options.on is None:
         used = {name for part in options.sets for devices in part.split_devices(build) for name in devices}
         left = ",".join(name for name in build.devices if name not in used)
         notes.append(
@@ -119,12 +134,12 @@ def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
             if left
             else "The servers use every GPU, and with 'nccl' the trainer needs others. Run it on another machine."
         )
-        if not is_loopback(options.host):
-            notes.append(
-                "The servers connect to the trainer for its weights. If it has several network interfaces, set "
-                "VLLM_HOST_IP to the address that the servers can reach, and NCCL_SOCKET_IFNAME to the interface "
-                "(also for the servers)."
-            )
+    if _weight_sync(options, build) == "nccl" and (options.on == "ray" or not is_loopback(options.host)):
+        notes.append(
+            "The servers connect to the trainer for its weights. If it has several network interfaces, set "
+            "VLLM_HOST_IP to the address that the servers can reach, and NCCL_SOCKET_IFNAME to the interface "
+            "(also for the servers)."
+        )
     return notes
 
 

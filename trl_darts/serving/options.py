@@ -8,11 +8,13 @@ import ipaddress
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from ..analysis.output_files import check_directory, check_writable
 from ..engines.addresses import API_KEY_VARIABLE
 from ..errors import ConfigurationError
 from ..policy import Layout
@@ -31,6 +33,10 @@ SPECULATIVE = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
 }
 HUB_TIMEOUT_S = 5.0
+PLACES = ("ray",)
+PLACEMENTS = ("spread", "pack")
+ON_ONE_MACHINE = ("layout", "devices", "host")
+ON_RAY = ("name", "join", "placement", "ray_address")
 CONFIG_FILES = ("config.json", "params.json")  # transformers' and Mistral's
 # Flags of vLLM that can't be passed on because `trl-darts serve` sets them, by remedy.
 _REMEDIES = {
@@ -82,6 +88,12 @@ class ServeOptions:
     api_key: str | None = field(default=None, repr=False)
     timeout: float = 600.0
     log_dir: Path | None = None
+    output: Path | None = None
+    on: str | None = None
+    name: str = "trl-darts"
+    join: bool = False
+    placement: str = "spread"
+    ray_address: str | None = None
 
     @property
     def ports(self) -> range:
@@ -117,10 +129,20 @@ class ServeOptions:
         """Number of GPUs that share one copy of the model."""
         return self.tensor_parallel_size * self._size("--pipeline-parallel-size", "-pp")
 
+    @property
+    def gpus_per_server(self) -> int:
+        return self.gpus_per_copy * self._size("--data-parallel-size", "-dp")
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether vLLM itself places the GPUs of each server on the nodes of a Ray cluster."""
+        return self.flags.get("--distributed-executor-backend") == "ray"
+
     def split_devices(self, build: VLLMBuild) -> list[tuple[str, ...]]:
+        if self.on == "ray" and self.spans_nodes:
+            return [()] * self.num_servers
         devices = None if self.devices is None else tuple(name.strip() for name in self.devices.split(","))
-        per_server = self.gpus_per_copy * self._size("--data-parallel-size", "-dp")
-        return split_devices(build, devices, self.num_servers, per_server)
+        return split_devices(build, devices, self.num_servers, self.gpus_per_server)
 
     def _size(self, *spellings: str) -> int:
         name = next((name for name in spellings if name in self.flags), spellings[0])
@@ -128,6 +150,25 @@ class ServeOptions:
         if not value.isdigit() or int(value) < 1:
             raise ConfigurationError(f"`{name}` ({value!r}) must be a positive number.")
         return int(value)
+
+
+def check_place(options: ServeOptions) -> None:
+    """Raises [`ConfigurationError`] for options that contradict where the servers run, and for flags."""
+    if options.on is not None:
+        one_of(PLACES).check("on", options.on)
+    one_of(PLACEMENTS).check("placement", options.placement)
+    names = ON_ONE_MACHINE if options.on is not None else ON_RAY
+    for name in names:
+        if (value := getattr(options, name)) != getattr(ServeOptions, name):
+            rule, remedy = (
+                ("must be unset with `--on ray`, which chooses it for each server", "Leave it out.")
+                if options.on is not None
+                else ("has no effect without a Ray cluster", "Add `--on ray`, or leave it out.")
+            )
+            raise ConfigurationError(f"`{name}` ({value!r}) {rule}. {remedy}")
+    if options.output is not None:
+        check_writable("output", options.output)
+    _check_flags(options)
 
 
 def check_options(options: ServeOptions, build: VLLMBuild) -> None:
@@ -138,6 +179,11 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
             raise ConfigurationError(f"`{name}` ({value:g}) must be positive.")
     _check_flags(options)
     _check_layout(options, build)
+    if options.spans_nodes and build.cpu:
+        raise ConfigurationError(
+            "`--distributed-executor-backend` ('ray') needs GPUs: vLLM's Ray executor refuses CPUs, and the vLLM here "
+            "is a CPU build. Leave it out."
+        )
     one_of(WEIGHT_SYNCS).check("weight_sync", options.weight_sync)
     if options.weight_sync == "nccl" and build.cpu:
         raise ConfigurationError(
@@ -226,6 +272,14 @@ def _check_key(options: ServeOptions) -> None:
         )
 
 
+def log_directory(log_dir: Path | None) -> Path:
+    """Creates and returns the directory for logs, a temporary one by default."""
+    if log_dir is None:
+        return Path(tempfile.mkdtemp(prefix="trl_darts_serve_"))
+    check_directory("log_dir", log_dir)
+    return log_dir
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host's addresses are all loopback addresses."""
     try:
@@ -242,7 +296,7 @@ def check_ports(host: str, ports: range) -> None:
             f"`port` ({ports[0]}) must leave {len(ports)} port(s), one per server, between 1 and 65535."
         )
     try:
-        taken = [str(port) for port in ports if not _is_free(host, port)]
+        taken = [str(port) for port in ports if not is_free(host, port)]
     except OSError as error:
         raise ConfigurationError(
             f"`host` ({host!r}) must be an address of this machine, and `port` ({ports[0]}) one that this user may "
@@ -255,7 +309,7 @@ def check_ports(host: str, ports: range) -> None:
         )
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as sock:
         # As vLLM does, so that the port of a server that has just ended is free. vLLM also sets SO_REUSEPORT, with

@@ -178,6 +178,12 @@ class Supervisor:
         """Whether all servers are healthy, except those gone."""
         return all(server.state in (ProcessState.HEALTHY, ProcessState.GONE) for server in self.servers)
 
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the healthy servers without the tail servers."""
+        healthy = [one.command for one in self.servers if one.state is ProcessState.HEALTHY]
+        return [command.base_url for command in healthy if not command.tail]
+
     def describe(self) -> list[str]:
         """Returns each server's state and its duration."""
         now = self.clock()

@@ -1,0 +1,266 @@
+"""Servers are added to a running rollout and removed from it by a list."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+from aiohttp import web
+from transformers import Qwen2Config
+
+from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
+from tests.engines.test_preflight import needs, routes
+from trl_darts.engines import VLLMServerEngine, connection, discovery, pool
+from trl_darts.engines.connection import ServerSettings, check_joining, connect
+from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines.discovery import Discovery
+from trl_darts.engines.pool import State
+from trl_darts.engines.preflight import ServerFacts, ServerUnreachableError
+from trl_darts.engines.server_list import LOCK_SUFFIX, FileSource, ServerList, ServerListError, check_source
+from trl_darts.engines.vllm_api import ServerPrompt
+from trl_darts.errors import ConfigurationError
+from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
+from trl_darts.weights.files import WeightDirectory
+
+
+M = 4
+CONFIG = Qwen2Config(vocab_size=128)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(discovery, "POLL_S", 0.02)
+    monkeypatch.setattr(discovery, "RETRY_S", 0.05)
+    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(connection, "LIST_POLL_S", 0.02)
+    monkeypatch.setattr(connection, "JOIN_TIMEOUT_S", 0.5)
+
+
+class Decoder:
+    """Completes candidates, or leaves them unanswered while `mute`."""
+
+    def __init__(self, mute: bool = False) -> None:
+        self.mute = mute
+        self.num_requests = 0
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        self.num_requests += 1
+        while self.mute and not request.transport.is_closing():
+            await asyncio.sleep(0.005)
+        return await answer(completion([7] * 3))
+
+    @property
+    def routes(self) -> dict:
+        return {"GET /health": self.health, "POST /v1/completions": self.completions}
+
+
+async def fits(server) -> None:
+    await server.get("/health")
+
+
+def start(engine: VLLMServerEngine):
+    scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M)
+    return engine.start(scheduler, [GroupPlan(0, M)], [[ServerPrompt([5])]], {"model": "m", "max_tokens": 8})
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def write(path, *urls: str, num_servers: int = 0) -> None:
+    ServerList(urls, num_servers).write(path)
+
+
+def test_a_server_that_is_added_takes_over_from_one_that_is_removed_in_the_same_rollout(tmp_path):
+    path, first, second = tmp_path / "servers.json", Decoder(mute=True), Decoder()
+    with fake_server(first.routes) as old, fake_server(second.routes) as new:
+        write(path, old)
+        engine = VLLMServerEngine([old])
+        engine.discover(Discovery(FileSource(str(path)), fits, [old]))
+        rollout = start(engine)
+        wait_for(lambda: first.num_requests == M)
+        write(path, new)
+        (group,) = engine.wait(rollout).groups
+        assert [row.tokens for row in group.rows] == [[7] * 3] * M
+        assert second.num_requests == M
+        assert engine.states() == {new: State.UP}
+        engine.close()
+
+
+def test_a_server_gets_no_candidates_before_it_has_the_weights(tmp_path):
+    path, first, second = tmp_path / "servers.json", Decoder(mute=True), Decoder()
+    refreshed = []
+
+    async def refresh(member, version):
+        refreshed.append((member.server.base_url, version, second.num_requests))
+        return True
+
+    with fake_server(first.routes) as old, fake_server(second.routes) as new:
+        engine = VLLMServerEngine([old], refresh=refresh)
+        engine.follow(3, [old])
+        write(path, old)
+        engine.discover(Discovery(FileSource(str(path)), fits, [old]))
+        rollout = start(engine)
+        wait_for(lambda: first.num_requests == M)
+        write(path, new)
+        engine.wait(rollout)
+        assert refreshed == [(new, 3, 0)]
+        engine.close()
+
+
+def test_what_never_was_listed_stays_and_so_does_the_last_server(tmp_path):
+    path, server = tmp_path / "servers.json", Decoder()
+    with fake_server(server.routes) as own, fake_server(server.routes) as other, fake_server(server.routes) as tail:
+        write(path, own, other)
+        engine = VLLMServerEngine([own, other, tail], tail_urls=[tail])
+        engine.discover(Discovery(FileSource(str(path)), fits, [own, other]))
+        write(path, own)
+        wait_for(lambda: list(engine.states()) == [own, tail])
+        path.unlink()  # the command has ended
+        time.sleep(0.2)
+        write(path)
+        time.sleep(0.2)
+        assert list(engine.states()) == [own, tail]
+        engine.remove(tail)
+        write(path, "http://127.0.0.1:1")  # does not answer
+        time.sleep(0.3)
+        assert own in engine.states()
+        engine.close()
+
+
+def test_a_server_that_does_not_fit_is_reported_once_and_joins_when_it_does(tmp_path, caplog):
+    path, server, answers = tmp_path / "servers.json", Decoder(), []
+
+    async def check(server):
+        answers.append(server.base_url)
+        if len(answers) < 4:
+            raise ConfigurationError("it has another model.")
+
+    with fake_server(server.routes) as own, fake_server(server.routes) as other:
+        write(path, own, other)
+        engine = VLLMServerEngine([own])
+        with caplog.at_level(logging.WARNING):
+            engine.discover(Discovery(FileSource(str(path)), check, [own]))
+            wait_for(lambda: other in engine.states())
+        assert answers == [other] * 4
+        assert caplog.text.count("is listed and can't join: it has another model.") == 1
+        start(engine).result(10)
+        engine.close()
+
+
+def test_an_engine_with_a_list_can_be_freed(tmp_path):
+    path = tmp_path / "servers.json"
+    with fake_server(Decoder().routes) as url:
+        write(path, url)
+        engine = VLLMServerEngine([url])
+        engine.discover(Discovery(FileSource(str(path)), fits, [url]))
+        lock = path.with_name(path.name + LOCK_SUFFIX)
+        wait_for(lock.exists)
+        thread = engine._thread
+        del engine
+        wait_for(lambda: not thread.is_alive())
+        assert not lock.exists()
+
+
+# The start of a run
+
+
+def settings(path, **kwargs) -> ServerSettings:
+    source = FileSource(str(path))
+    directory = WeightDirectory()
+    return ServerSettings([], directory, Deadlines(), None, needs(CONFIG, **kwargs), source=source)
+
+
+def test_a_run_waits_for_its_servers_and_leaves_out_the_dead(tmp_path, caplog):
+    path = tmp_path / "servers.json"
+    with fake_server(routes(HEALTHY)) as url:
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import pathlib, sys, time; time.sleep(0.3); pathlib.Path(sys.argv[1]).write_text(sys.argv[2])",
+                path,
+                json.dumps({"servers": [url, "http://127.0.0.1:1"], "num_servers": 2}),
+            ]
+        )
+        engine, facts = connect(settings(path))
+        assert engine.base_urls == [url]
+        assert facts.model == "served"
+        assert "127.0.0.1:1 is listed and does not answer. It joins once it does." in caplog.text
+        engine.close()
+
+
+@pytest.mark.parametrize("listed", [None, (), ("http://127.0.0.1:1",)])
+def test_a_run_without_servers(tmp_path, listed):
+    path = tmp_path / "servers.json"
+    if listed is not None:
+        write(path, *listed, num_servers=2)
+    with pytest.raises(ServerUnreachableError, match=r"`vllm_server_list` has no server|can't be reached"):
+        connect(settings(path, timeout_s=0.5))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model": "other"}, r"has `model` \('served'\), and the others 'other'"),
+        ({"max_model_len": 2048}, r"has `max_model_len` \(1024\), and the others 2048"),
+        ({"dtype": "torch.bfloat16"}, r"has `dtype` \(None\), and the others 'torch.bfloat16'"),
+    ],
+)
+def test_a_found_server_must_be_like_the_others(tmp_path, changed, words):
+    facts = ServerFacts(**{"model": "served", "max_model_len": 1024} | changed)
+    with fake_server(routes(HEALTHY)) as url:
+        engine = VLLMServerEngine([url])
+        with pytest.raises(ConfigurationError, match=rf"{url} {words}"):
+            engine.query(lambda server: check_joining(settings(tmp_path), facts, server))
+        engine.query(lambda server: check_joining(settings(tmp_path), ServerFacts("served", 512), server))
+        engine.close()
+
+
+# Lists
+
+
+def test_a_directory_has_the_servers_of_all_its_files(tmp_path):
+    write(tmp_path / "a.json", "http://a:1", num_servers=1)
+    write(tmp_path / "b.json", "http://b:1", "http://a:1/", num_servers=2)
+    assert ServerList.read(tmp_path) == ServerList(("http://a:1", "http://b:1"), 3)
+    assert FileSource(str(tmp_path)).read().num_servers == 3
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"servers": ["a:1"], "num_servers": 1}', '{"servers": 1}'])
+def test_a_file_that_is_no_list(tmp_path, text):
+    path = tmp_path / "servers.json"
+    path.write_text(text)
+    with pytest.raises(ServerListError, match="must have JSON like"):
+        ServerList.read(path)
+
+
+def test_a_list_belongs_to_one_trainer(tmp_path):
+    path = tmp_path / "servers.json"
+    write(path, "http://a:1")
+    first, second = FileSource(str(path)), FileSource(str(path))
+    first.read()
+    first.read()
+    with pytest.raises(ConfigurationError, match=r"is used by .*, process \d+. Stop that one"):
+        second.read()
+    first.close()
+    second.read()
+    second.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["servers.json"]
+
+
+@pytest.mark.parametrize("value", ["", "ray:", "ray://head:10001", "http://127.0.0.1:8000"])
+def test_a_value_that_is_no_list(value):
+    with pytest.raises(ConfigurationError, match=r"`vllm_server_list` \('.*'\) must be a file or a directory"):
+        check_source(value)

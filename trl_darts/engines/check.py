@@ -1,0 +1,151 @@
+"""Checks servers from the trainer's machine: whether each can be reached, and can get weights from here."""
+
+import asyncio
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import ConfigurationError, TRLDARTSError
+from .addresses import is_this_machine
+from .pool import FAILURES, describe
+from .vllm_api import VLLMServer, max_num_seqs, new_session, server_load
+
+
+EQUAL = ("model", "dtype", "max_model_len", "vllm", "trl_darts")  # columns that must not differ between servers
+NO_PLUGIN = "none"
+PROBE_S = 30.0
+
+
+@dataclass
+class Checked:
+    """What is known about a server, and what is wrong with it."""
+
+    url: str
+    model: str = ""
+    dtype: str = ""
+    max_model_len: str = ""
+    slots: str = ""
+    vllm: str = ""
+    trl_darts: str = ""
+    weights: str = ""  # how they get there
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """How weights reach the servers: a file that each must read, or an address to which each must connect."""
+
+    path: Path | None = None
+    text: str = ""
+    address: tuple[str, int] | None = None
+    local_only: bool = False  # the file is on this machine
+
+    def problem(self, url: str, answers: Sequence[dict[str, Any]]) -> str | None:
+        """Returns what is wrong with the answers of a server's workers."""
+        if self.local_only and not is_this_machine(urlsplit(url).hostname or ""):
+            return "it is on another machine: set `weight_sync_dir` to a directory that both can access"
+        for answer in answers:
+            if self.path is not None and answer["text"] != self.text:
+                return f"it does not see {self.path.parent} as here ({answer['text']})"
+            if self.address is not None and answer["connection"]:
+                host, port = self.address
+                return (
+                    f"it can't connect to {host}:{port} ({answer['connection']}): set VLLM_HOST_IP here, "
+                    "NCCL_SOCKET_IFNAME on both sides, and open the port"
+                )
+        return None
+
+
+@contextmanager
+def way_back(weight_sync: str, directory: Path | None, first_port: int) -> Iterator[WayBack]:
+    """Writes a file for the servers, or listens for them, while the context runs."""
+    if weight_sync == "nccl":
+        from ..weights.nccl import listen  # loads vLLM
+
+        with listen(first_port) as listener:
+            yield WayBack(address=listener.getsockname())
+        return
+    parent = Path(tempfile.gettempdir()) if directory is None else directory.absolute()
+    text = f"{socket.gethostname()} {secrets.token_hex(8)}"
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=parent, prefix=".trl_darts-check-") as file:
+            file.write(text)
+            file.flush()
+            yield WayBack(Path(file.name), text, local_only=directory is None)
+    except OSError as error:
+        raise ConfigurationError(
+            f"`weight_sync_dir` ({str(parent)!r}) must be a directory that this process can write: {error.strerror}. "
+            "Choose another."
+        ) from error
+
+
+def check_servers(urls: Sequence[str], way: WayBack, api_key: str | None, timeout_s: float) -> list[Checked]:
+    """Checks all servers at once. Differences between them are problems of those in the minority."""
+
+    async def run() -> list[Checked]:
+        async with new_session(api_key) as session:
+            servers = [VLLMServer(url, session, timeout_s) for url in urls]
+            return list(await asyncio.gather(*(_check(server, way, timeout_s) for server in servers)))
+
+    checked = asyncio.run(run())
+    for name in EQUAL:
+        values = [getattr(one, name) for one in checked if getattr(one, name)]
+        usual = max(values, key=values.count, default="")
+        for one in checked:
+            if getattr(one, name) not in ("", usual):
+                one.problems.append(f"its {name} is {getattr(one, name)}, that of others {usual}")
+    return checked
+
+
+async def _check(server: VLLMServer, way: WayBack, timeout_s: float) -> Checked:
+    found = Checked(server.base_url)
+    try:
+        await server.get("/health", timeout_s)
+        await _read_facts(server, found, timeout_s)
+        await _probe(server, found, way)
+    except FAILURES as error:
+        found.problems.append(describe(error, f"a request within {timeout_s:g} s"))
+    except (KeyError, IndexError, TypeError) as error:
+        found.problems.append(f"it is no vLLM server (its answer has no {error})")
+    return found
+
+
+async def _read_facts(server: VLLMServer, found: Checked, timeout_s: float) -> None:
+    found.vllm = ((await server.get("/version", timeout_s)) or {}).get("version", "")
+    info = await server.get("/server_info?config_format=json", max(timeout_s, PROBE_S))
+    if info is None:
+        found.problems.append("it has no development endpoints: start it with VLLM_SERVER_DEV_MODE=1")
+        return
+    config, served = info["vllm_config"], (await server.get("/v1/models", timeout_s))["data"][0]
+    found.model, found.max_model_len = served["id"], str(served["max_model_len"])
+    found.dtype = str(config["model_config"].get("dtype", "")).removeprefix("torch.")
+    found.slots = str(max_num_seqs(config) or "")
+    if config["model_config"]["logprobs_mode"] != "processed_logprobs":
+        found.problems.append("it needs `--logprobs-mode processed_logprobs`")
+    load = await server_load(server, timeout_s)
+    if load is not None and load.num_running + load.num_waiting:
+        found.problems.append("it decodes: another trainer may be using it")
+
+
+async def _probe(server: VLLMServer, found: Checked, way: WayBack) -> None:
+    body = {
+        "method": "trl_darts_probe",
+        "kwargs": {"path": None if way.path is None else str(way.path), "address": way.address},
+    }
+    try:
+        answers = (await server.post("/collective_rpc", body, PROBE_S))["results"]
+    except TRLDARTSError:
+        found.trl_darts = NO_PLUGIN
+        found.problems.append("trl_darts is not in its environment, so weights can't be checked")
+        return
+    found.trl_darts = answers[0]["trl_darts"]
+    problem = way.problem(server.base_url, answers)
+    found.weights = "no" if problem else "NCCL" if way.address else "files"
+    if problem:
+        found.problems.append(problem)

@@ -1,0 +1,90 @@
+"""Keeps the servers of a pool in step with a list, also in the middle of a rollout."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+from ..errors import TRLDARTSError
+from .pool import ServerPool, State, describe
+from .server_list import ServerSource
+from .vllm_api import VLLMServer
+
+
+POLL_S = 1.0
+RETRY_S = 10.0  # between two checks of a server that can't join
+
+logger = logging.getLogger(__name__)
+
+
+class Discovery:
+    """
+    Adds listed servers to a pool, and removes those that left the list.
+
+    A new server is checked, gets the current weights as one that reconnects does, and only then candidates. An empty
+    list changes nothing: whatever wrote it has ended, and the servers' own health checks decide. Servers that were
+    never listed are left alone, and so is the last server that is up.
+    """
+
+    def __init__(
+        self, source: ServerSource, check: Callable[[VLLMServer], Awaitable[None]], urls: Iterable[str] = ()
+    ) -> None:
+        self._source = source
+        self._check = check  # raises if a server can't serve this run
+        self._known = set(urls)  # servers of the pool that were listed
+        self._joining: dict[str, asyncio.Task[None]] = {}
+        self._retry_at: dict[str, float] = {}
+        self._warned: dict[str, str] = {}  # last message of each server, and of the list ("")
+
+    async def run(self, pool: ServerPool, connect: Callable[[str], VLLMServer]) -> None:
+        """Follows the list until it is cancelled."""
+        try:
+            while True:
+                try:
+                    found = await asyncio.to_thread(self._source.read)
+                except TRLDARTSError as error:
+                    self._warn("", f"{error} The servers stay as they are.")
+                else:
+                    self._warned.pop("", None)
+                    await self._follow(pool, connect, found.urls)
+                await asyncio.sleep(POLL_S)
+        finally:
+            for task in self._joining.values():
+                task.cancel()
+            self._source.close()
+
+    async def _follow(self, pool: ServerPool, connect: Callable[[str], VLLMServer], urls: Iterable[str]) -> None:
+        listed = set(urls)
+        if not listed:
+            return
+        self._joining = {url: task for url, task in self._joining.items() if not task.done()}
+        for url in sorted(listed - pool.members.keys() - self._joining.keys()):
+            if time.monotonic() >= self._retry_at.get(url, 0.0):
+                self._joining[url] = asyncio.create_task(self._join(pool, connect(url)))
+        for url in sorted(self._known - listed):
+            async with pool.updating:  # an update looks its servers up until its end
+                if url in pool.members and set(pool.urls(State.UP)) - {url}:
+                    logger.warning("The vLLM server at %s is no longer listed.", url)
+                    pool.remove(url)
+            if url not in pool.members:
+                self._known.discard(url)
+
+    async def _join(self, pool: ServerPool, server: VLLMServer) -> None:
+        url = server.base_url
+        try:
+            await self._check(server)
+        except Exception as error:  # one invalid answer must not end the task without a message
+            reason = str(error) if isinstance(error, TRLDARTSError) else describe(error, "a check")
+            self._warn(url, f"The vLLM server at {url} is listed and can't join: {reason}")
+            self._retry_at[url] = time.monotonic() + RETRY_S
+            return
+        logger.warning("The vLLM server at %s was found.", url)
+        self._warned.pop(url, None)
+        self._known.add(url)
+        pool.add(url, server)
+        pool.watch()  # brings it the weights
+
+    def _warn(self, url: str, message: str) -> None:
+        if self._warned.get(url) != message:
+            logger.warning(message)
+            self._warned[url] = message
