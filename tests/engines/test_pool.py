@@ -34,6 +34,8 @@ def _quick(monkeypatch):
 class Log:
     """A listener that records its notifications."""
 
+    keeps_kv = False
+
     def __init__(self):
         self.heard = []
 
@@ -91,7 +93,7 @@ def with_pool(switch, play, refresh=waits, **deadlines):
         servers.watch()
         try:
             await servers.ready()
-            servers.listener = log = Log()
+            servers.listeners = [log := Log()]
             await play(servers, servers.members[url], log)
         finally:
             for task in servers._watchers.values():

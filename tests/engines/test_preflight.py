@@ -26,7 +26,7 @@ def needs(config, **kwargs) -> Requirements:
 def check(url, requirements):
     engine = VLLMServerEngine([url])
     try:
-        return engine.query(lambda server: check_server(server, requirements))[0]
+        return engine.query(lambda server: check_server(server, requirements))[url]
     finally:
         engine.close()
 

@@ -122,7 +122,7 @@ def test_a_launched_rollout_ends_whose_weights_no_server_has_any_more(monkeypatc
         servers = VLLMServerEngine([url], refresh=can_not_be_sent)
         engine, ahead = launched(servers)
         if drains:  # before a weight sync
-            engine.drain()
+            engine.drain(0)
         with pytest.raises(WeightsLostError, match="reconnected without the weights"):
             engine.run(*ahead)
         assert len(server.prompts) == M

@@ -247,7 +247,7 @@ def test_one_rollout_in_several_waits_as_in_the_paper(every, patience, schedule)
         ({"schedule": "sorted", "sorted_mode": "post_hoc"}, r"`sorted_mode` \('post_hoc'\) must be one of"),
         ({"schedule": "sorted", "sorted_group_batches": 1}, r"`sorted_group_batches` \(1\) must be at least 2"),
         ({"schedule": "sorted", "mask_stale_after": 1}, r"`mask_stale_after` \(1\) has no effect with `sorted_mode`"),
-        ({"rollout_ahead": 2}, r"`rollout_ahead` \(2\) must be 0 or 1"),
+        ({"rollout_ahead": 2}, r"`rollout_ahead` \(2\) must be 0, 1 or 'continuous'"),
         ({"tail_switch_at": -1}, r"`tail_switch_at` \(-1\) must be at least 1 candidate"),
         ({"tail_share": 0.2, "submit_order": "arrival"}, r"`tail_share` \(0.2\) needs expected lengths"),
         (

@@ -78,3 +78,19 @@ def test_reload_says_that_it_was_ours(monkeypatch):
     with pytest.raises(KeyError, match="bad"):
         Worker().reload_weights(weights_path="bad")
     assert done[1:] == [("restore", "model", "config")]
+
+
+def test_requests_are_counted_where_the_scheduler_is():
+    """Other methods of `/collective_rpc` are vLLM's."""
+
+    class EngineCore:
+        scheduler = SimpleNamespace(requests={"cmpl-a-0-1234abcd": SimpleNamespace(num_output_tokens=7)})
+
+        def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+            return [method]
+
+    module = SimpleNamespace(EngineCore=EngineCore)
+    plugin._count_outputs(module)
+    plugin._count_outputs(module)
+    assert EngineCore().collective_rpc(plugin.NUM_OUTPUTS, None, (), {}) == [{"cmpl-a-0-1234abcd": 7}]
+    assert EngineCore().collective_rpc("reload_weights", None) == ["reload_weights"]

@@ -99,6 +99,42 @@ def test_every_server_is_resumed_whatever_happens(fleet, engine, servers, error,
     engine.call(update())  # the loop goes on
 
 
+class Listener:
+    """A rollout without an end, with a request on each server."""
+
+    def __init__(self, keeps_kv):
+        self.keeps_kv, self.updates = keeps_kv, []
+
+    def num_held(self, url):
+        return 1
+
+    def on_updated(self, url, num_outputs):
+        self.updates.append((url, num_outputs))
+
+    def on_lost(self, *args): ...
+
+    on_joined = on_resized = on_lost
+
+
+@pytest.mark.parametrize("keeps_kv", [False, True])
+def test_requests_are_counted_before_they_continue(fleet, engine, servers, keeps_kv):
+    """A server that can't count is lost, since nothing would tell which weights sampled what."""
+    listener = Listener(keeps_kv)
+    engine.call(engine.pool()).listeners.append(listener)
+    counts = {"results": [{"cmpl-a-0-1234abcd": 7}]}
+    for server in servers[:2]:
+        server.answers["/collective_rpc"] = (200, counts)
+    servers[2].acts["/weight_info"] = lambda: asyncio.sleep(
+        0, servers[2].answers.update({"/collective_rpc": (500, "?")})
+    )
+    fleet.update_named_params(METADATA, params())
+    assert sorted(listener.updates) == sorted((server.url, {"cmpl-a-0": 7}) for server in servers[:2])
+    assert states(engine) == [State.UP, State.UP, State.DOWN]
+    paths = servers[0].paths
+    assert paths[-2:] == ["/collective_rpc", "/resume"]
+    assert ("/reset_prefix_cache" in paths) != keeps_kv
+
+
 @pytest.mark.parametrize(
     ("path", "answer", "message"),
     [

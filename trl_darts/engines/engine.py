@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..scheduling import Admission, GroupPlan, Placement, RolloutResult, Scheduler
+from ..scheduling import Admission, FreshGroups, GroupPlan, Placement, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
@@ -20,6 +20,8 @@ class RolloutPlan:
     admission: Admission
     groups: list[GroupPlan]
     scheduler: Scheduler
+    takes: FreshGroups | None = None  # the next batch of a rollout without an end, instead of a rollout of its own
+    keeps_kv: bool = False  # of a rollout without an end: whether keys and values survive a weight sync
 
 
 class Engine(ABC):
@@ -57,8 +59,17 @@ class Engine(ABC):
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
         """Starts a rollout of text and returns at once. Raises for an engine in the trainer's process."""
 
-    def drain(self) -> None:  # noqa: B027  (nothing to do if `launch` raises; the same for the next two)
-        """Waits for a launched rollout and keeps its result for `run`. Called before the weights change."""
+    def extend(self, plan: RolloutPlan, batch: PromptBatch) -> None:  # noqa: B027
+        """
+        Adds prompts to the rollout without an end of the plan's scheduler, which begins with the first ones. Called on
+        the main process.
+        """
+
+    def drain(self, step: int) -> None:  # noqa: B027  (nothing to do if `launch` raises; the same for the next two)
+        """
+        Waits for a launched rollout and keeps its result for `run`. Called before the weights change to those of a
+        `step`. A rollout without an end goes on.
+        """
 
     def cancel(self) -> None:  # noqa: B027
         """Aborts a launched rollout."""

@@ -49,6 +49,8 @@ class State(Enum):
 class Listener(Protocol):
     """Gets notified of changes while a rollout runs."""
 
+    keeps_kv: bool  # whether keys and values of running requests survive a weight sync
+
     def num_held(self, url: str) -> int:
         """Returns the number of candidates on a server."""
         ...
@@ -65,6 +67,13 @@ class Listener(Protocol):
         """Called when the capacity of a server changes."""
         ...
 
+    def on_updated(self, url: str, num_outputs: Mapping[str, int]) -> None:
+        """
+        Called when a server has new weights, before it continues. `num_outputs` has the tokens of its unfinished
+        requests by ID.
+        """
+        ...
+
 
 @dataclass
 class Member:
@@ -76,6 +85,7 @@ class Member:
     state: State = State.UP
     reason: str = ""  # of its last loss
     version: int = 0  # number of the sync that its weights come from; 0 for the weights loaded at its start
+    decodes_version: int = 0  # as `version`, but already during the update of a paused server
     waits: bool = False  # whether it has reconnected, and must wait for the next weight sync
     draining: bool = False
     asleep: bool | None = False  # `None` if unknown, before its first turn
@@ -136,7 +146,7 @@ class ServerPool:
         self.deadlines = deadlines
         self.version = 0  # of the last weight sync
         self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a reconnected server
-        self.listener: Listener | None = None
+        self.listeners: list[Listener] = []  # the running rollouts
         self._most = most
         self._refresh = refresh
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -163,7 +173,7 @@ class ServerPool:
 
     def remove(self, url: str) -> None:
         """Removes a server. Its candidates continue on other servers."""
-        if self.listener is not None:
+        if self.listeners:
             self.lose(url, "it was removed")
         del self.members[url]
         self._share_connections()
@@ -210,10 +220,25 @@ class ServerPool:
     def join(self, url: str) -> None:
         """Starts using a server that has the current weights."""
         member = self.members[url]
-        member.version, member.waits = self.version, False
+        member.version, member.decodes_version, member.waits = self.version, self.version, False
         if member.state is State.RETURNED:
             member.state = State.UP
             self._notify(lambda listener: listener.on_joined(url, member.capacity))
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether keys and values of running requests survive a weight sync."""
+        return any(listener.keeps_kv for listener in self.listeners)
+
+    def _num_held(self, url: str) -> int:
+        return sum(listener.num_held(url) for listener in self.listeners)
+
+    async def report_update(self, member: Member) -> None:
+        """Tells running rollouts how many tokens were sampled before the update of a server, which is still paused."""
+        url = member.server.base_url
+        member.decodes_version = self.version
+        num_outputs = await member.server.num_outputs() if self._num_held(url) else {}
+        self._notify(lambda listener: listener.on_updated(url, num_outputs))
 
     def follow(self, version: int, up: Collection[str]) -> None:
         """Copies the state from the main process: the version, and the servers that have its weights."""
@@ -261,8 +286,8 @@ class ServerPool:
             self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
     def _notify(self, call: Callable[[Listener], None]) -> None:
-        if self.listener is not None:
-            call(self.listener)
+        for listener in list(self.listeners):
+            call(listener)
 
     async def _watch(self, url: str) -> None:
         await asyncio.gather(self._begin(url), self._keep_probing(url))
@@ -292,7 +317,7 @@ class ServerPool:
             await self._ask_for_slots(url)
             member.state = State.RETURNED
             self._returning[url] = asyncio.create_task(self._bring_back(url))  # probing continues meanwhile
-        elif member.state is State.UP and self.listener is not None:
+        elif member.state is State.UP and self.listeners:
             await self._observe(url)
 
     async def _bring_back(self, url: str) -> None:
@@ -318,16 +343,16 @@ class ServerPool:
         """Reads a server's metrics to detect progress and to adapt its limit."""
         member, before = self.members[url], self.members[url].load
         member.load = load = await server_load(member.server, self.deadlines.health_s)
-        if load is None or self.listener is None or member.limit is None:
+        if load is None or not self.listeners or member.limit is None:
             return
         if before is not None and load.num_tokens != before.num_tokens:
             member.last_progress = time.perf_counter()
         if load.num_waiting:
             member.last_queued = time.perf_counter()
         capacity = member.capacity
-        member.limit.observe(load, self.listener.num_held(url))
+        member.limit.observe(load, self._num_held(url))
         if member.capacity != capacity and member.state is State.UP:
-            self.listener.on_resized(url, member.capacity)
+            self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
     async def _find_log(self, url: str) -> None:
         self.members[url].log = await asyncio.to_thread(find_log, url)

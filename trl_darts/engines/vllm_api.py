@@ -16,6 +16,7 @@ import orjson
 
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
+from ..weights.plugin import NUM_OUTPUTS
 from .deadlines import Deadlines
 
 
@@ -189,6 +190,12 @@ class VLLMServer:
         """Returns `"v<number>"` after an update, `"default"` after a start, `None` if versions are not supported."""
         version: str | None = (await self.get("/weight_info") or {}).get("weight_version")
         return version
+
+    async def num_outputs(self) -> dict[str, int]:
+        """Returns the number of tokens of each unfinished request, by its internal ID. Needs our plugin."""
+        answers = (await self.post("/collective_rpc", {"method": NUM_OUTPUTS})).get("results", [])
+        # vLLM appends a random suffix to the ID.
+        return {name.rpartition("-")[0]: count for answer in answers for name, count in answer.items()}
 
     async def sleep(self) -> None:
         """Moves the weights to the host's memory and drops the KV cache. The server must be idle."""

@@ -16,7 +16,8 @@ from ..weights import SyncRecord
 from ..weights.client import image_features
 from ..weights.fleet import FleetVLLMClient
 from .addresses import check_address
-from .connection import ServerSettings, connect, open_engine, server_settings
+from .connection import ServerSettings, check_joining, connect, open_engine, server_settings
+from .discovery import Discovery
 from .in_process.hf_generate import replaced
 from .main_process import MainProcess
 from .pool import State, shows_weights
@@ -59,7 +60,8 @@ class SyncedGeneration(VLLMGeneration):
 
             keep_expanded_images(self.llm)
             return
-        self.facts = self.main.broadcast(self._connect)
+        self.facts, base_urls = self.main.broadcast(self._connect)
+        self.settings = replace(self.settings, base_urls=base_urls)
 
     def _connect(self) -> Any:
         self.vllm_client = FleetVLLMClient(
@@ -73,7 +75,12 @@ class SyncedGeneration(VLLMGeneration):
         )
         self.vllm_client.init_communicator()
         self.drafted()  # excludes drafts of earlier runs
-        return self.facts
+        base_urls = self.engine.base_urls
+        if self.settings.source is not None:
+            check = partial(check_joining, self.settings, self.facts)
+            listed = set(base_urls) - set(self.settings.tail_urls)
+            self.engine.discover(Discovery(self.settings.source, check, listed))
+        return self.facts, base_urls
 
     @property
     def own_engine(self) -> VLLMServerEngine:
@@ -82,6 +89,11 @@ class SyncedGeneration(VLLMGeneration):
             self.engine = open_engine(self.settings, shows_weights)
         engine: VLLMServerEngine = self.engine
         return engine
+
+    @property
+    def num_main_servers(self) -> int:
+        """Number of servers without the tail servers, at the start or after the last `add_server`."""
+        return len(self.settings.base_urls) - len(self.settings.tail_urls)
 
     # Weights
 
@@ -113,7 +125,7 @@ class SyncedGeneration(VLLMGeneration):
         """
         if self.engine is None or not self.facts.drafts or not self.main.is_here:
             return None
-        now = dict(zip(self.engine.base_urls, self.engine.query(draft_counts), strict=True))
+        now = self.engine.query(draft_counts)
         before, self._draft_counts = self._draft_counts, {url: n for url, n in now.items() if n is not None}
         new = [counts.since(before[url]) for url, counts in self._draft_counts.items() if url in before]
         return DraftCounts(*map(sum, zip(*map(astuple, new), strict=True))) if new else None
@@ -215,12 +227,15 @@ def synced_generation(args: Any, model: Any, train_dataset: Any) -> Iterator[Non
     group, which fails without CUDA. Remove this when TRL takes the class as an argument.
     """
     settings = server_settings(args, model, train_dataset) if args.uses_servers else None
-    engine, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
-    make = partial(SyncedGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=args.pool_ratio)
+    engine = None
     try:
+        engine, facts = connect(settings) if settings is not None and args.process_index == 0 else (None, None)
+        make = partial(SyncedGeneration, settings=settings, engine=engine, facts=facts, pool_ratio=args.pool_ratio)
         with replaced(grpo_trainer, "VLLMGeneration", make):
             yield
     except BaseException:
         if engine is not None:
             engine.close()
+        if settings is not None and settings.source is not None:
+            settings.source.close()
         raise

@@ -39,7 +39,7 @@ from ..scheduling import (
 from ..scheduling.scheduler import MAX_STALLS
 from .deadlines import Deadlines
 from .lateness import Key, OpenRequest, silence, stalled_requests
-from .pool import ServerPool, State, describe
+from .pool import Member, ServerPool, State, describe
 from .vllm_api import CompletionChunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
 from .waiting import Waiting
 
@@ -61,6 +61,8 @@ Overrides = Callable[[Submit], Mapping[str, Any]]
 class RolloutRun:
     """A running rollout: executes the scheduler's commands and reports events."""
 
+    keeps_kv = False  # see `Listener`
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -72,7 +74,7 @@ class RolloutRun:
     ) -> None:
         self.scheduler = scheduler
         self.pool = pool
-        self.prompts = prompts
+        self.prompts: Any = prompts
         self.body = body
         self.overrides = overrides
         self.deadlines = deadlines
@@ -83,6 +85,7 @@ class RolloutRun:
         self.tail_turn = False  # whether it is the tail servers' turn, if main and tail servers share GPUs
         self.turns: asyncio.Task[None] | None = None
         self.tokens = Waiting(deadlines.first_token_s)  # for the next tokens
+        self.rollout: Waiting | None = Waiting(deadlines.rollout_s)  # `None` while nobody waits for it
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def execute(self, plans: Sequence[GroupPlan]) -> RolloutResult:
@@ -92,18 +95,27 @@ class RolloutRun:
             if self.pool.takes_turns:
                 await self.pool.take_turns(tail=False)
             await self._begin(plans)
-            if not self.scheduler.done:
+            if not self.is_over:
                 await self.finished
         except BaseException:
             await self._end_requests()
             raise
         finally:
-            self.pool.listener = None
+            if self.has_begun:
+                self.pool.listeners.remove(self)
             clock.cancel()
             await self._cancel()
         if self.pool.takes_turns:  # a weight sync expects the main servers to be awake
             await self.pool.take_turns(tail=False)
         return self.scheduler.result()
+
+    @property
+    def is_over(self) -> bool:
+        return self.scheduler.done
+
+    @property
+    def has_begun(self) -> bool:
+        return self in self.pool.listeners
 
     async def _begin(self, plans: Sequence[GroupPlan]) -> None:
         ready = asyncio.create_task(self.pool.ready())
@@ -112,9 +124,12 @@ class RolloutRun:
         if self.finished.done():
             self.finished.result()
         members = self.pool.members
-        engines = [EngineLoad(url, members[url].capacity, tail=members[url].tail) for url in self.pool.urls(State.UP)]
-        self.pool.listener = self
+        engines = [self._load(url, members[url]) for url in self.pool.urls(State.UP)]
+        self.pool.listeners.append(self)
         self._execute(self.scheduler.start(plans, engines, time.perf_counter()))
+
+    def _load(self, url: str, member: Member) -> EngineLoad:
+        return EngineLoad(url, member.capacity, tail=member.tail)
 
     # Called by the pool
 
@@ -157,9 +172,12 @@ class RolloutRun:
         """Reports a change of a server's capacity."""
         self._report(EngineResized(url, capacity, time.perf_counter()))
 
+    def on_updated(self, url: str, num_outputs: Mapping[str, int]) -> None:
+        """Does nothing: weight syncs wait for a rollout."""
+
     async def _keep_time(self) -> None:
         """Logs waits, and enforces the deadlines of tokens, of lost servers and of the rollout."""
-        rollout, server = Waiting(self.deadlines.rollout_s), Waiting(self.deadlines.return_s)
+        server = Waiting(self.deadlines.return_s)
         while not self.finished.done():
             await asyncio.sleep(CLOCK_S)
             if up := self._decoding:
@@ -169,7 +187,9 @@ class RolloutRun:
             else:
                 self.tokens = Waiting(self.deadlines.first_token_s)
                 server.log(f"No vLLM server is up; waiting for {', '.join(self.pool.members)}")
-            if server.seconds > self.deadlines.return_s:
+            if self.rollout is None:
+                server = Waiting(self.deadlines.return_s)
+            elif server.seconds > self.deadlines.return_s:
                 reasons = "; ".join(f"{url}: {member.reason}" for url, member in self.pool.members.items())
                 self._fail(
                     GenerationError(
@@ -177,7 +197,7 @@ class RolloutRun:
                         f"`vllm_server_timeout` ({self.deadlines.return_s:g} s). {reasons}"
                     )
                 )
-            elif rollout.seconds > self.deadlines.rollout_s:
+            elif self.rollout.seconds > self.deadlines.rollout_s:
                 self._fail(
                     GenerationTimeoutError(
                         f"The rollout took longer than `vllm_rollout_timeout_s` ({self.deadlines.rollout_s:g} s): "
@@ -202,8 +222,8 @@ class RolloutRun:
             for request, message in stalled_requests(member, requests, now, self.deadlines):
                 self._stall(request, message, now)
             return
-        candidates = self.scheduler.ledger.candidates
-        stuck = [r for r in requests if candidates[r.command.candidate_id].num_empty_attempts >= MAX_STALLS]
+        find: Any = self.scheduler.ledger.find
+        stuck = [r for r in requests if find(r.command.candidate_id).num_empty_attempts >= MAX_STALLS]
         for request in stuck:
             self._stall(request, reason, now)
         if len(stuck) < len(requests):
@@ -216,8 +236,7 @@ class RolloutRun:
         self._report(CandidateStalled(*request.key, reason, now))
 
     def _fail(self, error: Exception) -> None:
-        has_begun = self.pool.listener is self
-        if self.scheduler.drop_failed_groups and has_begun:  # the rollout ends with the groups complete by now
+        if self.scheduler.drop_failed_groups and self.has_begun:  # the rollout ends with the groups complete by now
             self._report(RolloutExpired(str(error), time.perf_counter()))
         elif not self.finished.done():
             self.finished.set_exception(error)
@@ -247,7 +266,7 @@ class RolloutRun:
         except Exception as error:  # a policy failed: raised in the waiting thread
             self.finished.set_exception(error)
         else:
-            if self.scheduler.done:
+            if self.is_over:
                 self.finished.set_result(None)
 
     def _close(self, request: OpenRequest) -> None:
@@ -325,9 +344,13 @@ class RolloutRun:
             # Without this, the candidates of a prompt would be equal. The offsets by index are those that the server
             # uses for the n samples of a request. A resumed candidate must not reuse its random numbers.
             body["seed"] += command.index + 1_000_003 * command.segment
+        if self.pool.keeps_kv:  # no keys and values of older weights from the prefix cache
+            body["cache_salt"] = f"v{self.pool.members[command.engine_id].decodes_version}"
         prompts = self.prompts[command.group_id]
-        request_id = f"{self.run_id}-{command.candidate_id}-{command.segment}"
-        return CompletionRequest.of(request_id, prompts[command.index % len(prompts)], command.prior_tokens, body)
+        prompt = prompts[command.index % len(prompts)]
+        # A drafter on the server reads the prompt's length from it: what follows may be part of an answer.
+        request_id = f"p{len(prompt.tokens)}-{self.run_id}-{command.candidate_id}-{command.segment}"
+        return CompletionRequest.of(request_id, prompt, command.prior_tokens, body)
 
     async def _abort(self, url: str) -> None:
         while pending := [request for request in self._open(url) if request.aborted_at is not None]:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -20,7 +21,9 @@ import aiohttp
 from ..errors import ConfigurationError
 from ..scheduling import GroupPlan, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
+from .continuous_run import ContinuousRun
 from .deadlines import Deadlines
+from .discovery import Discovery
 from .pool import Member, Refresh, ServerPool, State, has_loaded_weights
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
@@ -52,7 +55,7 @@ class VLLMServerEngine:
     ) -> None:
         if not base_urls:
             raise ConfigurationError("`base_urls` (empty) must name at least one server.")
-        self.base_urls = list(base_urls)
+        self._urls = list(base_urls)  # at the start
         self.deadlines = deadlines or Deadlines()
         self._api_key = api_key
         self._options = tail_urls, takes_turns, refresh
@@ -104,10 +107,29 @@ class VLLMServerEngine:
 
         return self.submit(rollout())
 
+    def open(
+        self, scheduler: Scheduler, body: Mapping[str, Any], overrides: Overrides | None, step: int, keeps_kv: bool
+    ) -> tuple[ContinuousRun, Future[RolloutResult]]:
+        """Starts a rollout without an end, with weights of a `step`. Cancelling the future ends its requests."""
+
+        async def begin() -> ContinuousRun:
+            pool = await self.pool()
+            pool.watch()
+            return ContinuousRun(scheduler, pool, body, overrides, self.deadlines, step, keeps_kv)
+
+        run = self.call(begin())
+        return run, self.submit(run.execute([]))
+
     async def idle(self) -> None:
-        """Waits until no rollout is running. A cancelled one may still be ending its requests."""
+        """Waits until no rollout is running but one without an end. A cancelled one may be ending its requests."""
         async with self._turn:
             pass
+        await asyncio.gather(*(task for task in self._tasks if task.cancelling()), return_exceptions=True)
+
+    @property
+    def base_urls(self) -> list[str]:
+        """Addresses of the servers, which can be added and removed."""
+        return list(self._urls if self._pool is None else self._pool.members)
 
     @property
     def members(self) -> dict[str, Member]:
@@ -132,7 +154,22 @@ class VLLMServerEngine:
 
     def follow(self, version: int, up: Collection[str]) -> None:
         """Copies the state from the main process: the version, and the servers that have its weights."""
-        self._in_loop(lambda pool: pool.follow(version, up))
+
+        def act(pool: ServerPool) -> None:
+            for url in up:
+                if url not in pool.members:
+                    pool.add(url, self._connect(url))
+            pool.follow(version, up)
+
+        self._in_loop(act)
+
+    def discover(self, discovery: Discovery) -> None:
+        """Has servers added and removed by a list, until the engine is closed."""
+
+        pool = self.call(self.pool())
+        # Without a reference to the engine, so that it can be freed.
+        connect = partial(VLLMServer, session=self._sessions[0], connect_timeout_s=self.deadlines.connect_s)
+        asyncio.run_coroutine_threadsafe(discovery.run(pool, connect), self._loop)
 
     @property
     def up(self) -> tuple[int, list[str]]:
@@ -154,14 +191,12 @@ class VLLMServerEngine:
 
         async def run() -> T:
             pool = await self.pool()
-            server = VLLMServer(url, self._sessions[0], self.deadlines.connect_s)
+            server = self._connect(url)
             answer = await check(server)
             pool.add(url, server)
             return answer
 
-        answer = self.call(run())
-        self.base_urls.append(url)
-        return answer
+        return self.call(run())
 
     def remove(self, url: str) -> None:
         """
@@ -173,7 +208,6 @@ class VLLMServerEngine:
                 f"`url` ({url!r}) must be one of several servers. This run has {', '.join(map(repr, self.base_urls))}."
             )
         self._in_loop(lambda pool: pool.remove(url))
-        self.base_urls.remove(url)
 
     def _in_loop(self, act: Callable[[ServerPool], None]) -> None:
         async def run() -> None:
@@ -181,12 +215,13 @@ class VLLMServerEngine:
 
         self.call(run())
 
-    def query(self, function: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> list[T]:
-        """Runs `function` on all servers in parallel and returns the results in order."""
+    def query(self, function: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """Runs `function` on all servers in parallel and returns the results by address."""
 
-        async def ask() -> list[T]:
-            members = (await self.pool()).members.values()
-            return list(await asyncio.gather(*(function(member.server) for member in members)))
+        async def ask() -> dict[str, T]:
+            members = dict((await self.pool()).members)
+            answers = await asyncio.gather(*(function(member.server) for member in members.values()))
+            return dict(zip(members, answers, strict=True))
 
         return self.call(ask())
 
@@ -199,9 +234,12 @@ class VLLMServerEngine:
         if self._pool is None:
             session = new_session(self._api_key)
             self._sessions.append(session)
-            servers = {url: VLLMServer(url, session, self.deadlines.connect_s) for url in self.base_urls}
+            servers = {url: self._connect(url) for url in self._urls}
             self._pool = ServerPool(servers, self.deadlines, max_open_files(), *self._options)
         return self._pool
+
+    def _connect(self, url: str) -> VLLMServer:
+        return VLLMServer(url, self._sessions[0], self.deadlines.connect_s)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the engine's loop, and waits for it."""

@@ -1,6 +1,7 @@
 """Decisions about rollouts, without I/O: the scheduler, its policies and the ledger that they read."""
 
 from .admission import Admission, AdmissionPolicy, PromptInfo, UniformAdmission, VarianceAdmission, prompt_key
+from .continuous import Continuous, FreshGroups
 from .placement import AssignedPlacement, LengthOrder, balance
 from .policies import SCHEDULES, BatchStop, DualEnd, FirstGroups, Placement, SchedulePolicies, UniformPool
 from .scheduler import Scheduler
@@ -19,6 +20,7 @@ from .types import (
     EngineLoad,
     EngineLost,
     EngineResized,
+    EngineUpdated,
     Event,
     FinishReason,
     Group,
@@ -47,14 +49,17 @@ __all__ = [
     "CandidateStalled",
     "CandidateState",
     "Command",
+    "Continuous",
     "DualEnd",
     "EngineJoined",
     "EngineLoad",
     "EngineLost",
     "EngineResized",
+    "EngineUpdated",
     "Event",
     "FinishReason",
     "FirstGroups",
+    "FreshGroups",
     "Group",
     "GroupPlan",
     "GroupResult",

@@ -35,7 +35,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
-        self.candidates: list[Candidate] = []  # by candidate_id
+        self._candidates: dict[int, Candidate] = {}  # by candidate_id
+        self._num_added = 0
         self.engines: dict[str, EngineLoad] = {}
         self.timeline = Timeline()
         self.num_open = 0  # not in a final state
@@ -46,8 +47,17 @@ class Ledger:
         self.num_resumed = 0  # submissions that returned to WAITING because an engine was lost or gave no tokens
         self.num_lost = 0
 
-    def add_group(self, plan: GroupPlan, now: float) -> None:
-        """Adds a group with its candidates, those of an earlier rollout first."""
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The candidates in the order of their IDs, without forgotten ones."""
+        return list(self._candidates.values())
+
+    def find(self, candidate_id: int) -> Candidate | None:
+        """Returns a candidate, or `None` if its group was forgotten."""
+        return self._candidates.get(candidate_id)
+
+    def add_group(self, plan: GroupPlan, now: float) -> Group:
+        """Adds and returns a group with its candidates, those of an earlier rollout first."""
         if plan.group_id in self.groups:
             raise ConfigurationError(f"`group_id` ({plan.group_id}) occurs twice. Give each group a different one.")
         group = self.groups[plan.group_id] = Group(plan, [])
@@ -55,6 +65,15 @@ class Ledger:
             candidate = self.add_candidate(group)
             if index < len(plan.resumed):
                 self._restore(candidate, plan.resumed[index], now)
+        return group
+
+    def forget_group(self, group_id: int) -> Group:
+        """Removes and returns a group whose candidates have all ended."""
+        group = self.groups.pop(group_id)
+        self.num_complete -= group.num_complete
+        for candidate in group.candidates:
+            del self._candidates[candidate.candidate_id]
+        return group
 
     def _restore(self, candidate: Candidate, partial: PartialCandidate, now: float) -> None:
         """Restores a candidate with its tokens: to FINISHED if it had ended, else to WAITING."""
@@ -66,10 +85,19 @@ class Ledger:
             candidate.started = now
             self.finish(candidate, partial.finish_reason, now)
 
+    def cut(self, now: float) -> tuple[Timeline, int]:
+        """Returns the timeline and the number of resumed submissions since the last cut, and begins new ones."""
+        timeline, num_resumed = self.timeline, self.num_resumed
+        self.timeline, self.num_resumed = Timeline(), 0
+        for each in (timeline, self.timeline):
+            each.add(now, self.num_running)
+        return timeline, num_resumed
+
     def add_candidate(self, group: Group) -> Candidate:
         """Adds a waiting candidate to a group."""
-        candidate = Candidate(len(self.candidates), group.plan.group_id, len(group.candidates))
-        self.candidates.append(candidate)
+        candidate = Candidate(self._num_added, group.plan.group_id, len(group.candidates))
+        self._candidates[candidate.candidate_id] = candidate
+        self._num_added += 1
         group.candidates.append(candidate)
         group.num_unfinished += 1
         self.num_unfinished += 1
@@ -78,7 +106,9 @@ class Ledger:
 
     def live(self, candidate_id: int, segment: int) -> Candidate | None:
         """Returns the candidate, or `None` if it has ended or was submitted again since `segment`."""
-        candidate = self.candidates[candidate_id]
+        candidate = self._candidates.get(candidate_id)
+        if candidate is None:
+            return None
         state = candidate.state
         live = candidate.segment == segment and (state is RUNNING or state is ABORTING)
         return candidate if live else None
@@ -94,6 +124,8 @@ class Ledger:
         self.num_submitted += 1
         engine = self.engines[engine_id]
         engine.num_running += 1
+        if engine.version is not None:
+            candidate.stamp(candidate.num_prior, engine.version)
         expected, prior = self.groups[candidate.group_id].plan.expected_length, candidate.num_prior
         # 1 if nothing is known. Without prior tokens, the plan's number object is shared by all candidates.
         candidate.expected_rest = 1.0 if expected is None else max(1.0, expected - prior if prior else expected)

@@ -210,7 +210,7 @@ class LeastLoaded:
         self._num_candidates = 0
 
     def order(self, candidates: list[Candidate]) -> list[Candidate]:
-        self._num_candidates = len(candidates)
+        self._num_candidates = max(self._num_candidates, len(candidates))  # further prompts may be added
         return candidates
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:

@@ -28,6 +28,7 @@ from ..errors import ConfigurationError, GenerationError
 from .ledger import ABORT, ABORTING, RUNNING, WAITING, Ledger
 from .policies import SchedulePolicies
 from .types import (
+    FINAL_STATES,
     Abort,
     Candidate,
     CandidateEnded,
@@ -38,6 +39,7 @@ from .types import (
     EngineLoad,
     EngineLost,
     EngineResized,
+    EngineUpdated,
     Event,
     Group,
     GroupPlan,
@@ -116,16 +118,20 @@ class Scheduler:
         candidates wait for one to join. Raises [`ConfigurationError`] if a plan has fewer candidates than rows.
         """
         self.ledger.engines = {engine.engine_id: engine for engine in engines}
+        return self.add(plans, now)
+
+    def add(self, plans: Sequence[GroupPlan], now: float) -> list[Command]:
+        """Adds groups, of a rollout that may already run, and returns commands. Raises as `start`."""
         for plan in plans:
             if plan.num_candidates < self.num_generations:
                 raise ConfigurationError(
                     f"`num_candidates` ({plan.num_candidates}) of group {plan.group_id} must be at least "
                     f"`num_generations` ({self.num_generations}). Raise it."
                 )
-            self.ledger.add_group(plan, now)
-        waiting = [c for c in self.ledger.candidates if c.state is WAITING]
+        groups = [self.ledger.add_group(plan, now) for plan in plans]
+        waiting = [c for group in groups for c in group.candidates if c.state is WAITING]
         self._waiting.extend(self.policies.placement.order(waiting))
-        resumed = [group for group in self.ledger.groups.values() if group.plan.resumed]
+        resumed = [group for group in groups if group.plan.resumed]
         commands = [command for group in resumed for command in self._decide(group, now)]
         return commands + self._submit(now)
 
@@ -140,6 +146,39 @@ class Scheduler:
             if self.ledger.num_open:
                 commands.append(TakeTurns())
         return commands
+
+    # A rollout without end, whose groups are added and taken while it runs
+
+    @property
+    def takeable(self) -> list[int]:
+        """IDs of the groups with enough complete candidates, and of dropped ones, in the order of their entry."""
+        return sorted(self._ready | self._dropped)
+
+    def settle(self, group_ids: Sequence[int], now: float) -> list[Command]:
+        """Selects the rows of groups with enough complete candidates, and aborts the unfinished ones."""
+        commands: list[Command] = []
+        for group in [self.ledger.groups[group_id] for group_id in group_ids]:
+            if not group.closed:
+                commands += self._abort(group.unfinished, now)
+                self._settle(group)
+        return commands
+
+    def has_ended(self, group_ids: Sequence[int]) -> bool:
+        """Whether all candidates of these groups have ended."""
+        return all(c.state in FINAL_STATES for group_id in group_ids for c in self.ledger.groups[group_id].candidates)
+
+    def take(self, group_ids: Sequence[int], now: float) -> RolloutResult:
+        """
+        Removes settled or dropped groups whose candidates have ended, and returns them. The result's timeline and its
+        resumed submissions are those since the last call.
+        """
+        groups = [self.ledger.forget_group(group_id) for group_id in group_ids]
+        for ids in (self._ready, self._settled, self._dropped):
+            ids.difference_update(group_ids)
+        timeline, num_resumed = self.ledger.cut(now)
+        results = [GroupResult(g.plan, g.candidates, g.selected or []) for g in groups if g.error is None]
+        dropped = {group.group_id: group.error for group in groups if group.error is not None}
+        return RolloutResult(results, [], timeline, num_resumed, dropped)
 
     def result(self) -> RolloutResult:
         """
@@ -225,9 +264,20 @@ class Scheduler:
         return commands + self._submit(event.now)
 
     def _on_engine_joined(self, event: EngineJoined) -> list[Command]:
-        load = EngineLoad(event.engine_id, event.capacity, tail=event.tail)
+        load = EngineLoad(event.engine_id, event.capacity, tail=event.tail, version=event.version)
         self.ledger.engines.setdefault(event.engine_id, load)
         return self._submit(event.now)
+
+    def _on_engine_updated(self, event: EngineUpdated) -> list[Command]:
+        if (engine := self.ledger.engines.get(event.engine_id)) is not None:
+            engine.version = event.version
+            for candidate in self.ledger.candidates:
+                if candidate.engine_id == event.engine_id and candidate.state in (RUNNING, ABORTING):
+                    decoded = event.num_tokens.get(candidate.candidate_id)
+                    # If it is missing although tokens have arrived, it ended before the update.
+                    if decoded is not None or candidate.length == candidate.num_prior:
+                        candidate.stamp(candidate.num_prior + (decoded or 0), event.version)
+        return []
 
     def _on_engine_resized(self, event: EngineResized) -> list[Command]:
         if (engine := self.ledger.engines.get(event.engine_id)) is not None:
@@ -263,9 +313,7 @@ class Scheduler:
         batch_stop, dropped, num_groups = self.policies.batch_stop, self._dropped, len(self.ledger.groups)
         commands: list[Command] = []
         if self.policies.group_stop.follows_batch and batch_stop.ready(self._ready, dropped, num_groups):
-            for group in [self.ledger.groups[group_id] for group_id in sorted(self._ready - self._settled)]:
-                commands += self._abort(group.unfinished, now)
-                self._settle(group)
+            commands += self.settle(sorted(self._ready - self._settled), now)
         if not batch_stop.ready(self._settled, dropped, num_groups):
             return commands
         self._batch_ready = True
@@ -412,6 +460,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], list[Command]]] = {
     CandidateStalled: Scheduler._on_stalled,
     EngineLost: Scheduler._on_engine_lost,
     EngineJoined: Scheduler._on_engine_joined,
+    EngineUpdated: Scheduler._on_engine_updated,
     EngineResized: Scheduler._on_engine_resized,
     RolloutExpired: Scheduler._on_expired,
 }

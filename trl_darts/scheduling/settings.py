@@ -14,6 +14,7 @@ from ..policy.audit import BoundedWait
 from ..policy.budget import DEFAULT_REDUNDANCY
 from ..policy.lengths import DEFAULT_EMA
 from .admission import AdmissionPolicy, UniformAdmission, VarianceAdmission
+from .continuous import NUM_BATCHES
 from .placement import LengthOrder, known_lengths
 from .policies import (
     AUTO,
@@ -59,7 +60,10 @@ SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "sorted_group_batches": {"sorted": 4},
     "sorted_mode": {"sorted": "on_policy"},
 }
+GUARD_EVERY = 4  # `long_end_every` by default, where unsettled groups can't be deferred
+CONTINUOUS = "continuous"
 SUBMIT_ORDERS = {"grpo": "arrival", "sorted": "shortest"}  # 'longest' for other schedules
+STALE_BATCHES = 4  # default of `max_staleness`, in batches
 MAX_OVERSAMPLING = 4.0  # fills most batches with `drop_uniform_groups` if 3 groups of 4 are uniform
 OVERSAMPLING = Rule(lambda value: 1 < value < math.inf, "greater than 1 and finite: the prompts per trained prompt")
 
@@ -140,8 +144,8 @@ class ScheduleSettings:
     long_end_every: Annotated[int | None, at_least(2)] = setting(
         None,
         "One rollout in this many waits for the long end as in the paper, as if `long_end_patience` were None: long "
-        "wrong answers are then trained on, and all lengths are observed in full. At least 2. If it is unset, no "
-        "rollout does.",
+        "answers are then trained on, and all lengths are observed in full. At least 2. Defaults to "
+        f"{GUARD_EVERY} where `defer_unsettled_groups` is unset and can't be on, otherwise no rollout does.",
     )
     selection: Annotated[str, one_of(SELECTIONS)] = setting(
         None,
@@ -200,11 +204,25 @@ class ScheduleSettings:
         "What happens to unfinished prompts with 'sorted': 'on_policy' restarts them, 'partial' keeps their tokens. "
         "Defaults to 'on_policy'.",
     )
-    rollout_ahead: Annotated[int, Rule((0, 1).__contains__, "0 or 1: at most one batch is sampled ahead")] = setting(
+    rollout_ahead: int | str | None = setting(  # `str` in the middle: see `long_end_patience`
         0,
         "1 samples the next batch while the trainer trains on this one, so that servers and trainer work at the same "
         "time. Each batch is then sampled with the weights of the batch before, with TRL's importance sampling "
-        "correction. 0 waits for each rollout. Only with `vllm_mode='server'`.",
+        "correction. 'continuous' never ends a rollout: two batches of prompts decode, a batch takes those that are "
+        "complete first, and servers get new weights while they decode. 0 waits for each rollout. Only with "
+        "`vllm_mode='server'`.",
+    )
+    max_staleness: Annotated[int | None, at_least(1)] = setting(
+        None,
+        "With `rollout_ahead='continuous'`: most optimizer steps between the oldest token of a row and its training. "
+        "A prompt that would get older is waited for. At least the steps of one batch. "
+        f"Defaults to {STALE_BATCHES} batches.",
+    )
+    kv_after_update: Annotated[str | None, one_of(("recompute", "keep"))] = setting(
+        None,
+        "With `rollout_ahead='continuous'`: what happens to the keys and values of running answers at a weight sync. "
+        "'recompute' computes them with the new weights, as a forward pass would; 'keep' continues with them, which "
+        "saves time if contexts are long. Defaults to 'recompute'.",
     )
     drop_uniform_groups: bool = setting(
         False,
@@ -217,12 +235,13 @@ class ScheduleSettings:
         "Most prompts sampled for each trained prompt with `drop_uniform_groups`. If groups are still missing then, "
         f"filler rows with zero loss weight replace them. Defaults to {MAX_OVERSAMPLING:g}.",
     )
-    defer_unsettled_groups: bool = setting(
-        False,
+    defer_unsettled_groups: bool | None = setting(
+        None,
         "Whether a group whose kept rewards are all equal is deferred to a long round if some of its candidates were "
         "aborted, because long answers may have other rewards. A long round decodes `num_generations` candidates of "
         "each prompt to their end. Only with `schedule='darts'`, a bounded `long_end_patience` and "
-        "`vllm_mode='server'`.",
+        "`vllm_mode='server'`. If it is unset, groups are deferred where that is possible, and elsewhere "
+        f"`long_end_every` defaults to {GUARD_EVERY}. With `False`, nothing guards against the loss of long answers.",
     )
     audit_share: Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and less than 1")] = setting(
         0.0,
@@ -239,11 +258,13 @@ class ScheduleSettings:
     def resolve(self) -> None:
         """Computes defaults that depend on other settings, and checks settings against each other."""
         self._check_patience()
+        self._check_ahead_of_time()
         self._fill_in()
         self._check_selection()
         self._check_unread()
         self._check_budget()
         self._check_prompts()
+        self.defers_groups = bool(self.defer_unsettled_groups)  # a config decides where it is unset
         if self.tail_share and not self.ranks:
             raise ConfigurationError(
                 f"`tail_share` ({self.tail_share}) needs expected lengths, which `submit_order` "
@@ -277,6 +298,59 @@ class ScheduleSettings:
                 "every rollout waits for the long end. Leave it unset."
             )
 
+    def _check_ahead_of_time(self) -> None:
+        if isinstance(self.rollout_ahead, str) and self.rollout_ahead.isdecimal():  # from a command line
+            self.rollout_ahead = int(self.rollout_ahead)
+        if self.rollout_ahead not in (0, 1, CONTINUOUS):
+            raise ConfigurationError(
+                f"`rollout_ahead` ({self.rollout_ahead!r}) must be 0, 1 or 'continuous': at most one batch is sampled "
+                "ahead, or rollouts never end. Correct it."
+            )
+        if not self.is_continuous:
+            for name in ("max_staleness", "kv_after_update"):
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigurationError(
+                        f"`{name}` ({value!r}) has no effect with `rollout_ahead` ({self.rollout_ahead}). Leave it "
+                        "unset, or set that to 'continuous'."
+                    )
+            return
+        if self.kv_after_update is None:
+            self.kv_after_update = filled_in("recompute")
+        if self.max_staleness is None:
+            self.max_staleness = filled_in(STALE_BATCHES * self.steps_per_batch)
+        if self.max_staleness < self.steps_per_batch:
+            raise ConfigurationError(
+                f"`max_staleness` ({self.max_staleness}) must be at least {self.steps_per_batch}, the optimizer steps "
+                "of one batch: the next batch is sampled meanwhile. Raise it, or set `rollout_ahead=0`."
+            )
+        reasons = {
+            "schedule": self.schedule not in ("darts", "grpo") and "'darts' and 'grpo' alone: it carries tokens over",
+            "drop_uniform_groups": self.drop_uniform_groups and "groups that are not replaced for their rewards",
+            "defer_unsettled_groups": self.defer_unsettled_groups and "prompts that are not sampled again",
+            "audit_share": self.audit_share and "prompts that are not sampled again",
+            "long_end_every": self.long_end_every and "one rollout, which is not counted",
+        }
+        for name, reason in reasons.items():
+            if reason:
+                raise ConfigurationError(
+                    f"`{name}` ({getattr(self, name)!r}) does not run with `rollout_ahead` ('continuous'), which has "
+                    f"{reason}. Set one of them to its default."
+                )
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether rollouts never end."""
+        return self.rollout_ahead == CONTINUOUS
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that share a batch."""
+        return 1
+
+    def num_under_way(self, num_groups: int) -> int:
+        """Returns how many prompts may have entered without being trained on, for batches of `num_groups`."""
+        return min(NUM_BATCHES, (self.max_staleness or 0) // self.steps_per_batch) * num_groups
+
     def _fill_in(self) -> None:
         """Computes the defaults that depend on other fields."""
         low = self.num_generations
@@ -297,7 +371,7 @@ class ScheduleSettings:
             value = getattr(self, name)
             if value is None:
                 setattr(self, name, filled_in(defaults.get(self.schedule)))
-            elif self.schedule not in defaults:
+            elif self.schedule not in defaults and not (name == "mask_stale_after" and self.is_continuous):
                 raise ConfigurationError(
                     f"`{name}` ({value!r}) has no effect with `schedule` ({self.schedule!r}). Leave it unset, or set "
                     f"`schedule` to {' or '.join(map(repr, defaults))}."
@@ -371,7 +445,7 @@ class ScheduleSettings:
             )
 
     def _check_prompts(self) -> None:
-        if self.mask_stale_after is not None and not self.keeps_tokens:
+        if self.mask_stale_after is not None and not (self.keeps_tokens or self.is_continuous):
             raise ConfigurationError(
                 f"`mask_stale_after` ({self.mask_stale_after}) has no effect with `sorted_mode` "
                 f"({self.sorted_mode!r}), with which all tokens are of the newest policy. Leave it unset."
@@ -390,15 +464,22 @@ class ScheduleSettings:
                 "`drop_uniform_groups`. Leave it unset, or set that to `True`."
             )
 
+    @property
+    def cannot_settle(self) -> str | None:
+        """The setting with which groups can't be deferred, as it reads after "does not run with"."""
+        if not self.bounds_wait:
+            if self.schedule == "darts":
+                return "`long_end_patience` (None), which waits for all candidates"
+            return f"`schedule` ({self.schedule!r}): only 'darts' aborts candidates of groups that it trains on"
+        if self.drop_uniform_groups:
+            return "`drop_uniform_groups` (True), which replaces uniform groups"
+        if self.is_continuous:
+            return "`rollout_ahead` ('continuous'), which samples no prompt again"
+        return None
+
     def _check_settling(self, name: str, value: Any) -> None:
-        cause = None
-        if self.schedule != "darts":
-            cause = f"`schedule` ({self.schedule!r}): only 'darts' aborts candidates of groups that it trains on"
-        elif self.long_end_patience is None:
-            cause = "`long_end_patience` (None), which waits for all candidates"
-        elif self.drop_uniform_groups:
-            cause = "`drop_uniform_groups` (True), which replaces uniform groups"
-        elif self.audit_share and self.selection == "uniform":
+        cause = self.cannot_settle
+        if cause is None and self.audit_share and self.selection == "uniform":
             cause = "`selection` ('uniform') and audits, which compare rows selected by length with plain sampling"
         if cause is not None:
             raise ConfigurationError(
@@ -429,12 +510,17 @@ class ScheduleSettings:
     def buffers_prompts(self) -> bool:
         """Whether prompts are taken before their turn, or outlive a rollout. The rollout buffer then makes batches."""
         own = self.schedule in ("tail_batching", "partial_rollout", "sorted")
-        return own or self.rollout_ahead > 0 or self.drop_uniform_groups or self.settles_groups
+        return own or self.rollout_ahead != 0 or self.drop_uniform_groups or self.settles_groups
 
     @property
     def settles_groups(self) -> bool:
         """Whether some prompts wait for long rounds, and groups are scored before a batch has them."""
-        return self.defer_unsettled_groups or self.audit_share > 0
+        return self.defers_groups or self.audit_share > 0
+
+    @property
+    def bounds_wait(self) -> bool:
+        """Whether candidates of groups that are trained on are aborted for their length."""
+        return self.schedule == "darts" and self.long_end_patience is not None
 
     @property
     def bounded_wait(self) -> BoundedWait:
@@ -447,7 +533,7 @@ class ScheduleSettings:
     def own_prompts(self) -> str:
         """Beginning of an error message about a schedule that `buffers_prompts`."""
         if self.rollout_ahead:
-            return f"`rollout_ahead` ({self.rollout_ahead}) samples each batch before its turn, and does not run"
+            return f"`rollout_ahead` ({self.rollout_ahead!r}) samples each batch before its turn, and does not run"
         name = self._own_prompts_of
         given = f"`{name}` ({getattr(self, name)!r})"
         return f"{given} trains on other prompts than the data loader's next ones, and does not run"

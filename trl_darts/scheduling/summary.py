@@ -23,6 +23,8 @@ class GroupSummary:
     times: list[tuple[float, float]] = field(default_factory=list)  # (M'_i, 2)
     carried: list[int] = field(default_factory=list)  # (M'_i,), tokens from an earlier rollout; empty if none
     expected_length: float | None = None
+    # (M'_i, runs), which version of the weights sampled how many tokens; empty if they did not change meanwhile
+    versions: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
     @classmethod
     def of(cls, group: GroupResult) -> "GroupSummary":
@@ -37,6 +39,7 @@ class GroupSummary:
             times=[((c.ended if c.started is None else c.started) or 0.0, c.ended or 0.0) for c in group.candidates],
             carried=resumed and resumed + [0] * (len(group.candidates) - len(resumed)),
             expected_length=group.plan.expected_length,
+            versions=[c.versions for c in group.candidates] if any(c.stamps for c in group.candidates) else [],
         )
 
     @property

@@ -14,7 +14,7 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -54,7 +54,8 @@ class Candidate:
     `tokens` holds all tokens sampled so far, including prior segments. `logprobs` has the same length, or is `None` if
     the engine returns none. `segment` counts submissions: an event of an older segment is ignored.
     `num_empty_attempts` counts consecutive submissions that were lost without a new token. `started` and `ended` are
-    the times of the first submission and of the end, in seconds.
+    the times of the first submission and of the end, in seconds. `stamps` has, for each version of the weights that
+    samples it, the number of tokens before and the version; it is empty if engines don't tell their version.
     """
 
     candidate_id: int
@@ -74,10 +75,25 @@ class Candidate:
     num_restarts: int = 0  # how often its tokens were discarded, because requests can't carry them
     started: float | None = None
     ended: float | None = None
+    stamps: tuple[tuple[int, int], ...] = ()
 
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    def stamp(self, num_tokens: int, version: int) -> None:
+        """Notes that `version` samples the tokens after the first `num_tokens`."""
+        before = tuple(stamp for stamp in self.stamps if stamp[0] < num_tokens)
+        if not before or before[-1][1] != version:
+            before += ((num_tokens, version),)
+        self.stamps = before
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Returns which version of the weights sampled how many tokens, in their order."""
+        ends = [*(start for start, _ in self.stamps[1:]), self.length]
+        runs = ((v, min(end, self.length) - start) for (start, v), end in zip(self.stamps, ends, strict=False))
+        return tuple((version, count) for version, count in runs if count > 0)
 
     @property
     def complete(self) -> bool:
@@ -170,6 +186,7 @@ class EngineLoad:
     num_running: int = 0
     expected_tokens: float = 0.0  # expected tokens of its running candidates, as of their submission
     tail: bool = False  # whether it is a tail server
+    version: int | None = None  # of its weights, if they can change while it decodes
 
     @property
     def has_room(self) -> bool:
@@ -291,6 +308,20 @@ class EngineJoined:
     now: float
     capacity: int | None = None
     tail: bool = False
+    version: int | None = None
+
+
+@dataclass(slots=True)
+class EngineUpdated:
+    """
+    An engine has new weights. `num_tokens` has the tokens that each of its candidates had decoded on it before, by
+    `candidate_id`; one that is missing has not started.
+    """
+
+    engine_id: str
+    version: int
+    num_tokens: Mapping[int, int]
+    now: float
 
 
 @dataclass(slots=True)
@@ -317,6 +348,7 @@ Event = (
     | CandidateStalled
     | EngineLost
     | EngineJoined
+    | EngineUpdated
     | EngineResized
     | RolloutExpired
 )

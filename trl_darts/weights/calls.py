@@ -56,9 +56,9 @@ async def _named(server: VLLMServer, path: str, answer: Awaitable[T], timeout_s:
         raise WeightSyncError(f"The vLLM server at {server.base_url} did not answer `{path}`{late}.") from error
 
 
-async def pause(server: VLLMServer) -> None:
-    """Freezes running requests."""
-    await ask(server, PAUSE, timeout_s=PAUSE_TIMEOUT_S)
+async def pause(server: VLLMServer, keeps_kv: bool = False) -> None:
+    """Freezes running requests. vLLM 0.31 clears their keys and values by default, although its docs say otherwise."""
+    await ask(server, PAUSE + "&clear_cache=false" * keeps_kv, timeout_s=PAUSE_TIMEOUT_S)
 
 
 async def resume(server: VLLMServer) -> None:
@@ -104,9 +104,11 @@ async def _is_on_cpu(server: VLLMServer) -> bool:
     return bool(info["vllm_config"]["device_config"]["device"] == "cpu")
 
 
-async def commit(server: VLLMServer, version: int) -> None:
-    """Completes an update: empties the prefix cache, sets the weight version and reads it back."""
-    if not (await ask(server, "/reset_prefix_cache?reset_running_requests=true")).get("success", True):
+async def commit(server: VLLMServer, version: int, keeps_kv: bool = False) -> None:
+    """Completes an update: empties the prefix cache unless `keeps_kv`, sets the weight version and reads it back."""
+    if not keeps_kv and not (await ask(server, "/reset_prefix_cache?reset_running_requests=true")).get(
+        "success", True
+    ):
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} could not empty its prefix cache, so it holds keys and values of "
             "the old weights. A transfer of its KV cache may be in progress."

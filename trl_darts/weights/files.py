@@ -10,13 +10,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 import psutil
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ..errors import WeightSyncError
+from ..engines.addresses import is_this_machine
+from ..errors import ConfigurationError, WeightSyncError
 
 
 SHARD_BYTES = 1 << 29  # additional memory needed while writing
@@ -46,6 +48,14 @@ class WeightDirectory:
         self._locks: list[IO[str]] = []
         # Called when the interpreter exits, at the latest.
         self.close = weakref.finalize(self, _remove, self.roots, self._locks)
+
+    def check_server(self, url: str) -> None:
+        """Raises [`ConfigurationError`] if a server is on another machine and can't read a local directory."""
+        if self.is_local and not is_this_machine(urlsplit(url).hostname or ""):
+            raise ConfigurationError(
+                f"The vLLM server at {url} is on another machine and can't read this machine's local files. Set "
+                "`weight_sync='filesystem'`, and `weight_sync_dir` to a directory that both can access under one path."
+            )
 
     def _begin(self) -> None:
         """Creates and locks the directories on the first write."""

@@ -8,11 +8,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 
-from ..engines.addresses import is_this_machine
 from ..engines.pool import Member, ServerPool, State, describe
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import ConfigurationError, TRLDARTSError, WeightSyncError
@@ -102,12 +100,8 @@ class FleetVLLMClient:
 
     def admit(self, url: str, dtype: torch.dtype | None) -> None:
         """Raises if a server can't read the files. If its dtype differs, weights are sent in the trainer's dtype."""
-        host = urlsplit(url).hostname or ""
-        if self._directory is not None and self._directory.is_local and not is_this_machine(host):
-            raise ConfigurationError(
-                f"The vLLM server at {url} is on another machine and can't read this machine's local files. Set "
-                "`weight_sync='filesystem'`, and `weight_sync_dir` to a directory that both can access under one path."
-            )
+        if self._directory is not None:
+            self._directory.check_server(url)
         if dtype != self._dtype:
             self._dtype = None
 
@@ -199,10 +193,12 @@ class FleetVLLMClient:
         """Runs one update. Servers that have the new weights afterwards join the pool, the others are lost."""
         pool = await self._engine.pool()
         async with pool.updating:
+            for url in self._groups.keys() - pool.members.keys():  # removed by a list
+                await asyncio.to_thread(self.leave, url)
             urls = [url for url, member in pool.members.items() if takes_part(member)]
             ready = await asyncio.gather(*(self._prepare(pool, url) for url in urls))
             members = {url: pool.members[url] for url, is_ready in zip(urls, ready, strict=True) if is_ready}
-            update = WeightUpdate(members, pool.version)
+            update = WeightUpdate(members, pool.version, pool.report_update, pool.keeps_kv)
             try:
                 async with update:
                     yield update

@@ -1,9 +1,9 @@
 """
 Our vLLM plugin. vLLM calls [`register`] in each of its processes, before a model is loaded.
 
-It fixes `reload_weights` for training, and speculative decoding. It never imports a module of vLLM before vLLM does,
-which would take seconds in each process, and bind kernels that the platform replaces later. It only warns if vLLM's
-interfaces differ, so that it does not break a server.
+It fixes `reload_weights` for training, and speculative decoding, and tells how many tokens each request has. It never
+imports a module of vLLM before vLLM does, which would take seconds in each process, and bind kernels that the platform
+replaces later. It only warns if vLLM's interfaces differ, so that it does not break a server.
 """
 
 import functools
@@ -17,11 +17,14 @@ from types import ModuleType
 from typing import Any
 
 from ..speculation.vllm_patches import fix_expand, notify_drafter, pass_batch
+from .probe import probe
 
 
 WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # its `Worker` is also the base of the CPU's and XPU's workers
+CORE_MODULE = "vllm.v1.engine.core"
 RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"  # also the base of the CPU's and XPU's
 CPU_KERNELS_MODULE = "vllm.utils.cpu_triton_utils"  # only imported on a CPU
+NUM_OUTPUTS = "trl_darts_num_outputs"  # method of `/collective_rpc`
 
 logger = logging.getLogger("vllm.trl_darts")
 
@@ -29,6 +32,7 @@ logger = logging.getLogger("vllm.trl_darts")
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`. Can be called repeatedly."""
     when_imported(WORKER_MODULE, _patch_worker)
+    when_imported(CORE_MODULE, _count_outputs)
     when_imported(RUNNER_MODULE, pass_batch)
     when_imported(CPU_KERNELS_MODULE, fix_expand)
 
@@ -58,7 +62,27 @@ def _patch_worker(module: ModuleType) -> None:
 
     reload_weights.trl_darts_version = __version__  # type: ignore[attr-defined]
     module.Worker.reload_weights = reload_weights
+    module.Worker.trl_darts_probe = lambda self, **kwargs: probe(**kwargs)  # for `trl-darts check`
     notify_drafter(module.Worker)
+
+
+def _count_outputs(module: ModuleType) -> None:
+    """
+    Adds the method [`NUM_OUTPUTS`] to `/collective_rpc`: the number of output tokens of each request, by its ID. No
+    endpoint has it, and tokens reach a client later. vLLM 0.32 has versions in the responses of
+    `/inference/v1/generate`, at their end.
+    """
+    original = module.EngineCore.collective_rpc
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method != NUM_OUTPUTS:
+            return original(self, method, *args, **kwargs)
+        return [{name: request.num_output_tokens for name, request in self.scheduler.requests.items()}]
+
+    module.EngineCore.collective_rpc = collective_rpc
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:

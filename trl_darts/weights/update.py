@@ -22,13 +22,22 @@ class WeightUpdate:
 
     - A server is paused before its weights change and resumed afterwards, whether the update succeeded or not.
     - A server that fails leaves the update; the others continue and end with the complete new weights.
-    - After the context, the servers in `updated` have the new weights and version, and an empty prefix cache.
+    - After the context, the servers in `updated` have the new weights and version, and an empty prefix cache unless
+      `keeps_kv`, with which requests must be salted by version.
     - `failures` has the error of each other server, unless the context was left with an exception.
     """
 
-    def __init__(self, members: Mapping[str, Member], version: int) -> None:
+    def __init__(
+        self,
+        members: Mapping[str, Member],
+        version: int,
+        before_resume: Callable[[Member], Awaitable[None]] | None = None,
+        keeps_kv: bool = False,
+    ) -> None:
         self.members = dict(members)  # by address
         self.version = version
+        self.before_resume = before_resume
+        self.keeps_kv = keeps_kv
         self.failures: dict[str, Exception] = {}
         self.updated: list[str] = []
         self._is_open = False  # whether vLLM takes weights over NCCL
@@ -59,7 +68,7 @@ class WeightUpdate:
 
     async def __aenter__(self) -> WeightUpdate:
         try:
-            await self.each(lambda member: calls.pause(member.server))
+            await self.each(lambda member: calls.pause(member.server, self.keeps_kv))
         except BaseException:  # after Ctrl-C here, `__aexit__` is not called
             await self._abandon()
             raise
@@ -70,7 +79,9 @@ class WeightUpdate:
     ) -> None:
         try:
             if error is None:
-                await self.each(lambda member: calls.commit(member.server, self.version))
+                await self.each(lambda member: calls.commit(member.server, self.version, self.keeps_kv))
+                if self.before_resume is not None:
+                    await self.each(self.before_resume)
                 await self.each(lambda member: calls.resume(member.server))
                 self.updated = self.alive
         finally:  # also after Ctrl-C, so that no server stays paused

@@ -34,7 +34,7 @@ SETTINGS = {
 def make_trace(groups: Mapping[int, Sequence[Candidate]] = ROLLOUT, step: int = 0) -> pd.DataFrame:
     """A trace file's table; `step` counts from 0 there."""
     rows = [
-        (step, group, key, index, len(candidates), length, reason, selected, 2, start, end, 0, False, math.nan)
+        (step, group, key, index, len(candidates), length, reason, selected, 2, start, end, 0, False, math.nan, "")
         for group, (key, candidates) in enumerate(groups.items())
         for index, (length, reason, selected, start, end) in enumerate(candidates)
     ]

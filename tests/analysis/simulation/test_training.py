@@ -6,6 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from tests.analysis.simulation.builders import GivenLengths, train_given
 from trl_darts.analysis.simulation import (
     ClusterSpec,
     LogNormalLengths,
@@ -108,6 +109,30 @@ def test_a_rollout_ahead_hides_behind_the_training_before_it():
     longer = [max(pair) for pair in zip(apart.rollout_seconds[1:], apart.train_seconds, strict=False)]
     assert ahead.step_seconds == [apart.rollout_seconds[0], *longer]
     assert ahead.off_policy_share == [0.0] + [1.0] * 11
+
+
+@pytest.mark.parametrize("schedule", ["grpo", "darts"])
+def test_a_rollout_without_an_end_hides_all_but_the_training(schedule):
+    """Seconds are at least those of the training, and the lag is within the bound."""
+    workload = Workload(LENGTHS, 16, 4096, fixed_seconds=1.0, train_seconds_per_token=1e-4)
+    fields = {"workload": workload, "num_steps": 20}
+    (_, ahead), (_, run) = (train(schedule, rollout_ahead=value, **fields) for value in (1, "continuous"))
+    assert sum(run.step_seconds) < sum(ahead.step_seconds)
+    assert all(step >= trained for step, trained in zip(run.step_seconds, run.train_seconds, strict=True))
+    assert max(run.longest_wait) <= 4
+    assert 1 < np.mean(run.mean_lag[5:]) < 3
+    assert run.kept_tokens != ahead.kept_tokens  # other prompts share a batch
+    if schedule == "grpo":
+        assert set(run.kept_vs_pool_length_ratio) == {1.0}
+
+
+def test_a_continuous_step_by_hand():
+    """A token takes a second, however many run. The bound of 2 steps makes the long prompt's batch wait."""
+    first = [[4], [2], [30], [2], [6], [6], [6], [6]]
+    settings = ScheduleSettings("grpo", 1, rollout_ahead="continuous", max_staleness=2)
+    run = train_given(GivenLengths(first), settings, 4)
+    assert run.longest_kept == [2.0, 6.0, 30.0, 6.0]
+    assert np.cumsum(run.step_seconds).tolist() == [2.0, 8.0, 30.0, 30.0]
 
 
 @pytest.mark.parametrize("fields", [{"schedule": "grpo"}, {}, {"rollout_ahead": 1}])

@@ -5,8 +5,9 @@ from .cluster import SimulatedCluster
 from .cluster_spec import ASSUMED_CLUSTER, LLAMA_8B_NIM, PAT_CLUSTER, PAT_LAYOUT, ClusterSpec
 from .comparison import Outcome, compare
 from .recorded import RecordedRollout, recorded_rollouts, recorded_workload
+from .run import SimulatedRun
 from .sweep import parse_sweep, settings_of
-from .training import SimulatedRun, SimulatedTraining
+from .training import SimulatedTraining
 from .workload import ENDLESS, WORKLOADS, LengthModel, LogNormalLengths, RecordedLengths, Workload
 
 

@@ -55,14 +55,20 @@ class SimulatedCluster:
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Lengths, max_length: int
     ) -> RolloutResult:
         """Runs one rollout."""
-        most = sum(plan.num_candidates for plan in plans)
+        self.make_room(sum(plan.num_candidates for plan in plans))
+        return VirtualRollout(self.spec, self.engines(), scheduler, plans, lengths, max_length).run()
+
+    def make_room(self, num_candidates: int) -> None:
+        """Computes the seconds of a step for this many sequences, also for engines that are running."""
         for spec, seconds in self._kinds:
-            seconds.extend(spec.latency(count) for count in range(len(seconds), most + 1))
-        engines = [SimulatedEngine(*kind) for kind in self._kinds for _ in range(kind[0].num_engines)]
-        return _Rollout(self.spec, engines, scheduler, plans, lengths, max_length).run()
+            seconds.extend(spec.latency(count) for count in range(len(seconds), num_candidates + 1))
+
+    def engines(self) -> list[SimulatedEngine]:
+        """Returns new engines, which are idle."""
+        return [SimulatedEngine(*kind) for kind in self._kinds for _ in range(kind[0].num_engines)]
 
 
-class _Rollout:
+class VirtualRollout:
     """One rollout in progress."""
 
     def __init__(
@@ -82,26 +88,29 @@ class _Rollout:
         self.sequences: dict[int, SimulatedSequence] = {}  # by candidate
 
     def run(self) -> RolloutResult:
-        engines, times = self.engines, self.times
+        times, engines = self.times, self.engines
         loads = [EngineLoad(str(index), tail=engine.spec is self.spec.tail) for index, engine in enumerate(engines)]
         for load in loads if self.spec.switch_seconds else ():
             load.capacity = 0 if load.tail else None
         self._execute(self.scheduler.start(self.plans, loads, 0.0), 0.0)
         ledger = self.scheduler.ledger
         while ledger.num_open:  # the scheduler is not done
-            now = min(times)  # as fast as a heap for tens of engines
-            index = times.index(now)  # the first of several, so that every run is the same
-            engine = engines[index]
-            engine.advance(now)
-            sequence = engine.take_event()
-            if sequence is not None and engine.steps >= sequence.end:
-                self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
-            elif sequence is not None:
-                self._report(sequence, engine.decoded(sequence), now)
-            if engine.waiting:
-                engine.admit()
-            times[index] = engine.next_time()
+            self._step(min(times))  # as fast as a heap for tens of engines
         return self.scheduler.result()
+
+    def _step(self, now: float) -> None:
+        """Handles the next event, at the earliest of `times`."""
+        index = self.times.index(now)  # the first of several, so that every run is the same
+        engine = self.engines[index]
+        engine.advance(now)
+        sequence = engine.take_event()
+        if sequence is not None and engine.steps >= sequence.end:
+            self._end(engine, sequence, sequence.length + sequence.remaining, sequence.reason, now)
+        elif sequence is not None:
+            self._report(sequence, engine.decoded(sequence), now)
+        if engine.waiting:
+            engine.admit()
+        self.times[index] = engine.next_time()
 
     def _report(self, sequence: SimulatedSequence, length: int, now: float) -> None:
         command, known = sequence.command, sequence.reported

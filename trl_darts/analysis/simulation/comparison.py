@@ -15,7 +15,8 @@ from ...errors import ConfigurationError
 from ...scheduling import ScheduleSettings
 from ..estimates import Estimate
 from .cluster_spec import ClusterSpec
-from .training import SimulatedRun, SimulatedTraining
+from .run import SimulatedRun
+from .training import SimulatedTraining
 from .workload import Workload
 
 
@@ -136,6 +137,7 @@ COLUMNS = [
         *("off-\npolicy", "off_policy_share", "z.0%"),
         "off-policy: share of the tokens trained on that an older policy sampled",
     ),
+    Column("lag", "mean_lag", ".2f", "lag: steps between a token and its training, on average"),
     Column("defer-\nred", "deferred_groups", ".0f", "deferred: prompts that a rollout left unfinished"),
     Column(
         *("batch\nlengths", "batch_length_spread", ".0%"),
@@ -152,7 +154,7 @@ def show(
         any(outcome.estimate(name).mean for outcome in outcomes) for name in ("off_policy_share", "deferred_groups")
     )
     optional = {"informative_groups": workload.uniform_share > 0, "off_policy_share": stale}
-    optional |= {"deferred_groups": deferred, "batch_length_spread": deferred}
+    optional |= {"mean_lag": stale and not deferred, "deferred_groups": deferred, "batch_length_spread": deferred}
     columns = [column for column in COLUMNS if optional.get(column.quantity, True)]
     # With ten columns there is room for one space between them.
     padding = (0, 2 if len(columns) < 8 else 1, 0, 0)

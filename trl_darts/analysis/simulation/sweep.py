@@ -13,7 +13,7 @@ from ...scheduling.settings import OF_SELECTION, SCHEDULE_DEFAULTS
 
 
 # `schedule` has an option of its own; the others change only what is learned.
-UNSWEPT = ("schedule", "mask_stale_after", "defer_unsettled_groups", "audit_share")
+UNSWEPT = ("schedule", "mask_stale_after", "kv_after_update", "defer_unsettled_groups", "audit_share")
 OF_ANY_SCHEDULE = (
     *("num_generations", "rollout_ahead", "drop_uniform_groups", "max_prompt_oversampling"),
     *("tail_switch_at", "tail_share"),
@@ -100,6 +100,8 @@ def has_effect(name: str, schedule: str, given: Mapping[str, Any]) -> bool:
     """Whether a setting changes what a schedule does, given the values of the others."""
     if name in OF_ANY_SCHEDULE:
         return True
+    if name == "max_staleness":
+        return given.get("rollout_ahead") == "continuous"
     if name in SCHEDULE_DEFAULTS or schedule == "grpo":
         return schedule in SCHEDULE_DEFAULTS.get(name, ())
     selection = given.get("selection") or SCHEDULES[schedule]

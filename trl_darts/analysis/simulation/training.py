@@ -11,8 +11,7 @@ Schedules that make their own batches have a [`RolloutBuffer`] between the promp
 """
 
 import gc
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -26,7 +25,6 @@ from ...errors import ConfigurationError
 from ...scheduling import (
     Admission,
     BatchStop,
-    FinishReason,
     GroupPlan,
     GroupSummary,
     Occupancy,
@@ -34,90 +32,12 @@ from ...scheduling import (
     RolloutResult,
     Scheduler,
     ScheduleSettings,
-    bubble_ratio,
 )
 from .cluster import SimulatedCluster
 from .cluster_spec import ClusterSpec
+from .continuous import ContinuousTraining
+from .run import SimulatedRun, SimulatedStep
 from .workload import BatchLengths, Workload
-
-
-@dataclass(frozen=True)
-class SimulatedStep:
-    """A step: the groups of its rollouts, and the rows trained on."""
-
-    settled: list[GroupSummary]  # completed by the rollouts
-    deferred: list[GroupSummary]  # left unfinished by the rollouts
-    observed: list[GroupSummary]  # groups from which the tracker learns
-    kept: list[tuple[int, FinishReason | None]]  # length and finish reason of each row
-    occupancy: Occupancy
-    num_saturated: int
-    num_informative: int  # groups trained on whose rewards have a spread
-    num_stale_tokens: int = 0  # of the rows, sampled by an older policy
-    num_buffered_tokens: int = 0  # of prompts that the next rollout resumes, or that wait to be trained on
-    longest_wait: int = 0  # most steps between a prompt's first candidate and its training
-
-
-@dataclass
-class SimulatedRun:
-    """
-    Quantities of a training, with one entry per step in each list.
-
-    Seconds are virtual. Tokens and candidates are counted over the batch; lengths are in tokens.
-    """
-
-    rollout_seconds: list[float] = field(default_factory=list)
-    train_seconds: list[float] = field(default_factory=list)  # of a step without its rollout
-    step_seconds: list[float] = field(default_factory=list)
-    bubble_ratio: list[float] = field(default_factory=list)
-    candidates: list[float] = field(default_factory=list)
-    aborted_candidates: list[float] = field(default_factory=list)
-    saturated_ratio: list[float] = field(default_factory=list)
-    truncated_ratio: list[float] = field(default_factory=list)  # of the kept rows
-    pool_tokens: list[float] = field(default_factory=list)  # decoded in this step
-    kept_tokens: list[float] = field(default_factory=list)
-    kept_vs_pool_length_ratio: list[float] = field(default_factory=list)
-    mean_kept: list[float] = field(default_factory=list)
-    longest_kept: list[float] = field(default_factory=list)
-    off_policy_share: list[float] = field(default_factory=list)  # of the kept tokens: sampled by an older policy
-    deferred_groups: list[float] = field(default_factory=list)  # left unfinished by the rollout
-    buffered_tokens: list[float] = field(default_factory=list)  # at its end, of prompts not yet trained on
-    longest_wait: list[float] = field(default_factory=list)  # steps from a prompt's first candidate to its training
-    informative_groups: list[float] = field(default_factory=list)  # trained on, with a spread of rewards
-
-    def add(self, step: SimulatedStep, workload: Workload, ahead: int = 0) -> None:
-        """Appends a step. With a rollout `ahead`, it was sampled while the previous step trained."""
-        summaries, seconds = [*step.settled, *step.deferred], step.occupancy.seconds
-        pool = np.array([length for summary in summaries for length in summary.lengths])
-        ended = np.array([length for summary in step.observed for length in summary.lengths])
-        kept = np.array([length for length, _ in step.kept])
-        num_cut = sum(reason is not FinishReason.STOP for _, reason in step.kept)
-        num_aborted = sum(own.finish_reasons.count(FinishReason.ABORT.value) for own in step.observed)
-        trained = kept.sum() + len(kept) * workload.prompt_tokens
-        train_seconds = workload.fixed_seconds + trained * workload.train_seconds_per_token
-        # With a rollout ahead, the training of the last step is not counted.
-        whole = max(seconds, *self.train_seconds[-1:], 0.0) if ahead else seconds + train_seconds
-        values: dict[str, float] = {
-            "rollout_seconds": seconds,
-            "train_seconds": train_seconds,
-            "step_seconds": whole,
-            "bubble_ratio": bubble_ratio(step.occupancy),
-            "candidates": len(pool),
-            "aborted_candidates": num_aborted,
-            "saturated_ratio": step.num_saturated / max(1, len(summaries)),
-            "truncated_ratio": num_cut / len(kept),
-            "pool_tokens": pool.sum() - sum(summary.num_carried_tokens for summary in summaries),
-            "kept_tokens": kept.sum(),
-            "kept_vs_pool_length_ratio": kept.mean() / ended.mean() if len(ended) else math.nan,
-            "mean_kept": kept.mean(),
-            "longest_kept": kept.max(),
-            "off_policy_share": 1.0 if ahead and self.train_seconds else step.num_stale_tokens / kept.sum(),
-            "deferred_groups": len(step.deferred),
-            "buffered_tokens": step.num_buffered_tokens,
-            "longest_wait": step.longest_wait,
-            "informative_groups": step.num_informative,
-        }
-        for name, value in values.items():
-            getattr(self, name).append(float(value))
 
 
 class SimulatedTraining:
@@ -163,11 +83,15 @@ class SimulatedTraining:
         self.num_rollouts += 1
         scheduler = Scheduler(policies, self.settings.num_generations)
         result = self.cluster.run(scheduler, plans, lengths, self.workload.max_completion_length)
-        if self.workload.shaping:
-            self.stop_rate += self.workload.shaping * self._selection_effect(result, lengths)
+        self.learn_shape(result, lengths)
         return result
 
-    def _selection_effect(self, result: RolloutResult, lengths: list[list[int]]) -> float:
+    def learn_shape(self, result: RolloutResult, lengths: Mapping[int, list[int]] | list[list[int]]) -> None:
+        """Shortens later answers by what the selection of a rollout teaches, see `Workload.shaping`."""
+        if self.workload.shaping:
+            self.stop_rate += self.workload.shaping * self._selection_effect(result, lengths)
+
+    def _selection_effect(self, result: RolloutResult, lengths: Mapping[int, list[int]] | list[list[int]]) -> float:
         """Returns the kept candidates' probability to stop at a token, minus that of all at full length."""
         kept, pool = [], []
         for group in result.groups:
@@ -180,6 +104,8 @@ class SimulatedTraining:
     def _steps(self) -> Iterator[SimulatedStep]:
         numbers = count()
         rounds = round_policy(self.settings, self.workload.prompts_per_step)
+        if rounds is not None and self.settings.is_continuous:
+            yield from ContinuousTraining(self, rounds).steps()
         for epoch in self.workload.epochs(self.seed):
             batches = (BatchLengths(self.workload.lengths, self.seed, next(numbers), prompts) for prompts in epoch)
             yield from map(self._step, batches) if rounds is None else _EpochOfRounds(self, rounds).steps(batches)
@@ -276,6 +202,7 @@ class _EpochOfRounds:
         settled = [GroupSummary.of(group) for result, _ in rollouts for group in result.groups]
         deferred = [GroupSummary.of(group) for result, _ in rollouts for group in result.deferred]
         taken = [self.sampled.pop(entry.entry_id) for entry in entries]
+        ages = [(self.version - version, num) for row in rows for version, num in row.versions]
         return SimulatedStep(
             settled,
             deferred,
@@ -284,9 +211,10 @@ class _EpochOfRounds:
             reduce(Occupancy.then, (Occupancy.of(result) for result, _ in rollouts), Occupancy(0, 0.0, 0.0)),
             sum(saturated for _, saturated in rollouts),
             sum(own.informative for own in taken),
-            sum(num for row in rows for version, num in row.versions if version != self.version),
+            sum(num for age, num in ages if age),
             sum(c.length for entry in self.buffer.entries.values() for c in entry.candidates),
             self.version - min(own.first_version or 0 for own in taken),
+            sum(age * num for age, num in ages) / max(1, sum(num for _, num in ages)),
         )
 
 

@@ -241,6 +241,11 @@ class Workload:
         costs = ("prompt_tokens", "train_seconds_per_token", "fixed_seconds", "shaping")
         _check_finite(**{name: getattr(self, name) for name in costs})
 
+    def train_seconds(self, lengths: Sequence[int]) -> float:
+        """Returns the seconds of a step beside its rollout, for rows of these lengths."""
+        num_tokens = sum(lengths) + len(lengths) * self.prompt_tokens
+        return self.fixed_seconds + num_tokens * self.train_seconds_per_token
+
     def epochs(self, seed: int) -> Iterator[list[IntArray]]:
         """Yields an epoch's batches of prompts, in a new order each epoch, without an incomplete last batch."""
         rng = np.random.default_rng([seed, 3])

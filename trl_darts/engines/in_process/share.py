@@ -214,7 +214,8 @@ class MainLink:
             self._finished.set()
 
     def _event(self, report: Report, now: float) -> TokensArrived | CandidateEnded | CandidateFailed:
-        candidate = self.scheduler.ledger.candidates[report.candidate_id]
+        candidate = self.scheduler.ledger.find(report.candidate_id)
+        assert candidate is not None  # groups of these rollouts are not forgotten
         if report.error is not None:
             return CandidateFailed(report.candidate_id, candidate.segment, report.error, now)
         known = candidate.length

@@ -1,0 +1,117 @@
+"""
+A rollout without an end on vLLM servers (`rollout_ahead="continuous"`): prompts are added and groups taken while it
+runs, and its weights change between two tokens. Runs in the engine's event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..scheduling import (
+    EngineJoined,
+    EngineLoad,
+    EngineUpdated,
+    Event,
+    FreshGroups,
+    GroupPlan,
+    RolloutResult,
+    Scheduler,
+)
+from .deadlines import Deadlines
+from .pool import Member, ServerPool
+from .vllm_api import ServerPrompt
+from .vllm_rollout import Overrides, RolloutRun
+from .waiting import Waiting
+
+
+class ContinuousRun(RolloutRun):
+    """
+    Other rollouts, such as evaluations, can run at the same time.
+
+    Versions of the weights are numbers of optimizer steps. The trainer sets `step`, the version of the next weight
+    sync, before it begins.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: ServerPool,
+        body: Mapping[str, Any],
+        overrides: Overrides | None,
+        deadlines: Deadlines,
+        step: int,
+        keeps_kv: bool,
+    ) -> None:
+        super().__init__(scheduler, pool, [], body, overrides, deadlines)
+        self.prompts: dict[int, Sequence[ServerPrompt]] = {}  # by group
+        self.rollout = None
+        self.step = step
+        self.keeps_kv = keeps_kv
+        self._steps = {pool.version: step}  # by number of the sync
+        self._changed = asyncio.Event()
+        self.finished.add_done_callback(lambda _: self._changed.set())
+
+    @property
+    def is_over(self) -> bool:
+        return self.scheduler.error is not None and self.scheduler.done
+
+    def add(self, plans: Sequence[GroupPlan], prompts: Sequence[Sequence[ServerPrompt]]) -> None:
+        """Starts groups, with the prompts of each."""
+        self.prompts |= {plan.group_id: own for plan, own in zip(plans, prompts, strict=True)}
+        self._execute(self.scheduler.add(plans, time.perf_counter()))
+
+    async def take(self, rule: FreshGroups) -> RolloutResult:
+        """Waits for the groups of the next batch, ends and returns them."""
+        self.rollout = Waiting(self.deadlines.rollout_s)
+        while (chosen := rule.choose(self.scheduler)) is None:
+            await self._wait()
+        self._execute(self.scheduler.settle(chosen, time.perf_counter()))
+        while not self.scheduler.has_ended(chosen):
+            await self._wait()
+        for group_id in chosen:
+            del self.prompts[group_id]
+        self.rollout = None
+        return self.scheduler.take(chosen, time.perf_counter())
+
+    async def _wait(self) -> None:
+        """Waits for an event. Raises if the rollout has failed."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self.finished.done():
+            self.finished.result()
+            self.scheduler.result()
+
+    def _report(self, event: Event) -> None:
+        super()._report(event)
+        self._changed.set()
+
+    # Versions
+
+    def _step_of(self, sync: int) -> int:
+        return self._steps.setdefault(sync, self.step)
+
+    def _load(self, url: str, member: Member) -> EngineLoad:
+        return EngineLoad(url, member.capacity, version=self._step_of(member.version))
+
+    def on_joined(self, url: str, capacity: int) -> None:
+        """Reports a server that has reconnected."""
+        version = self._step_of(self.pool.members[url].version)
+        self._report(EngineJoined(url, time.perf_counter(), capacity, version=version))
+
+    def on_updated(self, url: str, num_outputs: Mapping[str, int]) -> None:
+        """Reports new weights. The time of the update does not count as silence."""
+        now, counts = time.perf_counter(), {}
+        self.pool.members[url].last_progress = now
+        for request in self._open(url):
+            request.last_progress = now
+            if (count := num_outputs.get(request.internal_id or "")) is not None:
+                counts[request.command.candidate_id] = count
+        self._report(EngineUpdated(url, self._step_of(self.pool.version), counts, now))
+
+    def _check_progress(self, urls: Sequence[str]) -> None:
+        is_paused = self.pool.updating.locked()
+        if is_paused or not self.requests:
+            self.tokens = Waiting(self.deadlines.first_token_s)
+        if not is_paused:
+            super()._check_progress(urls)
