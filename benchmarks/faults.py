@@ -2,7 +2,7 @@
 Kills and freezes servers during a run, and measures what is lost and how long the recovery takes.
 
     python benchmarks/faults.py --kills 20 --freezes 5
-    python benchmarks/faults.py --rollout-ahead | --stop | --defer
+    python benchmarks/faults.py --rollout-ahead | --continuous | --stop | --defer
     python benchmarks/faults.py --kills 20 --freezes 0 --tail-servers 1 | --speculative suffix
 
 `trl-darts serve --restart` runs two real servers of the tiny reasoner. With `--tail-servers`, others take over the
@@ -11,8 +11,9 @@ with SIGSTOP for 15 seconds. The run ends some steps after the last fault. Each 
 submitted = ended + resumed + lost after their abort, and must not receive a token twice. The log-probs of candidates
 that were resumed or moved are compared with a forward pass with the weights of their rollout. With `--stop`, no
 candidate may continue from its tokens. With `--defer`, groups wait for long rounds, and a fifth of the prompts is
-audited. No other server may be lost. With drafts, the tokens that each server accepted since its last start are
-printed.
+audited. With `--continuous`, rollouts never end, log-probs are compared with the weights of each token's version, and
+no prompt may be trained on twice. No other server may be lost. With drafts, the tokens that each server accepted since
+its last start are printed.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ class Fault:
 class Chaos(TrainerCallback):
     """Injects faults, one at a time, and stops the run a few steps after the last one."""
 
-    def __init__(self, engine: Any, kinds: list[str], seed: int) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, kinds: list[str], seed: int, note_weights: Callable[[int], None]) -> None:
+        self.engine, self.note_weights = engine, note_weights
         self.kinds = kinds
         self.random = random.Random(seed)
         self.faults: list[Fault] = []
@@ -84,9 +85,11 @@ class Chaos(TrainerCallback):
         self.steps_left = 3
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.note_weights(0)
         self.thread.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note_weights(state.global_step)
         self.steps_left -= not self.thread.is_alive()
         control.should_training_stop = self.steps_left <= 0
 
@@ -150,9 +153,23 @@ class Audit:
         self.model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)  # a copy would call the original
         engine = trainer.vllm_generation.engine
         self._start, engine.start = engine.start, self._audited
+        self._open, engine.open = engine.open, self._opened
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}  # by step, with `--continuous`
+        self.trained: Counter[int] = Counter()  # prompts, by the ID of their group
 
     def _audited(self, scheduler: Scheduler, plans: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         self.check_ended()
+        received = self._count(scheduler)
+        weights = {name: value.detach().clone() for name, value in self.trainer.model.state_dict().items()}
+        start = time.perf_counter()
+        rollout = self._start(scheduler, plans, prompts, *args, **kwargs)
+        audited = Audited(scheduler, prompts, weights, start, received, rollout)
+        rollout.add_done_callback(lambda _: setattr(audited, "end", time.perf_counter()))
+        self.open.append(audited)
+        return rollout
+
+    def _count(self, scheduler: Scheduler) -> Counter[tuple[int, int]]:
+        """Counts a rollout's events from now on. Returns the tokens received, by candidate and segment."""
         ledger, handle, counts = scheduler.ledger, scheduler.handle, self.counts
         received: Counter[tuple[int, int]] = Counter()
 
@@ -166,13 +183,47 @@ class Audit:
             return handle(event)
 
         scheduler.handle = counted  # type: ignore[method-assign]
-        weights = {name: value.detach().clone() for name, value in self.trainer.model.state_dict().items()}
-        start = time.perf_counter()
-        rollout = self._start(scheduler, plans, prompts, *args, **kwargs)
-        audited = Audited(scheduler, prompts, weights, start, received, rollout)
-        rollout.add_done_callback(lambda _: setattr(audited, "end", time.perf_counter()))
-        self.open.append(audited)
-        return rollout
+        return received
+
+    def _opened(self, scheduler: Scheduler, *args: Any) -> Any:
+        """Audits a rollout without an end, batch by batch."""
+        received, take, begin = self._count(scheduler), scheduler.take, [time.perf_counter()]
+        run, future = self._open(scheduler, *args)
+
+        def taken(group_ids: Sequence[int], now: float) -> RolloutResult:
+            texts = {group_id: self.trainer._batches.prompt_ids[group_id] for group_id in group_ids}
+            result = take(group_ids, now)
+            self.trained.update(group_ids)
+            self.counts["resumed"] += result.num_resumed
+            for candidate in [c for group in result.groups for c in group.candidates]:
+                tokens = sum(received.pop((candidate.candidate_id, s), 0) for s in range(candidate.segment + 1))
+                self.counts["tokens received"] += tokens
+                self.counts["tokens in candidates"] += candidate.length
+                if candidate.segment > 0 and candidate.length:
+                    self._compare_versions(texts[candidate.group_id], candidate)
+            self.counts["submitted"] = scheduler.ledger.num_submitted
+            ended = sum(self.counts[name] for name in ("ended", "resumed", "dropped"))
+            self.counts["unaccounted"] += abs(self.counts["submitted"] - ended - scheduler.ledger.num_running)
+            self.rollouts.append((begin[0], now))
+            begin[0] = now
+            return result
+
+        scheduler.take = taken  # type: ignore[method-assign]
+        return run, future
+
+    def _compare_versions(self, prompt: Sequence[int], candidate: Any) -> None:
+        """Compares a candidate's log-probs with those of the weights that sampled each token."""
+        start = 0
+        for version, count in candidate.versions:
+            self.model.load_state_dict(self.weights[version])
+            part = slice(start, start := start + count)
+            self._compare(prompt, candidate.tokens, candidate.logprobs, part)
+        assert start == candidate.length
+
+    def note_weights(self, step: int) -> None:
+        """Keeps the weights of the last steps."""
+        self.weights[step] = {name: value.detach().clone() for name, value in self.trainer.model.state_dict().items()}
+        self.weights.pop(step - 20, None)
 
     def check_ended(self) -> None:
         """Checks the rollouts that have ended."""
@@ -197,21 +248,28 @@ class Audit:
         for candidate in [c for c in ledger.candidates if c.segment > 0 and c.length]:
             self._compare(audited.prompts[candidate.group_id][0].tokens, candidate.tokens, candidate.logprobs)
 
-    def _compare(self, prompt: Sequence[int], tokens: Sequence[int], logprobs: Any) -> None:
+    def _compare(self, prompt: Sequence[int], tokens: Sequence[int], logprobs: Any, part: slice = slice(None)) -> None:
         """Compares a resumed candidate's log-probs with those of the model that sampled it."""
         with torch.no_grad():
             logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
         self.counts["compared"] += 1
-        self.worst = max(self.worst, (torch.tensor(logprobs) - expected).abs().max().item())
+        self.worst = max(self.worst, (torch.tensor(logprobs) - expected)[part].abs().max().item())
 
     @property
     def nothing_lost(self) -> bool:
         """Whether all counts are consistent."""
         counts = self.counts
         ended = counts["ended"] + counts["resumed"] + counts["dropped"]
+        if self.trained:  # of a rollout that is not over
+            return not counts["unaccounted"] and set(self.trained.values()) == {1} and self._same_tokens
+        return counts["submitted"] == ended and self._same_tokens
+
+    @property
+    def _same_tokens(self) -> bool:
+        counts = self.counts
         same = counts["tokens received"] == counts["tokens in candidates"]
-        return counts["submitted"] == ended and same and self.worst <= 1e-4
+        return same and self.worst <= 1e-4
 
 
 @contextmanager
@@ -257,13 +315,13 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
     )
     trainer.remove_callback(PrinterCallback)
     audit = Audit(trainer)
-    chaos = Chaos(trainer.vllm_generation.engine, kinds, seed)
+    chaos = Chaos(trainer.vllm_generation.engine, kinds, seed, audit.note_weights)
     trainer.add_callback(chaos)
     trainer.train()
     audit.check_ended()
     false_losses = trainer.vllm_generation.engine.num_losses - len(kinds)
     print(f"{false_losses} servers lost without a fault")
-    for url, counts in zip(urls, trainer.vllm_generation.engine.query(draft_counts), strict=True):
+    for url, counts in trainer.vllm_generation.engine.query(draft_counts).items():
         if counts is not None and counts.num_drafts:
             print(f"{url}: {counts.num_draft_tokens:.0f} tokens drafted, {counts.num_accepted_tokens:.0f} accepted")
     return chaos.faults, audit
@@ -295,6 +353,8 @@ def report(faults: list[Fault], audit: Audit) -> None:
 def fields_of(options: argparse.Namespace) -> dict[str, Any]:
     """The settings that the command line asks for."""
     fields: dict[str, Any] = {"rollout_ahead": int(options.rollout_ahead)}
+    if options.continuous:
+        fields["rollout_ahead"] = "continuous"
     if options.stop:
         fields["generation_kwargs"] = {"stop": [NEVER_SAID]}
     if options.defer:
@@ -310,6 +370,7 @@ def main() -> None:
     parser.add_argument("--tail-servers", type=int, default=0)
     parser.add_argument("--speculative", choices=SPECULATIVE)
     parser.add_argument("--rollout-ahead", action="store_true")
+    parser.add_argument("--continuous", action="store_true", help="rollouts that never end")
     parser.add_argument("--stop", action="store_true", help="set a stop string, so that tokens can't be carried")
     parser.add_argument("--defer", action="store_true", help="defer unsettled groups, and audit")
     parser.add_argument("--seed", type=int, default=0)

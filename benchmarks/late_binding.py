@@ -76,7 +76,7 @@ class Rollouts:
 
     def __init__(self, urls: Sequence[str], num_prompts: int, body: dict[str, Any], deadlines: Deadlines) -> None:
         self.engine = VLLMServerEngine(urls, deadlines)
-        model = self.engine.query(lambda server: server.get("/v1/models"))[0]["data"][0]["id"]
+        model = self.engine.query(lambda server: server.get("/v1/models"))[urls[0]]["data"][0]["id"]
         self.num_prompts = num_prompts
         self.body = {"model": model, "logprobs": 0, **body}
 

@@ -12,6 +12,7 @@ The task is that of `long_tail.py`, with worlds in which length matters, one cha
 - rare, turns, easy: answers are right with a probability that has nothing to do with length: 0.02; 0.02 and 0.98 by
   turns; 0.97.
 - endless: a tenth of the answers never end.
+- spread: as published, with a small random part in each reward, so that no group is uniform and none is deferred.
 
 The primary metrics, named before any run: the *hard* reward at the end (of the kinds that need length, where there are
 some, else of all), and how many times as early as GRPO an arm reaches the lower of both best hard rewards. Rewards are
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import random
 import sys
 import tempfile
 import warnings
@@ -86,10 +88,10 @@ BASELINE = "grpo"
 ARMS: dict[str, dict[str, Any]] = {
     BASELINE: {"schedule": "grpo"},
     "paper": {"long_end_patience": None},
-    "default": {},
-    "every 4th": {"long_end_every": 4},
-    "guarded": {"defer_unsettled_groups": True},
-    "audited": {"audit_share": 0.06},  # as the default, and measures what that loses
+    "unguarded": {},
+    "every 4th": {"long_end_every": 4},  # the default of in-process engines
+    "default": {"defer_unsettled_groups": None},  # groups are deferred
+    "audited": {"audit_share": 0.06},  # unguarded, and measures what that loses
 }
 SHARED = {"schedule": "grpo", "submit_order": "longest"}  # in this order, lengths are learned with GRPO too
 
@@ -102,6 +104,7 @@ class World:
     shares: tuple[float, ...] = ()  # of right answers, by turns of the kinds
     by_mode: tuple[float, ...] = ()  # of right answers, by mode
     endless: float = ENDLESS_SHARE
+    noise: float = 0.0  # largest random part of a reward
     num_prompts: int = 32
     steps: int = 80
 
@@ -123,7 +126,9 @@ class World:
         graded = grade_reward(kwargs["completions"])
         long = [float(len(ids) >= self.needs and ids[-1] == EOS_ID) for ids in completion_ids]
         need = [bool(self.needs) and KINDS.index(prompt[-1]) % 2 == 1 for prompt in prompts]
-        return [own if needs else grade for own, needs, grade in zip(long, need, graded, strict=True)]
+        noise = [self.noise * random.Random(str(ids)).random() for ids in completion_ids]
+        right = [own if needs else grade for own, needs, grade in zip(long, need, graded, strict=True)]
+        return [reward + extra for reward, extra in zip(right, noise, strict=True)]
 
     def exact(self, table: np.ndarray) -> tuple[np.ndarray, float, float]:
         """Plain sampling's reward of each kind, its mean length, and the share of answers that are cut off."""
@@ -146,6 +151,7 @@ WORLDS = {
     "turns": World(shares=(0.02, 0.98)),
     "easy": World(shares=(0.97,)),
     "endless": World(endless=0.1, steps=160),
+    "spread": World(noise=0.01),
 }
 
 
@@ -246,24 +252,36 @@ class Recorder(TrainerCallback):
         self.rollout = 0.0
 
 
-def train(world: World, seed: int, arm: str | None, start: Path, output_dir: Path, url: str | None) -> dict[str, Any]:
-    """Trains an arm from the shared epoch's checkpoint, or that epoch from the model (`None`)."""
+def arm_args(world: World, seed: int, is_epoch: bool, output_dir: Path, url: str | None, **fields: Any) -> Any:
+    """Returns the config of an arm, or of the epoch that all share."""
     num_rows = world.num_prompts * NUM_GENERATIONS
-    args = training_args(
+    return training_args(
         url or "http://127.0.0.1:1",
         output_dir,
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=min(MICRO_BATCH, num_rows),
         gradient_accumulation_steps=max(1, num_rows // MICRO_BATCH),
         max_completion_length=LIMIT,
-        max_steps=EPOCH + (0 if arm is None else world.steps),
-        learning_rate=LEARNING_RATE,
+        max_steps=EPOCH + (0 if is_epoch else world.steps),
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
-        vllm_importance_sampling_correction=False,  # all is on-policy; virtual time has no log-probs
         seed=seed,
-        save_strategy="steps" if arm is None else "no",
+        save_strategy="steps" if is_epoch else "no",
         save_steps=EPOCH,
+        **fields,
+    )
+
+
+def train(world: World, seed: int, arm: str | None, start: Path, output_dir: Path, url: str | None) -> dict[str, Any]:
+    """Trains an arm from the shared epoch's checkpoint, or that epoch from the model (`None`)."""
+    args = arm_args(
+        world,
+        seed,
+        arm is None,
+        output_dir,
+        url,
+        learning_rate=LEARNING_RATE,
+        vllm_importance_sampling_correction=False,  # all is on-policy; virtual time has no log-probs
         **(SHARED if arm is None else ARMS[arm]),
     )
     trainer = make_trainer(
@@ -366,7 +384,7 @@ def table(worlds: Mapping[str, Sequence[Run]]) -> str:
 
 
 def audit_table(worlds: Mapping[str, Sequence[Run]]) -> str:
-    """A row per world, in Markdown: what audits told of the default, and what was exact, as means over seeds."""
+    """A row per world, in Markdown: what audits told of the unguarded wait and what was exact, means over seeds."""
     header = ["world (seeds)", "lost", "lost at random", "warned", "kept ÷ plain length", "exact", "covered"]
     lines = [header]
     for world, runs in worlds.items():

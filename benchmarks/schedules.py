@@ -139,13 +139,19 @@ class Size:
 
 class ServerCluster:
     """
-    Replaces [`SimulatedCluster`] by real servers of the Markov model, which decode a given number of tokens of each
-    candidate. Tail servers take over the last ones.
+    Replaces [`SimulatedCluster`] by real servers, which decode a given number of tokens of each candidate.
+    Tail servers take over the last ones.
     """
+
+    eos_id = EOS_ID
 
     def __init__(self, *urls: str, tail_urls: Sequence[str] = ()) -> None:
         self.engine = VLLMServerEngine([*urls, *tail_urls], tail_urls=tail_urls)
-        self.model = self.engine.query(lambda server: server.get("/v1/models"))[0]["data"][0]["id"]
+        self.model = self.engine.query(lambda server: server.get("/v1/models"))[urls[0]]["data"][0]["id"]
+
+    def prompt(self, key: int) -> list[int]:
+        """Returns the tokens of a prompt of the workload."""
+        return [FIRST_TEXT_TOKEN + place for place in divmod(key, NUM_TEXT_TOKENS)]
 
     def run(
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
@@ -154,12 +160,11 @@ class ServerCluster:
 
         def fixed(command: Submit) -> dict[str, Any]:
             own = lengths[command.group_id][command.index]  # endless ones are truncated by `max_tokens`
-            return {"min_tokens": min(own - 1, max_length), "logit_bias": {str(EOS_ID): 100}}
+            return {"min_tokens": min(own - 1, max_length), "logit_bias": {str(self.eos_id): 100}}
 
         for url in self.engine.base_urls:
             requests.post(f"{url}/reset_prefix_cache", timeout=30).raise_for_status()
-        places = [divmod(plan.prompt_key, NUM_TEXT_TOKENS) for plan in plans]
-        prompts = [[ServerPrompt([FIRST_TEXT_TOKEN + place for place in pair])] for pair in places]
+        prompts = [[ServerPrompt(self.prompt(plan.prompt_key))] for plan in plans]
         body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}
         return self.engine.run(scheduler, plans, prompts, body, fixed)
 

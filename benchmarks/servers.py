@@ -29,6 +29,7 @@ def benchmark_server(base_url: str | None = None, **options: Any) -> Iterator[tu
 def training_args(base_url: str, output_dir: str | Path, **fields: Any) -> DARTSGRPOConfig:
     """Returns a config for a CPU and servers, given with commas. It logs each step and saves no checkpoints."""
     defaults: dict[str, Any] = {
+        "defer_unsettled_groups": False,  # each part is measured alone
         "use_vllm": True,
         "vllm_mode": "server",
         "vllm_server_base_url": base_url,

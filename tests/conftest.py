@@ -1,10 +1,11 @@
-"""Shared fixtures, and the handling of tests marked `vllm` without vLLM."""
+"""Shared fixtures, and the handling of tests marked `vllm` or `ray` without the package."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -68,14 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips tests marked `vllm` without vLLM, or fails them with `TRL_DARTS_REQUIRE_VLLM=1`."""
-    if item.get_closest_marker("vllm") is None:
-        return
-    from benchmarks.vllm_server import INSTALL_VLLM, vllm_available
+    """Skips tests marked `vllm` or `ray` without the package, or fails them with `TRL_DARTS_REQUIRE_VLLM=1`."""
+    from benchmarks.vllm_server import INSTALL_VLLM
 
-    if vllm_available():
+    commands = {"vllm": INSTALL_VLLM, "ray": "pip install 'trl-darts[ray]'"}
+    missing = [name for name in commands if item.get_closest_marker(name) and find_spec(name) is None]
+    if not missing:
         return
-    reason = f"vLLM can't be imported. {INSTALL_VLLM}"
+    reason = f"{missing[0]} can't be imported. {commands[missing[0]]}"
     if os.environ.get(REQUIRE_VLLM) == "1":
         pytest.fail(f"{REQUIRE_VLLM}=1, but {reason}", pytrace=False)
     pytest.skip(reason)

@@ -40,6 +40,8 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "rollout_ahead": 0,
         "drop_uniform_groups": False,
         "settles_groups": False,
+        "defer_unsettled_groups": False,
+        "kv_after_update": None,
         "buffers_prompts": settings.buffers_prompts,
         "own_prompts": settings.own_prompts,
         "without_own_prompts": settings.without_own_prompts,

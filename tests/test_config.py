@@ -24,6 +24,7 @@ from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
 
 CHOICES = {name: rule.choices for name, rule in (TRL_RULES | VLLM_RULES).items() if rule.choices}
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}
+LISTED = {**SERVER, "vllm_server_base_url": "", "vllm_server_list": "l.json"}
 TAIL = {**SERVER, "vllm_tail_server_url": "http://t:1", "tail_switch_at": 4}
 AHEAD = {**SERVER, "rollout_ahead": 1}
 
@@ -109,6 +110,19 @@ def test_every_field_is_documented_and_an_argument_of_a_script():
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"},
             "names a server twice",
         ),
+        (
+            LISTED | {"vllm_server_base_url": "http://a:1"},
+            "`vllm_server_list` .* replaces .* or set the addresses",
+        ),
+        (
+            LISTED | {"vllm_server_list": "ray://head:10001"},
+            r"`vllm_server_list` \('ray://.*'\) must be a file or",
+        ),
+        (
+            TAIL | LISTED | {"vllm_tail_shares_gpus": True},
+            "`vllm_server_list` .* does not run with",
+        ),
+        ({"vllm_server_list": "l.json"}, r"`vllm_server_list` \('l.json'\) would not be used"),
         ({"on_generation_error": "skip"}, r"`on_generation_error` \('skip'\) must be one of 'raise', 'drop_group'"),
         ({"on_generation_error": "drop_group"}, r"only has an effect with vLLM servers"),
         ({"weight_sync_dir": "/tmp", "weight_sync": "nccl"}, r"`weight_sync_dir` \('/tmp'\) has no effect"),
@@ -311,6 +325,8 @@ def test_several_servers():
     args = config(**SERVER | {"vllm_server_base_url": "http://a:1/, http://b:2"})
     assert args.server_urls == ["http://a:1", "http://b:2"]
     assert config().server_urls == ["http://0.0.0.0:8000"]
+    listed = config(**LISTED)
+    assert (listed.server_urls, listed.num_engines) == ([], 1)
 
 
 def test_copies_have_the_servers_key_and_files_do_not(monkeypatch):

@@ -206,7 +206,7 @@ def emitted_metrics() -> set[str]:
     record = RolloutRecord(
         admission, [summary], Occupancy(peak=4, area=20.0, seconds=9.0), 2, carries_over=True, **more
     )
-    states = {"waiting": 1, "partial": 0, "complete": 0}
+    states = {"waiting": 1, "partial": 0, "complete": 0, "in_flight": 0}
     rows = BufferedRows([[1]], None, entry_ids=[0], left=[0], ages=[[(1, 1)]], states=states, is_long=True)
     ours = {
         **rollout_metrics(record),

@@ -28,7 +28,8 @@ def refuse(trainer, *groups: int) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"beta": 0.1, "loss_type": "grpo", "off_policy_mask_threshold": 0.5}])
 def test_dropped_group_repeats_another_without_weight(server, model_dir, tmp_path, caplog, fields):
-    args = server_args(tmp_path, server, max_steps=2, learning_rate=1e-3, on_generation_error="drop_group", **fields)
+    fields |= {"on_generation_error": "drop_group", "defer_unsettled_groups": False}
+    args = server_args(tmp_path, server, max_steps=2, learning_rate=1e-3, **fields)
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)
     refuse(trainer, 2)
@@ -128,6 +129,7 @@ def test_a_deadline_drops_what_is_open(server, model_dir, tmp_path, monkeypatch)
         target_redundancy=4.0,
         vllm_rollout_timeout_s=TIMEOUT_S,
         on_generation_error="drop_group",
+        defer_unsettled_groups=False,
     )
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)

@@ -97,7 +97,7 @@ def test_interrupted_and_resumed_with_a_rollout_under_way(model_dir, tmp_path, m
     monkeypatch.setattr(DARTSGRPOConfig, "policies", numbered)
     with model_server(model_dir, monkeypatch) as (server, settings):
         for part in ("first", "second"):
-            args = make_args(tmp_path, rollout_ahead=1, **settings, **again)
+            args = make_args(tmp_path, rollout_ahead=1, defer_unsettled_groups=False, **settings, **again)
             trainer = make_trainer(model_dir, args, train_dataset=letters_dataset(24))
             notes, batches = (
                 Notes(trainer.model, server.events, last=4 if part == "first" else 8),

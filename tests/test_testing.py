@@ -22,14 +22,16 @@ def write(prompt_ids: list[int], index: int) -> list[int]:
 
 SELECTED, ALL = {3: 4, 4: 4, 5: 4, 6: 4}, {3: 4, 4: 4, 5: 4, 20: 4}  # rows by length
 SCHEDULES = {
-    "darts": ({}, SELECTED),
+    "darts": ({}, ALL),  # waits for all while more than 3 % of the answers have no end
+    "unguarded": ({"defer_unsettled_groups": False}, SELECTED),
     "grpo": ({"schedule": "grpo"}, ALL),
     "tail_batching": ({"schedule": "tail_batching"}, ALL),
     "partial_rollout": ({"schedule": "partial_rollout"}, ALL),
     "sorted": ({"schedule": "sorted"}, ALL),
-    "rollout_ahead": ({"rollout_ahead": 1}, SELECTED),
+    "rollout_ahead": ({"rollout_ahead": 1, "defer_unsettled_groups": False}, SELECTED),
+    "continuous": ({"rollout_ahead": "continuous"}, SELECTED),
     "drop_uniform_groups": ({"drop_uniform_groups": True}, SELECTED),
-    "stream_rewards": ({"stream_rewards": True}, SELECTED),
+    "stream_rewards": ({"stream_rewards": True}, ALL),
 }
 
 

@@ -58,6 +58,7 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
 
 def test_over_provisioning_saturates_and_aborts(server, model_dir, tmp_path):
     fields = {"max_steps": 6, "per_device_train_batch_size": 40, "learning_rate": 0.0, "save_rollout_trace": True}
+    fields["defer_unsettled_groups"] = False  # its first round would be a long one
     fields["min_num_generations"] = 4  # of an average budget of 6, so that others can have 8
     trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), train_dataset=letters_dataset(10))
     trainer.train()

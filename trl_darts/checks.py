@@ -136,7 +136,8 @@ def warn_of_cut_long_ends(args: Any, ratios: Sequence[float]) -> None:
     Warns once, after the first rollouts, if `long_end_patience="auto"` mostly aborted the long end of the hardest
     prompts. `ratios` are the values of `darts/selection/long_end_ratio` so far.
     """
-    cuts = args.keeps_long_end and args.long_end_patience == AUTO and args.long_end_every is None
+    cuts = args.keeps_long_end and args.long_end_patience == AUTO
+    cuts = cuts and args.long_end_every is None and not args.defers_groups
     mean = sum(ratios) / max(1, len(ratios))
     if cuts and len(ratios) == LONG_END_ROLLOUTS and mean < 0.5:
         logger.warning(
@@ -166,6 +167,7 @@ def check_path(trainer: Any) -> None:
     """Raises for combinations of model, data, processes and engine that can't work, once the trainer is built."""
     args = trainer.args
     _check_turns(trainer)
+    _guard(trainer)
     _check_rounds(trainer)
     if args.use_transformers_continuous_batching and not args.use_vllm:
         gathered = trainer.is_deepspeed_enabled and args.ds3_gather_for_generation
@@ -230,35 +232,53 @@ def _check_turns(trainer: Any) -> None:
         )
 
 
+def _guard(trainer: Any) -> None:
+    """Decides whether groups are deferred where `defer_unsettled_groups` is unset, and logs why if they are not."""
+    args = trainer.args
+    if args.defer_unsettled_groups is not None or not args.bounds_wait:
+        return
+    cause = args.cannot_settle or _not_buffered(trainer, "")[0]
+    args.guard(cause)
+    if cause is None:
+        return
+    instead = f"Instead, one rollout in {args.long_end_every} waits for all answers (`long_end_every`)."
+    if args.is_continuous:
+        instead = "If rare, long answers are the right ones, `schedule='grpo'` keeps them."
+    logger.warning(
+        f"Groups whose rewards are all equal are not deferred, which does not run with {cause}. {instead} Set "
+        "`defer_unsettled_groups=False` if long answers don't matter."
+    )
+
+
 def _check_rounds(trainer: Any) -> None:
     """Raises for schedules with a prompt buffer if the rows can't be stored in it."""
+    if not trainer.args.buffers_prompts:
+        return
+    cause, remedy = _not_buffered(trainer, trainer.args.without_own_prompts)
+    if cause is not None:
+        raise ConfigurationError(f"{trainer.args.own_prompts} with {cause}. {remedy}.")
+
+
+def _not_buffered(trainer: Any, other: str) -> tuple[str | None, str]:
+    """Returns why prompts can't be stored in a buffer, or `None`, and a remedy. `other` settings need no buffer."""
     args = trainer.args
-    if not args.buffers_prompts:
-        return
-    start, remedy = args.own_prompts, args.without_own_prompts
     if trainer.environment_factories is not None:
-        raise ConfigurationError(
-            f"{start} with `environment_factory`, which creates the prompts of each batch. Use {remedy}."
-        )
+        return "`environment_factory`, which creates the prompts of each batch", f"Use {other}"
     if (args.drop_uniform_groups or args.settles_groups) and trainer.tools:
-        raise ConfigurationError(f"{start} with `tools`: rewards are only known after the tool loops. Use {remedy}.")
+        return "`tools`: rewards are only known after the tool loops", f"Use {other}"
+    if args.kv_after_update == "keep" and trainer.tools:
+        cause = "`kv_after_update` ('keep') and `tools`, whose later turns could read keys and values of older weights"
+        return cause, "Use `kv_after_update='recompute'`"
     if trainer._is_vlm and has_images(trainer.train_dataset):
-        raise ConfigurationError(f"{start} with images yet. Use {remedy}, or a data set without images.")
-    _check_rows(trainer, start)
-
-
-def _check_rows(trainer: Any, start: str) -> None:
-    """Raises if a row can't be saved as JSON, which checkpoints need for deferred prompts."""
-    if trainer.args.save_strategy == "no":
-        return
-    for column, value in next(iter(trainer.train_dataset), {}).items():
+        return "images yet", f"Use {other}, or a data set without images"
+    row: dict[str, Any] = {} if args.save_strategy == "no" else next(iter(trainer.train_dataset), {})
+    for column, value in row.items():
         try:
             json.dumps(value)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"{start} with the column {column!r} ({type(value).__name__}) of the data set: {error}, and deferred "
-                "prompts are saved in checkpoints. Convert it to text or numbers, or set `save_strategy='no'`."
-            ) from error
+        except TypeError as error:  # checkpoints save deferred prompts
+            cause = f"the column {column!r} ({type(value).__name__}) of the data set, which checkpoints can't save"
+            return f"{cause}: {error}", "Convert it to text or numbers, or set `save_strategy='no'`"
+    return None, ""
 
 
 def _call_is_vllms(module_class: type) -> bool:

@@ -14,7 +14,8 @@ from .errors import ConfigurationError, did_you_mean
 from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
 from .scheduling import ScheduleSettings
-from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, check_types, one_of, setting, unmarked
+from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, check_types, filled_in, one_of, setting, unmarked
+from .scheduling.settings import GUARD_EVERY
 
 
 def _is_finite(value: Any) -> bool:
@@ -174,6 +175,27 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         self._check_streams()
         self._check_ahead()
 
+    def resolve(self) -> None:
+        super().resolve()
+        if self.defer_unsettled_groups is None and self.bounds_wait:
+            self.guard(self.cannot_settle)
+
+    @property
+    def cannot_settle(self) -> str | None:
+        """As in [`ScheduleSettings`]: rewards must be known before a batch is complete."""
+        if (cause := super().cannot_settle) is not None:
+            return cause
+        if not self.uses_servers:
+            name = "vllm_mode" if self.use_vllm else "use_vllm"
+            return f"`{name}` ({getattr(self, name)!r}), an engine in the trainer's own process"
+        return "`stream_logprobs` (True)" if self.stream_logprobs else None
+
+    def guard(self, cause: str | None) -> None:
+        """Guards against the loss of long answers by default: defers groups unless `cause` says why that can't be."""
+        self.defers_groups = cause is None
+        if cause is not None and self.long_end_every is None and not self.is_continuous:
+            self.long_end_every = filled_in(GUARD_EVERY)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields, including computed ones. A config created from them treats all of them as set."""
         return {name: unmarked(value) for name, value in super().to_dict().items()}
@@ -284,10 +306,13 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
                 )
         reasons = {
             "drop_uniform_groups": "which groups are trained on is only known once their rewards are",
-            "defer_unsettled_groups": "which groups are trained on is only known once their rewards are",
-            "audit_share": "which groups are trained on is only known once their rewards are",
             "rollout_ahead": "the model trains while candidates decode",
         }
+        if self.stream_rewards and self.is_continuous:
+            raise ConfigurationError(
+                "`stream_rewards` (True) does not run with `rollout_ahead` ('continuous'): groups are scored once a "
+                "batch has them. Set one of them to its default."
+            )
         for name, reason in reasons.items():
             if self.stream_logprobs and (value := getattr(self, name)):
                 raise ConfigurationError(
@@ -296,7 +321,17 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
                 )
 
     def _check_ahead(self) -> None:
-        steps = (self.steps_per_generation or 1) * self.num_iterations // self.gradient_accumulation_steps
+        steps = self.steps_per_batch
+        if self.is_continuous and self.tail_urls:
+            raise ConfigurationError(
+                f"`vllm_tail_server_url` ({self.vllm_tail_server_url!r}) does not run with `rollout_ahead` "
+                "('continuous'), whose rollout has no tail. Leave it out."
+            )
+        if self.max_staleness is not None and (self.mask_stale_after or 0) >= self.max_staleness:
+            raise ConfigurationError(
+                f"`mask_stale_after` ({self.mask_stale_after}) has no effect with `max_staleness` "
+                f"({self.max_staleness}): no token is older. Lower it, or leave it unset."
+            )
         if self.rollout_ahead and self.mask_stale_after is not None and self.mask_stale_after < steps:
             raise ConfigurationError(
                 f"`mask_stale_after` ({self.mask_stale_after}) would mask all tokens with `rollout_ahead` "
@@ -341,17 +376,22 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         return {**not_carried(kwargs), **(regex if any(regex.values()) else {})}
 
     @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that share a generation batch."""
+        return math.ceil((self.steps_per_generation or 1) * self.num_iterations / self.gradient_accumulation_steps)
+
+    @property
     def colocates(self) -> bool:
         """Whether vLLM generates in the trainer's processes."""
         return self.use_vllm and self.vllm_mode == "colocate"
 
     @property
     def num_engines(self) -> int:
-        """Number of engines that share a batch: servers, or groups of processes."""
+        """Number of engines that share a batch: servers (at least one with a list), or groups of processes."""
         if not self.use_vllm:
             return int(self.world_size)
         if self.vllm_mode == "server":
-            return len(self.server_urls)
+            return max(1, len(self.server_urls))
         return int(self.world_size) // self.vllm_tensor_parallel_size
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 from . import trainer as trainer_module
 from .analysis.simulation import ClusterSpec, SimulatedCluster
+from .analysis.simulation.continuous import VirtualContinuous
 from .engines.batch import PromptBatch
 from .engines.engine import Engine, OnProgress, RolloutPlan
 from .engines.in_process.hf_generate import replaced
@@ -38,6 +39,9 @@ class StubEngine(Engine):
         self._write = write
         self._limit = max_completion_length
         self._main = main
+        self._continuous: VirtualContinuous | None = None
+        self._completions: dict[int, list[Tokens]] = {}  # by group of the rollout without an end
+        self._step = 0
         self._cluster = SimulatedCluster(ClusterSpec(LatencyCurve([1], [1.0])))
 
     def check_prompts(self, prompts: Sequence[Tokens], where: str, first_index: int = 0) -> None: ...
@@ -46,6 +50,24 @@ class StubEngine(Engine):
 
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
         """Does nothing: `run` decodes the rollout, because virtual time needs no head start."""
+
+    def extend(self, plan: RolloutPlan, batch: PromptBatch) -> None:
+        """See [`Engine`]."""
+        if self._continuous is None:
+            self._continuous = VirtualContinuous(self._cluster, plan.scheduler, self._limit, self._step)
+        own = self._write_all(batch, [group.num_candidates for group in plan.groups])
+        self._completions |= {group.group_id: rows for group, rows in zip(plan.groups, own, strict=True)}
+        self._continuous.add(plan.groups, [[len(tokens) for tokens in rows] for rows in own])
+
+    def drain(self, step: int) -> None:
+        """See [`Engine`]."""
+        self._step = step
+        if self._continuous is not None:
+            self._continuous.update(step)
+
+    def cancel(self) -> None:
+        """See [`Engine`]."""
+        self._continuous = None
 
     def later_turn(self, batch: PromptBatch) -> KeptRows:
         """See [`Engine`]."""
@@ -64,14 +86,22 @@ class StubEngine(Engine):
         return result
 
     def _run(self, plan: Any, batch: PromptBatch) -> RolloutResult:
-        counts = plan.admission.num_candidates
-        lengths = [[len(self._tokens(batch, group, i)) for i in range(count)] for group, count in enumerate(counts)]
-        result = self._cluster.run(plan.scheduler, plan.groups, lengths, self._limit)
+        if plan.takes is not None:
+            assert self._continuous is not None
+            completions, result = self._completions, self._continuous.take(plan.takes)
+        else:
+            completions = dict(enumerate(self._write_all(batch, plan.admission.num_candidates)))
+            lengths = [[len(tokens) for tokens in rows] for rows in completions.values()]
+            result = self._cluster.run(plan.scheduler, plan.groups, lengths, self._limit)
         for group in result.groups:
+            own = completions.pop(group.plan.group_id)
             for row in group.rows:
-                row.tokens = self._tokens(batch, group.plan.group_id, row.index)[: self._limit]
+                row.tokens = own[row.index][: self._limit]
                 row.logprobs = [0.0] * len(row.tokens)
         return result
+
+    def _write_all(self, batch: PromptBatch, counts: Sequence[int]) -> list[list[Tokens]]:
+        return [[self._tokens(batch, group, index) for index in range(count)] for group, count in enumerate(counts)]
 
     def _tokens(self, batch: PromptBatch, group: int, index: int) -> Tokens:
         return self._write(batch.rows[batch.row_of(group, index)], index)
@@ -81,6 +111,7 @@ class _StubGeneration:
     """Stub of TRL's vLLM generation."""
 
     engine = None
+    num_main_servers = 1
 
     def __init__(self, *args: Any, accelerator: Any, **kwargs: Any) -> None:
         self.main = MainProcess(accelerator)

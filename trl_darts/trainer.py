@@ -138,8 +138,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         callbacks = self.callback_handler.callbacks
         self._tracker_callback = next(c for c in callbacks if isinstance(c, VarianceTrackerCallback))
         slots = servers.facts.max_num_seqs if args.uses_servers else None
+        num_engines = servers.num_main_servers if args.uses_servers else args.num_engines
         self._tail, curve = args.tail_servers(), args.load_latency_curve()
-        self._admission = args.admission(self.length_tracker, curve, args.num_engines, slots, self._tail)
+        self._admission = args.admission(self.length_tracker, curve, num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
         self._batches = make_batches(self, super()._tokenize_prompts)
@@ -217,7 +218,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     def _sync_weights(self) -> None:
         """Waits for a rollout that was launched ahead, and syncs the weights as two of TRL's methods do inline."""
-        self._engine.drain()
+        self._engine.drain(self.state.global_step)
         if self.use_vllm and self.state.global_step != self._last_loaded_step:
             with profiling_context(self, "sync_weights"):
                 self.vllm_generation.sync_weights()

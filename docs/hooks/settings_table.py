@@ -22,6 +22,7 @@ HEADING = re.compile(r"\n\n    # ([^\n]+[^.\n])\n    (\w+):")
 # What the simulator, which knows no other, can't say.
 READ_BY = {
     "schedule": "all",
+    **dict.fromkeys(("max_staleness", "kv_after_update"), "darts, grpo"),
     "submit_order": "all",
     "length_ema": "all; grpo with `submit_order`",
     "length_history": "all; grpo with `submit_order`",

@@ -6,17 +6,21 @@ scripted answers in virtual time.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
 import pytest
 
 from benchmarks.models import EOS_ID
-from tests.builders import make_args, make_trainer, record_batches, rollout_logs
+from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from trl_darts.buffer.buffer import Lifecycle, Round
 from trl_darts.buffer.checkpoint import load_buffer
 from trl_darts.buffer.rounds import MAX_DEFERRALS
 from trl_darts.errors import ConfigurationError
+from trl_darts.policy.deferral import PRIOR_HITS, PRIOR_ROUNDS
 from trl_darts.scheduling import PromptInfo
+from trl_darts.scheduling.settings import GUARD_EVERY
 from trl_darts.testing import stub_servers
 
 
@@ -58,20 +62,31 @@ def test_what_long_answers_teach_is_trained_on(model_dir, tmp_path):
     assert rights[True] >= 20
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_trained_once(model_dir, tmp_path, ahead):
-    """Of an epoch's prompts each is trained on once, or waits for the next epoch."""
-    trainer = deferring_trainer(model_dir, tmp_path, rollout_ahead=ahead)
+@pytest.mark.parametrize(("ahead", "passes"), [(0, 1), (1, 1), (0, 3)])
+def test_trained_once(model_dir, tmp_path, ahead, passes):
+    """In each pass over the data, each prompt is trained on once, or waits until the training ends."""
+    trainer = deferring_trainer(model_dir, tmp_path, rollout_ahead=ahead, max_steps=10 * passes)
     batches = record_batches(trainer)
     trainer.train()
-    trained = Counter()
+    rows = Counter()
     for batch in batches:
         weights = batch["completion_mask"].sum(1)
-        trained.update(row["prompt"] for row, weight in zip(batch["inputs"], weights, strict=True) if weight)
-    assert set(trained.values()) == {4}
-    waiting = [trainer._batches.rows[i]["prompt"] for i in trainer._batches.buffer.entries]
-    assert not set(trained) & set(waiting)
-    assert len(trained) + len(waiting) == NUM_PROMPTS
+        rows.update(row["prompt"] for row, weight in zip(batch["inputs"], weights, strict=True) if weight)
+    assert not any(count % 4 for count in rows.values())
+    trained = Counter({prompt: count // 4 for prompt, count in rows.items()})
+    waiting = Counter(trainer._batches.rows[i]["prompt"] for i in trainer._batches.buffer.entries)
+    seen, num_left = trained + waiting, 4 * (10 * passes - trainer._batches.feed.num_pulled)
+    assert max(seen.values()) == passes
+    assert sum(seen.values()) + num_left == passes * NUM_PROMPTS
+
+
+def test_the_end_leaves_no_deferred_prompt_for_filler_rows(model_dir, tmp_path):
+    """Deferred prompts fill up the last batches."""
+    trainer = deferring_trainer(model_dir, tmp_path, max_steps=20)
+    trainer.train()
+    logs = rollout_logs(trainer)
+    missing = sum(log["darts/deferral/missing"] for log in logs)
+    assert len(trainer._batches.buffer.entries) <= missing
 
 
 def test_not_starved(model_dir, tmp_path):
@@ -91,6 +106,16 @@ def test_not_starved(model_dir, tmp_path):
     assert 0 < max(waits) <= MAX_DEFERRALS + 1
 
 
+def test_a_long_round_before_any_short_one_tells_nothing_of_prompts(model_dir, tmp_path):
+    """What a short round would have kept is not known yet, so that any spread of rewards would count as a hit."""
+    trainer = deferring_trainer(model_dir, tmp_path, max_steps=1)
+    trainer.train()
+    learned = trainer._batches.buffer.long_rewards
+    assert learned.cut_off_share == 0.0
+    assert not learned.by_prompt
+    assert (learned.num_groups, learned.num_hits) == (PRIOR_ROUNDS, PRIOR_HITS)
+
+
 def test_logged(model_dir, tmp_path):
     trainer = deferring_trainer(model_dir, tmp_path, max_steps=12)
     trainer.train()
@@ -106,16 +131,69 @@ def test_logged(model_dir, tmp_path):
         ({"schedule": "grpo"}, "'grpo'"),
         ({"long_end_patience": None}, "waits for all"),
         ({"drop_uniform_groups": True}, "drop_uniform_groups"),
-        ({"use_vllm": False}, "vllm_mode='server'"),
+        ({"use_vllm": False}, "`use_vllm`"),
         ({"defer_unsettled_groups": False, "audit_share": 1.0}, "less than 1"),
         ({"defer_unsettled_groups": False, "audit_share": 0.1, "schedule": "grpo"}, "audit_share"),
         ({"audit_share": 0.1, "selection": "uniform"}, "audits"),
-        ({"defer_unsettled_groups": False, "audit_share": 0.1, "use_vllm": False}, "audit_share=0.0"),
+        ({"defer_unsettled_groups": False, "audit_share": 0.1, "vllm_mode": "colocate"}, "`vllm_mode`"),
     ],
 )
 def test_what_can_not_defer(tmp_path, model_dir, fields, words):
     with pytest.raises(ConfigurationError, match=words):
         deferring_trainer(model_dir, tmp_path, **fields)
+
+
+# The default
+
+
+@pytest.mark.parametrize(
+    ("fields", "defers", "every"),
+    [
+        ({}, True, None),
+        ({"rollout_ahead": 1}, True, None),
+        ({"long_end_patience": 1.5}, True, None),
+        ({"long_end_patience": None}, False, None),
+        ({"schedule": "grpo"}, False, None),
+        ({"use_vllm": False}, False, GUARD_EVERY),
+        ({"drop_uniform_groups": True}, False, GUARD_EVERY),
+        ({"stream_logprobs": True}, False, GUARD_EVERY),
+        ({"rollout_ahead": "continuous"}, False, None),
+        ({"use_vllm": False, "long_end_every": 7}, False, 7),
+        ({"defer_unsettled_groups": False}, False, None),
+        ({"defer_unsettled_groups": False, "use_vllm": False}, False, None),
+    ],
+)
+def test_default(tmp_path, fields, defers, every):
+    """Groups are deferred where that is possible; elsewhere, every few rollouts wait for all answers."""
+    args = make_args(tmp_path, **{**SERVER, **fields})
+    assert (args.defers_groups, args.long_end_every) == (defers, every)
+    assert args.buffers_prompts == (defers or bool(args.rollout_ahead) or args.drop_uniform_groups)
+
+
+def test_the_default_is_computed_again(tmp_path):
+    args = make_args(tmp_path, **SERVER)
+    in_process = replace(args, use_vllm=False, generation_batch_size=None)
+    assert (in_process.defers_groups, in_process.long_end_every) == (False, GUARD_EVERY)
+    again = replace(in_process, use_vllm=True, generation_batch_size=None)
+    assert (again.defers_groups, again.long_end_every) == (True, None)
+
+
+def test_data_without_a_buffer_turn_the_default_off(tmp_path, model_dir, caplog):
+    """By default the trainer says what stands in the way; where deferral was asked for, it raises."""
+    dataset = letters_dataset(NUM_PROMPTS)
+    dataset = dataset.add_column("when", [datetime(2026, 1, 1)] * len(dataset))
+
+    def build(**fields):
+        args = make_args(tmp_path, save_strategy="steps", **SERVER, **fields)
+        with stub_servers(write):
+            return make_trainer(model_dir, args, reward_funcs=hard, train_dataset=dataset)
+
+    trainer = build()
+    assert trainer._batches is None
+    assert trainer.args.long_end_every == GUARD_EVERY
+    assert sum("not deferred" in record.message and "'when'" in record.message for record in caplog.records) == 1
+    with pytest.raises(ConfigurationError, match="'when'"):
+        build(defer_unsettled_groups=True)
 
 
 # Audits

@@ -1,7 +1,10 @@
 """The look ahead in the loader: the loop gets what it would have got, and each batch of prompts is pulled once."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_darts.buffer.feed import EndlessFeed, PromptFeed
 
@@ -73,6 +76,26 @@ def test_pass_after_pass(num_batches, repeats, num_pulls, stop_at):
         assert feed.arrived() == []
         pulled.append(feed.pull())
     assert pulled == (items(num_batches, 1) * num_pulls)[:num_pulls]
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 12))
+def test_a_limit(num_batches, repeats, limit):
+    loader = items(num_batches, repeats)
+    feed = EndlessFeed(repeats, 1, lambda: loader, lambda: limit)
+    pulled = [feed.pull() for _ in range(limit + 2)]
+    assert pulled == [*(items(num_batches, 1) * limit)[:limit], None, None]
+
+
+@pytest.mark.parametrize("epoch", [0.0, 0.25, 1.0, 2.75])
+def test_resumed_without_its_state(tmp_path, epoch):
+    """As from a checkpoint of a schedule that trains on the loader's batches: after those that were due."""
+    loader, due = items(4, 2), round(4 * epoch)
+    TrainerState(epoch=epoch).save_to_json(str(tmp_path / TRAINER_STATE_NAME))
+    for state in ({}, {"position": 3, "num_taken": 2}):
+        feed = EndlessFeed(2, 1, lambda: loader, lambda: 16)
+        feed.resume(tmp_path, state)
+        pulled = [feed.pull() for _ in range(17 - due)]
+        assert pulled == [*(items(4, 1) * 4)[due:], None]
 
 
 def test_a_loader_without_batches():

@@ -73,7 +73,11 @@ def play_until_called_off(*args: Any) -> dict[str, Any]:
 def scenarios(engine: str, model_dir: Path, out: Path, url: str | None = None) -> dict[str, Any]:
     """What came of all of them on one engine."""
     args = make_args(
-        out / "run", per_device_train_batch_size=40, max_completion_length=LIMIT, **engine_settings(engine, url)
+        out / "run",
+        per_device_train_batch_size=40,
+        max_completion_length=LIMIT,
+        defer_unsettled_groups=False,  # batches of the loader, on every engine
+        **engine_settings(engine, url),
     )
     trainer = make_trainer(model_dir, args)
     trainer.model.train()

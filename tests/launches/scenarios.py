@@ -200,6 +200,7 @@ def trim_padding(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
 PRUNED = {"target_redundancy": 2.0}
 OWN_BATCHES = {"engine": SERVER, "max_completion_length": 96}
 AHEAD = partial(train, rollout_ahead=1, **OWN_BATCHES)
+CONTINUOUS = partial(train, rollout_ahead="continuous", **OWN_BATCHES)
 STREAMED = {
     "engine": SERVER,
     "learning_rate": 3e-3,
@@ -230,11 +231,19 @@ BACKENDS: dict[str, dict[str, Play]] = {
         ),
         "interrupted": interrupted,
         "ahead": AHEAD,
+        "continuous": CONTINUOUS,
         "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
         "deferred": partial(
             train, uniform="ABD", defer_unsettled_groups=True, audit_share=0.3, max_steps=8, **OWN_BATCHES
         ),
-        "dropped group": partial(train, engine=SERVER, refused=(1,), max_steps=2, on_generation_error="drop_group"),
+        "dropped group": partial(
+            train,
+            engine=SERVER,
+            refused=(1,),
+            max_steps=2,
+            on_generation_error="drop_group",
+            defer_unsettled_groups=False,  # a deferred group would take the place of the dropped one
+        ),
         "refused group": partial(train, engine=SERVER, refused=(1,)),
         "streamed": partial(train, **STREAMED),
         "tools": call_tools,
@@ -244,6 +253,7 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "sharded": partial(train, **PRUNED),
         "streamed": partial(train, **STREAMED),
         "ahead": AHEAD,
+        "continuous": CONTINUOUS,
     },
     "deepspeed_zero2": {"sharded": partial(train, **PRUNED)},
     "deepspeed_zero3": {
@@ -251,11 +261,21 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "sharded": partial(train, ds3_gather_for_generation=False, **PRUNED),
         "streamed": partial(train, **STREAMED),
         "ahead": AHEAD,
+        "continuous": CONTINUOUS,
     },
     "colocated": {"colocated": partial(train, engine="vllm_colocated", **PRUNED)},
     "tensor_parallel": {"colocated": partial(train, engine="vllm_colocated", vllm_tensor_parallel_size=2, **PRUNED)},
 }
-NEED_A_SERVER = {"server", "partial_rollout", "dropped group", "refused group", "streamed", "tools", "ahead"}
+NEED_A_SERVER = {
+    "server",
+    "partial_rollout",
+    "dropped group",
+    "refused group",
+    "streamed",
+    "tools",
+    "ahead",
+    "continuous",
+}
 NEED_A_SERVER |= {"uniform groups", "deferred", "interrupted"}
 
 

@@ -121,6 +121,9 @@ def test_server_engine(launches):
         ("ddp", "ahead"),
         ("fsdp2", "ahead"),
         ("deepspeed_zero3", "ahead"),
+        ("ddp", "continuous"),
+        ("fsdp2", "continuous"),
+        ("deepspeed_zero3", "continuous"),
     ],
 )
 def test_batches_that_are_not_the_loaders(launches, backend, scenario):

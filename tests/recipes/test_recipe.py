@@ -146,7 +146,10 @@ def test_recipes_that_would_end_the_training(recipe, fields, message):
     [
         (["--num_longest", "2", "--top_k", "0", "--no_tail_pruning"], {"num_longest": 2, "tail_pruning": False}),
         (["--max-num-generations=9", "--max_num_gen", "10", "--target_redun", "1.25"], {"max_num_generations": 10}),
-        (["--scale_rewards", "none", "--long_end_every", "none"], {"scale_rewards": "none", "long_end_every": None}),
+        (
+            ["--scale_rewards", "none", "--long_end_every", "none", "--defer_unsettled_groups", "false"],
+            {"scale_rewards": "none", "long_end_every": None, "defer_unsettled_groups": False},
+        ),
         (["--tail_pruning", "1", "--long_end_patience", "2"], {"tail_pruning": True, "long_end_patience": 2.0}),
     ],
 )

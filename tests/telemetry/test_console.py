@@ -97,7 +97,14 @@ SERVER = {"use_vllm": True, "vllm_mode": "server", "weight_sync": "filesystem"}
             ],
         ),
         ({"long_end_every": 3}, ["while another prompt has fewer, in one rollout of 3 for all. Transformers decodes"]),
-        ({"long_end_patience": 2.0}, ["(4 to 8)", "and for longer ones up to 2 times their length."]),
+        (
+            {"long_end_patience": 2.0},
+            ["(4 to 8)", "and for longer ones up to 2 times their length, in one rollout of 4 for all."],
+        ),
+        (
+            {"long_end_patience": 2.0, **SERVER},
+            ["up to 2 times their length, defers groups whose rewards are all equal."],
+        ),
         ({"long_end_patience": None}, ["waits for all candidates, but 4 complete answers to each prompt with 8."]),
         ({"num_longest": 0}, ["waits for 4 complete answers to each prompt."]),
         (

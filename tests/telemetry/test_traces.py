@@ -41,6 +41,7 @@ def test_one_row_per_candidate(tmp_path):
         "num_carried_tokens": 0,
         "carried_over": False,
         "expected_length": 2.5,
+        "versions": "",
         "micro": 1,
     }
     assert (second["finish_reason"], second["selected"], second["start_seconds"]) == ("abort", False, 0.5)

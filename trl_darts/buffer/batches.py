@@ -13,7 +13,7 @@ them.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
@@ -33,9 +33,9 @@ from ..scheduling import (
     prompt_key,
 )
 from ..training.rows import UNKNOWN, KeptRows
-from .buffer import BufferEntry, Lifecycle, SampledCandidate
+from .buffer import BufferEntry, Lifecycle, Round, SampledCandidate
 from .feed import EndlessFeed, PromptFeed, Rows
-from .rounds import Informative, RoundPolicy, Settled, TailBatching
+from .rounds import Informative, RoundPolicy, Settled, Steady, TailBatching
 
 
 logger = get_logger(__name__)
@@ -114,16 +114,16 @@ class BufferedBatches:
 
     # Prompts come in
 
-    def next_round(self, ahead: bool = False) -> PromptBatch | None:
+    def next_round(self, ahead: bool = False, most: float = math.inf) -> PromptBatch | None:
         """
         Adds the prompts that the next round needs, and decides it. Called on every process at once. Returns what has
         to be sampled, each prompt in as many rows as it yields; `None` for nothing.
 
         A round that is decided `ahead` of its turn has all prompts of its batch, or is left for later: what the buffer
-        lacks at the end of an epoch comes with the next one.
+        lacks at the end of an epoch comes with the next one. No more than `most` prompts are left in the buffer.
         """
         self.add_arrived()
-        while self.main.broadcast(lambda: self.policy.lacking(self.buffer)):
+        while self.main.broadcast(lambda: len(self.buffer) < most and self.policy.lacking(self.buffer)):
             batch = self.feed.pull()
             if batch is None:
                 break
@@ -131,8 +131,12 @@ class BufferedBatches:
         if ahead and len(self.buffer) < self.policy.num_groups:
             return None
         entry_ids = self.main.broadcast(self._decide)
+        return self.prompts(entry_ids) if entry_ids else None
+
+    def prompts(self, entry_ids: Sequence[int]) -> PromptBatch:
+        """Returns these prompts, each in as many rows as it yields."""
         rows = [self.prompt_ids[entry_id] for entry_id in entry_ids for _ in range(self.num_generations)]
-        return PromptBatch.alone(rows, self.num_generations) if rows else None
+        return PromptBatch.alone(rows, self.num_generations)
 
     def add_arrived(self) -> None:
         """Adds batches whose turn in the training loop has come. Called on every process at once."""
@@ -163,6 +167,15 @@ class BufferedBatches:
         """How many candidates each prompt gets, and which go on, after `step` optimizer steps."""
         self._version = step
         return self.buffer.begin(self._round, self.num_generations, self.admission)
+
+    def taken(self, result: RolloutResult) -> RolloutResult:
+        """Makes a round of the groups taken from a rollout without an end, whose IDs are those of prompts."""
+        ids = sorted([*(group.plan.group_id for group in result.groups), *result.dropped])
+        places = {entry_id: place for place, entry_id in enumerate(ids)}
+        self._round = Round([self.buffer.entries[entry_id] for entry_id in ids], self.policy.num_groups, len(ids))
+        groups = [replace(g, plan=replace(g.plan, group_id=places[g.plan.group_id])) for g in result.groups]
+        dropped = {places[entry_id]: reason for entry_id, reason in result.dropped.items()}
+        return replace(result, groups=groups, dropped=dropped)
 
     @property
     def batch_stop(self) -> BatchStop:
@@ -206,10 +219,15 @@ class BufferedBatches:
                 for entry in trained
                 for row in entry.candidates
             ],
-            states={state: states.count(state) for state in ("waiting", "partial", "complete")},
+            states={state: states.count(state) for state in self._shown_states},
             first_rows={places[i]: row * self.num_generations for row, i in enumerate(own) if i in places},
             is_long=self.buffer.was_long if isinstance(self.policy, TailBatching | Settled) else None,
         )
+
+    @property
+    def _shown_states(self) -> tuple[str, ...]:
+        # At any other time than a batch of a rollout without an end is taken, no prompt is in flight.
+        return ("waiting", "in_flight") if isinstance(self.policy, Steady) else ("waiting", "partial", "complete")
 
     def _repeat_last(self, dropped: list[int]) -> BufferedRows:
         """The last batch again as filler rows: prompts were dropped, and the epoch has more steps than are needed."""
@@ -265,7 +283,7 @@ class BufferedBatches:
         if self._round.long:
             rows = [row for entry in done for row in entry.candidates]
             learned.observe_ends(sum(row.cut_off for row in rows), len(rows))
-            for entry in own:
+            for entry in own if learned.usual_length else ():  # else there was no short round yet
                 uniform = is_uniform(entry.entry_id, math.inf), is_uniform(entry.entry_id, learned.usual_length)
                 learned.observe_long(entry.prompt.key, *uniform)
             second = buffer.second_samples(entry.entry_id for entry in self._round.entries)

@@ -256,7 +256,9 @@ def _sampled(candidate: Candidate, old: SampledCandidate | None, version: int) -
     """A candidate after a rollout; one that was called off in the moment of its end has come to its end."""
     versions = () if old is None else old.versions
     num_new = candidate.length - (0 if old is None else old.length)
-    if num_new and versions and versions[-1][0] == version:
+    if candidate.stamps:  # the weights may have changed while it was decoded
+        versions = candidate.versions
+    elif num_new and versions and versions[-1][0] == version:
         versions = (*versions[:-1], (version, versions[-1][1] + num_new))
     elif num_new:
         versions = (*versions, (version, num_new))

@@ -46,11 +46,12 @@ def load_buffer(batches: BufferedBatches, directory: Path, skips: bool) -> None:
     buffer begins empty. `skips` tells whether the training skips what it had got of the epoch.
     """
     state, arrays = batches.main.broadcast(lambda: _read(directory))
+    if skips:
+        batches.feed.resume(directory, {} if state is None else state["feed"])
     if state is None:
         logger.warning(f"{directory} has no rollout buffer: it begins empty.")
         return
     load(batches.buffer, state, arrays)
-    batches.feed.restore(**(state["feed"] if skips else {}))
     for entry_id, (row, tokens) in zip(batches.buffer.entries, state["prompts"], strict=True):
         batches.rows[entry_id], batches.prompt_ids[entry_id] = row, tokens
 

@@ -6,6 +6,7 @@ prompts of a batch come from the rollout buffer. Each batch of prompts comes as 
 sampler has it.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice, repeat
@@ -94,9 +95,14 @@ class PromptFeed:
         self.num_taken += 1
         return self._new.popleft()
 
+    def resume(self, checkpoint: Path, state: dict[str, int]) -> None:
+        """Continues from a checkpoint with the feed's saved state. Without one, the loop has skipped what it had."""
+        if state.keys() == {"position", "num_taken"}:
+            self.restore(**state)
+
     def passes_behind(self, checkpoint: Path) -> int:
         """Whole passes over the data that a training has behind it which goes on from a checkpoint."""
-        return int(TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch)
+        return int(_epoch(checkpoint))
 
     def _items(self, source: Iterator[Rows]) -> Iterator[Rows]:
         while source is self._source:
@@ -119,24 +125,39 @@ class PromptFeed:
 class EndlessFeed:
     """
     The batches of prompts of one pass over the data after another, whatever the training loop's epochs: a batch may
-    take more prompts than it trains on. The loop gets ticks alone, as many as it wants. `loader` gives the loader of
-    the training, whose items have `num_rows` rows.
+    take other prompts, or more, than the loop's next ones. The loop gets ticks alone, as many as it wants. `loader`
+    returns the training's loader, whose items have `num_rows` rows, and `limit` the batches of the whole training, if
+    each prompt is trained on once per pass.
     """
 
-    def __init__(self, repeats: int, num_rows: int, loader: Callable[[], Any]) -> None:
+    def __init__(
+        self, repeats: int, num_rows: int, loader: Callable[[], Any], limit: Callable[[], float] = lambda: math.inf
+    ) -> None:
         self.repeats = repeats
         self.num_rows = num_rows
         self.num_passes = 0  # that are over
         self.num_taken = 0  # batches of this pass that have been pulled
+        self.num_pulled = 0  # batches of all passes
         self._loader = loader
+        self._limit = limit
         self._batches: Any = None
 
     def state(self, mid_epoch: bool) -> dict[str, int]:
-        return {"num_passes": self.num_passes, "num_taken": self.num_taken}
+        return {"num_passes": self.num_passes, "num_taken": self.num_taken, "num_pulled": self.num_pulled}
 
-    def restore(self, num_passes: int = 0, num_taken: int = 0) -> None:
+    def restore(self, num_passes: int = 0, num_taken: int = 0, num_pulled: int = 0) -> None:
         """Goes on after so many passes and so many batches of the next one."""
-        self.num_passes, self.num_taken, self._batches = num_passes, num_taken, None
+        self.num_passes, self.num_taken, self.num_pulled = num_passes, num_taken, num_pulled
+        self._batches = None
+
+    def resume(self, checkpoint: Path, state: dict[str, int]) -> None:
+        """Continues from a checkpoint with the feed's saved state. Without one, after as many batches as were due."""
+        if state.keys() == self.state(True).keys():
+            self.restore(**state)
+        else:
+            loader, epoch = self._loader(), _epoch(checkpoint)
+            size = len(loader) // self.repeats if hasattr(loader, "__len__") else 0
+            self.restore(int(epoch), round(epoch % 1 * size), round(epoch * size))
 
     def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
         """What the training loop iterates in the place of the loader's iterator, which is left alone."""
@@ -150,18 +171,25 @@ class EndlessFeed:
         return []
 
     def pull(self) -> Rows | None:
-        """The next batch of prompts; `None` where the loader has none at all."""
+        """The next batch of prompts; `None` after the limit, or where the loader has none at all."""
+        if self.num_pulled >= self._limit():
+            return None
         if self._batches is None:
             self._batches = islice(self._loader(), self.num_taken * self.repeats, None, self.repeats)
         batch = next(self._batches, None)
         if batch is None and self.num_taken:
-            self.restore(self.num_passes + 1)
+            self.restore(self.num_passes + 1, 0, self.num_pulled)
             return self.pull()
-        self.num_taken += 1
+        self.num_taken, self.num_pulled = self.num_taken + 1, self.num_pulled + 1
         return batch
 
     def passes_behind(self, checkpoint: Path) -> int:
         return self.num_passes
+
+
+def _epoch(checkpoint: Path) -> float:
+    """Returns the passes over the data that a checkpoint's training loop has behind it."""
+    return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch or 0.0
 
 
 def skip_passes(sampler: Any, num_passes: int) -> None:

@@ -5,6 +5,7 @@ the loader's, and any with `rollout_ahead` or `drop_uniform_groups`.
 | schedule | started | ends with | the others |
 |---|---|---|---|
 | the loader's batches, ahead | the next N | all N | – |
+| continuous | as many as one batch left room for | the first N, and those that are too old | go on |
 | dropping uniform groups | as many as N with a spread of rewards may take | all | – |
 | tail batching, short round | N' > N new prompts | the first N | wait for a long round, and begin anew |
 | tail batching, long round | the N that wait longest | all N | – |
@@ -24,7 +25,7 @@ from .buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
 
 
 # Batches that a deferred prompt waits for at most, before its long round is filled up with other prompts.
-MAX_DEFERRALS = 16
+MAX_DEFERRALS = 40
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,21 @@ class InOrder(RoundPolicy):
 
     def next(self, buffer: RolloutBuffer) -> Round:
         entries = buffer.select(Lifecycle.WAITING)[: self.num_groups]
+        return Round(entries, self.num_groups, len(entries))
+
+
+@dataclass(frozen=True)
+class Steady(RoundPolicy):
+    """As many prompts under way as may be, for `rollout_ahead="continuous"`."""
+
+    num_under_way: int
+
+    def lacking(self, buffer: RolloutBuffer) -> int:
+        return max(0, self.num_under_way - len(buffer))
+
+    def next(self, buffer: RolloutBuffer) -> Round:
+        room = self.num_under_way - len(buffer.select(Lifecycle.IN_FLIGHT))
+        entries = buffer.select(Lifecycle.WAITING)[: max(0, room)]
         return Round(entries, self.num_groups, len(entries))
 
 
@@ -107,12 +123,12 @@ class Settled(RoundPolicy):
         return max(0, self._num_started(buffer) - len(new))
 
     def next(self, buffer: RolloutBuffer) -> Round:
-        """At the end of an epoch, deferred prompts fill up the last batches."""
+        """At the end of the training, deferred prompts fill up the last batches."""
         new, deferred = _by_age(buffer)
         size = self.num_groups
         if self._is_over(buffer):
             return Round([], size, 0)
-        if self._is_long(deferred) or not new:
+        if self._is_long(deferred) or len(new) < size - len(buffer.select(Lifecycle.COMPLETE)):
             entries = (deferred + new)[:size]
             entries += buffer.second_samples(entry.entry_id for entry in entries)
             return Round(entries, size, len(entries), long=True)
@@ -261,7 +277,9 @@ def round_policy(settings: ScheduleSettings, num_groups: int) -> RoundPolicy | N
     if settings.schedule == "sorted":
         return Sorted(num_groups, settings.sorted_group_batches or 0, settings.keeps_tokens)
     if settings.settles_groups:
-        return Settled(num_groups, settings.bounded_wait, settings.defer_unsettled_groups, settings.audit_share)
+        return Settled(num_groups, settings.bounded_wait, settings.defers_groups, settings.audit_share)
+    if settings.is_continuous:
+        return Steady(num_groups, settings.num_under_way(num_groups))
     if settings.drop_uniform_groups:
         return Informative(num_groups, settings.max_prompt_oversampling or 0.0)
     return InOrder(num_groups) if settings.rollout_ahead else None

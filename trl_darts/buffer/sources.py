@@ -9,10 +9,11 @@ loader ──▶ next_inputs: buffer and rollouts ──▶ TRL tokenizes ──
 Every source is used on all processes at once, unless a method says otherwise.
 """
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +23,17 @@ from accelerate.logging import get_logger
 
 from ..engines.batch import PromptBatch
 from ..engines.engine import RolloutPlan
-from ..scheduling import Admission, GroupPlan, RolloutResult, SchedulePolicies, Scheduler, UniformAdmission
+from ..scheduling import (
+    Admission,
+    Continuous,
+    FreshGroups,
+    GroupPlan,
+    RolloutResult,
+    SchedulePolicies,
+    Scheduler,
+    UniformAdmission,
+)
+from ..scheduling.continuous import entering
 from ..streaming import Streams, decode_completions
 from ..telemetry.metrics import RolloutRecord, buffer_metrics, ratio_metrics
 from ..training.rows import KeptRows, Tokens, forget_stale_logprobs, mask_fillers, mask_stale
@@ -238,16 +249,11 @@ class BufferSource(RolloutSource[BufferedRows]):
 
     def next_inputs(self, inputs: Rows) -> Rows:
         """Runs the rollouts that the next batch needs, and takes it from the buffer."""
-        args, step, num_rows = self.trainer.args, self.trainer.state.global_step, len(inputs)
+        args, num_rows = self.trainer.args, len(inputs)
         launched, self._launched = self._launched, None
         batch = self._next_round() if launched is None else launched.batch
         begin = time.perf_counter()
-        if batch is not None and not self.batches.scores_first:
-            rows, self.record = self.trainer._rollout(self, batch, launched)
-            self.log(self.record)
-        else:
-            self._sample_and_score(batch, launched)
-            rows, self.record = self.batches.main.broadcast(lambda: self.batches.collect(step)), None
+        rows = self._next_rows(batch, launched)
         self.fillers = rows.fillers
         metrics = buffer_metrics(rows, args.mask_stale_after)
         if args.rollout_ahead:
@@ -260,6 +266,15 @@ class BufferSource(RolloutSource[BufferedRows]):
             forget_stale_logprobs(self._kept, self.batches.ages(num_rows), args.mask_stale_after)
         return inputs
 
+    def _next_rows(self, batch: PromptBatch | None, launched: Launched | None) -> BufferedRows:
+        if batch is not None and not self.batches.scores_first:
+            rows, self.record = self.trainer._rollout(self, batch, launched)
+            self.log(self.record)
+            return rows
+        self._sample_and_score(batch, launched)
+        self.record, step = None, self.trainer.state.global_step
+        return self.batches.main.broadcast(lambda: self.batches.collect(step))
+
     def completions(self, prompts: Prompts) -> KeptRows | None:
         kept, self._kept = self._kept, None
         return kept
@@ -270,14 +285,17 @@ class BufferSource(RolloutSource[BufferedRows]):
         next batch at the end of an epoch, nor after the last training step.
         """
         trainer, args = self.trainer, self.trainer.args
-        num_passes = trainer.state.max_steps * args.gradient_accumulation_steps
-        is_last = self.number + 1 >= num_passes / (args.steps_per_generation * args.num_iterations)
-        if not args.rollout_ahead or is_last or (batch := self.batches.next_round(ahead=True)) is None:
+        if not args.rollout_ahead or self.num_left <= 1 or (batch := self.batches.next_round(ahead=True)) is None:
             return
         trainer._sync_weights()
         plan = self.batches.main.run(lambda: self.plan(batch, ahead=True))
         trainer._engine.launch(plan, batch)
         self._launched = Launched(batch, plan)
+
+    @property
+    def num_left(self) -> float:
+        """Batches that are left of the training, with the current one; the last may be used in part."""
+        return num_batches(self.trainer) - self.number
 
     def clear(self) -> None:
         self.batches.clear()
@@ -336,6 +354,76 @@ class BufferSource(RolloutSource[BufferedRows]):
             self.log(reduce(RolloutRecord.then, records))
 
 
+def num_batches(trainer: Any) -> float:
+    """Returns how many generation batches the whole training takes."""
+    args = trainer.args
+    passes = trainer.state.max_steps * args.gradient_accumulation_steps
+    return float(passes / (args.steps_per_generation * args.num_iterations))
+
+
+class ContinuousSource(BufferSource):
+    """
+    Batches of a rollout without an end, for `rollout_ahead="continuous"`. Prompts enter when a batch was taken; the
+    servers get new weights while they decode.
+    """
+
+    def __init__(self, trainer: Any, batches: BufferedBatches) -> None:
+        super().__init__(trainer, batches, None)
+        self._scheduler: Any = None  # on the main process
+        self._admission: Any = None  # of the last prompts that entered
+
+    def _next_round(self) -> PromptBatch:
+        self.trainer._sync_weights()
+        self._start_prompts(self.num_left)
+        return self.batches.prompts([])
+
+    def launch_next(self) -> None:
+        self._start_prompts(self.num_left - 1)
+
+    def _start_prompts(self, num_left: float) -> None:
+        if self.batches.next_round(most=math.ceil(num_left) * self.batches.policy.num_groups) is not None:
+            self.batches.main.run(self._extend)
+
+    def _extend(self) -> None:
+        args, ids = self.trainer.args, self.batches.round_ids
+        self._admission, plans = self.batches.plan(self.trainer.state.global_step)
+        if self._scheduler is None:
+            drops = args.on_generation_error == "drop_group"
+            policies = args.policies(batch_stop=Continuous())
+            self._scheduler = Scheduler(policies, args.num_generations, drops, carries_tokens=not args.not_carried)
+        plans = entering(plans, ids, args.submit_order)
+        prompts = self.batches.prompts([plan.group_id for plan in plans])
+        keeps = args.kv_after_update == "keep"
+        self.trainer._engine.extend(RolloutPlan(self._admission, plans, self._scheduler, keeps_kv=keeps), prompts)
+
+    def plan(self, batch: PromptBatch, ahead: bool = False) -> RolloutPlan:
+        """Decides which groups are taken, on the main process."""
+        args = self.trainer.args
+        due = self.trainer.state.global_step + args.steps_per_batch - args.max_staleness - 1
+        takes = FreshGroups(self.batches.policy.num_groups, due)
+        return RolloutPlan(self._admission, [], self._scheduler, takes)
+
+    def conclude(self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch) -> tuple[Any, RolloutRecord]:
+        result = self.batches.taken(result)
+        counts = [len(group.candidates) for group in result.groups]
+        saturated = counts.count(self.trainer.args.max_num_generations) if self.trainer.args.over_provisions else 0
+        expected = [group.plan.expected_length or math.nan for group in result.groups]
+        admission = Admission(counts, saturated, plan.admission.rho, expected)
+        prompts = self.batches.prompts(self.batches.round_ids)
+        return super().conclude(replace(plan, admission=admission), result, prompts)
+
+    def round_ids(self) -> Sequence[int]:
+        return ()
+
+    def clear(self) -> None:
+        super().clear()
+        self._scheduler = None
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._scheduler = None
+
+
 def make_batches(trainer: Any, tokenize: Callable[[list[Any]], tuple[Any, ...]]) -> BufferedBatches | None:
     """Returns the batches of a schedule with a rollout buffer. `tokenize` is TRL's `_tokenize_prompts`."""
     args = trainer.args
@@ -344,9 +432,11 @@ def make_batches(trainer: Any, tokenize: Callable[[list[Any]], tuple[Any, ...]])
         return None
     repeats = args.steps_per_generation * args.num_iterations
     feed: PromptFeed | EndlessFeed = PromptFeed(repeats)
-    if args.drop_uniform_groups:
+    # Deferred prompts wait beyond the end of an epoch.
+    if args.drop_uniform_groups or args.settles_groups or args.is_continuous:
         num_rows = args.generation_batch_size // trainer.accelerator.num_processes
-        feed = EndlessFeed(repeats, num_rows, lambda: trainer.callback_handler.train_dataloader)
+        limit = partial(num_batches, trainer) if args.settles_groups else lambda: math.inf
+        feed = EndlessFeed(repeats, num_rows, lambda: trainer.callback_handler.train_dataloader, limit)
     return BufferedBatches(
         policy, trainer._admission, args.num_generations, feed, trainer._main, tokenize, lambda: trainer._step
     )
@@ -359,6 +449,8 @@ def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     evaluation = EvaluationSource(trainer) if args.uses_servers else TRLSource()
     if batches is None:
         return LoaderSource(trainer), evaluation
+    if args.is_continuous:
+        return ContinuousSource(trainer, batches), evaluation
     scores = None
     if batches.scores_first or args.stream_rewards:
         decode = partial(decode_completions, trainer)

@@ -44,7 +44,7 @@ MAX_BYTES = 65_536  # ten times the size of a config with every field
 
 WITHHELD = (  # patterns of names of fields and of keys inside them
     *("*_dir", "resume_from_checkpoint", "latency_curve", "length_history", "data_files"),  # paths
-    *("vllm_server_base_url", "vllm_server_host", "*_port"),  # addresses
+    *("vllm_server_base_url", "vllm_server_list", "vllm_server_host", "*_port"),  # addresses
     *("vllm_tail_*", "tail_switch_at", "tail_share"),  # servers and their speed
     *("*token", "*api_key", "*password", "*secret"),
     *("*hub*", "report_to", "run_name", "project", "trackio_*"),  # accounts and reporting

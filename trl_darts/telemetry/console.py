@@ -111,8 +111,9 @@ def first_line(args: Any) -> str:
         batches = args.prompt_oversampling or args.sorted_group_batches
         started = math.ceil(batches * prompts - 1e-9)
         wait = f"the first {prompts} of {started} prompts ({LEFT_OVER[args.schedule]}), and of these for {wait}"
-    ahead = ", samples ahead" if args.rollout_ahead else ""
+    ahead = ", samples ahead" if args.rollout_ahead == 1 else ", never ends" if args.rollout_ahead else ""
     uniform = ", replaces groups whose rewards are all equal" if args.drop_uniform_groups else ""
+    uniform = ", defers groups whose rewards are all equal" if args.defers_groups else uniform
     return (
         f"Schedule {args.schedule!r}: {prompts} prompts x {size} rows, {_budget(args)}, waits for "
         f"{wait}{ahead}{uniform}. {_engines(args)}."
@@ -148,7 +149,8 @@ def _engines(args: Any) -> str:
         return f"{'vLLM' if args.use_vllm else 'Transformers'} decodes in the trainer's own process"
     weights = resolve_weight_sync(args.weight_sync, args.device, args.weight_sync_dir)
     main, tail = len(args.server_urls), len(args.tail_urls)
-    servers = f"{main} vLLM server{'s' * (main != 1)}" + (f" and {tail} for the tail" if tail else "")
+    servers = f"{main} vLLM server{'s' * (main != 1)}" if main else "Listed vLLM servers"
+    servers += f" and {tail} for the tail" if tail else ""
     return f"{servers}, weights {'over NCCL' if weights == 'nccl' else 'through files'}"
 
 

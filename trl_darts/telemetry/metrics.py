@@ -246,9 +246,16 @@ def buffer_metrics(rows: BufferedRows, mask_stale_after: int | None) -> dict[str
     return metrics | {
         "darts/staleness/off_policy_share": float(counts[ages > 0].sum() / counts.sum()),
         "darts/staleness/age_mean": float(ages @ counts / counts.sum()),
+        "darts/staleness/age_p50": _weighted_quantile(ages, counts, 0.5),
+        "darts/staleness/age_p90": _weighted_quantile(ages, counts, 0.9),
         "darts/staleness/age_max": float(ages.max()),
         "darts/staleness/masked_share": float(counts[stale].sum() / counts.sum()),
     }
+
+
+def _weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
+    order = np.argsort(values)
+    return float(values[order][np.searchsorted(weights[order].cumsum(), share * weights.sum())])
 
 
 def ratio_metrics(output: Mapping[str, Any], accelerator: Accelerator) -> dict[str, float]:

@@ -31,13 +31,15 @@ COLUMNS = {
     "num_carried_tokens": "int64",
     "carried_over": "bool",
     "expected_length": "float64",
+    "versions": "str",
 }
 
 
 def write_trace(directory: Path, step: int, micro_step: int, record: RolloutRecord) -> None:
     """
     Writes one rollout. Seconds count from its first submission, `step` from 0. `micro_step` distinguishes rollouts of
-    one step.
+    one step. With `rollout_ahead="continuous"`, `versions` is "3:40 4:12" if weights after 3 optimizer steps sampled
+    40 tokens, and those after 4 steps the next 12.
     """
     groups = sorted(record.groups, key=lambda group: group.group_id)
     carried_over = {group.group_id for group in record.deferred} if record.carries_over else set()
@@ -58,6 +60,7 @@ def write_trace(directory: Path, step: int, micro_step: int, record: RolloutReco
             "num_carried_tokens": group.carried[index] if group.carried else 0,
             "carried_over": group.group_id in carried_over,
             "expected_length": math.nan if group.expected_length is None else group.expected_length,
+            "versions": " ".join(f"{v}:{n}" for v, n in group.versions[index]) if group.versions else "",
         }
         for group in groups
         for index, length in enumerate(group.lengths)
@@ -84,6 +87,7 @@ def read_traces(directory: Path) -> tuple[pd.DataFrame, list[str]]:
             broken.append((path, "It has no candidates."))
             continue
         try:
+            frame = frame if "versions" in frame else frame.assign(versions="")  # of an earlier version
             frames.append(frame[list(COLUMNS)].astype(COLUMNS).assign(micro=paths[path][1]))
         except (KeyError, ValueError, TypeError) as error:
             raise ConfigurationError(
