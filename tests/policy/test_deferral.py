@@ -1,28 +1,48 @@
 """Tests which unsettled groups are deferred, and the effect of long rounds on this."""
 
 import json
+from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.policy.deferral import CUT_OFF, EXPLORED, GATE, LongRewards
+from trl_darts.policy.deferral import CUT_OFF, EXPLORED, GATE, LongRewards, gain_of_length
+
+
+LENGTHS = [10, 10, 10, 10, 90, 90]  # of which four are usual
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=5, max_size=5), st.integers(0, 5))
+def test_no_gain_where_rewards_do_not_depend_on_lengths(rewards, num_short):
+    lengths = [10] * num_short + [90] * (5 - num_short)
+    gains = [gain_of_length(order, lengths, 50.0) for order in permutations(rewards)]
+    assert np.mean(gains) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_gain_of_length():
+    assert gain_of_length([0, 0, 0, 0, 0, 0], LENGTHS, 50.0) == 0.0
+    # Four of six rows at random are without the one right row in a third of the cases.
+    assert gain_of_length([0, 0, 0, 0, 0, 1], LENGTHS, 50.0) == pytest.approx(1 - 1 / 3)
+    assert gain_of_length([1, 0, 0, 0, 0, 0], LENGTHS, 50.0) == pytest.approx(-1 / 3)
+    assert gain_of_length([0, 1, 0, 1, 0, 1], LENGTHS, 50.0) == 0.0  # four rows always have both
 
 
 def test_a_prompt_is_deferred_while_long_rounds_help():
-    learned = LongRewards()
+    learned = LongRewards(usual_length=50.0)
     assert learned.defers(7, 0)  # by the prior
     for _ in range(8):
-        learned.observe_long(6, is_uniform=True, is_short_uniform=True)
-        learned.observe_long(7, is_uniform=True, is_short_uniform=True)
-        learned.observe_long(8, is_uniform=False, is_short_uniform=True)
-        learned.observe_long(9, is_uniform=False, is_short_uniform=False)
-    assert learned.probability(7) < GATE < learned.probability(8)
-    assert learned.probability(9) == learned.probability(7)  # a short round would have different rewards too
+        learned.observe_long(6, [0] * 6, LENGTHS)
+        learned.observe_long(7, [0, 1, 0, 1, 0, 1], LENGTHS)  # a short round would have different rewards too
+        learned.observe_long(8, [0, 0, 0, 0, 0, 1], LENGTHS)
+        learned.observe_long(9, [1, 0, 0, 0, 0, 0], LENGTHS)
+    assert learned.expected_gain(9) < learned.expected_gain(7) < GATE < learned.expected_gain(8)
+    assert learned.expected_gain(6) == learned.expected_gain(7)
 
 
 def test_some_are_deferred_at_random():
-    learned = LongRewards(num_groups=1000.0, num_hits=0.0)
+    learned = LongRewards(num_groups=1000.0, total_gain=0.0)
     shares = sum(learned.defers(1, entry_id) for entry_id in range(4000)) / 4000
     assert shares == pytest.approx(EXPLORED, abs=0.02)
     assert [learned.defers(1, i) for i in range(50)] == [learned.defers(1, i) for i in range(50)]
@@ -48,11 +68,11 @@ def test_between_one_and_two_prompts_are_started_for_each(rounds, num_groups):
     assert num_groups <= learned.num_started(num_groups) <= 2 * num_groups
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=30))
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.booleans(), min_size=6, max_size=6)), max_size=30))
 def test_restored_as_saved(groups):
-    learned, again = LongRewards(), LongRewards()
-    for key, is_uniform, is_short_uniform in groups:
-        learned.observe_long(key, is_uniform, is_short_uniform)
+    learned, again = LongRewards(usual_length=50.0), LongRewards()
+    for key, rewards in groups:
+        learned.observe_long(key, rewards, LENGTHS)
         learned.observe_ends(key, 10)
     again.load_state_dict(json.loads(json.dumps(learned.state_dict())))
     assert again == learned

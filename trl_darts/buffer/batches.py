@@ -268,13 +268,10 @@ class BufferedBatches:
             self.prompt_ids.pop(entry_id, None)
             self.buffer.entries.pop(entry_id, None)
 
-    def settle(
-        self, rewards_of: Callable[[int], Sequence[float]], is_uniform: Callable[[int, float], bool]
-    ) -> "Settlement":
+    def settle(self, rewards_of: Callable[[int], Sequence[float]], is_uniform: Callable[[int], bool]) -> "Settlement":
         """
         Learns from the round that is over and defers its unsettled groups. Called on the main process. `rewards_of`
-        returns the rewards of a prompt's rows, and `is_uniform` whether those of its rows up to a length have no
-        spread.
+        returns the rewards of a prompt's rows, and `is_uniform` whether they have no spread.
         """
         buffer, learned, policy = self.buffer, self.buffer.long_rewards, self.policy
         assert isinstance(policy, Settled)
@@ -284,8 +281,8 @@ class BufferedBatches:
             rows = [row for entry in done for row in entry.candidates]
             learned.observe_ends(sum(row.cut_off for row in rows), len(rows))
             for entry in own if learned.usual_length else ():  # else there was no short round yet
-                uniform = is_uniform(entry.entry_id, math.inf), is_uniform(entry.entry_id, learned.usual_length)
-                learned.observe_long(entry.prompt.key, *uniform)
+                lengths = [row.length for row in entry.candidates]
+                learned.observe_long(entry.prompt.key, rewards_of(entry.entry_id), lengths)
             second = buffer.second_samples(entry.entry_id for entry in self._round.entries)
             self._audit(second, policy, rewards_of)
             return Settlement(0, len(own), [entry.entry_id for entry in second], buffer.audits.metrics())
@@ -294,7 +291,7 @@ class BufferedBatches:
             for entry in own
             if policy.defers
             and entry.was_cut
-            and is_uniform(entry.entry_id, math.inf)
+            and is_uniform(entry.entry_id)
             and learned.defers(entry.prompt.key, entry.entry_id)
         ]
         longest = max((row.length for entry in own for row in entry.candidates), default=0)

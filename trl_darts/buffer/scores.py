@@ -74,10 +74,8 @@ class GroupScores:
         """Scores what the last round completed. Unsettled groups wait for a long round."""
         self._score_new()
 
-        def is_uniform(entry_id: int, longest: float) -> bool:
-            score = self._scores[entry_id]
-            rows = [row for row, tokens in enumerate(score.completion_ids) if len(tokens) <= longest]
-            return self._is_uniform(score.rewards[rows])
+        def is_uniform(entry_id: int) -> bool:
+            return self._is_uniform(self._scores[entry_id].rewards)
 
         def rewards_of(entry_id: int) -> list[float]:
             return list(total_rewards(self._scores[entry_id].rewards, self.trainer.reward_weights).tolist())

@@ -4,42 +4,61 @@ Decides which prompts are deferred to a long round.
 A bounded wait aborts long answers. If only these are right, the kept rewards of a group are all equal, and it has no
 gradient. A group with equal rewards and aborted candidates is *unsettled*. Its prompt can be deferred to a long round,
 in which `num_generations` candidates are decoded to their end, as with GRPO. Long rounds are expensive, so they also
-measure for which prompts they help.
+measure for which prompts they help: those whose spread of rewards comes from long answers more often than by chance.
+
+Invariant (`tests/policy/test_deferral.py`): if rewards don't depend on lengths, the expected gain of a group is 0.
 """
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
-GATE = 0.05  # smallest probability at which a prompt is deferred
-EXPLORED = 0.05  # share of the other unsettled groups that are deferred too, to keep measuring
+GATE = 0.05  # smallest gain at which a prompt is deferred
+EXPLORED = 0.03  # share of the other unsettled groups that are deferred too, to keep measuring
 CUT_OFF = 0.03  # largest share of truncated answers at which rollouts are still bounded
 MEMORY = 0.8  # weight of earlier observations in the moving averages
-PRIOR_ROUNDS, PRIOR_HITS = 20.0, 4.0  # pseudo-observations: groups of long rounds, and hits among them
+PRIOR_GROUPS, PRIOR_GAIN = 10.0, 2.0  # pseudo-observations: groups of long rounds, and their total gain
+
+
+def gain_of_length(rewards: Sequence[float], lengths: Sequence[int], usual_length: float) -> float:
+    """
+    Returns what long answers add to a group, of shape `(M,)`: 1 if its rewards have a spread and those of its rows
+    with at most `usual_length` tokens have none, minus the probability of this for as many rows drawn at random.
+    """
+    rewards = [round(reward, 6) for reward in rewards]
+    short = [reward for reward, length in zip(rewards, lengths, strict=True) if length <= usual_length]
+    if len(set(rewards)) < 2:
+        return 0.0
+    num_uniform = sum(math.comb(count, len(short)) for count in Counter(rewards).values())
+    chance = num_uniform / math.comb(len(rewards), len(short)) if short else 1.0
+    return (len(set(short)) < 2) - chance
 
 
 @dataclass
 class LongRewards:
-    """Estimates for which prompts only long rounds give different rewards. Such a group of a long round is a *hit*."""
+    """Estimates for which prompts only long rounds give different rewards, see [`gain_of_length`]."""
 
-    num_groups: float = PRIOR_ROUNDS
-    num_hits: float = PRIOR_HITS
-    by_prompt: dict[int, tuple[float, float]] = field(default_factory=dict)  # groups and hits, by `PromptInfo.key`
+    num_groups: float = PRIOR_GROUPS
+    total_gain: float = PRIOR_GAIN
+    by_prompt: dict[int, tuple[float, float]] = field(default_factory=dict)  # groups and gain, by `PromptInfo.key`
     usual_length: float = 0.0  # average number of tokens at which a short round ends
     cut_off_share: float | None = None  # share of truncated answers in long rounds; `None` before the first
     deferred_share: float = 0.3  # share of the groups of short rounds that are deferred
 
-    def probability(self, key: int) -> float:
-        """Returns the probability that a group has different rewards in a long round, but not in a short one."""
-        groups, hits = self.by_prompt.get(key, (0.0, 0.0))
-        return (hits + self.num_hits / self.num_groups) / (groups + 1)
+    def expected_gain(self, key: int) -> float:
+        """Returns the expected gain of a long round for a prompt, with all prompts' mean as one observation more."""
+        groups, gain = self.by_prompt.get(key, (0.0, 0.0))
+        return (gain + self.total_gain / self.num_groups) / (groups + 1)
 
     def defers(self, key: int, entry_id: int) -> bool:
         """Whether to defer an unsettled group. The result for an entry is reproducible, also after a resume."""
-        return self.probability(key) > GATE or random.Random(entry_id).random() < EXPLORED
+        return self.expected_gain(key) > GATE or random.Random(entry_id).random() < EXPLORED
 
     @property
     def waits_for_all(self) -> bool:
@@ -52,15 +71,12 @@ class LongRewards:
         if num_groups:
             self.deferred_share = MEMORY * self.deferred_share + (1 - MEMORY) * num_deferred / num_groups
 
-    def observe_long(self, key: int, is_uniform: bool, is_short_uniform: bool) -> None:
-        """
-        Learns from a group of a long round whether its rewards are all equal, and whether those of its rows with at
-        most `usual_length` tokens are.
-        """
-        groups, hits = self.by_prompt.get(key, (0.0, 0.0))
-        hit = not is_uniform and is_short_uniform
-        self.by_prompt[key] = MEMORY * groups + 1, MEMORY * hits + hit
-        self.num_groups, self.num_hits = self.num_groups + 1, self.num_hits + hit
+    def observe_long(self, key: int, rewards: Sequence[float], lengths: Sequence[int]) -> None:
+        """Learns from the rows of a group of a long round, of shape `(M,)`. Needs a short round before."""
+        gain = gain_of_length(rewards, lengths, self.usual_length)
+        groups, known = self.by_prompt.get(key, (0.0, 0.0))
+        self.by_prompt[key] = MEMORY * groups + 1, MEMORY * known + gain
+        self.num_groups, self.total_gain = self.num_groups + 1, self.total_gain + gain
 
     def observe_ends(self, num_cut_off: int, num_rows: int) -> None:
         """Learns how many rows of a round that was decoded to its end are truncated."""
@@ -79,4 +95,4 @@ class LongRewards:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self.by_prompt = {key: (groups, hits) for key, groups, hits in state["by_prompt"]}
+        self.by_prompt = {key: (groups, gain) for key, groups, gain in state["by_prompt"]}
