@@ -268,10 +268,13 @@ class BufferedBatches:
             self.prompt_ids.pop(entry_id, None)
             self.buffer.entries.pop(entry_id, None)
 
-    def settle(self, rewards_of: Callable[[int], Sequence[float]], is_uniform: Callable[[int], bool]) -> "Settlement":
+    def settle(
+        self, rewards_of: Callable[[int], Sequence[float]], is_uniform: Callable[[int], bool], is_last: bool = False
+    ) -> "Settlement":
         """
-        Learns from the round that is over and defers its unsettled groups. Called on the main process. `rewards_of`
-        returns the rewards of a prompt's rows, and `is_uniform` whether they have no spread.
+        Learns from the round that is over and defers its unsettled groups, unless its batch `is_last`. Called on the
+        main process. `rewards_of` returns the rewards of a prompt's rows, and `is_uniform` whether they have no
+        spread.
         """
         buffer, learned, policy = self.buffer, self.buffer.long_rewards, self.policy
         assert isinstance(policy, Settled)
@@ -290,6 +293,7 @@ class BufferedBatches:
             entry.entry_id
             for entry in own
             if policy.defers
+            and not is_last
             and entry.was_cut
             and is_uniform(entry.entry_id)
             and learned.defers(entry.prompt.key, entry.entry_id)

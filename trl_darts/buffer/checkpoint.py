@@ -79,8 +79,9 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
     prompts = {i: (batches.rows[i], batches.prompt_ids[i]) for i in batches.buffer.entries}
     entries = {i: at_rest(entry) for i, entry in batches.buffer.entries.items()}
     if batches.mid_batch:
-        prompts |= batches.trained
-        for entry_id, (_, tokens) in batches.trained.items():
+        unused = {i: prompt for i, prompt in batches.trained.items() if i in batches.last.left}  # else repeated
+        prompts |= unused
+        for entry_id, (_, tokens) in unused.items():
             entries[entry_id] = BufferEntry(entry_id, PromptInfo(prompt_key(tokens), len(tokens)))
     buffer.entries = {entry_id: entries[entry_id] for entry_id in sorted(entries)}
     buffer.num_entered = batches.buffer.num_entered

@@ -70,8 +70,8 @@ class GroupScores:
         self._metrics["darts/uniform/sampled"] += len(new)
         self._metrics["darts/uniform/dropped"] += len(uniform)
 
-    def settle(self) -> None:
-        """Scores what the last round completed. Unsettled groups wait for a long round."""
+    def settle(self, is_last: bool) -> None:
+        """Scores what the last round completed. Unsettled groups wait for a long round, but not in the last batch."""
         self._score_new()
 
         def is_uniform(entry_id: int) -> bool:
@@ -80,7 +80,7 @@ class GroupScores:
         def rewards_of(entry_id: int) -> list[float]:
             return list(total_rewards(self._scores[entry_id].rewards, self.trainer.reward_weights).tolist())
 
-        settled = self.batches.main.broadcast(lambda: self.batches.settle(rewards_of, is_uniform))
+        settled = self.batches.main.broadcast(lambda: self.batches.settle(rewards_of, is_uniform, is_last))
         self.batches.forget(settled.second)
         self._metrics["darts/deferral/deferred"] += settled.num_deferred
         self._metrics["darts/deferral/sampled"] += settled.num_scored

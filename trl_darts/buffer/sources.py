@@ -346,7 +346,7 @@ class BufferSource(RolloutSource[BufferedRows]):
         while batch is not None:
             records.append(self.trainer._rollout(self, batch, launched)[1])
             if self.trainer.args.settles_groups:
-                self.scores.settle()
+                self.scores.settle(is_last=self.num_left <= 1)
             else:
                 self.scores.drop_uniform()
             batch, launched = self._next_round(), None
