@@ -17,6 +17,9 @@ LETTERS = "ABCDE"
 # (share, mean length) of the answers to each letter, with small and large spreads.
 CLASSES = ((0.2, 4), (0.2, 8), (0.2, 15), (0.2, 30), (0.2, 60))
 
+# With deferral, surplus groups of a rollout are trained on one optimizer step later.
+ON_POLICY = {"defer_unsettled_groups": False}
+
 
 def make_letter_model(out_dir: Path, tokenizer: Any) -> Path:
     """

@@ -9,14 +9,14 @@ import psutil
 import pytest
 
 from benchmarks.vllm_server import start_vllm_server
-from tests.builders import make_trainer, record_batches, rollout_logs
+from tests.builders import ON_POLICY, make_trainer, record_batches, rollout_logs
 from tests.test_trainer_server import server_args
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
 
 
 pytestmark = pytest.mark.vllm
-LONG = {"generation_kwargs": {"ignore_eos": True}, "max_completion_length": 400}
+LONG = {**ON_POLICY, "generation_kwargs": {"ignore_eos": True}, "max_completion_length": 400}
 
 
 class Mortal:

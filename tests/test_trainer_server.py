@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerCallback
 
 from benchmarks.vllm_server import free_port
-from tests.builders import letter_of, letters_dataset, make_args, make_trainer, record_batches, rollout_logs
+from tests.builders import ON_POLICY, letter_of, letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from tests.engines.fake_server import answer, fake_server
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.engines.preflight import ServerUnreachableError
@@ -38,7 +38,7 @@ def test_server_follows_the_trainer_and_rows_stay_together(server, model_dir, tm
         return [float(len(ids) % 5) for ids in completion_ids]
 
     # A learning rate at which stale weights would be visible.
-    args = server_args(tmp_path, server, max_steps=5, learning_rate=3e-3)
+    args = server_args(tmp_path, server, max_steps=5, learning_rate=3e-3, **ON_POLICY)
     trainer = make_trainer(model_dir, args, reward_funcs=reward)
     batches = record_batches(trainer)
     trainer.train()
@@ -194,7 +194,7 @@ def keyed_server(second_server, monkeypatch):
 
 def test_two_servers_share_the_work_and_the_weights(server, keyed_server, model_dir, tmp_path):
     urls, served = f"{server.base_url},{keyed_server.base_url}", [*map(served_requests, (server, keyed_server))]
-    args = server_args(tmp_path, server, vllm_server_base_url=urls, max_steps=4, learning_rate=3e-3)
+    args = server_args(tmp_path, server, vllm_server_base_url=urls, max_steps=4, learning_rate=3e-3, **ON_POLICY)
     trainer = make_trainer(model_dir, args)
     trainer.train()
     assert len(rollout_logs(trainer)) == 4
@@ -207,6 +207,7 @@ def test_two_servers_share_the_work_and_the_weights(server, keyed_server, model_
 def test_tail_servers_take_over_with_the_weights_of_now(server, keyed_server, model_dir, tmp_path, schedule):
     # As soon as one has ended. Later, on a slow machine, the last ones may end before their abort.
     fields = {"vllm_tail_server_url": keyed_server.base_url, "tail_switch_at": 1000, "schedule": schedule}
+    fields |= ON_POLICY
     before = served_requests(keyed_server)
     trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=4, learning_rate=3e-3, **fields))
     trainer.train()
@@ -263,7 +264,7 @@ def test_servers_come_and_go_between_steps(server, keyed_server, model_dir, tmp_
                 generation.remove_server(first.base_url)
                 last_of_first.append(served_requests(first))
 
-    args = server_args(tmp_path, first, max_steps=6, learning_rate=3e-3)
+    args = server_args(tmp_path, first, max_steps=6, learning_rate=3e-3, **ON_POLICY)
     trainer = make_trainer(model_dir, args, callbacks=[ComeAndGo()])
     trainer.train()
     served.append(served_requests(second))

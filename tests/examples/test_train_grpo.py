@@ -158,6 +158,7 @@ def test_a_training_with_a_server(script, server, model_dir, monkeypatch, tmp_pa
     words += ["--use_vllm", "--vllm_mode", "server", "--vllm_server_base_url", server.base_url]
     words += ["--vllm_group_port", str(free_port()), "--output_dir", str(tmp_path), "--max_steps", "3"]
     words += ["--per_device_train_batch_size", "16", "--max_completion_length", "64", "--save_steps", "3"]
+    words += ["--defer_unsettled_groups", "false"]  # surplus groups would be trained on one step later
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "examples")])
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", *words])

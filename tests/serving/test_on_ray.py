@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.builders import make_args, make_trainer, rollout_logs
+from tests.builders import ON_POLICY, make_args, make_trainer, rollout_logs
 from trl_darts.engines.ray_list import RaySource
 from trl_darts.engines.server_list import ServerList, ServerListError
 from trl_darts.errors import ConfigurationError
@@ -61,7 +61,7 @@ def test_a_training_finds_its_servers_and_one_dies(command, model_dir, tmp_path)
     process, directory = command
     assert 'vllm_server_list="ray:test"' in (directory / "stdout").read_text()
     fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_list": "ray:test", "max_completion_length": 96}
-    args = make_args(tmp_path, max_steps=4, learning_rate=3e-3, **fields)
+    args = make_args(tmp_path, max_steps=4, learning_rate=3e-3, **fields, **ON_POLICY)
     trainer = make_trainer(model_dir, args)
     urls = set(trainer.vllm_generation.engine.base_urls)
     assert urls == set(ServerList.read(directory / "servers.json").urls)

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.vllm_server import free_port, start_vllm_server
-from tests.builders import make_args, make_trainer
+from tests.builders import ON_POLICY, make_args, make_trainer
 from trl_darts.serving.options import SPECULATIVE
 from trl_darts.speculation.drafter import HISTORY_VARIABLE
 
@@ -70,7 +70,7 @@ def test_a_sequence_may_reach_the_limit_of_the_model(drafting, chain_dir):
 
 def test_a_training_s_log_says_what_was_drafted(drafting, chain_dir, history, tmp_path):
     fields = {"vllm_server_base_url": drafting.base_url, "vllm_group_port": free_port(), "max_completion_length": 96}
-    args = make_args(tmp_path, use_vllm=True, vllm_mode="server", learning_rate=3e-3, **fields)
+    args = make_args(tmp_path, use_vllm=True, vllm_mode="server", learning_rate=3e-3, **fields, **ON_POLICY)
     trainer = make_trainer(chain_dir, args)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "darts/rollout/seconds" in entry]
