@@ -89,6 +89,7 @@ def prompts_of(batches: list[Any], trainer: Any) -> Counter[str]:
 def test_each_token_is_of_the_version_that_it_is_said_to_be_of(server, model_dir, tmp_path, schedule):
     """Two optimizer steps share a batch, with an evaluation between them, while the rollout goes on."""
     fields = {**FIELDS, "schedule": schedule, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    fields |= {"max_completion_length": 480}  # an evaluation makes a step longer
     fields |= {"steps_per_generation": 4, "max_steps": 12, "max_staleness": 4, "save_rollout_trace": True}
     fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     args = server_args(tmp_path, server, **fields)
@@ -174,7 +175,7 @@ def test_a_paused_server_knows_what_each_request_has(server):
         session, received = new_session(), 0
         try:
             client = VLLMServer(server.base_url, session)
-            options = {"model": server.model, "max_tokens": 300, "logprobs": 0, "ignore_eos": True}
+            options = {"model": server.model, "max_tokens": 500, "logprobs": 0, "ignore_eos": True}
             request = CompletionRequest.of("counted", ServerPrompt([5, 6]), [], options)
 
             async def read() -> None:
@@ -193,7 +194,7 @@ def test_a_paused_server_knows_what_each_request_has(server):
             assert received <= first[request.internal_id] < received + 17
             await calls.resume(client)
             await reading
-            assert received == 300
+            assert received == 500
             assert await client.num_outputs() == {}
         finally:
             await session.close()

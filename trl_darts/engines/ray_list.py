@@ -68,10 +68,11 @@ class RaySource:
 
     def _receive(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            with suppress(ValueError), self._changed:  # Ray may print something else
-                self._last, self._read_at = json.loads(line), time.monotonic()
-                self._changed.notify_all()
+        with process:
+            for line in process.stdout:
+                with suppress(ValueError), self._changed:  # Ray may print something else
+                    self._last, self._read_at = json.loads(line), time.monotonic()
+                    self._changed.notify_all()
         with self._changed:
             self._last = self._last or {"error": "the process that reads it has ended"}
             self._changed.notify_all()
