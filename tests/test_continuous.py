@@ -145,7 +145,7 @@ def test_a_server_that_is_lost_in_an_update_returns(server, model_dir, tmp_path,
     trainer = make_trainer(model_dir, server_args(tmp_path, server, max_steps=8, **FIELDS), reward_funcs=token_reward)
     notes, ages, batches = recorded(trainer)
     trainer.train()
-    assert len(number) in (8, 9)  # one more if it came back before the next sync
+    assert 3 < len(number) <= 9  # of 8 syncs, without those that it missed, and one more when it is back
     assert trainer.vllm_generation.engine.num_losses == 1
     assert check_versions(trainer, notes, ages, batches) > 0
     assert set(prompts_of(batches, trainer).values()) == {4}

@@ -163,7 +163,8 @@ def test_config_of_trl_is_refused(model_dir, tmp_path):
         make_trainer(model_dir, GRPOConfig(str(tmp_path), use_cpu=True, report_to=[]))
 
 
-def test_no_config_makes_one_with_the_models_name(model_dir, monkeypatch):
+def test_no_config_makes_one_with_the_models_name(model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     # TRL's default config requires a GPU.
     monkeypatch.setattr(
         DARTSGRPOConfig, "__init__", partialmethod(DARTSGRPOConfig.__init__, use_cpu=True, report_to=[])

@@ -28,6 +28,12 @@ def test_drafts_that_do_not_pay_cost_little():
     assert run(DraftGain(), 5000, slowdown=1.5, tokens_per_sequence=1.2) < 1.01
 
 
+def test_pauses_can_be_turned_off():
+    gain = DraftGain(pauses=False)
+    assert run(gain, 5000, slowdown=1.5, tokens_per_sequence=1.2) > 1.2
+    assert gain.pause == 0
+
+
 def test_pauses_grow_and_are_forgotten_once_drafts_pay():
     gain, pauses = DraftGain(), []
     while not pauses or pauses[-1] < LONGEST_PAUSE:

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.vllm_server import free_port, start_vllm_server
 from tests.builders import ON_POLICY, make_args, make_trainer
 from trl_darts.serving.options import SPECULATIVE
-from trl_darts.speculation.drafter import HISTORY_VARIABLE
+from trl_darts.speculation.drafter import ALWAYS_VARIABLE, HISTORY_VARIABLE
 
 from .chains import largest_error, make_chain, p_value, sample, transitions
 
@@ -37,7 +37,9 @@ def history(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafting(chain_dir, history, tmp_path_factory):
-    with start(chain_dir, tmp_path_factory, "suffix", env={HISTORY_VARIABLE: str(history)}) as server:
+    with start(
+        chain_dir, tmp_path_factory, "suffix", env={HISTORY_VARIABLE: str(history), ALWAYS_VARIABLE: "1"}
+    ) as server:
         yield server
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.trl_darts")
 
 HISTORY_VARIABLE = "TRL_DARTS_DRAFT_HISTORY"  # environment variable of the server that names a directory
+ALWAYS_VARIABLE = "TRL_DARTS_ALWAYS_DRAFT"  # if set, drafts don't pause where they don't pay: for measurements
 
 # Of the trainer's requests, see `engines/vllm_rollout.py`. A resumed one has part of an answer after its prompt.
 PROMPT_LENGTH = re.compile(r"-p(\d+)-[0-9a-f]{32}-")
@@ -88,7 +89,7 @@ class SuffixDrafter:
         self.num_failures = 0
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
-        self._times, self._gain = StepTimes(), DraftGain()
+        self._times, self._gain = StepTimes(), DraftGain(pauses=not os.environ.get(ALWAYS_VARIABLE))
         self._acceptance = Acceptance()  # of all sequences
         self._forget()
         self._store: Store | None = None

@@ -19,7 +19,8 @@ class DraftGain:
     each token takes a step, whose median time is known from steps without drafts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pauses: bool = True) -> None:
+        self.pauses = pauses
         self.pause = 0  # steps left
         self._next_pause = FIRST_PAUSE
         self._num_steps = 0
@@ -51,7 +52,7 @@ class DraftGain:
             self._judge()
 
     def _judge(self) -> None:
-        if self._num_compared < NUM_NEEDED:
+        if not self.pauses or self._num_compared < NUM_NEEDED:
             return
         if self._worth >= self._spent:
             self._next_pause = FIRST_PAUSE
