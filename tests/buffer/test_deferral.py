@@ -260,7 +260,7 @@ def test_an_audited_prompt_that_is_rejected_leaves(model_dir, tmp_path):
     del batches.buffer.entries[first]  # dropped
     batches._round = Round([second[0]], 1, 1, long=True)
     second[0].state = Lifecycle.COMPLETE
-    batches.buffer.long_rewards.usual_length = 10.0
+    batches.buffer.long_rewards.lengths = [10.0]
     settled = batches.settle(lambda entry_id: [1.0] * 4, lambda *_: True)
     assert batches.buffer.audits.groups == []
     assert settled.num_scored == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.policy.deferral import CUT_OFF, EXPLORED, GATE, LongRewards, gain_of_length
+from trl_darts.policy.deferral import CUT_OFF, EXPLORED, GATE, NUM_LENGTHS, LongRewards, gain_of_length
 
 
 LENGTHS = [10, 10, 10, 10, 90, 90]  # of which four are usual
@@ -68,9 +68,18 @@ def test_between_one_and_two_prompts_are_started_for_each(rounds, num_groups):
     assert num_groups <= learned.num_started(num_groups) <= 2 * num_groups
 
 
+@given(st.lists(st.integers(1, 500), max_size=2 * NUM_LENGTHS))
+def test_audits_draw_the_end_of_one_of_the_newest_short_rounds(lengths):
+    learned = LongRewards()
+    for length in lengths:
+        learned.observe_short(length, 0, 8)
+    assert learned.lengths == lengths[-NUM_LENGTHS:]
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.booleans(), min_size=6, max_size=6)), max_size=30))
 def test_restored_as_saved(groups):
-    learned, again = LongRewards(usual_length=50.0), LongRewards()
+    learned, again = LongRewards(), LongRewards()
+    learned.observe_short(50.0, 1, 4)
     for key, rewards in groups:
         learned.observe_long(key, rewards, LENGTHS)
         learned.observe_ends(key, 10)

@@ -12,6 +12,7 @@ them.
 """
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -307,15 +308,17 @@ class BufferedBatches:
         self, second: Sequence[BufferEntry], policy: Settled, rewards_of: Callable[[int], Sequence[float]]
     ) -> None:
         """Compares both samples of audited prompts with what a short round would have kept."""
-        buffer, usual_length = self.buffer, self.buffer.long_rewards.usual_length
-        for entry in second if usual_length else ():  # else there was no short round yet
+        buffer, recent = self.buffer, self.buffer.long_rewards.lengths
+        for entry in second if recent else ():  # else there was no short round yet
             first = buffer.entries.get(entry.audit_of or 0)
             if first is None or {first.state, entry.state} != {Lifecycle.COMPLETE}:
                 continue  # a server rejected one of them
             rows = [*first.candidates, *entry.candidates]
             lengths, ended = [row.length for row in rows], [not row.cut_off for row in rows]
             known = [*rewards_of(first.entry_id), *rewards_of(entry.entry_id)]
-            buffer.audits.observe(policy.wait.audit(lengths, ended, known, usual_length, first.num_usual))
+            # The end of a random short round, because kept lengths are concave in it: the mean end would keep more.
+            end = random.Random(entry.entry_id).choice(recent)
+            buffer.audits.observe(policy.wait.audit(lengths, ended, known, end, first.num_usual))
         if not policy.defers and (warning := buffer.audits.pop_warning()) is not None:
             logger.warning(warning)
 

@@ -14,10 +14,11 @@ from ..errors import ConfigurationError, StateMismatchError
 from .latency import LatencyCurve
 
 
-REFERENCE_STEPS = 8
+REFERENCE_STEPS = 64
 """
 Number of first steps with history whose mean ρ and mean length are the reference. It is fixed afterwards: the budget
-itself changes the observed lengths, so a moving reference would follow its own decisions.
+itself changes the observed lengths, so a moving reference would follow its own decisions. Lengths that a long round or
+another schedule has observed have a larger ρ, and would count for too much in a reference of few steps.
 """
 
 BREAK_EVEN_SPREAD = 0.12
