@@ -388,7 +388,7 @@ def audit_table(worlds: Mapping[str, Sequence[Run]]) -> str:
     header = ["world (seeds)", "lost", "lost at random", "warned", "kept ÷ plain length", "exact", "covered"]
     lines = [header]
     for world, runs in worlds.items():
-        own = [run for run in runs if run["arm"] == "audited"]  # and not of an earlier version
+        own = [run for run in runs if run["arm"] == "audited" and "audits" in run]
         if not own:
             continue
         audits = [run["audits"] for run in own]

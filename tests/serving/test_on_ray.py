@@ -15,7 +15,7 @@ from tests.builders import ON_POLICY, make_args, make_trainer, rollout_logs
 from trl_darts.engines.ray_list import RaySource
 from trl_darts.engines.server_list import ServerList, ServerListError
 from trl_darts.errors import ConfigurationError
-from trl_darts.serving.options import ServeOptions
+from trl_darts.serving.on_ray import connect
 
 from .builders import assert_ended, family, free_ports, wait_for
 
@@ -85,29 +85,21 @@ def test_a_training_finds_its_servers_and_one_dies(command, model_dir, tmp_path)
     wait_for(lambda: set(trainer.vllm_generation.engine.base_urls) == urls, timeout_s=120)
 
 
-def test_bad_input(command, model_dir, monkeypatch):
-    from trl_darts.serving.on_ray import RayServers, connect
-
+def test_bad_input(command, model_dir):
+    """In processes of their own: Ray replaces the handler of SIGTERM, and ends a process whose cluster has ended."""
     (address,) = re.findall(r"Ray cluster at (\S+)", (command[1] / "stderr").read_text())
-
-    def prepare(**fields):
-        connect(address)
-        servers = RayServers(ServeOptions(str(model_dir), on="ray", **fields))
-        try:
-            servers.prepare()
-        finally:
-            servers.end([])
-
-    monkeypatch.setattr("trl_darts.serving.on_ray.PLACE_S", 1.0)
-    for fields, words in (
-        ({"num_servers": 1000}, r"`num_servers` \(1000\) must fit the Ray cluster, .*: \d+ CPUs are missing"),
-        ({"name": "test"}, r"`name` \('test'\) must be new on the Ray cluster, and is taken"),
-        ({"name": "other", "join": True}, r"`name` \('other'\) must be that of running servers with `--join`"),
+    serve = [sys.executable, "-m", "trl_darts.cli", "serve", str(model_dir), "--on", "ray", "--ray-address", address]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    for flags, words in (
+        (["--num-servers", "1000"], r"`num_servers` \(1000\) must fit the Ray cluster, .*: \d+ CPUs are missing"),
+        (["--name", "test"], r"`name` \('test'\) must be new on the Ray cluster, and is taken"),
+        (["--name", "other", "--join"], r"`name` \('other'\) must be that of running servers with `--join`"),
     ):
-        with pytest.raises(ConfigurationError, match=words):
-            prepare(**fields)
+        done = subprocess.run([*serve, *flags], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert re.search(words, done.stderr), done.stderr
     with pytest.raises(ConfigurationError, match=r"`ray_address` \('127.0.0.1:1'\) must be the address of a Ray"):
-        connect("127.0.0.1:1")
+        connect("127.0.0.1:1")  # before it connects
     source = RaySource("nobody")
     with pytest.raises(ServerListError, match="no servers run under this name"):
         source.read()
