@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from tests.builders import LETTERS, letters_dataset, make_trainer, record_ages, record_batches
 from tests.test_rollout_ahead import logprobs_under
 from tests.test_trainer_server import server_args
-from trl_darts.engines.pool import State
+from trl_darts.engines.pool import Member, State
 from trl_darts.engines.vllm_api import CompletionRequest, ServerPrompt, VLLMServer, new_session
 from trl_darts.errors import WeightSyncError
 from trl_darts.telemetry.traces import read_traces
@@ -26,7 +26,7 @@ from trl_darts.weights import calls
 
 
 pytestmark = pytest.mark.vllm
-# Answers that outlive a step, also where the trainer is slow, and steps that change them visibly.
+# Answers that outlive a step, and steps that change them visibly.
 FIELDS = {"rollout_ahead": "continuous", "learning_rate": 3e-3, "max_completion_length": 240}
 FIELDS |= {"generation_kwargs": {"ignore_eos": True}}
 
@@ -99,8 +99,11 @@ def prompts_of(batches: list[Any], trainer: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("schedule", ["grpo", "darts"])
-def test_each_token_is_of_the_version_that_it_is_said_to_be_of(server, model_dir, tmp_path, schedule):
+def test_each_token_is_of_the_version_that_it_is_said_to_be_of(server, model_dir, tmp_path, monkeypatch, schedule):
     """Two optimizer steps share a batch, with an evaluation between them, while the rollout goes on."""
+    # The server always has something to decode, also where the trainer is slow.
+    capacity: Any = Member.capacity
+    monkeypatch.setattr(Member, "capacity", property(lambda member: min(8, capacity.fget(member))))
     fields = {**FIELDS, "schedule": schedule, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     fields |= {"max_completion_length": 480}  # an evaluation makes a step longer
     fields |= {"steps_per_generation": 4, "max_steps": 12, "max_staleness": 4, "save_rollout_trace": True}

@@ -106,6 +106,7 @@ def test_groups_are_scored_as_they_complete(server, model_dir, tmp_path, caplog)
         return length_reward(prompts, completion_ids)
 
     fields = {**REWARDS, "stream_reward_timeout_s": 2.0, "max_steps": 3, "target_redundancy": 2.0}
+    fields |= {"defer_unsettled_groups": False}  # each rollout's groups are a batch
     args = server_args(tmp_path, server, **fields)
     functions = [reward, length_reward]
     trainer = make_trainer(model_dir, args, reward_funcs=functions, train_dataset=letters_dataset(10))
