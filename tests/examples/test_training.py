@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import training
+from benchmarks import pacing, training
 from benchmarks.long_tail import (
     TOKENIZER,
     Answers,
@@ -24,6 +23,7 @@ from benchmarks.long_tail import (
 )
 from benchmarks.pacing import CURVES, Pace, Pacer, scaled
 from benchmarks.training import ARMS, BASELINE, PAGE, WORLDS, Training, parse, trainings_of
+from tests.conftest import Clock
 from trl_darts import DARTSGRPOConfig
 
 
@@ -33,36 +33,37 @@ ROOT = Path(__file__).resolve().parents[2]
 # Pace
 
 
-def run_steps(pacer: Pacer, work: list[float], decoded: int, drafted: int = 0) -> float:
+def run_steps(pacer: Pacer, clock: Clock, work: list[float], decoded: int, drafted: int = 0) -> float:
     """Seconds that an engine takes whose steps by themselves take so many. Then it is idle."""
     left = list(work)
     engine = SimpleNamespace(scheduler=SimpleNamespace(has_requests=lambda: bool(left)))
     rows = [SimpleNamespace(new_token_ids=[5])] * decoded + [SimpleNamespace(new_token_ids=[])]
 
     def step(self):
-        time.sleep(left.pop(0))
+        clock.advance(left.pop(0))
         drafts = SimpleNamespace(num_draft_tokens=drafted) if drafted else None
         return {0: SimpleNamespace(outputs=rows, scheduler_stats=SimpleNamespace(spec_decoding_stats=drafts))}, True
 
-    start = time.perf_counter()
+    start = clock()
     for _ in work:
         pacer.run(step, engine)
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def test_steps_take_as_long_as_the_curve_says_and_late_ones_are_made_up_for(tmp_path):
+def test_steps_take_as_long_as_the_curve_says_and_late_ones_are_made_up_for(tmp_path, clock, monkeypatch):
     """Ten steps of 19 ms, for the sequences that got a token alone; the third takes 45 ms by itself."""
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(perf_counter=clock, sleep=clock.advance))
     pacer = Pacer(scaled(CURVES["llama-8b"], 2.5), tmp_path / "pace.json")
     seconds = 10 * 2.5 * CURVES["llama-8b"](100)
-    assert run_steps(pacer, [0.0, 0.0, 0.045, *[0.0] * 7], 100) == pytest.approx(seconds, rel=0.15)
+    assert run_steps(pacer, clock, [0.0, 0.0, 0.045, *[0.0] * 7], 100) == pytest.approx(seconds)
     pace = Pace(**json.loads((tmp_path / "pace.json").read_text()))
-    assert (pace.steps, pace.seconds) == (10, pytest.approx(seconds))
-    assert 1 <= pace.late <= 9
-    time.sleep(0.1)  # idle: owed to nobody
-    assert run_steps(pacer, [0.0] * 5, 1) > 0.9 * 5 * 2.5 * 4.6e-3
-    assert "of 15 engine steps late" in str(pacer.pace)
+    assert (pace.steps, pace.seconds, pace.late) == (10, pytest.approx(seconds), 2)
+    clock.advance(0.1)  # idle: owed to nobody
+    assert run_steps(pacer, clock, [0.0] * 5, 1) == pytest.approx(5 * 2.5 * CURVES["llama-8b"](1))
+    assert "13.3% of 15 engine steps late" in str(pacer.pace)
     assert pacer.pace.since(pace).steps == 5
-    assert run_steps(pacer, [0.0] * 5, 50, drafted=100) > 0.95 * 5 * 2.5 * CURVES["llama-8b"](150)
+    drafted = run_steps(pacer, clock, [0.0] * 5, 50, drafted=100)
+    assert drafted == pytest.approx(5 * 2.5 * CURVES["llama-8b"](150))
 
 
 # The task
