@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.vllm_server import VLLMServer, start_vllm_server
+from benchmarks.vllm_server import VLLMServer, plugin_environment, start_vllm_server
 from trl_darts.analysis.simulation import LLAMA_8B_NIM
 from trl_darts.policy import LatencyCurve
 from trl_darts.weights.plugin import when_imported
@@ -40,7 +40,6 @@ CURVES = {
 NUM_ENGINES, SCALE = 4, 4.0
 ENGINE_MODULE = "vllm.v1.engine.core"
 CURVE, COUNTS = "PACE_CURVE", "PACE_COUNTS"  # environment variables of the server: a curve, and a file for [`Pace`]
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def scaled(curve: LatencyCurve, factor: float, num_engines: int = 1) -> LatencyCurve:
@@ -139,12 +138,9 @@ def paced_server(
     are those of `start_vllm_server`. Raises if no step was paced, because vLLM's internals have changed.
     """
     with tempfile.TemporaryDirectory() as directory:
-        plugin, counts = Path(directory) / "pacing-0.dist-info", Path(directory) / "pace.json"
-        plugin.mkdir()
-        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: pacing\nVersion: 0\n")
-        (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\npacing = benchmarks.pacing:register\n")
-        path = os.pathsep.join([directory, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {"PYTHONPATH": path, CURVE: json.dumps(curve.to_dict()), COUNTS: str(counts), **options.pop("env", {})}
+        counts = Path(directory) / "pace.json"
+        env = plugin_environment(Path(directory), "benchmarks.pacing:register")
+        env |= {CURVE: json.dumps(curve.to_dict()), COUNTS: str(counts), **options.pop("env", {})}
 
         def pace() -> Pace:
             return Pace(**json.loads(counts.read_text())) if counts.exists() else Pace()

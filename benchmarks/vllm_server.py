@@ -181,6 +181,17 @@ def _command(model_dir: Path, port: int, options: dict[str, object]) -> list[str
     return command
 
 
+def plugin_environment(directory: Path, entry_point: str) -> dict[str, str]:
+    """Declares a plugin of vLLM in a directory, and returns what a server's environment needs to load it."""
+    name = entry_point.partition(":")[0].rpartition(".")[2]
+    plugin = directory / f"{name}-0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {entry_point}\n")
+    root = str(Path(__file__).resolve().parents[1])
+    return {"PYTHONPATH": os.pathsep.join([str(directory), root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 @contextmanager
 def start_vllm_server(
     model_dir: str | Path,

@@ -27,15 +27,20 @@ def test_after_import(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     seen = []
     finders = len(sys.meta_path)
-    plugin.when_imported("late_module", lambda module: seen.append(module.value))
-    plugin.when_imported("late_module", lambda module: seen.append("registered twice"))
+
+    def note(module):
+        seen.append(module.value)
+
+    plugin.when_imported("late_module", note)
+    plugin.when_imported("late_module", note)
+    plugin.when_imported("late_module", lambda module: seen.append("another plugin"))
     assert seen == []
     import late_module
 
-    assert seen == [1]
+    assert seen == [1, "another plugin"]
     assert len(sys.meta_path) == finders
     plugin.when_imported("late_module", lambda module: seen.append("at once"))
-    assert seen == [1, "at once"]
+    assert seen[2:] == ["at once"]
     assert late_module.__spec__.origin.endswith("late_module.py")
     del sys.modules["late_module"]
 

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -73,7 +74,7 @@ def _count_outputs(module: ModuleType) -> None:
     `/inference/v1/generate`, at their end.
     """
     original = module.EngineCore.collective_rpc
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, NUM_OUTPUTS):
         return
 
     @functools.wraps(original)
@@ -82,21 +83,25 @@ def _count_outputs(module: ModuleType) -> None:
             return original(self, method, *args, **kwargs)
         return [{name: request.num_output_tokens for name, request in self.scheduler.requests.items()}]
 
+    setattr(collective_rpc, NUM_OUTPUTS, True)
     module.EngineCore.collective_rpc = collective_rpc
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Calls `action(module)` right after a module is imported, or now if it already is. Failures are logged."""
+    """
+    Calls `action(module)` right after a module is imported, or now if it already is. Failures are logged. The same
+    action is called once.
+    """
     if name in sys.modules:
         _act(action, sys.modules[name])
-    elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
+    elif _AfterImport(name, action) not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport(name, action))
 
 
+@dataclass(frozen=True)
 class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
-        self.name = name
-        self.action = action
+    name: str
+    action: Callable[[ModuleType], None]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
