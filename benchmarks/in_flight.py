@@ -190,7 +190,7 @@ def main() -> None:
         record = Path(directory) / "record.jsonl"
         env = plugin_environment(Path(directory), "benchmarks.in_flight:register") | {RECORD: str(record)}
         # Few slots, so that the server always has something to decode.
-        with benchmark_server(env=env, no_async_scheduling=True, max_num_seqs=16) as (url, model_dir):
+        with benchmark_server(env=env, no_async_scheduling=True, max_num_seqs=4) as (url, model_dir):
             fields = {"kv_after_update": options.kv, "schedule": options.schedule}
             taken, pauses = train(url, model_dir, directory, options.steps, **fields)
         lines = [json.loads(line) for line in record.read_text().splitlines()]

@@ -67,7 +67,8 @@ def test_a_server_that_fails_leaves_the_update_and_the_others_go_on(fleet, engin
     assert message.startswith(f"The vLLM server at {servers[1].url} is lost: ")
     assert "answered 500: its own message" in message
     for server in servers:
-        assert (server.paths[0], server.paths[-1]) == ("/pause", "/resume")
+        assert server.paths[0] == "/pause"
+        assert "/resume" in server.paths[-2:]
 
 
 def test_a_server_that_is_lost_while_it_loads_is_not_waited_for(fleet, engine, servers):
@@ -124,14 +125,12 @@ def test_requests_are_counted_before_they_continue(fleet, engine, servers, keeps
     counts = {"results": [{"cmpl-a-0-1234abcd": 7}]}
     for server in servers[:2]:
         server.answers["/collective_rpc"] = (200, counts)
-    servers[2].acts["/weight_info"] = lambda: asyncio.sleep(
-        0, servers[2].answers.update({"/collective_rpc": (500, "?")})
-    )
+    servers[2].answers["/collective_rpc"] = (500, "?")
     fleet.update_named_params(METADATA, params())
     assert sorted(listener.updates) == sorted((server.url, {"cmpl-a-0": 7}) for server in servers[:2])
     assert states(engine) == [State.UP, State.UP, State.DOWN]
     paths = servers[0].paths
-    assert paths[-2:] == ["/collective_rpc", "/resume"]
+    assert paths[paths.index("/resume") - 1] == "/collective_rpc"
     assert ("/reset_prefix_cache" in paths) != keeps_kv
 
 

@@ -104,15 +104,17 @@ async def _is_on_cpu(server: VLLMServer) -> bool:
     return bool(info["vllm_config"]["device_config"]["device"] == "cpu")
 
 
-async def commit(server: VLLMServer, version: int, keeps_kv: bool = False) -> None:
-    """Completes an update: empties the prefix cache unless `keeps_kv`, sets the weight version and reads it back."""
-    if not keeps_kv and not (await ask(server, "/reset_prefix_cache?reset_running_requests=true")).get(
-        "success", True
-    ):
+async def reset_caches(server: VLLMServer) -> None:
+    """Empties the prefix cache, also of running requests."""
+    if not (await ask(server, "/reset_prefix_cache?reset_running_requests=true")).get("success", True):
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} could not empty its prefix cache, so it holds keys and values of "
             "the old weights. A transfer of its KV cache may be in progress."
         )
+
+
+async def set_version(server: VLLMServer, version: int) -> None:
+    """Sets the version of a server's weights, and reads it back."""
     if not await _stamp(server, f"v{version}"):
         return
     found = (await look_up(server, "/weight_info") or {}).get("weight_version")

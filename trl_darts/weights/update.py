@@ -79,13 +79,19 @@ class WeightUpdate:
     ) -> None:
         try:
             if error is None:
-                await self.each(lambda member: calls.commit(member.server, self.version, self.keeps_kv))
-                if self.before_resume is not None:
-                    await self.each(self.before_resume)
-                await self.each(lambda member: calls.resume(member.server))
+                await self.each(self._complete)
                 self.updated = self.alive
         finally:  # also after Ctrl-C, so that no server stays paused
             await self._abandon()
+
+    async def _complete(self, member: Member) -> None:
+        """Resumes a server as soon as it can decode, and sets its version then: the fewer calls it waits for."""
+        if not self.keeps_kv:
+            await calls.reset_caches(member.server)
+        if self.before_resume is not None:
+            await self.before_resume(member)
+        await calls.resume(member.server)
+        await calls.set_version(member.server, self.version)
 
     async def _abandon(self) -> None:
         failed = [member.server for url, member in self.members.items() if url not in self.updated]
