@@ -1,13 +1,14 @@
 """
 Kills trainers while they write checkpoints, and checks that runs resume and train on each prompt once per epoch.
 
-    python benchmarks/checkpoints.py --kills 50
+    python benchmarks/checkpoints.py --kills 50 [--continuous]
 
-The schedule is `partial_rollout` on a real vLLM server, with tokens of unfinished prompts in the buffer. Each trainer
-resumes from the last complete checkpoint, saves after every step, and is killed with SIGKILL at a random moment of its
-first, second or third checkpoint; only the last trainer is not killed. After each kill, a complete checkpoint must
-exist. In each epoch, each prompt must be trained on once, not counting steps that a later trainer repeated. Also
-prints the last file that each killed trainer wrote.
+The schedule is `partial_rollout` on a real vLLM server, with tokens of unfinished prompts in the buffer, or GRPO in
+rollouts that never end, whose unfinished prompts are sampled again. Each trainer resumes from the last complete
+checkpoint, saves after every step, and is killed with SIGKILL at a random moment of its first, second or third
+checkpoint; only the last trainer is not killed. After each kill, a complete checkpoint must exist. In each epoch, each
+prompt must be trained on once, not counting steps that a later trainer repeated. Epochs overlap in rollouts that never
+end, so there it is once per epoch over the whole training. Also prints the last file that each killed trainer wrote.
 """
 
 import argparse
@@ -31,9 +32,14 @@ PROMPTS = [f"{i} + {i} =" for i in range(32)]
 BATCH, ROWS = 4, 2  # prompts per step, rows per prompt
 STEPS = len(PROMPTS) // BATCH  # per epoch
 LOG = "trained.jsonl"
+MOST = 3  # checkpoints of a trainer that is killed
 
 
-def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any) -> None:
+SCHEDULES = {"partial_rollout": {"schedule": "partial_rollout"}}
+SCHEDULES["continuous"] = {"schedule": "grpo", "rollout_ahead": "continuous"}
+
+
+def train(url: str, model_dir: str, schedule: str, directory: str, max_steps: int, saving: Any) -> None:
     """Trains in a process of its own. Notifies `saving` of the start and end of checkpoints, and logs prompts."""
     from datasets import Dataset
     from transformers import AutoTokenizer, PrinterCallback
@@ -54,8 +60,9 @@ def train(url: str, model_dir: str, directory: str, max_steps: int, saving: Any)
             super()._save_checkpoint(model, trial)
             saving.send(False)
 
-    fields = {"schedule": "partial_rollout", "num_generations": ROWS, "per_device_train_batch_size": BATCH * ROWS}
-    fields |= {"max_completion_length": 256, "max_steps": max_steps, "learning_rate": 1e-6, "seed": 0}
+    fields: dict[str, Any] = {**SCHEDULES[schedule], "num_generations": ROWS, "seed": 0}
+    fields |= {"per_device_train_batch_size": BATCH * ROWS}
+    fields |= {"max_completion_length": 256, "max_steps": max_steps, "learning_rate": 1e-6}
     fields |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "logging_strategy": "no"}
     trainer = Trainer(
         model_dir,
@@ -110,13 +117,16 @@ def last_state(directory: Path) -> tuple[int, str, int]:
         return step, newest, len(arrays["tokens"])
 
 
-def wrong_prompts(directory: Path, max_steps: int) -> list[tuple[int, str]]:
-    """Returns epochs and prompts that were not trained on exactly once. The later of two entries of a step counts."""
+def wrong_prompts(directory: Path, max_steps: int, period: int) -> list[tuple[int, str]]:
+    """
+    Returns first steps of periods of so many steps, and prompts that were not trained on once per epoch in them. The
+    later of two entries of a step counts.
+    """
     steps = dict(map(json.loads, (directory / LOG).read_text().splitlines()))
     wrong = []
-    for first in range(0, max_steps, STEPS):
-        counts = Counter(prompt for step in range(first, first + STEPS) for prompt in steps[step])
-        wrong += [(first // STEPS, prompt) for prompt in PROMPTS if counts[prompt] != 1]
+    for first in range(0, max_steps, period):
+        counts = Counter(prompt for step in range(first, first + period) for prompt in steps[step])
+        wrong += [(first, prompt) for prompt in PROMPTS if counts[prompt] != period // STEPS]
     return wrong
 
 
@@ -124,24 +134,26 @@ def main() -> None:
     """Runs the benchmark. Exits with 1 if a prompt was lost or trained on twice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--continuous", action="store_true", help="rollouts that never end")
     options = parser.parse_args()
     from benchmarks.servers import benchmark_server
 
     rng, newest, tokens = random.Random(0), Counter[str](), []
     multiprocessing.set_forkserver_preload(["trl_darts.trainer", "datasets"])
     with benchmark_server() as (url, model_dir), tempfile.TemporaryDirectory() as output:
-        directory, step = Path(output), 0
-        seconds = run(url, str(model_dir), output, 3)
+        directory = Path(output)
+        arguments = url, str(model_dir), "continuous" if options.continuous else "partial_rollout", output
+        seconds = run(*arguments, 3)
+        max_steps = (3 + MOST * options.kills) // STEPS * STEPS + STEPS  # more than the killed trainers take
         for _ in range(options.kills):
             delay_s = rng.uniform(0, 1.1 * seconds)
-            run(url, str(model_dir), output, 1_000_000, kill_at=rng.randint(1, 3), delay_s=delay_s)
+            run(*arguments, max_steps, kill_at=rng.randint(1, MOST), delay_s=delay_s)
             step, name, num_tokens = last_state(directory)
             newest[name] += 1
             tokens.append(num_tokens)
             print(f"step {step} is complete, {num_tokens} tokens in its buffer; last file: {name}", flush=True)
-        max_steps = (step // STEPS + 1) * STEPS
-        run(url, str(model_dir), output, max_steps)
-        wrong = wrong_prompts(directory, max_steps)
+        run(*arguments, max_steps)
+        wrong = wrong_prompts(directory, max_steps, max_steps if options.continuous else STEPS)
     print(f"{options.kills} kills, {max_steps} steps, {max_steps // STEPS} epochs; a checkpoint takes {seconds:.2f} s")
     print(f"tokens in the restored buffers: median {statistics.median(tokens):.0f}, most {max(tokens)}")
     print(f"last file: {dict(newest.most_common())}")

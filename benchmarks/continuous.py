@@ -58,11 +58,11 @@ BASELINE = "grpo"
 CONTINUOUS = {"rollout_ahead": "continuous"}
 ARMS: dict[str, dict[str, Any]] = {
     BASELINE: {"schedule": "grpo"},
-    "default": {},
+    "unguarded": {},
     "grpo, ahead": {"schedule": "grpo", "rollout_ahead": 1},
-    "default, ahead": {"rollout_ahead": 1},
+    "darts, ahead": {"rollout_ahead": 1},
     "grpo, continuous": {"schedule": "grpo", **CONTINUOUS},
-    "default, continuous": CONTINUOUS,
+    "darts, continuous": CONTINUOUS,
     **{f"grpo, continuous, {s}": {"schedule": "grpo", **CONTINUOUS, "max_staleness": s} for s in (1, 2, 8)},
 }
 RATES = (1e-3, 1e-2)

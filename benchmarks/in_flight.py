@@ -84,7 +84,7 @@ def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
 
 
 def train(url: str, model_dir: Path, output_dir: str, steps: int, **fields: Any) -> tuple[list[Any], list[float]]:
-    """Returns all candidates by the number of optimizer steps when their batch was taken, and the pauses in seconds."""
+    """Returns candidates with the number of steps when their batch was taken, and the pauses in seconds."""
     from datasets import Dataset
     from transformers import PrinterCallback
 
@@ -169,10 +169,11 @@ def check(taken: Sequence[tuple[int, Any]], known: Counter[tuple[tuple[int, ...]
     rows = [(step, tuple(row.tokens), row.versions) for step, row in taken if row.tokens]
     wrong = Counter((tokens, versions) for _, tokens, versions in rows) - known
     oldest = max(step - versions[0][0] for step, _, versions in rows)
+    num_tokens, num_mixed = sum(len(row[1]) for row in rows), sum(len(row[2]) > 1 for row in rows)
     print(
-        f"{len(rows)} candidates, {sum(len(tokens) for _, tokens, _ in rows)} tokens, "
-        f"{sum(len(versions) > 1 for *_, versions in rows)} candidates of several versions; {wrong.total()} with other "
-        f"versions than the server's; the oldest token was {oldest} steps old where {MAX_STALENESS} are allowed"
+        f"{len(rows)} candidates, {num_tokens} tokens, {num_mixed} candidates of several versions; {wrong.total()} "
+        f"with other versions than the server's; the oldest token was {oldest} steps old where {MAX_STALENESS} are "
+        "allowed"
     )
     return not wrong and oldest <= MAX_STALENESS
 
