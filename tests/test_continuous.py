@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from tests.builders import LETTERS, letters_dataset, make_trainer, record_ages, record_batches
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.vllm
 # Answers that outlive a step, and steps that change them visibly.
 FIELDS = {"rollout_ahead": "continuous", "learning_rate": 3e-3, "max_completion_length": 240}
 FIELDS |= {"generation_kwargs": {"ignore_eos": True}}
+LORA = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 class Notes(TrainerCallback):
@@ -98,8 +100,10 @@ def prompts_of(batches: list[Any], trainer: Any) -> Counter[str]:
     return Counter(row["prompt"] for batch in batches if len(batch["advantages"]) == rows for row in batch["inputs"])
 
 
-@pytest.mark.parametrize("schedule", ["grpo", "darts"])
-def test_each_token_is_of_the_version_that_it_is_said_to_be_of(server, model_dir, tmp_path, monkeypatch, schedule):
+@pytest.mark.parametrize(("schedule", "lora"), [("grpo", LORA), ("darts", None)])
+def test_each_token_is_of_the_version_that_it_is_said_to_be_of(
+    server, model_dir, tmp_path, monkeypatch, schedule, lora
+):
     """Two optimizer steps share a batch, with an evaluation between them, while the rollout goes on."""
     # The server always has something to decode, also where the trainer is slow.
     capacity: Any = Member.capacity
@@ -110,7 +114,7 @@ def test_each_token_is_of_the_version_that_it_is_said_to_be_of(server, model_dir
     fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     args = server_args(tmp_path, server, **fields)
     data = {"train_dataset": letters_dataset(12), "eval_dataset": letters_dataset(2), "reward_funcs": token_reward}
-    trainer = make_trainer(model_dir, args, **data)
+    trainer = make_trainer(model_dir, args, peft_config=lora, **data)
     notes, ages, batches = recorded(trainer)
     trainer.train()
     assert check_versions(trainer, notes, ages, batches) > 0
