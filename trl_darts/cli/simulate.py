@@ -25,7 +25,7 @@ from ..analysis.simulation import (
     recorded_workload,
     settings_of,
 )
-from ..analysis.simulation.comparison import show
+from ..analysis.simulation.comparison import fastest, show
 from ..analysis.simulation.recorded import curve_of, run_settings
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
@@ -105,6 +105,13 @@ def simulate(
     num_engines: Annotated[
         int | None, for_engines("Data parallel engines. Default: 1, or 8 with the default curve.")
     ] = None,
+    num_gpus: Annotated[
+        int | None,
+        for_engines(
+            "GPUs of the trainer and of engines with one each: shows each setting with its fastest split. "
+            "--train-seconds-per-token is then that of a single GPU."
+        ),
+    ] = None,
     max_num_seqs: Annotated[
         int | None, for_engines("Sequences that an engine decodes at once. Default: the file's, or no limit.")
     ] = None,
@@ -173,14 +180,18 @@ def simulate(
     cluster, (workloads, rows) = _cluster(given, swept), _workloads(given)
     settings = settings_of(names, rows, swept)
     _check(steps, seeds, output)
+    cases = {label: _splits(num_gpus, given, own, cluster) for label, own in workloads.items()}
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("Runs", total=len(workloads) * len(settings) * seeds)
-        outcomes = [
-            replace(outcome, name=outcome.name + label)
-            for label, own in workloads.items()
-            for outcome in compare(own, settings, cluster, steps, seeds, lambda: progress.advance(task))
-        ]
-    show(console, outcomes, next(iter(workloads.values())), cluster, steps, seeds)
+        task = progress.add_task("Runs", total=sum(map(len, cases.values())) * len(settings) * seeds)
+        run = partial(compare, num_steps=steps, num_seeds=seeds, on_run=lambda: progress.advance(task))
+        outcomes = []
+        for label, splits in cases.items():
+            found = [
+                [replace(outcome, name=outcome.name + label + suffix) for outcome in run(own, settings, engines)]
+                for suffix, own, engines in splits
+            ]
+            outcomes += found[0] if num_gpus is None else fastest(found, workloads[label])
+    show(console, outcomes, next(iter(workloads.values())), cluster, steps, seeds, num_gpus)
     if output is not None:
         _write(outcomes, *(output / name for name in FILES))
 
@@ -214,6 +225,35 @@ def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
     if "draft_acceptance" not in given:
         return cluster
     return replace(cluster, latency=drafted_latency(cluster.latency, given["draft_acceptance"]))
+
+
+def _splits(
+    num_gpus: int | None, given: Mapping[str, Any], workload: Workload, cluster: ClusterSpec
+) -> list[tuple[str, Workload, ClusterSpec]]:
+    """Returns a case for each number of engines, with its suffix. Training is as fast as the trainer has GPUs."""
+    if num_gpus is None:
+        return [("", workload, cluster)]
+    if num_gpus < 2:
+        raise ConfigurationError(f"`--num-gpus` ({num_gpus}) must be at least 2: one for an engine, one to train.")
+    for name in ("num_engines", "layout"):
+        if name in given:
+            raise ConfigurationError(
+                f"`{_flag(name)}` ({given[name]}) has no effect with `--num-gpus` ({num_gpus}), which compares all "
+                "numbers of engines. Leave one of them out."
+            )
+    seconds = workload.train_seconds_per_token
+    if not seconds:
+        raise ConfigurationError(
+            f"`--num-gpus` ({num_gpus}) needs `--train-seconds-per-token`, which says what the trainer's GPUs gain."
+        )
+    return [
+        (
+            f", engines={number}",
+            replace(workload, train_seconds_per_token=seconds / (num_gpus - number)),
+            replace(cluster, num_engines=number),
+        )
+        for number in range(1, num_gpus)
+    ]
 
 
 def _layouts(given: Mapping[str, Any], sweep: Mapping[str, Any], own: dict[str, Any]) -> ClusterSpec:

@@ -127,6 +127,22 @@ def test_each_endless_share_has_a_baseline_of_its_own(tmp_path):
     assert [float(found[index]["truncated_ratio"]) > 0 for index in (0, 2)] == [False, True]
 
 
+def test_each_setting_has_its_fastest_split_of_the_gpus(tmp_path):
+    """As if each split were simulated by itself."""
+    found = rows(*SMALL, "--num-gpus", 3, "--train-seconds-per-token", 1e-2, output=tmp_path)
+    alone = {
+        engines: rows(
+            *(*SMALL, "--num-engines", engines, "--train-seconds-per-token", 1e-2 / (3 - engines)), output=tmp_path
+        )
+        for engines in (1, 2)
+    }
+    for place, row in enumerate(found):
+        seconds, engines = min((float(own[place]["step_seconds"]), engines) for engines, own in alone.items())
+        assert row["setting"] == f"{alone[1][place]['setting']}, engines={engines}"
+        assert float(row["step_seconds"]) == seconds
+        assert float(row["speedup"]) == pytest.approx(float(found[0]["step_seconds"]) / seconds)
+
+
 @pytest.mark.parametrize(
     ("limits", "options", "expected"),
     [
@@ -190,6 +206,9 @@ def test_a_trace_has_lengths_of_its_own(no_training, recorded, option):
         (["--workload", "mine"], "`--workload` ('mine') must be one of 'llama_8b_deepscaler', 'deepseek_r1'"),
         (["--endless-share", "0,few"], "`--endless-share` ('0,few') must be numbers from 0 to 0.1 and commas"),
         (["--uniform-share", "1"], "`uniform_share` (1.0) must be between 0 and 0.9"),
+        (["--num-gpus", "8"], "`--num-gpus` (8) needs `--train-seconds-per-token`"),
+        (["--num-gpus", "1"], "`--num-gpus` (1) must be at least 2"),
+        (["--num-gpus", "8", "--num-engines", "4"], "`--num-engines` (4) has no effect with `--num-gpus` (8)"),
         (["--steps", "0"], "`--steps` (0) must be at least 1"),
         (["--output", "out"], "`--output` ('out/simulation.png') must be a file that can be written: it is a direct"),
     ],

@@ -98,6 +98,16 @@ def compare(
         for name, setting in settings.items():
             runs[name].append(SimulatedTraining(workload, setting, cluster, seed).run(num_steps))
             on_run()
+    return _compared(runs, workload)
+
+
+def fastest(splits: Sequence[Sequence[Outcome]], workload: Workload) -> list[Outcome]:
+    """Returns of each setting the outcome with the fastest steps, compared with that of the first setting."""
+    best = [min(own, key=lambda outcome: outcome.estimate("step_seconds").mean) for own in zip(*splits, strict=True)]
+    return _compared({outcome.name: outcome.runs for outcome in best}, workload)
+
+
+def _compared(runs: Mapping[str, list[SimulatedRun]], workload: Workload) -> list[Outcome]:
     per_group = workload.uniform_share > 0
     seconds = {
         name: [sum(run.step_seconds) / (sum(run.informative_groups) if per_group else 1) for run in own]
@@ -147,7 +157,13 @@ COLUMNS = [
 
 
 def show(
-    console: Console, outcomes: Sequence[Outcome], workload: Workload, cluster: ClusterSpec, steps: int, seeds: int
+    console: Console,
+    outcomes: Sequence[Outcome],
+    workload: Workload,
+    cluster: ClusterSpec,
+    steps: int,
+    seeds: int,
+    num_gpus: int | None = None,  # that each outcome splits in its own way between engines and trainer
 ) -> None:
     """Prints a table of 80 columns, what its columns mean, and what was assumed. The baseline comes first."""
     stale, deferred = (
@@ -158,7 +174,7 @@ def show(
     columns = [column for column in COLUMNS if optional.get(column.quantity, True)]
     # With ten columns there is room for one space between them.
     padding = (0, 2 if len(columns) < 8 else 1, 0, 0)
-    title = _title(workload, cluster, steps, seeds)
+    title = _title(workload, cluster, steps, seeds, num_gpus)
     table = Table(title=title, box=None, padding=padding, pad_edge=False, header_style="underline")
     table.add_column("setting", overflow="fold")
     for column in columns:
@@ -183,13 +199,15 @@ def _cell(outcome: Outcome, column: Column) -> str:
     return f"{mean}\n±{estimate.half_width:{column.style.replace('.3g', '.2g')}}"
 
 
-def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int) -> str:
+def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int, num_gpus: int | None) -> str:
     limits = [f"{cluster.max_num_seqs:,} sequences"] if cluster.max_num_seqs else []
     limits += [f"{cluster.kv_tokens:,} tokens of KV cache"] if cluster.kv_tokens else []
+    engines = f"{cluster.num_engines} engine{'s' if cluster.num_engines > 1 else ''}"
+    engines = engines if num_gpus is None else f"{num_gpus} GPUs of engines and trainer"
     tail = "" if cluster.tail is None else f", {cluster.tail.num_engines} of another layout for the last candidates"
     return (
-        f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {cluster.num_engines} engine"
-        f"{'s' if cluster.num_engines > 1 else ''}{' of at most ' if limits else ''}{' and '.join(limits)}{tail}"
+        f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {engines}"
+        f"{' of at most ' if limits else ''}{' and '.join(limits)}{tail}"
         f"{', assumed: ' + source if (source := cluster.latency.metadata.get('assumed')) else ''}"
     )
 
