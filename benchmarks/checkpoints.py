@@ -33,10 +33,10 @@ BATCH, ROWS = 4, 2  # prompts per step, rows per prompt
 STEPS = len(PROMPTS) // BATCH  # per epoch
 LOG = "trained.jsonl"
 MOST = 3  # checkpoints of a trainer that is killed
-
-
-SCHEDULES = {"partial_rollout": {"schedule": "partial_rollout"}}
-SCHEDULES["continuous"] = {"schedule": "grpo", "rollout_ahead": "continuous"}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "partial_rollout": {"schedule": "partial_rollout"},
+    "continuous": {"schedule": "grpo", "rollout_ahead": "continuous"},
+}
 
 
 def train(url: str, model_dir: str, schedule: str, directory: str, max_steps: int, saving: Any) -> None:
@@ -60,7 +60,7 @@ def train(url: str, model_dir: str, schedule: str, directory: str, max_steps: in
             super()._save_checkpoint(model, trial)
             saving.send(False)
 
-    fields: dict[str, Any] = {**SCHEDULES[schedule], "num_generations": ROWS, "seed": 0}
+    fields = {**SCHEDULES[schedule], "num_generations": ROWS, "seed": 0}
     fields |= {"per_device_train_batch_size": BATCH * ROWS}
     fields |= {"max_completion_length": 256, "max_steps": max_steps, "learning_rate": 1e-6}
     fields |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "logging_strategy": "no"}

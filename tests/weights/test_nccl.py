@@ -250,9 +250,9 @@ def test_a_broadcast_that_fails_is_ended(generation, fleet, engine, servers, for
         thread.join(5)
         assert not thread.is_alive()
     assert [member.version for member in engine.members.values()] == [0, 1, 1]
-    for server in servers:
-        assert "/resume" in server.paths[-2:]
+    assert bad.paths[-1] == "/resume"
     for server in servers[1:]:
+        assert server.paths[-2:] == COMMIT[1:]
         assert torch.equal(torch.cat(server.received), merged_bytes(generation))
     assert bad.weight_version == "v1-incomplete"
     assert "/finish_weight_update" in bad.paths

@@ -202,8 +202,9 @@ def _cell(outcome: Outcome, column: Column) -> str:
 def _title(workload: Workload, cluster: ClusterSpec, steps: int, seeds: int, num_gpus: int | None) -> str:
     limits = [f"{cluster.max_num_seqs:,} sequences"] if cluster.max_num_seqs else []
     limits += [f"{cluster.kv_tokens:,} tokens of KV cache"] if cluster.kv_tokens else []
-    engines = f"{cluster.num_engines} engine{'s' if cluster.num_engines > 1 else ''}"
-    engines = engines if num_gpus is None else f"{num_gpus} GPUs of engines and trainer"
+    engines = f"{num_gpus} GPUs of engines and trainer"
+    if num_gpus is None:
+        engines = f"{cluster.num_engines} engine{'s' if cluster.num_engines > 1 else ''}"
     tail = "" if cluster.tail is None else f", {cluster.tail.num_engines} of another layout for the last candidates"
     return (
         f"{steps} steps × {seeds} seeds of {workload.prompts_per_step} prompts on {engines}"
