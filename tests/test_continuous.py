@@ -6,6 +6,7 @@ policies' invariants are in `tests/scheduling/test_continuous.py`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from typing import Any
@@ -60,7 +61,7 @@ class WaitsForServers(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         while set(self.engine.states().values()) != {State.UP}:
-            time.sleep(0.05)
+            time.sleep(0.3)
 
 
 def recorded(trainer: Any, last: int = 100) -> tuple[Notes, list[Any], list[Any]]:
@@ -127,8 +128,21 @@ def test_each_token_is_of_the_version_that_it_is_said_to_be_of(
     assert all(entry["darts/staleness/age_p50"] <= entry["darts/staleness/age_p90"] <= 4 for entry in log)
 
 
-def test_kept_keys_and_values_are_of_running_answers_alone(server, model_dir, tmp_path):
-    """What starts after a weight sync reads none of before, although its prompt exceeds a block of the cache."""
+def test_kept_keys_and_values_are_of_running_answers_alone(server, model_dir, tmp_path, monkeypatch):
+    """
+    What starts after a weight sync reads none of before, although its prompt exceeds a block of the cache, and also if
+    it was on its way to the server during the sync.
+    """
+    stream: Any = VLLMServer.stream
+
+    delays = itertools.cycle((0.0, 0.3))
+
+    async def late(*args: Any) -> Any:
+        await asyncio.sleep(next(delays))
+        async for chunk in stream(*args):
+            yield chunk
+
+    monkeypatch.setattr(VLLMServer, "stream", late)
     rows = [{"prompt": "0123456789" * 5 + letter} for letter in LETTERS[:4]]
     args = server_args(tmp_path, server, max_steps=8, kv_after_update="keep", **FIELDS)
     trainer = make_trainer(model_dir, args, train_dataset=Dataset.from_list(rows), reward_funcs=token_reward)

@@ -100,13 +100,22 @@ class ContinuousRun(RolloutRun):
         self._report(EngineJoined(url, time.perf_counter(), capacity, version=version))
 
     def on_updated(self, url: str, num_outputs: Mapping[str, int]) -> None:
-        """Reports new weights. The time of the update does not count as silence."""
+        """
+        Reports new weights. The time of the update does not count as silence.
+
+        If keys and values are kept, requests without tokens start again: their salt would let them read the prompt's
+        of the old weights.
+        """
         now, counts = time.perf_counter(), {}
         self.pool.members[url].last_progress = now
         for request in self._open(url):
             request.last_progress = now
-            if (count := num_outputs.get(request.internal_id or "")) is not None:
+            count = num_outputs.get(request.internal_id or "")
+            if count is not None:
                 counts[request.command.candidate_id] = count
+            if self.keeps_kv and not count and not request.decodes and request.aborted_at is None:
+                self._close(request)
+                self._start(request.command)
         self._report(EngineUpdated(url, self._step_of(self.pool.version), counts, now))
 
     def _check_progress(self, urls: Sequence[str]) -> None:

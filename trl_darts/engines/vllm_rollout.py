@@ -249,14 +249,17 @@ class RolloutRun:
                 self.tail_turn = True
                 self._keep_turns()
             elif isinstance(command, Submit):
-                request = OpenRequest(command, time.perf_counter())
-                self.requests[request.key] = request
-                request.task = asyncio.create_task(self._decode(request))
+                self._start(command)
             else:
                 self.requests[command.candidate_id, command.segment].aborted_at = time.perf_counter()
                 aborter = self.aborters.get(command.engine_id)
                 if aborter is None or aborter.done():
                     self.aborters[command.engine_id] = asyncio.create_task(self._abort(command.engine_id))
+
+    def _start(self, command: Submit) -> None:
+        request = OpenRequest(command, time.perf_counter())
+        self.requests[request.key] = request
+        request.task = asyncio.create_task(self._decode(request))
 
     def _report(self, event: Event) -> None:
         if self.finished.done():
@@ -289,7 +292,8 @@ class RolloutRun:
         except Exception as error:
             self._report_error(request, offset, error)
         finally:
-            self.requests.pop(request.key, None)
+            if self.requests.get(request.key) is request:
+                del self.requests[request.key]
 
     def _report_error(self, request: OpenRequest, offset: int, error: Exception) -> None:
         """Reports an error as the loss of the server, or as the failure of the request."""
