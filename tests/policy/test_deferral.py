@@ -51,12 +51,12 @@ def test_some_are_deferred_at_random():
 def test_all_is_waited_for_until_few_answers_are_cut_off():
     learned = LongRewards()
     assert learned.waits_for_all  # nothing was observed
-    learned.observe_ends(10, 100)
+    learned.observe_ends(10, 100, 0, 12)
     assert learned.waits_for_all
     while learned.cut_off_share > CUT_OFF:
-        learned.observe_ends(0, 100)
+        learned.observe_ends(0, 100, 0, 12)
     assert not learned.waits_for_all
-    learned.observe_ends(0, 0)  # a round of prompts that were all dropped
+    learned.observe_ends(0, 0, 0, 0)  # a round of prompts that were all dropped
     assert not learned.waits_for_all
 
 
@@ -66,6 +66,19 @@ def test_between_one_and_two_prompts_are_started_for_each(rounds, num_groups):
     for deferred, groups in rounds:
         learned.observe_short(100.0, min(deferred, groups), groups)
     assert num_groups <= learned.num_started(num_groups) <= 2 * num_groups
+
+
+def test_the_first_short_round_expects_what_long_rounds_have_shown():
+    """Only those before it: later ones are of the deferred prompts."""
+    learned = LongRewards()
+    assert learned.num_started(32) == 32  # nothing was observed
+    learned.observe_ends(0, 256, 8, 32)
+    assert learned.num_started(32) == 43
+    learned.observe_ends(0, 256, 32, 32)
+    assert learned.num_started(32) == 64
+    learned.observe_short(100.0, 0, 32)
+    learned.observe_ends(0, 256, 0, 32)
+    assert learned.num_started(32) == 64
 
 
 @given(st.lists(st.integers(1, 500), max_size=2 * NUM_LENGTHS))
@@ -82,6 +95,6 @@ def test_restored_as_saved(groups):
     learned.observe_short(50.0, 1, 4)
     for key, rewards in groups:
         learned.observe_long(key, rewards, LENGTHS)
-        learned.observe_ends(key, 10)
+        learned.observe_ends(key, 10, 1, 2)
     again.load_state_dict(json.loads(json.dumps(learned.state_dict())))
     assert again == learned

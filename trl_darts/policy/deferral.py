@@ -51,7 +51,7 @@ class LongRewards:
     usual_length: float = 0.0  # average number of tokens at which a short round ends
     lengths: list[float] = field(default_factory=list)  # at which the last short rounds ended, at most `NUM_LENGTHS`
     cut_off_share: float | None = None  # share of truncated answers in long rounds; `None` before the first
-    deferred_share: float = 0.3  # share of the groups of short rounds that are deferred
+    deferred_share: float = 0.0  # expected share of the groups of a short round that are deferred
 
     def expected_gain(self, key: int) -> float:
         """Returns the expected gain of a long round for a prompt, with all prompts' mean as one observation more."""
@@ -81,16 +81,21 @@ class LongRewards:
         self.by_prompt[key] = MEMORY * groups + 1, MEMORY * known + gain
         self.num_groups, self.total_gain = self.num_groups + 1, self.total_gain + gain
 
-    def observe_ends(self, num_cut_off: int, num_rows: int) -> None:
-        """Learns how many rows of a round that was decoded to its end are truncated."""
+    def observe_ends(self, num_cut_off: int, num_rows: int, num_uniform: int, num_groups: int) -> None:
+        """
+        Learns how many rows of a round that was decoded to its end are truncated. How many of its groups have equal
+        rewards is what the first short round is expected to defer.
+        """
         if num_rows:
             share = num_cut_off / num_rows
             known = self.cut_off_share
             self.cut_off_share = share if known is None else MEMORY * known + (1 - MEMORY) * share
+        if num_groups and not self.usual_length:
+            self.deferred_share = num_uniform / num_groups
 
     def num_started(self, num_groups: int) -> int:
         """Returns how many prompts to start for `num_groups` groups that are not deferred: at most twice as many."""
-        return round(num_groups * min(2.0, 1 / (1 - self.deferred_share)))
+        return round(num_groups / (1 - min(self.deferred_share, 0.5)))
 
     def state_dict(self) -> dict[str, Any]:
         return {**asdict(self), "by_prompt": [[key, *known] for key, known in self.by_prompt.items()]}

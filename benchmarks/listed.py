@@ -1,0 +1,78 @@
+"""
+Does a list of servers cost time? Rollouts through `ray:NAME` against the same servers' addresses, alternating.
+
+    python benchmarks/listed.py [--repeats 20]
+
+A Ray cluster on this machine runs two real servers of the tiny reasoner. One engine finds and watches them by their
+name, the other has their addresses. Both send the same rollout, whose answers all have the same length. Printed is the
+ratio of seconds, as a mean over pairs with a 95 % interval.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import requests
+
+from benchmarks.faults import CHECKPOINT
+from benchmarks.nodes import NAME, cluster, serve
+from trl_darts.analysis.simulation import Estimate
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.engines.connection import listed_urls, make_source
+from trl_darts.engines.discovery import Discovery
+from trl_darts.scheduling import GroupPlan, SchedulePolicies, Scheduler
+
+
+NUM_GENERATIONS = 8
+
+
+def seconds(engine: Any, num_prompts: int, tokens: int) -> float:
+    """Returns the seconds of one rollout, with empty prefix caches as after a weight sync."""
+    for url in engine.base_urls:
+        requests.post(f"{url}/reset_prefix_cache", timeout=30).raise_for_status()
+    plans = [GroupPlan(index, NUM_GENERATIONS, prompt_key=index) for index in range(num_prompts)]
+    prompts = [[ServerPrompt([5 + index % 10, 6])] for index in range(num_prompts)]
+    body = {"model": CHECKPOINT.name, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
+    start = time.perf_counter()
+    engine.run(Scheduler(SchedulePolicies(), NUM_GENERATIONS), plans, prompts, body, None)
+    return time.perf_counter() - start
+
+
+async def never(server: Any) -> None:
+    """The servers stay the same, so none must be checked."""
+    raise AssertionError(server.base_url)
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=300)
+    args = parser.parse_args()
+    with cluster(), tempfile.TemporaryDirectory() as directory, serve(directory):
+        urls = listed_urls(f"ray:{NAME}")
+        engines = {"fixed": VLLMServerEngine(urls), "ray": VLLMServerEngine(urls)}
+        engines["ray"].discover(Discovery(make_source(f"ray:{NAME}"), never, urls))
+        found: dict[str, list[float]] = {name: [] for name in engines}
+        for repeat in range(args.repeats + 1):
+            for name in list(engines)[:: 1 if repeat % 2 else -1]:
+                elapsed = seconds(engines[name], args.prompts, args.tokens)
+                if repeat:  # after a warm-up
+                    found[name].append(elapsed)
+        for engine in engines.values():
+            engine.close()
+    ratios = np.array(found["ray"]) / np.array(found["fixed"])
+    print(f"{urls}, medians: fixed {np.median(found['fixed']):.2f} s, ray {np.median(found['ray']):.2f} s")
+    print(f"ray / fixed, {len(ratios)} pairs: {Estimate.of(ratios)}, median {np.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()
