@@ -434,12 +434,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} ({', '.join(sorted(unknown))}) must be some of {', '.join(known)}.")
     if not all(seed.isdecimal() for seed in options.seeds):
         parser.error(f"--seeds ({','.join(options.seeds)}) must be numbers with commas between them.")
+    options.writes_page = not (options.results or options.quick or options.server)
     options.results = options.results or ("outputs/quick" if options.quick else ROOT / "benchmarks" / "results")
     return options
 
 
 def main() -> None:
-    """Trains what is missing, and writes the table."""
+    """Trains what is missing, prints the tables, and writes those of virtual time into the page."""
     options = parse()
     for name in ("transformers", "trl_darts"):  # the latter says with each arm that its admission begins anew
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -455,7 +456,7 @@ def main() -> None:
         run_missing(name, seeds, arms, options)
     worlds = {name: load(results_file(name, options)) for name in WORLDS}
     print(content := "\n\n".join([table(worlds), audit_table(worlds)]))
-    if not options.quick:
+    if options.writes_page:
         PAGE.write_text(put(PAGE.read_text(), "learning", "learning.py", content))
 
 

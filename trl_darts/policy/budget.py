@@ -6,6 +6,7 @@ on the observations and their order, never on time, so a restored controller giv
 """
 
 import math
+import statistics
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +17,9 @@ from .latency import LatencyCurve
 
 REFERENCE_STEPS = 64
 """
-Number of first steps with history whose mean ρ and mean length are the reference. It is fixed afterwards: the budget
+Number of first steps with history whose median ρ and mean length are the reference. It is fixed afterwards: the budget
 itself changes the observed lengths, so a moving reference would follow its own decisions. Lengths that a long round or
-another schedule has observed have a larger ρ, and would count for too much in a reference of few steps.
+another schedule has observed have a larger ρ for some ten steps, which would raise a mean, and lower all later budgets.
 """
 
 BREAK_EVEN_SPREAD = 0.12
@@ -109,8 +110,8 @@ class BudgetController:
         self.num_engines = num_engines
         self.num_slots = num_slots
         self.keeps_spares = keeps_spares
-        self._num_steps = 0
-        self._rho_sum = self._length_sum = 0.0
+        self._rhos: list[float] = []
+        self._length_sum = 0.0
 
     def total(self, num_prompts: int, rho: float) -> int:
         """
@@ -118,9 +119,9 @@ class BudgetController:
         (`rho` is NaN), the budget is the target.
         """
         low, high = num_prompts * self.min_num_generations, num_prompts * self.max_num_generations
-        if self.cost_weight is not None and self._num_steps and not math.isnan(rho):
+        if self.cost_weight is not None and self._rhos and not math.isnan(rho):
             return redundancy_budget(rho, self._cost_slope(low, high), self.cost_weight, low, high)
-        reference = self._rho_sum / self._num_steps if self._num_steps else math.nan
+        reference = statistics.median(self._rhos) if self._rhos else math.nan
         known = rho >= 0 and reference > 0 and self.target_redundancy > 1
         ratio = rho / reference if known else 1.0
         rows = num_prompts * self.num_generations
@@ -143,14 +144,13 @@ class BudgetController:
         assert self.latency_curve is not None
         fewest, most = low / self.num_engines, max(high, low + 1) / self.num_engines
         slope = (self.latency_curve(most) - self.latency_curve(fewest)) / (most - fewest)
-        seconds = slope * self._length_sum / self._num_steps / self.num_engines
+        seconds = slope * self._length_sum / len(self._rhos) / self.num_engines
         return max(seconds, sys.float_info.min)  # 0 where the curve is flat
 
     def observe(self, rho: float, mean_length: float) -> None:
         """Record ρ and the mean response length L̃ after a step. Only the first steps with history count."""
-        if self._num_steps < REFERENCE_STEPS and not math.isnan(rho):
-            self._num_steps += 1
-            self._rho_sum += rho
+        if len(self._rhos) < REFERENCE_STEPS and not math.isnan(rho):
+            self._rhos.append(rho)
             self._length_sum += mean_length
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,8 +158,7 @@ class BudgetController:
         return {
             "num_generations": self.num_generations,
             "max_num_generations": self.max_num_generations,
-            "num_steps": self._num_steps,
-            "rho_sum": self._rho_sum,
+            "rhos": list(self._rhos),
             "length_sum": self._length_sum,
         }
 
@@ -175,5 +174,4 @@ class BudgetController:
                 f"`state` ({dict(state)}) must have the keys and group sizes of this `BudgetController` ({own}). "
                 "Restore the group sizes, or start without the state."
             )
-        self._num_steps = int(state["num_steps"])
-        self._rho_sum, self._length_sum = float(state["rho_sum"]), float(state["length_sum"])
+        self._rhos, self._length_sum = [float(rho) for rho in state["rhos"]], float(state["length_sum"])
