@@ -1,7 +1,8 @@
 """
 Does training learn what GRPO would learn, where the bounded wait aborts what matters?
 
-    python benchmarks/learning.py [--quick] [--worlds needs_120,endless] [--arms grpo,default] [--seeds 0,1] [--server]
+    python benchmarks/learning.py [--quick] [--worlds needs_120,endless] [--arms grpo,default] [--seeds 0,1]
+                                  [--server] [--steps 400]
 
 The task is that of `long_tail.py`, with worlds in which length matters, one change at a time:
 
@@ -337,7 +338,8 @@ Run = Mapping[str, Any]
 
 def results_file(world: str, options: argparse.Namespace) -> Path:
     """Where a world's runs are."""
-    return Path(options.results) / f"learning.{world}{'.server' if options.server else ''}.jsonl"
+    suffix = (".server" if options.server else "") + (f".{options.steps}" if options.steps else "")
+    return Path(options.results) / f"learning.{world}{suffix}.jsonl"
 
 
 def load(path: Path) -> list[Run]:
@@ -424,6 +426,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worlds", type=split, default=list(WORLDS), help="some of them, with commas")
     parser.add_argument("--arms", type=split, default=list(ARMS), help=f"some of them; {BASELINE} always runs")
     parser.add_argument("--seeds", type=split, default=list("01234"), help="some numbers, with commas")
+    parser.add_argument("--steps", type=int, help="of each run, instead of the world's")
     parser.add_argument("--server", action="store_true", help="decode on a real vLLM server")
     parser.add_argument("--quick", action="store_true", help="two steps, one seed: does it run?")
     parser.add_argument("--results", help="default: benchmarks/results; outputs/quick if quick")
@@ -434,7 +437,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} ({', '.join(sorted(unknown))}) must be some of {', '.join(known)}.")
     if not all(seed.isdecimal() for seed in options.seeds):
         parser.error(f"--seeds ({','.join(options.seeds)}) must be numbers with commas between them.")
-    options.writes_page = not (options.results or options.quick or options.server)
+    options.writes_page = not (options.results or options.quick or options.server or options.steps)
     options.results = options.results or ("outputs/quick" if options.quick else ROOT / "benchmarks" / "results")
     return options
 
@@ -451,7 +454,8 @@ def main() -> None:
     seeds = [int(seed) for seed in options.seeds]
     if options.quick:
         seeds = seeds[:1]
-        WORLDS.update({name: replace(WORLDS[name], steps=2) for name in options.worlds})
+    if steps := 2 if options.quick else options.steps:
+        WORLDS.update({name: replace(world, steps=steps) for name, world in WORLDS.items()})
     for name in [] if options.only_page else options.worlds:
         run_missing(name, seeds, arms, options)
     worlds = {name: load(results_file(name, options)) for name in WORLDS}

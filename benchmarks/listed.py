@@ -39,7 +39,7 @@ def seconds(engine: Any, num_prompts: int, tokens: int) -> float:
         requests.post(f"{url}/reset_prefix_cache", timeout=30).raise_for_status()
     plans = [GroupPlan(index, NUM_GENERATIONS, prompt_key=index) for index in range(num_prompts)]
     prompts = [[ServerPrompt([5 + index % 10, 6])] for index in range(num_prompts)]
-    body = {"model": CHECKPOINT.name, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
+    body = {"model": str(CHECKPOINT), "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
     start = time.perf_counter()
     engine.run(Scheduler(SchedulePolicies(), NUM_GENERATIONS), plans, prompts, body, None)
     return time.perf_counter() - start
