@@ -32,13 +32,23 @@ def test_gain_of_length():
 def test_a_prompt_is_deferred_while_long_rounds_help():
     learned = LongRewards(usual_length=50.0)
     assert learned.defers(7, 0)  # by the prior
-    for _ in range(8):
+    for _ in range(16):
         learned.observe_long(6, [0] * 6, LENGTHS)
         learned.observe_long(7, [0, 1, 0, 1, 0, 1], LENGTHS)  # a short round would have different rewards too
         learned.observe_long(8, [0, 0, 0, 0, 0, 1], LENGTHS)
         learned.observe_long(9, [1, 0, 0, 0, 0, 0], LENGTHS)
     assert learned.expected_gain(9) < learned.expected_gain(7) < GATE < learned.expected_gain(8)
     assert learned.expected_gain(6) == learned.expected_gain(7)
+
+
+def test_one_group_alone_does_not_decide():
+    """Where a tenth of the groups gain, most prompts' first group does not."""
+    learned = LongRewards(num_groups=100.0, total_gain=10.0, usual_length=50.0)
+    learned.observe_long(7, [0] * 6, LENGTHS)
+    assert learned.expected_gain(7) > GATE
+    for _ in range(9):
+        learned.observe_long(7, [0] * 6, LENGTHS)
+    assert learned.expected_gain(7) < GATE
 
 
 def test_some_are_deferred_at_random():

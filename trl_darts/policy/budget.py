@@ -15,11 +15,12 @@ from ..errors import ConfigurationError, StateMismatchError
 from .latency import LatencyCurve
 
 
-REFERENCE_STEPS = 64
+SETTLING_STEPS, REFERENCE_STEPS = 8, 64
 """
-Number of first steps with history whose median ρ and mean length are the reference. It is fixed afterwards: the budget
-itself changes the observed lengths, so a moving reference would follow its own decisions. Lengths that a long round or
-another schedule has observed have a larger ρ for some ten steps, which would raise a mean, and lower all later budgets.
+Number of first steps with history that don't count once there are more, and of those after them whose mean ρ and mean
+length are the reference. In the former, lengths of a first long round or of another schedule raise ρ, which would lower
+all later budgets. The reference is fixed afterwards: the budget itself changes the observed lengths, so a moving one
+would follow its own decisions. It is a mean, so that budgets have their target on average.
 """
 
 BREAK_EVEN_SPREAD = 0.12
@@ -111,7 +112,7 @@ class BudgetController:
         self.num_slots = num_slots
         self.keeps_spares = keeps_spares
         self._rhos: list[float] = []
-        self._length_sum = 0.0
+        self._lengths: list[float] = []
 
     def total(self, num_prompts: int, rho: float) -> int:
         """
@@ -121,7 +122,7 @@ class BudgetController:
         low, high = num_prompts * self.min_num_generations, num_prompts * self.max_num_generations
         if self.cost_weight is not None and self._rhos and not math.isnan(rho):
             return redundancy_budget(rho, self._cost_slope(low, high), self.cost_weight, low, high)
-        reference = statistics.median(self._rhos) if self._rhos else math.nan
+        reference = _reference(self._rhos)
         known = rho >= 0 and reference > 0 and self.target_redundancy > 1
         ratio = rho / reference if known else 1.0
         rows = num_prompts * self.num_generations
@@ -144,14 +145,14 @@ class BudgetController:
         assert self.latency_curve is not None
         fewest, most = low / self.num_engines, max(high, low + 1) / self.num_engines
         slope = (self.latency_curve(most) - self.latency_curve(fewest)) / (most - fewest)
-        seconds = slope * self._length_sum / len(self._rhos) / self.num_engines
+        seconds = slope * _reference(self._lengths) / self.num_engines
         return max(seconds, sys.float_info.min)  # 0 where the curve is flat
 
     def observe(self, rho: float, mean_length: float) -> None:
         """Record ρ and the mean response length L̃ after a step. Only the first steps with history count."""
-        if len(self._rhos) < REFERENCE_STEPS and not math.isnan(rho):
+        if len(self._rhos) < SETTLING_STEPS + REFERENCE_STEPS and not math.isnan(rho):
             self._rhos.append(rho)
-            self._length_sum += mean_length
+            self._lengths.append(mean_length)
 
     def state_dict(self) -> dict[str, Any]:
         """Observations and the group sizes that they belong to, serialisable as JSON."""
@@ -159,7 +160,7 @@ class BudgetController:
             "num_generations": self.num_generations,
             "max_num_generations": self.max_num_generations,
             "rhos": list(self._rhos),
-            "length_sum": self._length_sum,
+            "lengths": list(self._lengths),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -174,4 +175,9 @@ class BudgetController:
                 f"`state` ({dict(state)}) must have the keys and group sizes of this `BudgetController` ({own}). "
                 "Restore the group sizes, or start without the state."
             )
-        self._rhos, self._length_sum = [float(rho) for rho in state["rhos"]], float(state["length_sum"])
+        self._rhos, self._lengths = [float(rho) for rho in state["rhos"]], [float(mean) for mean in state["lengths"]]
+
+
+def _reference(values: list[float]) -> float:
+    """Returns the mean of the steps that count, or NaN without any."""
+    return statistics.mean(values[SETTLING_STEPS:] or values) if values else math.nan

@@ -24,7 +24,8 @@ EXPLORED = 0.03  # share of the other unsettled groups that are deferred too, to
 CUT_OFF = 0.03  # largest share of truncated answers at which rollouts are still bounded
 NUM_LENGTHS = 32  # short rounds whose lengths are remembered
 MEMORY = 0.8  # weight of earlier observations in the moving averages
-PRIOR_GROUPS, PRIOR_GAIN = 10.0, 2.0  # pseudo-observations: groups of long rounds, and their total gain
+PRIOR_GROUPS, PRIOR_GAIN = 20.0, 4.0  # pseudo-observations: groups of long rounds, and their total gain
+MEAN_WEIGHT = 3.0  # groups for which all prompts' mean counts in a prompt's estimate: one group alone tells little
 
 
 def gain_of_length(rewards: Sequence[float], lengths: Sequence[int], usual_length: float) -> float:
@@ -54,9 +55,9 @@ class LongRewards:
     deferred_share: float = 0.0  # expected share of the groups of a short round that are deferred
 
     def expected_gain(self, key: int) -> float:
-        """Returns the expected gain of a long round for a prompt, with all prompts' mean as one observation more."""
+        """Returns the expected gain of a long round for a prompt, shrunk towards all prompts' mean."""
         groups, gain = self.by_prompt.get(key, (0.0, 0.0))
-        return (gain + self.total_gain / self.num_groups) / (groups + 1)
+        return (gain + MEAN_WEIGHT * self.total_gain / self.num_groups) / (groups + MEAN_WEIGHT)
 
     def defers(self, key: int, entry_id: int) -> bool:
         """Whether to defer an unsettled group. The result for an entry is reproducible, also after a resume."""
