@@ -18,9 +18,9 @@ from .latency import LatencyCurve
 SETTLING_STEPS, REFERENCE_STEPS = 8, 64
 """
 Number of first steps with history that don't count once there are more, and of those after them whose mean ρ and mean
-length are the reference. In the former, lengths of a first long round or of another schedule raise ρ, which would lower
-all later budgets. The reference is fixed afterwards: the budget itself changes the observed lengths, so a moving one
-would follow its own decisions. It is a mean, so that budgets have their target on average.
+length are the reference. In the former, lengths of a first long round or of another schedule raise ρ, and all later
+budgets would be lower. The reference is fixed afterwards: the budget itself changes the observed lengths, so a moving
+one would follow its own decisions. It is a mean, so that budgets have their target on average.
 """
 
 BREAK_EVEN_SPREAD = 0.12
