@@ -437,6 +437,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} ({', '.join(sorted(unknown))}) must be some of {', '.join(known)}.")
     if not all(seed.isdecimal() for seed in options.seeds):
         parser.error(f"--seeds ({','.join(options.seeds)}) must be numbers with commas between them.")
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps ({options.steps}) must be at least 1.")
     options.writes_page = not (options.results or options.quick or options.server or options.steps)
     options.results = options.results or ("outputs/quick" if options.quick else ROOT / "benchmarks" / "results")
     return options
