@@ -111,15 +111,15 @@ def test_each_token_is_of_the_version_that_it_is_said_to_be_of(
     monkeypatch.setattr(Member, "capacity", property(lambda member: min(8, capacity.fget(member))))
     fields = {**FIELDS, "schedule": schedule, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     fields |= {"max_completion_length": 480}  # an evaluation makes a step longer
-    fields |= {"steps_per_generation": 4, "max_steps": 12, "max_staleness": 4, "save_rollout_trace": True}
+    fields |= {"steps_per_generation": 4, "max_steps": 8, "max_staleness": 4, "save_rollout_trace": True}
     fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     args = server_args(tmp_path, server, **fields)
-    data = {"train_dataset": letters_dataset(12), "eval_dataset": letters_dataset(2), "reward_funcs": token_reward}
+    data = {"train_dataset": letters_dataset(8), "eval_dataset": letters_dataset(2), "reward_funcs": token_reward}
     trainer = make_trainer(model_dir, args, peft_config=lora, **data)
     notes, ages, batches = recorded(trainer)
     trainer.train()
     assert check_versions(trainer, notes, ages, batches) > 0
-    assert prompts_of(batches, trainer) == dict.fromkeys(letters_dataset(12)["prompt"], 8)  # 6 batches are two epochs
+    assert prompts_of(batches, trainer) == dict.fromkeys(letters_dataset(8)["prompt"], 8)  # 4 batches are two epochs
     traces, _ = read_traces(tmp_path)
     counted = [sum(int(run.split(":")[1]) for run in runs.split()) for runs in traces["versions"]]
     assert counted == traces["length"].tolist()

@@ -70,7 +70,7 @@ def test_pages_name_what_exists(page, least):
     "reference", ["policy/nowhere.py", "test_docs.py::test_nothing", "config.py::DARTSGRPOConfig.nothing"]
 )
 def test_a_missing_reference_is_found(reference):
-    known = "`test_docs.py::missing` and `trl_darts/scheduling/settings.py::ScheduleSettings.num_longest`"
+    known = "`test_docs.py::missing` and `trl_darts/scheduling/schedule_fields.py::ScheduleFields.num_longest`"
     assert missing(f"`{reference}` and {known}") == [reference]
 
 
@@ -247,3 +247,10 @@ def test_docstrings_become_markdown():
         "**Raises**",
         "- `ValueError`: If not.",
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_paragraph_comes_twice(page):
+    """A merge has left an older copy of two sections in the middle of a page before."""
+    paragraphs = [text for text in page.read_text().split("\n\n") if len(text) > 80]
+    assert [text for text in paragraphs if paragraphs.count(text) > 1] == []

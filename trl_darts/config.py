@@ -13,9 +13,8 @@ from .engines.server_fields import ServerFields
 from .errors import ConfigurationError, did_you_mean
 from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
-from .scheduling import ScheduleSettings
 from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, check_types, filled_in, one_of, setting, unmarked
-from .scheduling.settings import GUARD_EVERY
+from .scheduling.schedule_fields import GUARD_EVERY, ScheduleFields
 
 
 def _is_finite(value: Any) -> bool:
@@ -409,6 +408,6 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
         return None if self.latency_curve is None else LatencyCurve.load(self.latency_curve, "latency_curve")
 
 
-OWN_CLASSES = (ScheduleSettings, DARTSGRPOConfig, ServerFields)
+OWN_CLASSES = (ScheduleFields, DARTSGRPOConfig, ServerFields)
 """Classes of the fields that `DARTSGRPOConfig` adds to TRL's."""
 OWN_FIELDS = {name for cls in OWN_CLASSES for name in cls.__annotations__}

@@ -20,7 +20,7 @@ from trl_darts.buffer.rounds import MAX_DEFERRALS
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy.deferral import PRIOR_GAIN, PRIOR_GROUPS
 from trl_darts.scheduling import PromptInfo
-from trl_darts.scheduling.settings import GUARD_EVERY
+from trl_darts.scheduling.schedule_fields import GUARD_EVERY
 from trl_darts.testing import stub_servers
 
 

@@ -68,7 +68,7 @@ def test_splits(script, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"prompt": "A"')
     for given, words in [
         ({"dataset_name": "no/such/data"}, "`dataset_name`"),
-        ({"datasets": [{"path": "."}]}, "`datasets`"),
+        ({"datasets": [{"path": str(tmp_path / "none")}]}, "`datasets`"),
     ]:
         with pytest.raises(ConfigurationError, match=rf"{words}.* can't be loaded: "):
             script.load_splits(recipe(**given))

@@ -1,12 +1,12 @@
 """
-`ScheduleSettings`: the settings of a rollout. They are declared, documented, checked and turned into policies here.
-The trainer's config inherits them; the simulator uses them alone.
+`ScheduleSettings`: the settings of a rollout. They are checked and turned into policies here. The trainer's config
+inherits them; the simulator uses them alone.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from ..errors import ConfigurationError
 from ..policy import BudgetController, LatencyCurve, LengthTracker
@@ -19,7 +19,6 @@ from .placement import LengthOrder, known_lengths
 from .policies import (
     AUTO,
     SCHEDULES,
-    SELECTIONS,
     AllGroups,
     BatchStop,
     DualEnd,
@@ -30,7 +29,16 @@ from .policies import (
     UniformPool,
     WaitForAll,
 )
-from .rules import FINITE, FilledIn, Rule, at_least, check_fields, filled_in, one_of, setting
+from .rules import FilledIn, check_fields, filled_in
+from .schedule_fields import (
+    CONTINUOUS,
+    MAX_OVERSAMPLING,
+    OF_SELECTION,
+    SCHEDULE_DEFAULTS,
+    STALE_BATCHES,
+    SUBMIT_ORDERS,
+    ScheduleFields,
+)
 from .tail import TailPolicy, TailServers
 
 
@@ -40,36 +48,10 @@ SPARE_CANDIDATES = 2
 # The length of an aborted or truncated response is estimated up to this many times the limit. If it were the limit
 # itself, a prompt whose responses are all truncated would seem to have no spread of lengths.
 HORIZON = 2
-# Settings that only have an effect if prompts get more candidates than rows, with values that are accepted otherwise.
-# "M" stands for `num_generations`.
-OF_SELECTION: dict[str, tuple[Any, ...]] = {
-    "max_num_generations": ("M", None),
-    "min_num_generations": ("M", None),
-    "target_redundancy": (1, None),
-    "redundancy_cost_weight": (None,),
-    "num_longest": (1,),
-    "tail_pruning": (True, False),
-    "long_end_patience": (AUTO, None),  # with both, no candidate is aborted
-    "long_end_every": (None,),
-}
-# Defaults of settings that only some schedules read.
-SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "prompt_oversampling": {"tail_batching": 1.25, "partial_rollout": 2.0},
-    "max_partial_age": {"partial_rollout": 4},
-    "mask_stale_after": {"partial_rollout": None, "sorted": None},
-    "sorted_group_batches": {"sorted": 4},
-    "sorted_mode": {"sorted": "on_policy"},
-}
-GUARD_EVERY = 4  # `long_end_every` by default, where unsettled groups can't be deferred
-CONTINUOUS = "continuous"
-SUBMIT_ORDERS = {"grpo": "arrival", "sorted": "shortest"}  # 'longest' for other schedules
-STALE_BATCHES = 4  # default of `max_staleness`, in batches
-MAX_OVERSAMPLING = 4.0  # fills most batches with `drop_uniform_groups` if 3 groups of 4 are uniform
-OVERSAMPLING = Rule(lambda value: 1 < value < math.inf, "greater than 1 and finite: the prompts per trained prompt")
 
 
 @dataclass
-class ScheduleSettings:
+class ScheduleSettings(ScheduleFields):
     """
     Settings of rollouts: how many candidates are sampled, when a rollout ends, which candidates are kept, and which
     prompts make a batch. Each field's help describes it. Symbols in brackets are those of
@@ -79,180 +61,9 @@ class ScheduleSettings:
         [`ConfigurationError`]: If a value can't work. The message names the setting, its value, the rule and a remedy.
     """
 
-    # The first two can be given by position.
-    schedule: Annotated[str, one_of(SCHEDULES)] = setting(
-        "darts",
-        "System that shapes rollouts, see docs/schedules.md. 'darts' samples up to `max_num_generations` "
-        "candidates per prompt and keeps the shortest and the longest complete ones; 'grpo' samples and keeps "
-        "`num_generations`, as TRL does; 'tail_batching' defers the slowest prompts to rounds of their own; "
-        "'partial_rollout' continues unfinished candidates in the next step; 'sorted' starts several batches at once "
-        "and trains first on the prompts that finish first.",
-    )
-    num_generations: Annotated[int, at_least(1)] = setting(
-        8, "Number of generations per prompt that are trained on [M]."
-    )
-
-    # Number of candidates
-    max_num_generations: int = setting(
-        None, "Most candidates of one prompt [M_up]. Defaults to twice `num_generations`."
-    )
-    min_num_generations: int = setting(
-        None,
-        "Fewest candidates of one prompt [M_low]. With `long_end_patience='auto'` defaults to `num_generations + 2`, "
-        "or less if `target_redundancy` and `max_num_generations` don't allow it: a prompt without spare candidates "
-        "waits for all of them. Otherwise defaults to `num_generations`, as in the paper. If lengths hardly vary, or "
-        "engines are full, spare candidates don't pay, and prompts get none unless this is set.",
-    )
-    target_redundancy: Annotated[float, FINITE] = setting(
-        None,
-        "Candidates per trained row, on average over a batch, while response lengths vary as in the first steps "
-        "[M_total / (N·M)]. Later, the budget follows their spread. Between 1 and "
-        f"`max_num_generations / num_generations`. Defaults to {DEFAULT_REDUNDANCY}, or to "
-        "`max_num_generations / num_generations` if that is smaller.",
-    )
-    redundancy_cost_weight: Annotated[
-        float | None, Rule(lambda value: 0 < value < math.inf, "positive and finite")
-    ] = setting(
-        None,
-        "Weight of rollout time, in seconds, against variety in the budget [λ]. A larger one makes the budget "
-        "smaller. Needs `latency_curve`, and replaces `target_redundancy`. If it is unset, `target_redundancy` sets "
-        "the budget.",
-    )
-    length_ema: Annotated[float, Rule(lambda value: 0 < value <= 1, "greater than 0 and at most 1")] = setting(
-        DEFAULT_EMA, "Weight of the newest observation in the moving averages of response lengths."
-    )
-
-    # End of a rollout and selection
-    num_longest: Annotated[int, at_least(0)] = setting(
-        1,
-        "How many of a prompt's `num_generations` rows are its longest complete candidates [L]. The others are its "
-        "shortest ones.",
-    )
-    tail_pruning: bool = setting(
-        True,
-        "Whether a prompt with `max_num_generations` candidates stops at its `num_generations`-th complete one, keeps "
-        "those that are complete and aborts the rest.",
-    )
-    # `str` stands in the middle because that is the type `HfArgumentParser` gives to a command line's value.
-    long_end_patience: float | str | None = setting(
-        AUTO,
-        "Bound on the wait for the long end. With 'auto', a prompt that has `num_generations` complete candidates "
-        "continues only while another prompt has fewer. A number, at least 1, aborts candidates that reach this many "
-        "times the `num_generations`-th shortest complete length. None ('none' on a command line), the paper's rule, "
-        "waits for all candidates of every prompt that `tail_pruning` does not stop.",
-    )
-    long_end_every: Annotated[int | None, at_least(2)] = setting(
-        None,
-        "One rollout in this many waits for the long end as in the paper, as if `long_end_patience` were None: long "
-        "answers are then trained on, and all lengths are observed in full. At least 2. Defaults to "
-        f"{GUARD_EVERY} where `defer_unsettled_groups` is unset and can't be on, otherwise no rollout does.",
-    )
-    selection: Annotated[str, one_of(SELECTIONS)] = setting(
-        None,
-        "Which of a prompt's candidates are kept: 'dual_end' keeps the shortest and the longest complete ones, "
-        "'uniform' finished ones of any length, and 'all' samples no more than are kept. Defaults to 'dual_end' with "
-        "`schedule='darts'` and to 'all' otherwise. 'tail_batching', 'partial_rollout' and 'sorted' can be combined "
-        "with any.",
-    )
-
-    # Placement
-    submit_order: Annotated[str, one_of(("longest", "shortest", "arrival"))] = setting(
-        None,
-        "In which order candidates start, by their expected lengths: 'longest' first, 'shortest' first, or in order "
-        "of 'arrival'. Matters if engines have no room for all at once. Defaults to 'shortest' with "
-        "`schedule='sorted'`, which trains first on the prompts that finish first, to 'arrival' with 'grpo', as in "
-        "TRL, and to 'longest' otherwise.",
-    )
-    tail_switch_at: Annotated[int | None, Rule(lambda value: value >= 0, "at least 1 candidate, or 0 for never")] = (
-        setting(
-            None,
-            "Number of unfinished candidates at which they move to `vllm_tail_server_url`. If it is unset, they move "
-            "when that is predicted to pay, from the profile of both kinds of servers in `latency_curve`. 0: never.",
-        )
-    )
-    tail_share: Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and less than 1")] = setting(
-        0.0,
-        "Share of prompts, those with the longest expected answers, whose candidates `vllm_tail_server_url` decodes "
-        "from the start.",
-    )
-
-    # Prompts of a batch
-    prompt_oversampling: Annotated[float | None, OVERSAMPLING] = setting(
-        None,
-        "Prompts that are started for each trained prompt, with 'tail_batching' (defaults to "
-        "{tail_batching}) and 'partial_rollout' (defaults to {partial_rollout:g}).".format(
-            **SCHEDULE_DEFAULTS["prompt_oversampling"]
-        ),
-    )
-    max_partial_age: Annotated[int | None, at_least(1)] = setting(
-        None,
-        "Number of rollouts that may end before a prompt of 'partial_rollout' is finished. The next one waits for it. "
-        f"Defaults to {SCHEDULE_DEFAULTS['max_partial_age']['partial_rollout']}.",
-    )
-    mask_stale_after: Annotated[int | None, at_least(0)] = setting(
-        None,
-        "Tokens sampled by a policy more than this many optimizer steps old are masked in the loss. Only with "
-        "schedules that keep tokens. If it is unset, all are trained on, with TRL's importance sampling correction.",
-    )
-    sorted_group_batches: Annotated[int | None, at_least(2)] = setting(
-        None,
-        "Number of batches of prompts that start together with 'sorted'. Defaults to "
-        f"{SCHEDULE_DEFAULTS['sorted_group_batches']['sorted']}.",
-    )
-    sorted_mode: Annotated[str | None, one_of(("on_policy", "partial"))] = setting(
-        None,
-        "What happens to unfinished prompts with 'sorted': 'on_policy' restarts them, 'partial' keeps their tokens. "
-        "Defaults to 'on_policy'.",
-    )
-    rollout_ahead: int | str | None = setting(  # `str` in the middle: see `long_end_patience`
-        0,
-        "1 samples the next batch while the trainer trains on this one, so that servers and trainer work at the same "
-        "time. Each batch is then sampled with the weights of the batch before, with TRL's importance sampling "
-        "correction. 'continuous' never ends a rollout: two batches of prompts decode, a batch takes those that are "
-        "complete first, and servers get new weights while they decode. 0 waits for each rollout. Only with "
-        "`vllm_mode='server'`.",
-    )
-    max_staleness: Annotated[int | None, at_least(1)] = setting(
-        None,
-        "With `rollout_ahead='continuous'`: most optimizer steps between the oldest token of a row and its training. "
-        "A prompt that would get older is waited for. At least the steps of one batch. "
-        f"Defaults to {STALE_BATCHES} batches.",
-    )
-    kv_after_update: Annotated[str | None, one_of(("recompute", "keep"))] = setting(
-        None,
-        "With `rollout_ahead='continuous'`: what happens to the keys and values of running answers at a weight sync. "
-        "'recompute' computes them with the new weights, as a forward pass would; 'keep' continues with them, which "
-        "saves time if contexts are long. Defaults to 'recompute'.",
-    )
-    drop_uniform_groups: bool = setting(
-        False,
-        "Whether groups whose rewards are all equal, and have no gradient, are replaced by further prompts until all "
-        "groups of the batch have different rewards (DAPO's dynamic sampling). Only with `schedule` 'darts' or "
-        "'grpo' and `vllm_mode='server'`.",
-    )
-    max_prompt_oversampling: Annotated[float | None, OVERSAMPLING] = setting(
-        None,
-        "Most prompts sampled for each trained prompt with `drop_uniform_groups`. If groups are still missing then, "
-        f"filler rows with zero loss weight replace them. Defaults to {MAX_OVERSAMPLING:g}.",
-    )
-    defer_unsettled_groups: bool | None = setting(
-        None,
-        "Whether a group whose kept rewards are all equal is deferred to a long round if some of its candidates were "
-        "aborted, because long answers may have other rewards. A long round decodes `num_generations` candidates of "
-        "each prompt to their end. Only with `schedule='darts'`, a bounded `long_end_patience` and "
-        "`vllm_mode='server'`. If it is unset, groups are deferred where that is possible, and elsewhere "
-        f"`long_end_every` defaults to {GUARD_EVERY}. With `False`, nothing guards against the loss of long answers.",
-    )
-    audit_share: Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and less than 1")] = setting(
-        0.0,
-        "Share of prompts, chosen at random, that are sampled twice and to their end in long rounds, to measure "
-        "what the bounded wait loses: `darts/audit/*`, and a warning if it aborts what earns rewards. "
-        "0.06 gives some 150 prompts in 80 steps of 32. Only where `defer_unsettled_groups` can be set.",
-    )
-
     def __post_init__(self) -> None:
         self.forget_filled_in()
-        check_fields(self, ScheduleSettings)  # first: 'false' would count as true, and '1.5' end in a `TypeError`
+        check_fields(self, ScheduleFields)  # first: 'false' would count as true, and '1.5' end in a `TypeError`
         self.resolve()
 
     def resolve(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from ...errors import ConfigurationError, did_you_mean
 from ...scheduling import SCHEDULES, ScheduleSettings
-from ...scheduling.settings import OF_SELECTION, SCHEDULE_DEFAULTS
+from ...scheduling.schedule_fields import OF_SELECTION, SCHEDULE_DEFAULTS
 
 
 # `schedule` has an option of its own; the others change only what is learned.
