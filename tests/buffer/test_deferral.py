@@ -11,15 +11,17 @@ from datetime import datetime
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.models import EOS_ID
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
-from trl_darts.buffer.buffer import Lifecycle, Round
+from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer, Round
 from trl_darts.buffer.checkpoint import load_buffer
 from trl_darts.buffer.rounds import MAX_DEFERRALS
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy.deferral import PRIOR_GAIN, PRIOR_GROUPS
-from trl_darts.scheduling import PromptInfo
+from trl_darts.scheduling import Admission, PromptInfo
 from trl_darts.scheduling.schedule_fields import GUARD_EVERY
 from trl_darts.testing import stub_servers
 
@@ -238,6 +240,37 @@ def test_what_is_lost_is_measured(model_dir, tmp_path, caplog, reward, loses, mo
     assert len(warnings) == loses
 
 
+class Budgets:
+    """Gives each prompt of its `n`-th call `n` candidates."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def plan(self, prompts):
+        self.num_calls += 1
+        return Admission([self.num_calls] * len(prompts))
+
+    def expected_lengths(self, prompts):
+        return None
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.booleans(), st.integers(1, 500)), min_size=1, max_size=12))
+def test_audited_prompts_are_compared_with_the_short_round_in_which_they_entered(rounds):
+    """Its end, and as many candidates as it would have sampled. Long rounds and later ones change neither."""
+    buffer, budgets, expected = RolloutBuffer(keeps_tokens=False, audit_share=0.5), Budgets(), {}
+    for num_prompts, is_long, length in rounds:
+        buffer.enter([PromptInfo(key, 3) for key in range(num_prompts)])
+        entries = [entry for entry in buffer.select(Lifecycle.WAITING) if not entry.num_deferrals]
+        buffer.begin(Round(entries, 4, len(entries), long=is_long), 4, budgets)
+        if not is_long:
+            buffer.end_short(length)
+            seconds = [entry for entry in buffer.entries.values() if entry.audit_of is not None]
+            for entry in seconds:
+                expected.setdefault(entry.entry_id, (budgets.num_calls, length))
+    for entry in buffer.entries.values():
+        assert (entry.num_usual, entry.usual_length) == expected.get(entry.entry_id, (0, 0.0))
+
+
 def test_audits_survive_a_checkpoint(model_dir, tmp_path):
     trainer = audited_trainer(model_dir, tmp_path, max_steps=20, save_strategy="steps", save_steps=20)
     trainer.train()
@@ -260,7 +293,7 @@ def test_an_audited_prompt_that_is_rejected_leaves(model_dir, tmp_path):
     del batches.buffer.entries[first]  # dropped
     batches._round = Round([second[0]], 1, 1, long=True)
     second[0].state = Lifecycle.COMPLETE
-    batches.buffer.long_rewards.lengths = [10.0]
+    second[0].num_usual, second[0].usual_length = 4, 10.0
     settled = batches.settle(lambda entry_id: [1.0] * 4, lambda *_: True)
     assert batches.buffer.audits.groups == []
     assert settled.num_scored == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.policy.deferral import CUT_OFF, EXPLORED, GATE, NUM_LENGTHS, LongRewards, gain_of_length
+from trl_darts.policy.deferral import CUT_OFF, EXPLORED, GATE, LongRewards, gain_of_length
 
 
 LENGTHS = [10, 10, 10, 10, 90, 90]  # of which four are usual
@@ -89,14 +89,6 @@ def test_the_first_short_round_expects_what_long_rounds_have_shown():
     learned.observe_short(100.0, 0, 32)
     learned.observe_ends(0, 256, 0, 32)
     assert learned.num_started(32) == 64
-
-
-@given(st.lists(st.integers(1, 500), max_size=2 * NUM_LENGTHS))
-def test_audits_draw_the_end_of_one_of_the_newest_short_rounds(lengths):
-    learned = LongRewards()
-    for length in lengths:
-        learned.observe_short(length, 0, 8)
-    assert learned.lengths == lengths[-NUM_LENGTHS:]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.booleans(), min_size=6, max_size=6)), max_size=30))

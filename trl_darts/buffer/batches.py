@@ -12,7 +12,6 @@ them.
 """
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -302,6 +301,7 @@ class BufferedBatches:
         ]
         longest = max((row.length for entry in own for row in entry.candidates), default=0)
         learned.observe_short(longest, len(deferred), len(own))
+        buffer.end_short(longest)
         buffer.defer(deferred)
         return Settlement(len(deferred), len(own), [], buffer.audits.metrics())
 
@@ -309,17 +309,16 @@ class BufferedBatches:
         self, second: Sequence[BufferEntry], policy: Settled, rewards_of: Callable[[int], Sequence[float]]
     ) -> None:
         """Compares both samples of audited prompts with what a short round would have kept."""
-        buffer, recent = self.buffer, self.buffer.long_rewards.lengths
-        for entry in second if recent else ():  # else there was no short round yet
+        buffer = self.buffer
+        for entry in second:
             first = buffer.entries.get(entry.audit_of or 0)
-            if first is None or {first.state, entry.state} != {Lifecycle.COMPLETE}:
-                continue  # a server rejected one of them
+            if first is None or {first.state, entry.state} != {Lifecycle.COMPLETE} or not entry.usual_length:
+                continue  # a server rejected one of them, or there was no short round since they entered
             rows = [*first.candidates, *entry.candidates]
             lengths, ended = [row.length for row in rows], [not row.cut_off for row in rows]
             known = [*rewards_of(first.entry_id), *rewards_of(entry.entry_id)]
-            # The end of a random short round, because kept lengths are concave in it: the mean end would keep more.
-            end = random.Random(entry.entry_id).choice(recent)
-            buffer.audits.observe(policy.wait.audit(lengths, ended, known, end, first.num_usual))
+            audited = policy.wait.audit(lengths, ended, known, entry.usual_length, entry.num_usual)
+            buffer.audits.observe(audited)
         if not policy.defers and (warning := buffer.audits.pop_warning()) is not None:
             logger.warning(warning)
 

@@ -82,7 +82,10 @@ class BufferEntry:
     num_deferrals: int = 0
     was_cut: bool = False  # whether candidates were aborted once it was complete
     audit_of: int | None = None  # ID of the audited prompt that this entry samples a second time, only to compare
-    num_usual: int = 0  # candidates that a short round would have sampled of it
+    # Of an audited prompt's second entry: the candidates that the short round in which it entered would have sampled,
+    # and the tokens at which that round ended. The rounds before a long one are not typical: budgets are small.
+    num_usual: int = 0
+    usual_length: float = 0.0
     candidates: list[SampledCandidate] = field(default_factory=list)
 
     @property
@@ -167,10 +170,10 @@ class RolloutBuffer:
         """
         fresh = [entry for entry in plan.entries if not entry.candidates]
         decided = policy.plan([entry.prompt for entry in fresh])
-        for entry, count in zip(fresh, decided.num_candidates, strict=True):
-            entry.num_usual = count
         if plan.long:
             decided = replace(decided, num_candidates=[num_generations] * len(fresh), saturated=0)
+        else:
+            self._plan_audited(fresh, policy)
         for entry, count in zip(fresh, decided.num_candidates, strict=True):
             entry.num_candidates = count
         for entry in plan.entries:
@@ -180,6 +183,21 @@ class RolloutBuffer:
         admission = replace(decided, num_candidates=counts, expected_lengths=policy.expected_lengths(prompts))
         resumed = [tuple(c.partial for c in entry.candidates) for entry in plan.entries]
         return admission, [replace(p, resumed=r) for p, r in zip(admission.plans(prompts), resumed, strict=True)]
+
+    def _plan_audited(self, fresh: Sequence[BufferEntry], policy: AdmissionPolicy) -> None:
+        """Decides how many candidates new audited prompts would have got in this round."""
+        waiting = self.select(Lifecycle.WAITING)
+        audited = [entry for entry in waiting if entry.audit_of is not None and not entry.num_usual]
+        if audited:
+            counts = policy.plan([entry.prompt for entry in [*fresh, *audited]]).num_candidates
+            for entry, count in zip(audited, counts[len(fresh) :], strict=True):
+                entry.num_usual = count
+
+    def end_short(self, length: float) -> None:
+        """Notes the tokens at which a short round ended, for the audited prompts that would have been in it."""
+        for entry in self.select(Lifecycle.WAITING):
+            if entry.num_usual and not entry.usual_length:
+                entry.usual_length = length
 
     def absorb(self, plan: Round, result: RolloutResult | None, version: int) -> list[BufferEntry]:
         """

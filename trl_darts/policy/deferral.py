@@ -22,7 +22,6 @@ from typing import Any
 GATE = 0.05  # smallest gain at which a prompt is deferred
 EXPLORED = 0.03  # share of the other unsettled groups that are deferred too, to keep measuring
 CUT_OFF = 0.03  # largest share of truncated answers at which rollouts are still bounded
-NUM_LENGTHS = 32  # short rounds whose lengths are remembered
 MEMORY = 0.8  # weight of earlier observations in the moving averages
 PRIOR_GROUPS, PRIOR_GAIN = 20.0, 4.0  # pseudo-observations: groups of long rounds, and their total gain
 MEAN_WEIGHT = 3.0  # groups for which all prompts' mean counts in a prompt's estimate: one group alone tells little
@@ -50,7 +49,6 @@ class LongRewards:
     total_gain: float = PRIOR_GAIN
     by_prompt: dict[int, tuple[float, float]] = field(default_factory=dict)  # groups and gain, by `PromptInfo.key`
     usual_length: float = 0.0  # average number of tokens at which a short round ends
-    lengths: list[float] = field(default_factory=list)  # at which the last short rounds ended, at most `NUM_LENGTHS`
     cut_off_share: float | None = None  # share of truncated answers in long rounds; `None` before the first
     deferred_share: float = 0.0  # expected share of the groups of a short round that are deferred
 
@@ -70,7 +68,6 @@ class LongRewards:
 
     def observe_short(self, length: float, num_deferred: int, num_groups: int) -> None:
         """Learns the length at which a short round ended, and how many of its groups were deferred."""
-        self.lengths = [*self.lengths[1 - NUM_LENGTHS :], length]
         self.usual_length = MEMORY * self.usual_length + (1 - MEMORY) * length if self.usual_length else length
         if num_groups:
             self.deferred_share = MEMORY * self.deferred_share + (1 - MEMORY) * num_deferred / num_groups
