@@ -2,7 +2,7 @@
 Does training learn what GRPO would learn, where the bounded wait aborts what matters?
 
     python benchmarks/learning.py [--quick] [--worlds needs_120,endless] [--arms grpo,default] [--seeds 0,1]
-                                  [--server] [--steps 400]
+                                  [--server] [--steps 400] [--learning-rate 0]
 
 The task is that of `long_tail.py`, with worlds in which length matters, one change at a time:
 
@@ -25,7 +25,8 @@ weights and decode in virtual time (`SimulatedCluster`), which gives exact secon
 model. With `--server`, a real vLLM server decodes them, unpaced, and seconds are computed from the lengths of all
 candidates by the same curve (Eq. 4). What a step takes beside its rollout is counted per trained token: 30 % of a step
 of GRPO. Each seed begins with one epoch of GRPO that all arms share. Results are appended to one file per world, and a
-later call runs what is missing.
+later call runs what is missing. With `--learning-rate 0` nothing is learned, and a table of the arms' speed follows,
+which other trajectories do not blur.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class World:
     noise: float = 0.0  # largest random part of a reward
     num_prompts: int = 32
     steps: int = 80
+    learning_rate: float = LEARNING_RATE
 
     @property
     def hard(self) -> list[int]:
@@ -281,7 +283,7 @@ def train(world: World, seed: int, arm: str | None, start: Path, output_dir: Pat
         arm is None,
         output_dir,
         url,
-        learning_rate=LEARNING_RATE,
+        learning_rate=world.learning_rate,
         vllm_importance_sampling_correction=False,  # all is on-policy; virtual time has no log-probs
         **(SHARED if arm is None else ARMS[arm]),
     )
@@ -339,6 +341,7 @@ Run = Mapping[str, Any]
 def results_file(world: str, options: argparse.Namespace) -> Path:
     """Where a world's runs are."""
     suffix = (".server" if options.server else "") + (f".{options.steps}" if options.steps else "")
+    suffix += "" if options.learning_rate is None else f".lr{options.learning_rate:g}"
     return Path(options.results) / f"learning.{world}{suffix}.jsonl"
 
 
@@ -371,18 +374,28 @@ COLUMNS: dict[str, Callable[[Run, Run], float]] = {
 }
 
 
-def table(worlds: Mapping[str, Sequence[Run]]) -> str:
+SPEED: dict[str, Callable[[Run, Run], float]] = {
+    "times as fast as unguarded": lambda own, base: seconds(base).sum() / seconds(own).sum(),
+    "from the second step on": lambda own, base: seconds(base)[1:].sum() / seconds(own)[1:].sum(),
+}
+
+
+def table(
+    worlds: Mapping[str, Sequence[Run]],
+    columns: Mapping[str, Callable[[Run, Run], float]] = COLUMNS,
+    baseline: str = BASELINE,
+) -> str:
     """A row per world and arm, in Markdown: means over seeds with 95 % intervals."""
-    lines = [["world: arm (seeds)", *COLUMNS]]
+    lines = [["world: arm (seeds)", *columns]]
     for world, runs in worlds.items():
-        bases = {run["seed"]: run for run in runs if run["arm"] == BASELINE}
+        bases = {run["seed"]: run for run in runs if run["arm"] == baseline}
         for arm in ARMS:
             pairs = [(run, bases[run["seed"]]) for run in runs if run["arm"] == arm and run["seed"] in bases]
             if pairs:
-                cells = [str(Estimate.of([value(*pair) for pair in pairs])) for value in COLUMNS.values()]
+                cells = [str(Estimate.of([value(*pair) for pair in pairs])) for value in columns.values()]
                 lines.append([f"{world}: {arm} ({len(pairs)})", *cells])
     header, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([header, f"|---|{'---:|' * len(COLUMNS)}", *rows])
+    return "\n".join([header, f"|---|{'---:|' * len(columns)}", *rows])
 
 
 def audit_table(worlds: Mapping[str, Sequence[Run]]) -> str:
@@ -427,6 +440,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", type=split, default=list(ARMS), help=f"some of them; {BASELINE} always runs")
     parser.add_argument("--seeds", type=split, default=list("01234"), help="some numbers, with commas")
     parser.add_argument("--steps", type=int, help="of each run, instead of the world's")
+    parser.add_argument("--learning-rate", type=float, help=f"instead of {LEARNING_RATE:g}; 0 compares speed alone")
     parser.add_argument("--server", action="store_true", help="decode on a real vLLM server")
     parser.add_argument("--quick", action="store_true", help="two steps, one seed: does it run?")
     parser.add_argument("--results", help="default: benchmarks/results; outputs/quick if quick")
@@ -439,7 +453,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--seeds ({','.join(options.seeds)}) must be numbers with commas between them.")
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps ({options.steps}) must be at least 1.")
-    options.writes_page = not (options.results or options.quick or options.server or options.steps)
+    if options.learning_rate is not None and options.learning_rate < 0:
+        parser.error(f"--learning-rate ({options.learning_rate}) must not be negative.")
+    changed = options.steps or options.learning_rate is not None
+    options.writes_page = not (options.results or options.quick or options.server or changed)
     options.results = options.results or ("outputs/quick" if options.quick else ROOT / "benchmarks" / "results")
     return options
 
@@ -456,12 +473,15 @@ def main() -> None:
     seeds = [int(seed) for seed in options.seeds]
     if options.quick:
         seeds = seeds[:1]
-    if steps := 2 if options.quick else options.steps:
-        WORLDS.update({name: replace(world, steps=steps) for name, world in WORLDS.items()})
+    given = {"steps": 2 if options.quick else options.steps, "learning_rate": options.learning_rate}
+    given = {name: value for name, value in given.items() if value is not None}
+    WORLDS.update({name: replace(world, **given) for name, world in WORLDS.items()})
     for name in [] if options.only_page else options.worlds:
         run_missing(name, seeds, arms, options)
     worlds = {name: load(results_file(name, options)) for name in WORLDS}
     print(content := "\n\n".join([table(worlds), audit_table(worlds)]))
+    if options.learning_rate == 0:
+        print(f"\n{table(worlds, SPEED, 'unguarded')}")
     if options.writes_page:
         PAGE.write_text(put(PAGE.read_text(), "learning", "learning.py", content))
 
