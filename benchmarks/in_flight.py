@@ -7,7 +7,7 @@ Trains on a real vLLM server with `rollout_ahead="continuous"`. A plugin in the 
 with the tokens that it sampled, and each load of weights. Afterwards the versions of each candidate are compared with
 the server's own, token by token, and the age of each row with `max_staleness`. The stall of a sync is the time without
 tokens, from the end of the last engine step before it to the end of the first one after it. A lower bound is the load
-of the weights, vLLM's pause and one engine step.
+of the weights, vLLM's pause and resume, and one engine step; `report_update` asks how many tokens each request has.
 
 Exits with 1 if a version differs or a row is too old.
 """
@@ -83,13 +83,16 @@ def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
     return [len(ids) % 7.0 for ids in completion_ids]
 
 
-def train(url: str, model_dir: Path, output_dir: str, steps: int, **fields: Any) -> tuple[list[Any], list[float]]:
-    """Returns candidates with the number of steps when their batch was taken, and the pauses in seconds."""
+def train(
+    url: str, model_dir: Path, output_dir: str, steps: int, **fields: Any
+) -> tuple[list[Any], dict[str, list[float]]]:
+    """Returns candidates with the number of steps when their batch was taken, and the seconds of each call."""
     from datasets import Dataset
     from transformers import PrinterCallback
 
     from benchmarks.servers import training_args
     from trl_darts import DARTSGRPOTrainer
+    from trl_darts.engines.pool import ServerPool
     from trl_darts.weights import calls
 
     args = training_args(
@@ -115,18 +118,26 @@ def train(url: str, model_dir: Path, output_dir: str, steps: int, **fields: Any)
         return original(result)
 
     trainer._batches.taken = record
-    pauses: list[float] = []
-    pause = calls.pause
-
-    async def timed(*arguments: Any) -> None:
-        start = time.monotonic()
-        await pause(*arguments)
-        pauses.append(time.monotonic() - start)
-
-    calls.pause = timed  # type: ignore[assignment]
+    seconds: dict[str, list[float]] = {}
+    for room, name in ((calls, "pause"), (ServerPool, "report_update"), (calls, "resume")):
+        time_calls(room, name, seconds.setdefault(name, []))
     trainer.train()
     trainer.vllm_generation.engine.close()
-    return taken, pauses
+    return taken, seconds
+
+
+def time_calls(room: Any, name: str, seconds: list[float]) -> None:
+    """Appends what each call of an async function takes."""
+    call = getattr(room, name)
+
+    async def timed(*arguments: Any) -> Any:
+        start = time.monotonic()
+        try:
+            return await call(*arguments)
+        finally:
+            seconds.append(time.monotonic() - start)
+
+    setattr(room, name, timed)
 
 
 # What the server wrote
@@ -193,12 +204,12 @@ def main() -> None:
         # Few slots, so that the server always has something to decode.
         with benchmark_server(env=env, no_async_scheduling=True, max_num_seqs=4) as (url, model_dir):
             fields = {"kv_after_update": options.kv, "schedule": options.schedule}
-            taken, pauses = train(url, model_dir, directory, options.steps, **fields)
+            taken, calls = train(url, model_dir, directory, options.steps, **fields)
         lines = [json.loads(line) for line in record.read_text().splitlines()]
     right = check(taken, versions_of(lines))
     stalls, loads, steps = stalls_of(lines)
     print("median (quartiles; number)")
-    for name, seconds in {"stall": stalls, "load": loads, "pause": pauses, "engine step": steps}.items():
+    for name, seconds in {"stall": stalls, "load": loads, "engine step": steps, **calls}.items():
         low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
         print(f"{name}: {middle:.1f} ms ({low:.1f} to {high:.1f}; {len(seconds)})")
     sys.exit(0 if right else 1)
