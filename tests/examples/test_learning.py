@@ -33,8 +33,11 @@ def test_exact_rewards_and_lengths_are_those_of_samples(tmp_path, name):
 
 def test_the_script_runs(tmp_path):
     command = [sys.executable, "benchmarks/learning.py", "--quick", "--worlds", "needs_120_small", "--arms", "audited"]
-    done = subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    command += ["--learning-rate", "0", "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    runs = [json.loads(line) for line in (tmp_path / "learning.needs_120_small.jsonl").read_text().splitlines()]
+    runs = [json.loads(line) for line in (tmp_path / "learning.needs_120_small.lr0.jsonl").read_text().splitlines()]
     assert [run["arm"] for run in runs] == ["grpo", "audited"]
     assert "| needs_120_small: audited (1) |" in done.stdout
+    assert runs[1]["by_step"]["hard"][0] == runs[1]["by_step"]["hard"][1]
+    assert "times as fast as unguarded" in done.stdout
