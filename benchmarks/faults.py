@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,8 @@ class Chaos(TrainerCallback):
             self.faults.append(fault)
             processes = server_processes(url)
             for process in processes:
-                process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                with suppress(psutil.NoSuchProcess):  # a parent's end may have ended it
+                    process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             self._follow(fault, processes)
 
     def _follow(self, fault: Fault, processes: list[psutil.Process]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,6 +21,9 @@ hypothesis.settings.load_profile("no deadline")
 # Models are tiny, so that a second thread only competes with the server.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the Hub; read when transformers is imported
+STARTUP = Path(__file__).parent / "startup"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
+runpy.run_path(str(STARTUP / "sitecustomize.py"))
 REQUIRE_VLLM = "TRL_DARTS_REQUIRE_VLLM"
 
 # With `--dist loadgroup`, tests that share a server run in one process, so that none is started twice. Keys are
@@ -43,6 +47,9 @@ LONGEST_FIRST = (
     "tests/test_equivalence.py",
     "tests/analysis/report/test_page.py",
     "tests/engines/test_hostile_server.py",
+    "tests/examples/test_scripts.py",
+    "tests/examples/test_learning.py",
+    "tests/training/test_padding.py",
 )
 
 

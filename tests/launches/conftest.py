@@ -40,7 +40,11 @@ class Launches:
             arguments.append(self.server().base_url)
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_of(backend, out)]
         command += ["--main_process_port", free_port(), "-m", "tests.launches.scenarios", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
         done = subprocess.run(
             [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550
         )

@@ -59,7 +59,7 @@ def test_a_process_that_gets_sigterm(model_dir, tmp_path, num_processes):
     script.write_text(SCRIPT)
     out.mkdir()
     launch = [] if num_processes == 1 else [*LAUNCH, "--main_process_port", str(free_port())]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
     with (tmp_path / "err").open("w") as err:
         command = [sys.executable, *launch, str(script), str(model_dir), str(out)]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=err, text=True)
