@@ -1,17 +1,18 @@
 """
 Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real vLLM server, on a bare CPU.
 
-    python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--only-page]
+    python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--machine cpu|gpu] [--only-page]
 
-24 steps of 8 prompts × 8 rows, in which 64 prompts recur twice. All weights are trained, in bfloat16 where PyTorch's
+24 steps of 8 prompts × 8 rows, in which 64 prompts recur twice. On a GPU, which trainer and server share: 16 × 8 rows,
+128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
 autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before,
 every 8 steps and at the end, outside the seconds of the steps. TRL's own class, with our connection to the server
 (TRL's client refuses one without CUDA), runs for three steps, for its seconds alone.
 
-An arm takes under an hour on two quiet cores. Each run saves a checkpoint every 8 steps, and its log is in
-`benchmarks/results/smollm2.ARM.seedN.json` from then on. A later call goes on where this one stopped, also after
-Ctrl-C. With `--minutes`, no part of a run begins later than that. Seconds of runs that had the machine to themselves
-are seconds; of others, only the tokens count.
+An arm takes under an hour on two quiet cores. There, each run saves a checkpoint every 8 steps, and its log is in
+`benchmarks/results/smollm2.ARM.seedN.json` from then on (`smollm2.gpu.ARM.seedN.json`). A later call goes on where
+this one stopped, also after Ctrl-C. With `--minutes`, no part of a run begins later than that. Seconds of runs that
+had the machine to themselves are seconds; of others, only the tokens count.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,22 +38,58 @@ from trl import GRPOTrainer
 
 from benchmarks.page import PAGE, put
 from benchmarks.servers import training_args
-from benchmarks.smollm2_rollouts import CHECKPOINT, LIMIT, RESULTS, ROOT, sample, score, smollm2_server, tokens_of
+from benchmarks.smollm2_rollouts import (
+    CHECKPOINT,
+    MACHINES,
+    NUM_GENERATIONS,
+    RESULTS,
+    ROOT,
+    Machine,
+    sample,
+    score,
+    smollm2_server,
+    tokens_of,
+)
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.simulation import Estimate
 from trl_darts.engines.vllm_generation import synced_generation
 
 
-STEPS, PART, TRL_STEPS = 24, 8, 3
-PROMPTS, NUM_GENERATIONS, MICRO_BATCH = 8, 8, 4
+STEPS, TRL_STEPS, NUM_EPOCHS = 24, 3, 3
 NUM_TEST, NUM_ANSWERS = 64, 4
 BASELINE, TRL = "grpo", "trl"
 ARMS: dict[str, dict[str, Any]] = {
     BASELINE: {"schedule": "grpo"},
-    "default": {"schedule": "darts"},
+    "default": {"schedule": "darts", "defer_unsettled_groups": None},
     "unguarded": {"schedule": "darts", "defer_unsettled_groups": False},
     "ahead": {"schedule": "darts", "rollout_ahead": 1},
+    "continuous": {"schedule": "grpo", "rollout_ahead": "continuous"},
     TRL: {"schedule": "grpo", "trim_padding": False},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the runs of a machine are made."""
+
+    machine: Machine
+    prefix: str  # of the results' names
+    table: str  # on the page
+    part: int  # steps between checkpoints
+    micro_batch: int
+    config: Mapping[str, Any]
+
+
+SETTINGS = {
+    "cpu": Setting(MACHINES["cpu"], "smollm2", "smollm2 trainings", part=8, micro_batch=4, config={}),
+    "gpu": Setting(
+        MACHINES["gpu"],
+        "smollm2.gpu",
+        "smollm2 trainings on a GPU",
+        part=STEPS,
+        micro_batch=32,
+        config={"use_cpu": False, "weight_sync": "filesystem"},  # NCCL refuses two processes on one GPU
+    ),
 }
 
 
@@ -85,49 +123,49 @@ class PartOfRun(TrainerCallback):
             control.should_training_stop, control.should_save = True, self.saves
 
 
-def file_of(arm: str, seed: int, results: Path) -> Path:
-    return results / f"smollm2.{arm}.seed{seed}.json"
+def file_of(arm: str, seed: int, results: Path, setting: Setting) -> Path:
+    return results / f"{setting.prefix}.{arm}.seed{seed}.json"
 
 
-def load(arm: str, seed: int, results: Path) -> dict[str, Any]:
+def load(arm: str, seed: int, results: Path, setting: Setting) -> dict[str, Any]:
     """Returns the steps and the held-out scores of a run so far."""
-    path = file_of(arm, seed, results)
+    path = file_of(arm, seed, results, setting)
     empty: dict[str, Any] = {"arm": arm, "seed": seed, "settings": ARMS[arm], "steps": [], "held_out": {}}
     return json.loads(path.read_text()) if path.exists() else empty
 
 
-def run_part(arm: str, seed: int, url: str, results: Path) -> bool:
-    """Trains the next steps of a run and stores its log. Returns whether there was anything left to do."""
-    run, num_steps = load(arm, seed, results), TRL_STEPS if arm == TRL else STEPS
+def run_part(arm: str, seed: int, url: str, results: Path, setting: Setting) -> None:
+    """Trains the next steps of a run, if any are left, and stores its log."""
+    run, num_steps = load(arm, seed, results, setting), TRL_STEPS if arm == TRL else STEPS
     if len(run["steps"]) >= num_steps:
-        return False
-    output_dir = ROOT / "outputs" / "smollm2-training" / f"{arm}.seed{seed}"
+        return
+    output_dir = ROOT / "outputs" / "smollm2-training" / f"{setting.prefix}.{arm}.seed{seed}"
     checkpoint = get_last_checkpoint(str(output_dir)) if run["steps"] and output_dir.exists() else None
     start = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
-    trainer = make_trainer(arm, seed, url, output_dir)
+    trainer = make_trainer(arm, seed, url, output_dir, setting)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(PartOfRun(min(start + PART, num_steps), arm != TRL))
+    trainer.add_callback(PartOfRun(min(start + setting.part, num_steps), setting.part < STEPS and arm != TRL))
     test = make_dataset(NUM_TEST, "test")
     if start == 0 and arm != TRL:
-        run["held_out"]["0"] = held_out(trainer, url, test)
+        run["held_out"]["0"] = held_out(trainer, url, test, setting.machine.limit)
     trainer.train(resume_from_checkpoint=checkpoint)
     run["steps"] = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
     if arm != TRL:
-        run["held_out"][str(len(run["steps"]))] = held_out(trainer, url, test)
+        run["held_out"][str(len(run["steps"]))] = held_out(trainer, url, test, setting.machine.limit)
     trainer.vllm_generation.engine.close()
-    write(file_of(arm, seed, results), run)
+    write(file_of(arm, seed, results, setting), run)
     print(arm, seed, len(run["steps"]), run["held_out"], flush=True)
-    return True
 
 
-def make_trainer(arm: str, seed: int, url: str, output_dir: Path) -> Any:
+def make_trainer(arm: str, seed: int, url: str, output_dir: Path, setting: Setting) -> Any:
+    machine = setting.machine
     args = training_args(
         url,
         output_dir,
         num_generations=NUM_GENERATIONS,
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=PROMPTS * NUM_GENERATIONS // MICRO_BATCH,
-        max_completion_length=LIMIT,
+        per_device_train_batch_size=setting.micro_batch,
+        gradient_accumulation_steps=machine.rows // setting.micro_batch,
+        max_completion_length=machine.limit,
         temperature=TEMPERATURE,
         max_steps=STEPS,
         learning_rate=1e-5,
@@ -135,16 +173,16 @@ def make_trainer(arm: str, seed: int, url: str, output_dir: Path) -> Any:
         gradient_checkpointing=False,
         save_total_limit=1,
         seed=seed,
-        **{**ARMS[arm], "bf16": True},
+        **{"bf16": True, **setting.config, **ARMS[arm]},
     )
     make = TRLTrainer if arm == TRL else DARTSGRPOTrainer
-    return make(str(CHECKPOINT), accuracy_reward, args, make_dataset(PROMPTS * PART))
+    return make(str(CHECKPOINT), accuracy_reward, args, make_dataset(machine.prompts * STEPS // NUM_EPOCHS))
 
 
-def held_out(trainer: Any, url: str, test: Any) -> dict[str, float]:
+def held_out(trainer: Any, url: str, test: Any, limit: int) -> dict[str, float]:
     """Syncs the weights and scores plain sampling."""
     trainer.vllm_generation.sync_weights()
-    choices = sample(url, tokens_of(test), NUM_ANSWERS)
+    choices = sample(url, tokens_of(test), NUM_ANSWERS, limit)
     lengths = [len(choice["token_ids"]) for choice in choices]
     cut = [choice["finish_reason"] == "length" for choice in choices]
     accuracy = float(np.mean(score(test, choices, NUM_ANSWERS)))
@@ -167,15 +205,15 @@ def mean_of(run: Mapping[str, Any], name: str) -> float:
     return float(np.mean([step.get(name, np.nan) for step in run["steps"]]))
 
 
-def table(results: Path, seeds: Sequence[int]) -> str:
+def table(results: Path, seeds: Sequence[int], setting: Setting = SETTINGS["cpu"]) -> str:
     """Returns a line for each arm: means over seeds, ratios to GRPO's run of the same seed over as many steps."""
     columns = ("steps", "speed of a step", "of a rollout", "held-out before, after", "tokens", "cut off")
     lines = [["arm (seeds)", *columns], ["---", *["---:"] * len(columns)]]
     for arm in ARMS:
-        runs = [run for seed in seeds if (run := load(arm, seed, results))["steps"]]
+        runs = [run for seed in seeds if (run := load(arm, seed, results, setting))["steps"]]
         if not runs:
             continue
-        pairs = [(run, _first(load(BASELINE, run["seed"], results), len(run["steps"]))) for run in runs]
+        pairs = [(run, _first(load(BASELINE, run["seed"], results, setting), len(run["steps"]))) for run in runs]
         pairs = [(_first(run, len(base["steps"])), base) for run, base in pairs if base["steps"]]
         speeds = [
             _cell([mean_of(base, name) / mean_of(run, name) for run, base in pairs])
@@ -204,23 +242,27 @@ def main() -> None:
     parser.add_argument("--arms", default=",".join(ARMS), help="some of them, with commas")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no part of a run begins later")
+    parser.add_argument("--machine", choices=SETTINGS, default="cpu")
+    parser.add_argument("--base-url", help="a running server of the checkpoint, instead of a new one")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only-page", action="store_true", help="train nothing")
     options = parser.parse_args()
     arms, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
     if unknown := set(arms) - set(ARMS):
         parser.error(f"--arms ({', '.join(sorted(unknown))}) must be some of {', '.join(ARMS)}.")
+    setting = SETTINGS[options.machine]
     deadline = time.monotonic() + 60 * options.minutes
     if not options.only_page:
-        torch.set_num_threads(1)  # the server has the other core
-        with smollm2_server() as url:
-            for seed, _ in product(seeds, range(0, STEPS, PART)):  # arms take turns, part by part
+        if options.machine == "cpu":
+            torch.set_num_threads(1)  # the server has the other core
+        with smollm2_server(machine=setting.machine, base_url=options.base_url) as url:
+            for seed, _ in product(seeds, range(0, STEPS, setting.part)):  # arms take turns, part by part
                 for arm in arms:
                     if time.monotonic() < deadline:
-                        run_part(arm, seed, url, options.results)
-    content = table(options.results, seeds)
+                        run_part(arm, seed, url, options.results, setting)
+    content = table(options.results, seeds, setting)
     print(content)
-    PAGE.write_text(put(PAGE.read_text(), "smollm2 trainings", "smollm2.py", content))
+    PAGE.write_text(put(PAGE.read_text(), setting.table, "smollm2.py", content))
 
 
 if __name__ == "__main__":

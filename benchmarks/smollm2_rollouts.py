@@ -2,14 +2,17 @@
 Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own answers.
 
     python benchmarks/smollm2_rollouts.py lengths|bare|paced|simulated|page [--rows main|others] [--repeats 5]
+                                          [--machine cpu|gpu]
 
-- lengths: samples 16 answers to each of 64 prompts of examples/smollm2 on a real server.
-- bare: every row decodes answers of these lengths on a real server of the model in bfloat16, as fast as the CPU can.
+- lengths: samples 16 answers to each prompt of examples/smollm2 (on a CPU, to 64 of them) on a real server.
+- bare: every row decodes answers of these lengths on a real server of the model in bfloat16, as fast as possible.
 - paced: the same lengths on a real server of a tiny model at a GPU's pace (`pacing.py`).
-- simulated: the same lengths in virtual time, by the published curve of an 8 B model and by the curve of the CPU.
+- simulated: the same lengths in virtual time, by the curve of the machine and, for a CPU's, by the published one of an
+  8 B model.
 - page: writes the tables of docs/evidence.md.
 
-A repeat has 16 prompts: a first epoch in which no lengths are known, and a second one, each of two steps of 8 × 8.
+A repeat has the prompts of two steps: a first epoch in which no lengths are known, and a second one. A step has 8 × 8
+rows, and 16 × 8 on a GPU, where answers have up to 512 tokens instead of 256.
 Rows take turns step by step, and are compared with GRPO's row of the same repeat, so that the load of a shared machine
 affects all of them. Each repeat is a line of `benchmarks/results/smollm2.rollouts.jsonl`, and is run once: a later
 call goes on where this one stopped. `--rows main` are GRPO, DARTS as in the paper, and the default.
@@ -18,7 +21,7 @@ call goes on where this one stopped. `--rows main` are GRPO, DARTS as in the pap
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,22 +47,68 @@ from trl_darts.policy import LatencyCurve
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "examples" / "smollm2" / "checkpoint"
 RESULTS = ROOT / "benchmarks" / "results"
-LENGTHS, ROLLOUTS = "smollm2.lengths.jsonl", "smollm2.rollouts.jsonl"
-NUM_PROMPTS, NUM_ANSWERS, LIMIT = 64, 16, 256
+ROLLOUTS = "smollm2.rollouts.jsonl"
+NUM_ANSWERS, NUM_GENERATIONS, BATCHES, EPOCHS = 16, 8, 2, 2
 AT_ONCE = 20  # prompts
-PROMPTS_PER_STEP, NUM_GENERATIONS, BATCHES, EPOCHS = 8, 8, 2, 2
 MAIN = ("grpo", "darts (paper)", "default")
 GROUPS = {"main": MAIN, "others": ("grpo", *(row.name for row in ROWS if row.name not in MAIN))}
-# Seconds of a step of one thread in bfloat16, eager, on quiet cores.
-CPU_CURVE = LatencyCurve((1, 32, 64), (0.026, 0.038, 0.064))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine decodes in the minutes of a benchmark."""
+
+    pace: str
+    lengths: str  # file of the recorded answers
+    num_prompts: int  # with recorded answers
+    limit: int  # tokens
+    prompts: int  # per step
+    slots: int  # of a server without a queue
+    curve: LatencyCurve
+    server: Mapping[str, Any]  # options
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * NUM_GENERATIONS
+
+
+MACHINES = {
+    "cpu": Machine(
+        "bare",
+        "smollm2.lengths.jsonl",
+        num_prompts=64,
+        limit=256,
+        prompts=8,
+        slots=128,
+        # Seconds of a step of one thread in bfloat16, eager, on quiet cores
+        curve=LatencyCurve((1, 32, 64), (0.026, 0.038, 0.064)),
+        server={"max_model_len": 1024, "env": {"VLLM_CPU_KVCACHE_SPACE": "2"}},
+    ),
+    "gpu": Machine(
+        "gpu",
+        "smollm2.gpu.lengths.jsonl",
+        num_prompts=128,
+        limit=512,
+        prompts=16,
+        slots=256,
+        curve=LatencyCurve((1, 64, 512), (0.002, 0.003, 0.006)),
+        # A part of the memory, because the trainer is on the same GPU
+        server={"max_model_len": 2048, "enforce_eager": None, "gpu_memory_utilization": 0.25},
+    ),
+}
+CPU = MACHINES["cpu"]
 
 
 @contextmanager
-def smollm2_server(max_num_seqs: int = 128, **options: Any) -> Iterator[str]:
-    """Yields the address of a server of the model in bfloat16."""
-    env = {"VLLM_CPU_KVCACHE_SPACE": "2", **options.pop("env", {})}
-    fields = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": max_num_seqs, **options}
-    with start_vllm_server(CHECKPOINT, env=env, timeout_s=600, **fields) as server:
+def smollm2_server(
+    max_num_seqs: int | None = None, machine: Machine = CPU, base_url: str | None = None, **options: Any
+) -> Iterator[str]:
+    """Yields the address of a server of the model in bfloat16, which is started unless `base_url` names one."""
+    if base_url is not None:
+        yield base_url
+        return
+    fields = {"dtype": "bfloat16", "max_num_seqs": max_num_seqs or machine.slots, **machine.server, **options}
+    with start_vllm_server(CHECKPOINT, timeout_s=600, **fields) as server:
         yield server.base_url
 
 
@@ -83,9 +132,11 @@ def append(path: Path, line: dict[str, Any]) -> None:
 # Lengths
 
 
-def sample(url: str, prompts: Sequence[Sequence[int]], num_answers: int, **fields: Any) -> list[dict[str, Any]]:
+def sample(
+    url: str, prompts: Sequence[Sequence[int]], num_answers: int, limit: int = CPU.limit, **fields: Any
+) -> list[dict[str, Any]]:
     """Asks a server for answers to prompts, and returns its choices, by prompt."""
-    body = {"model": str(CHECKPOINT), "prompt": list(prompts), "n": num_answers, "max_tokens": LIMIT}
+    body = {"model": str(CHECKPOINT), "prompt": list(prompts), "n": num_answers, "max_tokens": limit}
     body |= {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "return_token_ids": True, **fields}
     response = requests.post(f"{url}/v1/completions", json=body, timeout=3600)
     response.raise_for_status()
@@ -109,16 +160,16 @@ def score(dataset: Any, choices: Sequence[dict[str, Any]], num_answers: int) -> 
     return accuracy_reward(completions, [row["family"] for row in rows], [row["entry"] for row in rows])
 
 
-def record_lengths(path: Path) -> None:
+def record_lengths(path: Path, machine: Machine, base_url: str | None) -> None:
     """Samples the answers of prompts that have none yet."""
-    dataset = make_dataset(NUM_PROMPTS)
+    dataset = make_dataset(machine.num_prompts)
     prompts, known = tokens_of(dataset), {line["prompt"] for line in read(path)}
-    if not (todo := [place for place in range(NUM_PROMPTS) if place not in known]):
+    if not (todo := [place for place in range(machine.num_prompts) if place not in known]):
         return
-    with smollm2_server() as url:
+    with smollm2_server(machine=machine, base_url=base_url) as url:
         for first in range(0, len(todo), AT_ONCE):
             places = todo[first : first + AT_ONCE]
-            choices = sample(url, [prompts[place] for place in places], NUM_ANSWERS)
+            choices = sample(url, [prompts[place] for place in places], NUM_ANSWERS, machine.limit)
             rewards = score(dataset.select(places), choices, NUM_ANSWERS)
             for number, place in enumerate(places):
                 own = slice(number * NUM_ANSWERS, (number + 1) * NUM_ANSWERS)
@@ -137,23 +188,24 @@ class Recorded:
     """The prompts of a repeat, with the lengths of their answers. Takes the place of `schedules.Size`."""
 
     lines: Sequence[dict[str, Any]]
-    prompts: int = PROMPTS_PER_STEP
+    prompts: int
+    rows: int
+    limit: int
     num_generations: int = NUM_GENERATIONS
-    rows: int = PROMPTS_PER_STEP * NUM_GENERATIONS
     steps: int = EPOCHS * BATCHES
 
     @classmethod
-    def of(cls, lines: Sequence[dict[str, Any]], repeat: int) -> "Recorded":
+    def of(cls, lines: Sequence[dict[str, Any]], repeat: int, machine: Machine = CPU) -> "Recorded":
         """Returns the prompts of a repeat. They recur after all were used."""
-        size = PROMPTS_PER_STEP * BATCHES
-        first = repeat * size % NUM_PROMPTS
-        return cls(lines[first : first + size])
+        size = machine.prompts * BATCHES
+        first = repeat * size % len(lines)
+        return cls(lines[first : first + size], machine.prompts, machine.rows, machine.limit)
 
     @property
     def workload(self) -> Workload:
         """Returns the workload with these lengths."""
         lengths = RecordedLengths([own["lengths"] for own in self.lines], [own["cut"] for own in self.lines])
-        return Workload(lengths, self.prompts, LIMIT)
+        return Workload(lengths, self.prompts, self.limit)
 
 
 class SmolLM2Cluster(ServerCluster):
@@ -196,22 +248,25 @@ def run_repeat(path: Path, pace: str, group: str, repeat: int, replays: Sequence
     console.print(pace, group, repeat, {name: sum(own["seconds"]) for name, own in rows.items()})
 
 
-def run_bare(path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: int) -> None:
+def run_bare(
+    path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: int, machine: Machine, base_url: str | None
+) -> None:
     """Runs what is missing on real servers of the model: one without a queue, and one with N × M slots."""
-    if not (todo := missing(path, "bare", group, repeats)):
+    if not (todo := missing(path, machine.pace, group, repeats)):
         return
-    prompts = tokens_of(make_dataset(NUM_PROMPTS))
+    prompts = tokens_of(make_dataset(machine.num_prompts))
     with ExitStack() as stack:
         rows = rows_of(group)
-        slots = {capped: 64 if capped else 128 for capped in {row.capped for row in rows}}
-        urls = {capped: stack.enter_context(smollm2_server(own)) for capped, own in slots.items()}
+        urls = {False: stack.enter_context(smollm2_server(machine=machine, base_url=base_url))}
+        if any(row.capped for row in rows):
+            urls[True] = stack.enter_context(smollm2_server(machine.rows, machine))
         for repeat in todo:
-            size = Recorded.of(lines, repeat)
+            size = Recorded.of(lines, repeat, machine)
             own_prompts = [prompts[line["prompt"]] for line in size.lines]
             clusters = {capped: SmolLM2Cluster(url, own_prompts) for capped, url in urls.items()}
-            spec = ClusterSpec(CPU_CURVE)
+            spec = ClusterSpec(machine.curve)
             replays = [Replay(row, size, spec, clusters[row.capped], repeat) for row in rows]  # type: ignore[arg-type]
-            run_repeat(path, "bare", group, repeat, replays)
+            run_repeat(path, machine.pace, group, repeat, replays)
             for cluster in clusters.values():
                 cluster.engine.close()
 
@@ -229,13 +284,15 @@ def run_paced(path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: 
             run_repeat(path, "paced", group, repeat, replays)
 
 
-def run_simulated(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> None:
-    """Runs what is missing in virtual time, by both curves."""
-    curves = {"bare, simulated": CPU_CURVE, "paced, simulated": scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)}
+def run_simulated(path: Path, lines: Sequence[dict[str, Any]], repeats: int, machine: Machine = CPU) -> None:
+    """Runs what is missing in virtual time, by each curve."""
+    curves = {f"{machine.pace}, simulated": machine.curve}
+    if machine is CPU:
+        curves["paced, simulated"] = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)
     for pace, curve in curves.items():
         for group in GROUPS:
             for repeat in missing(path, pace, group, repeats):
-                size: Any = Recorded.of(lines, repeat)
+                size: Any = Recorded.of(lines, repeat, machine)
                 replays = [Replay(row, size, ClusterSpec(curve), seed=repeat) for row in rows_of(group)]
                 run_repeat(path, pace, group, repeat, replays)
 
@@ -264,7 +321,8 @@ def rollouts_table(results: Sequence[dict[str, Any]], pace: str) -> str:
     for row in ROWS:
         found = [ratios(results, own, row.name, epoch) for own, epoch in columns.values()]
         speeds = [f"{Estimate.of(own)} ({len(own)})" if own else "–" for own in found]
-        simulated = [line["rows"][row.name] for line in results if row.name in line["rows"] and "sim" in line["pace"]]
+        own = [line["rows"] for line in results if line["pace"] == f"{pace}, simulated"]
+        simulated = [rows[row.name] for rows in own if row.name in rows]
         shares = [f"{np.mean([own[name] for own in simulated]):.0%}" for name in ("wasted", "off_policy")]
         lines.append([row.name, *speeds, *(shares if simulated else ["–", "–"])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -288,9 +346,11 @@ def write_page(results: Path) -> None:
     text = PAGE.read_text()
     rollouts = read(results / ROLLOUTS)
     for name, content in {
-        "smollm2 lengths": lengths_table(read_lengths(results / LENGTHS)),
+        "smollm2 lengths": lengths_table(read_lengths(results / CPU.lengths)),
         "smollm2 rollouts": rollouts_table(rollouts, "bare"),
         "smollm2 rollouts at a GPU's pace": rollouts_table(rollouts, "paced"),
+        "smollm2 lengths on a GPU": lengths_table(read_lengths(results / MACHINES["gpu"].lengths)),
+        "smollm2 rollouts on a GPU": rollouts_table(rollouts, "gpu"),
     }.items():
         text = put(text, name, "smollm2_rollouts.py", content)
         console.print(content, markup=False)
@@ -303,20 +363,25 @@ def main() -> None:
     parser.add_argument("part", choices=("lengths", "bare", "paced", "simulated", "page"))
     parser.add_argument("--rows", choices=GROUPS, default="main")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--machine", choices=MACHINES, default="cpu")
+    parser.add_argument("--base-url", help="a running server of the checkpoint without a queue, instead of a new one")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    machine = MACHINES[options.machine]
+    path, lengths = options.results / ROLLOUTS, options.results / machine.lengths
     if options.part == "lengths":
-        return record_lengths(options.results / LENGTHS)
+        return record_lengths(lengths, machine, options.base_url)
     if options.part == "page":
         return write_page(options.results)
-    path, lines = options.results / ROLLOUTS, read_lengths(options.results / LENGTHS)
-    if len(lines) < NUM_PROMPTS:
-        parser.error(f"{options.results / LENGTHS} must have {NUM_PROMPTS} prompts. Run the part `lengths` first.")
+    lines = read_lengths(lengths)
+    if len(lines) < machine.num_prompts:
+        parser.error(f"{lengths} must have {machine.num_prompts} prompts. Run the part `lengths` first.")
     if options.part == "simulated":
-        run_simulated(path, lines, options.repeats)
+        run_simulated(path, lines, options.repeats, machine)
+    elif options.part == "bare":
+        run_bare(path, lines, options.rows, options.repeats, machine, options.base_url)
     else:
-        run = run_bare if options.part == "bare" else run_paced
-        run(path, lines, options.rows, options.repeats)
+        run_paced(path, lines, options.rows, options.repeats)
 
 
 if __name__ == "__main__":

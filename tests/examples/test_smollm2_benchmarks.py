@@ -3,13 +3,16 @@
 import pytest
 
 from benchmarks import smollm2, smollm2_rollouts
-from benchmarks.smollm2_rollouts import GROUPS, NUM_PROMPTS, ROWS, Recorded
+from benchmarks.smollm2_rollouts import GROUPS, MACHINES, ROWS, Recorded
 from trl_darts import DARTSGRPOConfig
+
+
+CPU = smollm2.SETTINGS["cpu"]
 
 
 @pytest.fixture
 def lines(rng):
-    drawn = rng.lognormal(3, 1, (NUM_PROMPTS, 16)).astype(int) + 1
+    drawn = rng.lognormal(3, 1, (MACHINES["cpu"].num_prompts, 16)).astype(int) + 1
     return [
         {"prompt": place, "family": "gcd", "lengths": own.tolist(), "cut": (own > 200).tolist(), "rewards": [0.0] * 16}
         for place, own in enumerate(drawn)
@@ -39,7 +42,7 @@ def test_a_later_call_runs_the_missing_repeats_alone(lines, tmp_path, monkeypatc
 def test_prompts_recur_after_all_were_used(lines):
     first, fifth = Recorded.of(lines, 0), Recorded.of(lines, 4)
     assert [line["prompt"] for line in first.lines] == [*range(16)] == [line["prompt"] for line in fifth.lines]
-    assert Recorded.of(lines, 3).lines[-1]["prompt"] == NUM_PROMPTS - 1
+    assert Recorded.of(lines, 3).lines[-1]["prompt"] == MACHINES["cpu"].num_prompts - 1
 
 
 def test_lengths_by_family(lines):
@@ -48,11 +51,11 @@ def test_lengths_by_family(lines):
 
 
 def leave_run(results, arm, seconds, num_steps=24):
-    run = smollm2.load(arm, 0, results)
+    run = smollm2.load(arm, 0, results, CPU)
     run["steps"] = [{"step_seconds": seconds, "darts/rollout/seconds": seconds / 2}] * num_steps
     ends = {"accuracy": 0.25, "tokens": 40.0, "p99": 250.0, "cut": 0.1}
     run["held_out"] = {} if arm == smollm2.TRL else {"0": ends, "24": ends | {"accuracy": 0.5}}
-    smollm2.write(smollm2.file_of(arm, 0, results), run)
+    smollm2.write(smollm2.file_of(arm, 0, results, CPU), run)
 
 
 def test_an_arm_is_compared_over_as_many_steps_with_grpo_of_its_seed(tmp_path):
@@ -69,8 +72,8 @@ def test_a_finished_run_is_left_alone(tmp_path, monkeypatch):
     leave_run(tmp_path, "grpo", 20.0)
     leave_run(tmp_path, "trl", 20.0, num_steps=3)
     monkeypatch.setattr(smollm2, "make_trainer", None)
-    assert not smollm2.run_part("grpo", 0, "http://nowhere", tmp_path)
-    assert not smollm2.run_part("trl", 0, "http://nowhere", tmp_path)
+    for arm in ("grpo", "trl"):
+        smollm2.run_part(arm, 0, "http://nowhere", tmp_path, CPU)
 
 
 def test_arms_are_settings():
