@@ -91,7 +91,8 @@ MACHINES = {
         limit=512,
         prompts=16,
         slots=256,
-        curve=LatencyCurve((1, 64, 512), (0.002, 0.003, 0.006)),
+        # Measured on an H100: `smollm2.gpu.latency.json`
+        curve=LatencyCurve((1, 8, 128, 512), (0.00205, 0.00307, 0.00582, 0.0200)),
         # A part of the memory, because the trainer is on the same GPU
         server={"max_model_len": 2048, "enforce_eager": None, "gpu_memory_utilization": 0.25},
     ),
@@ -349,8 +350,6 @@ def write_page(results: Path) -> None:
         "smollm2 lengths": lengths_table(read_lengths(results / CPU.lengths)),
         "smollm2 rollouts": rollouts_table(rollouts, "bare"),
         "smollm2 rollouts at a GPU's pace": rollouts_table(rollouts, "paced"),
-        "smollm2 lengths on a GPU": lengths_table(read_lengths(results / MACHINES["gpu"].lengths)),
-        "smollm2 rollouts on a GPU": rollouts_table(rollouts, "gpu"),
     }.items():
         text = put(text, name, "smollm2_rollouts.py", content)
         console.print(content, markup=False)

@@ -415,6 +415,18 @@ def test_a_worker_that_never_joins(rendezvous, monkeypatch):
     missing.set()
 
 
+def test_nccl_refuses_the_trainer_and_a_server_on_one_gpu(rendezvous, monkeypatch):
+    from vllm.distributed.device_communicators import pynccl
+
+    class Duplicate(Joined):
+        def __init__(self, group, device):
+            raise RuntimeError("NCCL error: invalid usage")
+
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", Duplicate)
+    with pytest.raises(WeightSyncError, match=r"invalid usage\. .*share a GPU.*weight_sync='filesystem'"):
+        rendezvous.init_communicator()
+
+
 def test_a_trainer_without_nccl(rendezvous, monkeypatch):
     class Without(Joined):
         def __init__(self, group, device):

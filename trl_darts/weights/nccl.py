@@ -198,7 +198,13 @@ def _join(
     group = StatelessProcessGroup.create(
         *address, rank=0, world_size=size, store_timeout=int(timeout_s), listen_socket=listener
     )
-    communicator.__init__(group, device)
+    try:
+        communicator.__init__(group, device)
+    except RuntimeError as error:  # NCCL's own
+        raise WeightSyncError(
+            f"NCCL did not form the group for weights: {error}. If the trainer and a server share a GPU, which NCCL "
+            "refuses, set `weight_sync='filesystem'`. Otherwise, set `NCCL_DEBUG=WARN` on both sides to see its reason."
+        ) from error
     if communicator.disabled:
         raise ConfigurationError(
             "`weight_sync` ('nccl') needs NCCL, and vLLM found no NCCL library in the trainer's environment. Install "
