@@ -203,7 +203,7 @@ def _join(
     except RuntimeError as error:  # NCCL's own
         raise WeightSyncError(
             f"NCCL did not form the group for weights: {error}. If the trainer and a server share a GPU, which NCCL "
-            "refuses, set `weight_sync='filesystem'`. Otherwise, set `NCCL_DEBUG=WARN` on both sides to see its reason."
+            "refuses, set `weight_sync='filesystem'`. Otherwise, `NCCL_DEBUG=WARN` on both sides shows why."
         ) from error
     if communicator.disabled:
         raise ConfigurationError(
