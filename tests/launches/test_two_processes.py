@@ -166,14 +166,14 @@ def test_uniform_groups_leave_on_both(launches):
 def test_groups_are_deferred_and_audited_on_both(launches):
     """Rows of a group belong together, and an audited prompt's second sample is trained on nowhere."""
     ranks = launches("ddp", "deferred")
-    for step in range(12):
+    for step in range(24):
         rows = rows_of(ranks, step)
         for start in range(0, 12, 4):
             group = [row for row in rows[start : start + 4] if row[2]]  # filler rows have no tokens that count
             assert len({prompt for prompt, _, _, _ in group}) <= 1
             assert all(prompt[-1] == letter for prompt, letter, _, _ in group)
     log = ranks[0]["log"]
-    assert sum(float(line.get("darts/deferral/sampled", 0)) for line in log) >= 12 * 3
+    assert sum(float(line.get("darts/deferral/sampled", 0)) for line in log) >= 24 * 3
     assert any(float(line.get("darts/buffer/long_round", 0)) for line in log)
     assert any("darts/audit/groups" in line for line in log)
 
