@@ -234,7 +234,13 @@ BACKENDS: dict[str, dict[str, Play]] = {
         "continuous": CONTINUOUS,
         "uniform groups": partial(train, uniform="ABD", drop_uniform_groups=True, stream_rewards=True, **OWN_BATCHES),
         "deferred": partial(
-            train, uniform="ABD", defer_unsettled_groups=True, audit_share=0.3, max_steps=24, **OWN_BATCHES
+            train,
+            uniform="ABD",
+            defer_unsettled_groups=True,
+            audit_share=0.3,
+            max_steps=24,
+            # With many truncated answers, all rounds are long, and none is audited.
+            **{**OWN_BATCHES, "max_completion_length": 300},
         ),
         "dropped group": partial(
             train,
