@@ -1,13 +1,13 @@
 """
-Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real vLLM server, on a bare CPU.
+Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real vLLM server.
 
     python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--machine cpu|gpu] [--only-page]
 
 24 steps of 8 prompts × 8 rows, in which 64 prompts recur twice. On a GPU, which trainer and server share: 16 × 8 rows,
-128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
-autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before,
-every 8 steps and at the end, outside the seconds of the steps. TRL's own class, with our connection to the server
-(TRL's client refuses one without CUDA), runs for three steps, for its seconds alone.
+128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's autocast chooses it.
+Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before, every 8 steps and at the
+end, outside the seconds of the steps. TRL's own class, with our connection to the server (TRL's client refuses one
+without CUDA), runs for three steps, for its seconds alone.
 
 An arm takes under an hour on two quiet cores. There, each run saves a checkpoint every 8 steps, and its log is in
 `benchmarks/results/smollm2.ARM.seedN.json` from then on (`smollm2.gpu.ARM.seedN.json`). A later call goes on where
