@@ -270,7 +270,7 @@ class Audit:
     def _same_tokens(self) -> bool:
         counts = self.counts
         same = counts["tokens received"] == counts["tokens in candidates"]
-        return same and self.worst <= 1e-4
+        return same and self.worst <= 1e-3
 
 
 @contextmanager

@@ -110,7 +110,6 @@ def test_each_token_is_of_the_version_that_it_is_said_to_be_of(
     capacity: Any = Member.capacity
     monkeypatch.setattr(Member, "capacity", property(lambda member: min(8, capacity.fget(member))))
     fields = {**FIELDS, "schedule": schedule, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    fields |= {"max_completion_length": 480}  # an evaluation makes a step longer
     fields |= {"steps_per_generation": 4, "max_steps": 8, "max_staleness": 4, "save_rollout_trace": True}
     fields |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     args = server_args(tmp_path, server, **fields)

@@ -19,7 +19,6 @@ from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.engine import Engine
 from .engines.factory import make_engine
-from .engines.in_process.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
 from .errors import WeightsLostError
@@ -36,7 +35,7 @@ from .training.preemption import Preemption, explained
 from .training.resume import checkpoint_to_resume
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards
-from .trl_compat import profiling_context
+from .trl_compat import profiling_context, replaced
 
 
 logger = get_logger(__name__)

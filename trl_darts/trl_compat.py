@@ -1,6 +1,6 @@
 """
 Everything that trl_darts uses of TRL beyond its documented interface: names in its modules, the methods that the
-trainer overrides, and features that some versions lack.
+trainer overrides, attributes that it replaces for the time of a call, and features that some versions lack.
 
 Features are detected by name or signature, not by version. A name is imported on first use, because some of TRL's
 modules import vLLM, which takes seconds.
@@ -8,6 +8,8 @@ modules import vLLM, which takes seconds.
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -125,6 +127,21 @@ def parse_completion(processing_class: Any, ids: list[int], prefix: list[int], t
     parse = __getattr__("parse_response")
     extra = {"tools": tools} if "tools" in inspect.signature(parse).parameters else {}
     return parse(processing_class, ids, prefix=prefix, **extra)
+
+
+@contextmanager
+def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of an instance inside the context. It is restored if it was set on the instance before."""
+    was_set = name in vars(instance)
+    before = vars(instance).get(name)
+    setattr(instance, name, value)
+    try:
+        yield
+    finally:
+        if was_set:
+            setattr(instance, name, before)
+        else:
+            delattr(instance, name)
 
 
 def _unsupported(hook: str, why: str) -> UnsupportedTRLError:

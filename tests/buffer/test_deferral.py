@@ -228,8 +228,7 @@ def test_audited_prompts_are_sampled_twice_and_trained_on_once(model_dir, tmp_pa
 
 
 @pytest.mark.parametrize(("reward", "loses"), [(hard, True), (flat, False)])
-def test_what_is_lost_is_measured(model_dir, tmp_path, caplog, reward, loses, monkeypatch):
-    monkeypatch.setattr("trl_darts.policy.audit.LEAST_GROUPS", 20)
+def test_what_is_lost_is_measured(model_dir, tmp_path, caplog, reward, loses):
     trainer = audited_trainer(model_dir, tmp_path, reward, max_steps=60)
     trainer.train()
     last = rollout_logs(trainer)[-1]

@@ -158,9 +158,9 @@ def wait_long(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     main = MainProcess(accelerator)
     accelerator.wait_for_everyone()  # the scenario before may have ended at different times
-    _set_pg_timeout(timedelta(seconds=3))
+    _set_pg_timeout(timedelta(seconds=2))
     try:
-        values = [main.broadcast(lambda: time.sleep(6) or "after a while"), main.broadcast(lambda: "at once")]
+        values = [main.broadcast(lambda: time.sleep(4) or "after a while"), main.broadcast(lambda: "at once")]
         try:
             main.run(lambda: 1 / 0)
         except ZeroDivisionError as error:

@@ -1,17 +1,18 @@
 """
 Audits of what a bounded wait loses. Invariants, each under its name: nothing_is_lost_without_selection,
-estimates_are_of_plain_sampling.
+estimates_are_of_plain_sampling, evidence_is_fair.
 """
 
 import json
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.policy.audit import LEAST_GROUPS, AuditedGroup, Audits, BoundedWait
+from trl_darts.policy.audit import FALSE_ALARMS, AuditedGroup, Audits, BoundedWait
 
 
 WAIT = BoundedWait(num_kept=2, num_longest=1, saturates_at=4)
@@ -86,17 +87,40 @@ def test_estimates_are_of_plain_sampling():
     assert covered >= 50
 
 
-@pytest.mark.parametrize(("needs", "warns"), [(0, False), (90, True)])
-def test_a_loss_is_told_once(needs, warns):
-    for seed in range(5):
-        audits = observed(LEAST_GROUPS - 1, seed, needs)
-        assert audits.pop_warning() is None  # too few
-        audits = observed(400, seed, needs)
-        warning = audits.pop_warning()
-        assert (warning is not None) == warns
-        if warning:
-            assert "defer_unsettled_groups=True" in warning
-        assert audits.pop_warning() is None
+small_groups = st.integers(2, 5).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.integers(1, 9), min_size=size, max_size=size),
+        st.lists(st.booleans(), min_size=size, max_size=size),
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=size, max_size=size),
+    )
+)
+
+
+@given(small_groups, st.integers(1, 12))
+def test_evidence_is_fair(group, usual_length):
+    """If a group's rewards are as likely in any order, the likelihood ratio stays the same on average."""
+    lengths, ended, rewards = group
+    orders = [
+        Audits([WAIT.audit(lengths, ended, order, usual_length, len(lengths))]) for order in permutations(rewards)
+    ]
+    assert np.mean([math.exp(audits.log_evidence()) for audits in orders]) == pytest.approx(1)
+
+
+def is_warned(seed: int, needs: int) -> bool:
+    """Whether a training of 150 audited groups warns, which looks at them after each."""
+    groups = observed(150, seed, needs).groups
+    return any(Audits(groups[:number]).pop_warning() for number in range(1, len(groups) + 1))
+
+
+@pytest.mark.parametrize(("needs", "fewest", "most"), [(0, 0, 10 * FALSE_ALARMS), (90, 1, 1)])
+def test_a_warning_tells_a_loss_from_chance(needs, fewest, most):
+    assert fewest <= np.mean([is_warned(seed, needs) for seed in range(40)]) <= most
+
+
+def test_a_loss_is_told_once():
+    audits = observed(150, seed=0, needs=90)
+    assert "defer_unsettled_groups=True" in audits.pop_warning()
+    assert audits.pop_warning() is None
 
 
 def test_unknown_rewards_are_left_out():

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..trl_compat import replaced
 from .batch import PromptBatch
 from .engine import Engine
-from .in_process.hf_generate import SchedulerCriterion, replaced, stopping_criterion
+from .in_process.hf_generate import SchedulerCriterion, stopping_criterion
 from .in_process.processes import InProcessEngine
 from .in_process.share import Share, Slot
 from .main_process import MainProcess

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError
-from ..trl_compat import VLLMGeneration, grpo_trainer
+from ..trl_compat import VLLMGeneration, grpo_trainer, replaced
 from ..weights import SyncRecord
 from ..weights.client import image_features
 from ..weights.fleet import FleetVLLMClient
 from .addresses import check_address
 from .connection import ServerSettings, check_joining, connect, open_engine, server_settings
 from .discovery import Discovery
-from .in_process.hf_generate import replaced
 from .main_process import MainProcess
 from .pool import State, shows_weights
 from .preflight import ServerFacts, check_server

@@ -18,9 +18,9 @@ from .selection import select_dual_end
 
 
 MAX_GROUPS = 1000  # the newest count, because the policy moves
-LEAST_GROUPS = 60  # before a warning
-# Standard errors between a loss and none. The estimate is looked at after every audit, so 2 would warn by chance.
-SURE = 3.0
+# A warning compares two hypotheses: lengths say nothing about rewards, or they multiply the odds of a loss by this.
+LOSS_ODDS = 5.0
+FALSE_ALARMS = 0.01  # probability of a warning in a training where lengths say nothing, however often it is looked at
 Z_95 = 1.96
 
 
@@ -116,14 +116,23 @@ class Audits:
             metrics |= {name: float(estimate), f"{name}_interval": float(Z_95 * error)}
         return metrics
 
+    def log_evidence(self) -> float:
+        """
+        Returns the logarithm of the likelihood ratio of the two hypotheses. If lengths say nothing about rewards, any
+        rows of a group are as likely to be kept, so `lost_at_random` is the exact probability of its loss, the ratio's
+        expectation is 1 after every group, and it ever exceeds 1 / p with a probability of at most p (Ville's
+        inequality).
+        """
+        return sum(
+            group.lost * math.log(LOSS_ODDS) - math.log1p((LOSS_ODDS - 1) * group.lost_at_random)
+            for group in self.groups
+        )
+
     def pop_warning(self) -> str | None:
         """Returns a warning the first time that the loss is larger than chance explains."""
-        if self.warned or len(self.groups) < LEAST_GROUPS:
+        if self.warned or self.log_evidence() < -math.log(FALSE_ALARMS):
             return None
         lost, random, *_ = np.array(self.groups).T
-        excess = lost - random
-        if excess.mean() <= SURE * _error(excess):
-            return None
         self.warned = True
         return (
             f"The bounded wait loses what long answers teach: of {len(lost)} audited groups, {lost.mean():.1%} have a "

@@ -12,11 +12,10 @@ from typing import Any
 from torch import nn
 from trl import GRPOTrainer, is_conversational  # type: ignore[attr-defined]  # exported lazily
 
-from ..engines.in_process.hf_generate import replaced
 from ..engines.mailbox import Mailbox
 from ..scheduling import GroupResult, RolloutResult
 from ..scheduling.ledger import Ledger
-from ..trl_compat import get_callable_name, parse_completion
+from ..trl_compat import get_callable_name, parse_completion, replaced
 from .plan import Tokens
 from .reward_calls import GRACE_S, RewardCall, RewardFunction, RewardLoop, Rewards
 

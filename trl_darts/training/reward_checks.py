@@ -14,9 +14,8 @@ from accelerate.logging import get_logger
 from torch import nn
 from trl import rewards as trl_rewards
 
-from ..engines.in_process.hf_generate import replaced
 from ..errors import ConfigurationError
-from ..trl_compat import is_async_callable
+from ..trl_compat import is_async_callable, replaced
 
 
 logger = get_logger(__name__)

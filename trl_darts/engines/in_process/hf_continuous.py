@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ...errors import GenerationError
 from ...scheduling import FinishReason
-from .hf_generate import replaced
+from ...trl_compat import replaced
 from .share import Share
 
 

@@ -7,8 +7,8 @@ rows are done. With beam search, a candidate has several rows. It can be aborted
 of `generate`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ...scheduling import FinishReason
+from ...trl_compat import replaced
 from .share import Share
 
 
@@ -71,18 +72,3 @@ def stopping_criterion(model: Any, criterion: StoppingCriteria) -> AbstractConte
     """Inside this context, every `generate` call of the model uses the criterion, for callers that can't pass one."""
     criteria = StoppingCriteriaList([criterion])
     return replaced(model, "generate", partial(model.generate, stopping_criteria=criteria))
-
-
-@contextmanager
-def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of an instance inside the context. It is restored if it was set on the instance before."""
-    was_set = name in vars(instance)
-    before = vars(instance).get(name)
-    setattr(instance, name, value)
-    try:
-        yield
-    finally:
-        if was_set:
-            setattr(instance, name, before)
-        else:
-            delattr(instance, name)

@@ -12,8 +12,9 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind
 
 from ...scheduling import FinishReason
+from ...trl_compat import replaced
 from ..batch import PromptBatch
-from .hf_generate import PROGRESS_INTERVAL, replaced
+from .hf_generate import PROGRESS_INTERVAL
 from .share import Share, Slot
 
 
