@@ -144,6 +144,7 @@ class ServerCluster:
     """
 
     eos_id = EOS_ID
+    sampling: Mapping[str, Any] = {}
 
     def __init__(self, *urls: str, tail_urls: Sequence[str] = ()) -> None:
         self.engine = VLLMServerEngine([*urls, *tail_urls], tail_urls=tail_urls)
@@ -153,19 +154,28 @@ class ServerCluster:
         """Returns the tokens of a prompt of the workload."""
         return [FIRST_TEXT_TOKEN + place for place in divmod(key, NUM_TEXT_TOKENS)]
 
+    def of_length(self, tokens: int, max_length: int) -> dict[str, Any]:
+        """Returns the parameters of an answer with this length. Endless ones are truncated by `max_tokens`."""
+        return {"min_tokens": min(tokens - 1, max_length), "logit_bias": {str(self.eos_id): 100}}
+
     def run(
         self, scheduler: Scheduler, plans: Sequence[GroupPlan], lengths: Sequence[Sequence[int]], max_length: int
     ) -> RolloutResult:
         """Runs one rollout after resetting the prefix cache, as a weight sync does."""
 
         def fixed(command: Submit) -> dict[str, Any]:
-            own = lengths[command.group_id][command.index]  # endless ones are truncated by `max_tokens`
-            return {"min_tokens": min(own - 1, max_length), "logit_bias": {str(self.eos_id): 100}}
+            return self.of_length(lengths[command.group_id][command.index], max_length)
 
         for url in self.engine.base_urls:
             requests.post(f"{url}/reset_prefix_cache", timeout=30).raise_for_status()
         prompts = [[ServerPrompt(self.prompt(plan.prompt_key))] for plan in plans]
-        body = {"model": self.model, "max_tokens": max_length, "logprobs": 0, "return_token_ids": True}
+        body = {
+            "model": self.model,
+            "max_tokens": max_length,
+            "logprobs": 0,
+            "return_token_ids": True,
+            **self.sampling,
+        }
         return self.engine.run(scheduler, plans, prompts, body, fixed)
 
     def seconds_per_request(self, num_candidates: int, step_seconds: float) -> float:

@@ -1,7 +1,7 @@
 """
 Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own answers.
 
-    python benchmarks/smollm2_rollouts.py lengths|bare|paced|simulated|page [--rows main|others] [--repeats 5]
+    python benchmarks/smollm2_rollouts.py lengths|bare|paced|simulated|drafts|page [--rows main|others] [--repeats 5]
                                           [--machine cpu|gpu]
 
 - lengths: samples 16 answers to each prompt of examples/smollm2 (on a CPU, to 64 of them) on a real server.
@@ -9,6 +9,7 @@ Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own 
 - paced: the same lengths on a real server of a tiny model at a GPU's pace (`pacing.py`).
 - simulated: the same lengths in virtual time, by the curve of the machine and, for a CPU's, by the published one of an
   8 B model.
+- drafts: GRPO's rollouts as in `bare`, on a server that drafts (`suffix`) over one that does not.
 - page: writes the tables of docs/evidence.md.
 
 A repeat has the prompts of two steps: a first epoch in which no lengths are known, and a second one. A step has 8 × 8
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
@@ -41,13 +43,16 @@ from benchmarks.page import PAGE, put
 from benchmarks.schedules import GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.simulation import ClusterSpec, Estimate, RecordedLengths, Workload
+from trl_darts.engines.vllm_api import draft_counts
 from trl_darts.policy import LatencyCurve
+from trl_darts.serving.options import SPECULATIVE
 
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "examples" / "smollm2" / "checkpoint"
 RESULTS = ROOT / "benchmarks" / "results"
 ROLLOUTS = "smollm2.rollouts.jsonl"
+DRAFTS = "bare, drafts"  # the pace of rows with and without them
 NUM_ANSWERS, NUM_GENERATIONS, BATCHES, EPOCHS = 16, 8, 2, 2
 AT_ONCE = 20  # prompts
 MAIN = ("grpo", "darts (paper)", "default")
@@ -223,6 +228,16 @@ class SmolLM2Cluster(ServerCluster):
         return self.prompts[key]
 
 
+class DraftingCluster(SmolLM2Cluster):
+    """The same for a server that drafts, which refuses `logit_bias`: answers go on where they would have ended."""
+
+    sampling = MappingProxyType({"temperature": TEMPERATURE})
+
+    def of_length(self, tokens: int, max_length: int) -> dict[str, Any]:
+        """Returns the parameters of an answer with this length."""
+        return {"max_tokens": min(tokens, max_length), "ignore_eos": True}
+
+
 def facts(replay: Replay) -> dict[str, Any]:
     """Returns what is stored of a row: seconds of each step, and totals."""
     total = replay.total
@@ -240,11 +255,10 @@ def rows_of(group: str) -> list[Row]:
     return [row for row in ROWS if row.name in GROUPS[group]]
 
 
-def run_repeat(path: Path, pace: str, group: str, repeat: int, replays: Sequence[Replay]) -> None:
-    """Runs all rows of a group, step by step in turn, and appends a line."""
-    train(replays, EPOCHS * BATCHES)
-    names = [row.name for row in rows_of(group)]
-    rows = {name: facts(replay) for name, replay in zip(names, replays, strict=True)}
+def run_repeat(path: Path, pace: str, group: str, repeat: int, replays: Mapping[str, Replay]) -> None:
+    """Runs all rows of a group, by their names, step by step in turn, and appends a line."""
+    train([*replays.values()], EPOCHS * BATCHES)
+    rows = {name: facts(replay) for name, replay in replays.items()}
     append(path, {"pace": pace, "group": group, "repeat": repeat, "rows": rows})
     console.print(pace, group, repeat, {name: sum(own["seconds"]) for name, own in rows.items()})
 
@@ -266,7 +280,7 @@ def run_bare(
             own_prompts = [prompts[line["prompt"]] for line in size.lines]
             clusters = {capped: SmolLM2Cluster(url, own_prompts) for capped, url in urls.items()}
             spec = ClusterSpec(machine.curve)
-            replays = [Replay(row, size, spec, clusters[row.capped], repeat) for row in rows]  # type: ignore[arg-type]
+            replays = {row.name: Replay(row, size, spec, clusters[row.capped], repeat) for row in rows}  # type: ignore[arg-type]
             run_repeat(path, machine.pace, group, repeat, replays)
             for cluster in clusters.values():
                 cluster.engine.close()
@@ -281,7 +295,9 @@ def run_paced(path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: 
         with ExitStack() as stack:
             capped = {row.capped: size.rows if row.capped else None for row in rows}
             servers = {own: stack.enter_context(server_of(curve, slots, size)) for own, slots in capped.items()}
-            replays = [Replay(row, size, servers[row.capped][1], servers[row.capped][0], repeat) for row in rows]
+            replays = {
+                row.name: Replay(row, size, servers[row.capped][1], servers[row.capped][0], repeat) for row in rows
+            }
             run_repeat(path, "paced", group, repeat, replays)
 
 
@@ -294,8 +310,27 @@ def run_simulated(path: Path, lines: Sequence[dict[str, Any]], repeats: int, mac
         for group in GROUPS:
             for repeat in missing(path, pace, group, repeats):
                 size: Any = Recorded.of(lines, repeat, machine)
-                replays = [Replay(row, size, ClusterSpec(curve), seed=repeat) for row in rows_of(group)]
+                replays = {row.name: Replay(row, size, ClusterSpec(curve), seed=repeat) for row in rows_of(group)}
                 run_repeat(path, pace, group, repeat, replays)
+
+
+def run_drafts(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> None:
+    """Runs what is missing on two real servers of the model, of which one drafts, and prints its speed."""
+    prompts = tokens_of(make_dataset(CPU.num_prompts))
+    with ExitStack() as stack:
+        methods = {GRPO.name: None, "suffix": SPECULATIVE["suffix"]}
+        urls = {name: stack.enter_context(smollm2_server(speculative_config=own)) for name, own in methods.items()}
+        for repeat in missing(path, DRAFTS, "drafts", repeats):
+            size: Any = Recorded.of(lines, repeat)
+            own_prompts = [prompts[line["prompt"]] for line in size.lines]
+            clusters: Any = {name: DraftingCluster(url, own_prompts) for name, url in urls.items()}
+            spec = ClusterSpec(CPU.curve)
+            replays = {name: Replay(GRPO, size, spec, cluster, repeat) for name, cluster in clusters.items()}
+            run_repeat(path, DRAFTS, "drafts", repeat, replays)
+            console.print(clusters["suffix"].engine.query(draft_counts))
+            for cluster in clusters.values():
+                cluster.engine.close()
+    console.print("speed with drafts", Estimate.of(ratios(read(path), DRAFTS, "suffix", slice(None))))
 
 
 # The page
@@ -359,7 +394,7 @@ def write_page(results: Path) -> None:
 def main() -> None:
     """Runs what is missing of a part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("lengths", "bare", "paced", "simulated", "page"))
+    parser.add_argument("part", choices=("lengths", "bare", "paced", "simulated", "drafts", "page"))
     parser.add_argument("--rows", choices=GROUPS, default="main")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--machine", choices=MACHINES, default="cpu")
@@ -377,6 +412,8 @@ def main() -> None:
         parser.error(f"{lengths} must have {machine.num_prompts} prompts. Run the part `lengths` first.")
     if options.part == "simulated":
         run_simulated(path, lines, options.repeats, machine)
+    elif options.part == "drafts":
+        run_drafts(path, lines, options.repeats)
     elif options.part == "bare":
         run_bare(path, lines, options.rows, options.repeats, machine, options.base_url)
     else:

@@ -12,6 +12,7 @@ import inspect
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trl
@@ -125,3 +126,12 @@ def test_the_matrix_has_the_versions_that_are_called_tested():
     assert tuple(version.partition("_")[0] for version in versions) == trl_compat.TESTED
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text())
     assert workflow["jobs"]["versions"]["strategy"]["matrix"]["versions"] == versions
+
+
+@pytest.mark.parametrize("before", [{}, {"name": 1}, {"name": None}])
+def test_a_replaced_attribute_is_as_it_was(before):
+    """Also after an error, and if it was `None`."""
+    instance = SimpleNamespace(**before)
+    with pytest.raises(RuntimeError), trl_compat.replaced(instance, "name", 2):
+        raise RuntimeError(instance.name)
+    assert vars(instance) == before

@@ -9,13 +9,12 @@ from .analysis.simulation import ClusterSpec, SimulatedCluster
 from .analysis.simulation.continuous import VirtualContinuous
 from .engines.batch import PromptBatch
 from .engines.engine import Engine, OnProgress, RolloutPlan
-from .engines.in_process.hf_generate import replaced
 from .engines.main_process import MainProcess
 from .engines.preflight import ServerFacts
 from .policy import LatencyCurve
 from .scheduling import Admission, RolloutResult
 from .training.rows import KeptRows, Tokens
-from .trl_compat import grpo_trainer
+from .trl_compat import grpo_trainer, replaced
 
 
 Write = Callable[[Tokens, int], Tokens]

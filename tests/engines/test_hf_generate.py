@@ -1,13 +1,12 @@
 """The stopping criterion inside transformers' `generate`."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.policies import make_policies
-from trl_darts.engines.in_process.hf_generate import SchedulerCriterion, replaced, stopping_criterion
+from trl_darts.engines.in_process.hf_generate import SchedulerCriterion, stopping_criterion
 from trl_darts.engines.in_process.share import MainLink, Share
 from trl_darts.scheduling import CandidateState, FinishReason, GroupPlan, Scheduler
 
@@ -88,12 +87,3 @@ def test_rows_at_the_limit_are_truncated(model):
     truncated = [c for c in candidates if c.finish_reason is FinishReason.LENGTH]
     assert truncated
     assert all(c.length == 5 and EOS not in c.tokens for c in truncated)
-
-
-@pytest.mark.parametrize("before", [{}, {"name": 1}, {"name": None}])
-def test_a_replaced_attribute_is_as_it_was(before):
-    """Also after an error, and if it was `None`."""
-    instance = SimpleNamespace(**before)
-    with pytest.raises(RuntimeError), replaced(instance, "name", 2):
-        raise RuntimeError(instance.name)
-    assert vars(instance) == before

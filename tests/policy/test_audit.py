@@ -31,7 +31,7 @@ def test_kept_are_those_that_end_before_the_batch_does():
 
 def test_an_answer_that_is_aborted_is_lost():
     group = WAIT.audit([3, 5, 30], [True] * 3, [0.0, 0.0, 1.0], usual_length=6, num_candidates=3)
-    assert group == AuditedGroup(1.0, pytest.approx(1 / 3), 4.0, pytest.approx(38 / 3), 0.0, pytest.approx(1 / 3))
+    assert group == AuditedGroup(1.0, pytest.approx(1 / 3), 4.0, pytest.approx(38 / 3), 0.0, pytest.approx(1 / 3), 0.0)
     group = WAIT.audit([3, 5, 30], [True] * 3, [0.0, 1.0, 1.0], usual_length=6, num_candidates=3)
     assert (group.lost, group.lost_at_random) == (0.0, 0.0)
     group = WAIT.audit([3, 5, 30], [True] * 3, [1.0, 1.0, 1.0], usual_length=6, num_candidates=3)
@@ -120,6 +120,21 @@ def test_a_warning_tells_a_loss_from_chance(needs, fewest, most):
 def test_a_loss_is_told_once():
     audits = observed(150, seed=0, needs=90)
     assert "defer_unsettled_groups=True" in audits.pop_warning()
+    assert audits.pop_warning() is None
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.01, False), (0.1, True)])
+def test_many_truncated_answers_are_told(rng, share, warns):
+    audits = Audits()
+    for _ in range(100):
+        ended = (rng.random(16) >= share).tolist()
+        lengths = [10 if whole else 99 for whole in ended]
+        audits.observe(BoundedWait(8, 1, 16).audit(lengths, ended, [1.0] * 16, 40, 11))
+    assert audits.metrics()["truncated_share"] == pytest.approx(share, abs=0.02)
+    warning = audits.pop_warning()
+    assert (warning is not None) == warns
+    if warning:
+        assert "of the answers are truncated" in warning
     assert audits.pop_warning() is None
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from ..engines.in_process.hf_generate import replaced
 from ..training.rows import Tokens, total_rewards
+from ..trl_compat import replaced
 from .batches import BufferedBatches
 from .rounds import Informative
 

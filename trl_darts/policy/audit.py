@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .deferral import CUT_OFF
 from .selection import select_dual_end
 
 
@@ -21,6 +22,7 @@ MAX_GROUPS = 1000  # the newest count, because the policy moves
 # A warning compares two hypotheses: lengths say nothing about rewards, or they multiply the odds of a loss by this.
 LOSS_ODDS = 5.0
 FALSE_ALARMS = 0.01  # probability of a warning in a training where lengths say nothing, however often it is looked at
+LEAST_GROUPS, SURE = 20, 3.0  # before too many answers are truncated: groups, and standard errors above the share
 Z_95 = 1.96
 
 
@@ -33,6 +35,7 @@ class AuditedGroup(NamedTuple):
     plain_length: float
     kept_reward: float
     plain_reward: float
+    truncated: float  # share of its answers
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class BoundedWait:
             plain_length=float(np.mean(lengths)),
             kept_reward=float(values[kept].mean()),
             plain_reward=float(values.mean()),
+            truncated=1 - float(np.mean(ended)),
         )
 
 
@@ -103,13 +107,14 @@ class Audits:
         """Returns the estimates, and half of their 95 % intervals under names with `_interval`."""
         if len(self.groups) < 2:
             return {}
-        lost, random, kept, plain, kept_reward, plain_reward = np.array(self.groups).T
+        lost, random, kept, plain, kept_reward, plain_reward, truncated = np.array(self.groups).T
         ratio = kept.mean() / plain.mean()
         found = {
             "lost_share": (lost.mean(), _error(lost)),
             "lost_share_at_random": (random.mean(), _error(random)),
             "length_mean_ratio": (ratio, _error(kept - ratio * plain) / plain.mean()),
             "reward_gap": (np.mean(kept_reward - plain_reward), _error(kept_reward - plain_reward)),
+            "truncated_share": (truncated.mean(), _error(truncated)),
         }
         metrics = {"groups": float(len(lost))}
         for name, (estimate, error) in found.items():
@@ -129,16 +134,33 @@ class Audits:
         )
 
     def pop_warning(self) -> str | None:
-        """Returns a warning the first time that the loss is larger than chance explains."""
-        if self.warned or self.log_evidence() < -math.log(FALSE_ALARMS):
+        """Returns a warning the first time that more is lost than chance explains, or many answers are truncated."""
+        if self.warned:
+            return None
+        warning = self._loss() or self._truncation()
+        self.warned = warning is not None
+        return warning
+
+    def _loss(self) -> str | None:
+        if self.log_evidence() < -math.log(FALSE_ALARMS):
             return None
         lost, random, *_ = np.array(self.groups).T
-        self.warned = True
         return (
             f"The bounded wait loses what long answers teach: of {len(lost)} audited groups, {lost.mean():.1%} have a "
             f"best answer of which no row is kept, and {random.mean():.1%} would with rows drawn at random. Set "
             "`defer_unsettled_groups=True`, which samples such prompts again to their end, or "
             "`long_end_patience=None`, which waits for all answers."
+        )
+
+    def _truncation(self) -> str | None:
+        shares = np.array([group.truncated for group in self.groups])
+        if len(shares) < LEAST_GROUPS or shares.mean() - SURE * _error(shares) <= CUT_OFF:
+            return None
+        return (
+            f"The bounded wait aborts answers that should be unlearned: in {len(shares)} audited groups, "
+            f"{shares.mean():.1%} of the answers are truncated, and the rows that are trained on hardly show it. Set "
+            f"`defer_unsettled_groups=True`, which waits for all answers while more than {CUT_OFF:.0%} of them are "
+            "truncated, or `long_end_patience=None`, which always does."
         )
 
     def state_dict(self) -> dict[str, Any]:
