@@ -212,7 +212,7 @@ def emitted_metrics() -> set[str]:
         **rollout_metrics(record),
         **bias_metrics(record, torch.tensor([[0.0], [1.0]]), torch.ones(1)),
         **buffer_metrics(rows, mask_stale_after=None),
-        **{f"darts/audit/{name}": 0.0 for name in Audits([AuditedGroup(*[1.0] * 6)] * 2).metrics()},
+        **{f"darts/audit/{name}": 0.0 for name in Audits([AuditedGroup(*[1.0] * 7)] * 2).metrics()},
     }
     sources = [path.read_text() for path in (ROOT / "trl_darts").rglob("*.py")]
     return {*ours, *(name for source in sources for name in METRIC.findall(source))}

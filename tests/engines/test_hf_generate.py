@@ -1,6 +1,5 @@
 """The stopping criterion inside transformers' `generate`."""
 
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
