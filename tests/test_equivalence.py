@@ -141,9 +141,10 @@ def test_rewards_of_all_kinds(model_dir, tmp_path):
 @pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
 def test_tools_and_environments(tmp_path, actors):
     model_dir = caller_maker(lambda: tmp_path / "caller")(RIGHT, FAILING, ADD)
-    data = {"train_dataset": common.chats(), "max_completion_length": 300}
+    # At a higher learning rate, all answers go on to the limit without a call after one step.
+    data = {"train_dataset": common.chats(), "max_completion_length": 100, "learning_rate": 1e-5}
     ours = assert_equal_training(model_dir, tmp_path, **data, **actors)
-    assert max(common.step_logs(ours, "tools/call_frequency")) > 0
+    assert min(common.step_logs(ours, "tools/call_frequency")) > 0
 
 
 def test_images(tmp_path):

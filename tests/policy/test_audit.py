@@ -38,13 +38,18 @@ def test_an_answer_that_is_aborted_is_lost():
     assert (group.lost, group.lost_at_random) == (0.0, 0.0)
 
 
-groups = st.integers(2, 12).flatmap(
-    lambda size: st.tuples(
-        st.lists(st.integers(1, 99), min_size=size, max_size=size),
-        st.lists(st.booleans(), min_size=size, max_size=size),
-        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=size, max_size=size),
+def groups_of(most):
+    """Lengths, which candidates ended, and rewards of up to `most` candidates."""
+    return st.integers(2, most).flatmap(
+        lambda size: st.tuples(
+            st.lists(st.integers(1, 99), min_size=size, max_size=size),
+            st.lists(st.booleans(), min_size=size, max_size=size),
+            st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=size, max_size=size),
+        )
     )
-)
+
+
+groups = groups_of(12)
 
 
 @given(groups, st.integers(1, 120))
@@ -87,16 +92,7 @@ def test_estimates_are_of_plain_sampling():
     assert covered >= 50
 
 
-small_groups = st.integers(2, 5).flatmap(
-    lambda size: st.tuples(
-        st.lists(st.integers(1, 9), min_size=size, max_size=size),
-        st.lists(st.booleans(), min_size=size, max_size=size),
-        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=size, max_size=size),
-    )
-)
-
-
-@given(small_groups, st.integers(1, 12))
+@given(groups_of(5), st.integers(1, 120))
 def test_evidence_is_fair(group, usual_length):
     """If a group's rewards are as likely in any order, the likelihood ratio stays the same on average."""
     lengths, ended, rewards = group
