@@ -143,10 +143,13 @@ class Audited:
 
 
 class Audit:
-    """Checks each rollout of a trainer, and counts candidates and tokens."""
+    """
+    Checks each rollout of a trainer, and counts candidates and tokens. Log-probs may be off by `tolerance`, which
+    grows with the length of the answers.
+    """
 
-    def __init__(self, trainer: DARTSGRPOTrainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: DARTSGRPOTrainer, tolerance: float = 1e-4) -> None:
+        self.trainer, self.tolerance = trainer, tolerance
         self.counts: Counter[str] = Counter()
         self.rollouts: list[tuple[float, float]] = []  # start and end
         self.worst = 0.0  # difference of a resumed candidate's log-prob
@@ -270,7 +273,7 @@ class Audit:
     def _same_tokens(self) -> bool:
         counts = self.counts
         same = counts["tokens received"] == counts["tokens in candidates"]
-        return same and self.worst <= 1e-3
+        return same and self.worst <= self.tolerance
 
 
 @contextmanager

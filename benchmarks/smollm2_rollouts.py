@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 
@@ -231,11 +230,23 @@ class SmolLM2Cluster(ServerCluster):
 class DraftingCluster(SmolLM2Cluster):
     """The same for a server that drafts, which refuses `logit_bias`: answers go on where they would have ended."""
 
-    sampling = MappingProxyType({"temperature": TEMPERATURE})
+    sampling: Mapping[str, Any] = {"temperature": TEMPERATURE}
 
     def of_length(self, tokens: int, max_length: int) -> dict[str, Any]:
         """Returns the parameters of an answer with this length."""
         return {"max_tokens": min(tokens, max_length), "ignore_eos": True}
+
+
+@contextmanager
+def clusters_of(
+    kind: type[SmolLM2Cluster], urls: Mapping[Any, str], lines: Sequence[dict[str, Any]], prompts: Sequence[list[int]]
+) -> Iterator[dict[Any, Any]]:
+    """Yields a cluster for each server, with the prompts of a repeat, and closes them."""
+    own = [prompts[line["prompt"]] for line in lines]
+    clusters = {name: kind(url, own) for name, url in urls.items()}
+    yield clusters
+    for cluster in clusters.values():
+        cluster.engine.close()
 
 
 def facts(replay: Replay) -> dict[str, Any]:
@@ -276,14 +287,11 @@ def run_bare(
         if any(row.capped for row in rows):
             urls[True] = stack.enter_context(smollm2_server(machine.rows, machine))
         for repeat in todo:
-            size = Recorded.of(lines, repeat, machine)
-            own_prompts = [prompts[line["prompt"]] for line in size.lines]
-            clusters = {capped: SmolLM2Cluster(url, own_prompts) for capped, url in urls.items()}
+            size: Any = Recorded.of(lines, repeat, machine)
             spec = ClusterSpec(machine.curve)
-            replays = {row.name: Replay(row, size, spec, clusters[row.capped], repeat) for row in rows}  # type: ignore[arg-type]
-            run_repeat(path, machine.pace, group, repeat, replays)
-            for cluster in clusters.values():
-                cluster.engine.close()
+            with clusters_of(SmolLM2Cluster, urls, size.lines, prompts) as clusters:
+                replays = {row.name: Replay(row, size, spec, clusters[row.capped], repeat) for row in rows}
+                run_repeat(path, machine.pace, group, repeat, replays)
 
 
 def run_paced(path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: int) -> None:
@@ -322,14 +330,11 @@ def run_drafts(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> Non
         urls = {name: stack.enter_context(smollm2_server(speculative_config=own)) for name, own in methods.items()}
         for repeat in missing(path, DRAFTS, "drafts", repeats):
             size: Any = Recorded.of(lines, repeat)
-            own_prompts = [prompts[line["prompt"]] for line in size.lines]
-            clusters: Any = {name: DraftingCluster(url, own_prompts) for name, url in urls.items()}
             spec = ClusterSpec(CPU.curve)
-            replays = {name: Replay(GRPO, size, spec, cluster, repeat) for name, cluster in clusters.items()}
-            run_repeat(path, DRAFTS, "drafts", repeat, replays)
-            console.print(clusters["suffix"].engine.query(draft_counts))
-            for cluster in clusters.values():
-                cluster.engine.close()
+            with clusters_of(DraftingCluster, urls, size.lines, prompts) as clusters:
+                replays = {name: Replay(GRPO, size, spec, cluster, repeat) for name, cluster in clusters.items()}
+                run_repeat(path, DRAFTS, "drafts", repeat, replays)
+                console.print(clusters["suffix"].engine.query(draft_counts))
     console.print("speed with drafts", Estimate.of(ratios(read(path), DRAFTS, "suffix", slice(None))))
 
 

@@ -21,8 +21,9 @@ from .selection import select_dual_end
 MAX_GROUPS = 1000  # the newest count, because the policy moves
 # A warning compares two hypotheses: lengths say nothing about rewards, or they multiply the odds of a loss by this.
 LOSS_ODDS = 5.0
-FALSE_ALARMS = 0.01  # probability of a warning in a training where lengths say nothing, however often it is looked at
-LEAST_GROUPS, SURE = 20, 3.0  # before too many answers are truncated: groups, and standard errors above the share
+FALSE_ALARMS = 0.01  # probability within `MAX_GROUPS` groups if lengths say nothing, however often they are looked at
+# A warning of truncated answers takes as many groups, and standard errors above `CUT_OFF`.
+LEAST_GROUPS, SURE = 20, 3.0
 Z_95 = 1.96
 
 
