@@ -4,11 +4,13 @@ Does a list of servers cost time? Rollouts through `ray:NAME` against the same s
     python benchmarks/listed.py [--repeats 20]
 
 A Ray cluster on this machine runs two real servers of the tiny reasoner. One engine finds and watches them by their
-name, the other has their addresses. Both send the same rollout, whose answers all have the same length. Printed is the
-ratio of seconds, as a mean over pairs with a 95 % interval.
+name, the other has their addresses. Both send the same rollout, whose answers all have the same length. Each pair of
+seconds is appended to `benchmarks/results/listed.jsonl`. Printed is the geometric mean of the ratios over all stored
+pairs of this size, with a 95 % interval: the arithmetic mean of ratios of two equally noisy times is above 1.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -31,6 +33,7 @@ from trl_darts.scheduling import GroupPlan, SchedulePolicies, Scheduler
 
 
 NUM_GENERATIONS = 8
+PATH = Path(__file__).parent / "results" / "listed.jsonl"
 
 
 def seconds(engine: Any, num_prompts: int, tokens: int) -> float:
@@ -50,6 +53,19 @@ async def never(server: Any) -> None:
     raise AssertionError(server.base_url)
 
 
+def show(size: dict[str, int]) -> None:
+    """Prints the ratio over all stored pairs of this size."""
+    pairs = [json.loads(line) for line in PATH.read_text().splitlines()]
+    pairs = [pair for pair in pairs if {name: pair[name] for name in size} == size]
+    logs = np.log([pair["ray"] / pair["fixed"] for pair in pairs])
+    mean = Estimate.of(logs)
+    print(
+        f"ray / fixed, {len(pairs)} pairs: {np.exp(mean.mean):.3f} ± {100 * mean.half_width:.1f} %, "
+        f"median {np.exp(np.median(logs)):.3f} of {np.median([pair['fixed'] for pair in pairs]):.2f} s",
+        flush=True,
+    )
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,21 +73,21 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=300)
     args = parser.parse_args()
+    size = {"prompts": args.prompts, "tokens": args.tokens}
     with cluster(), tempfile.TemporaryDirectory() as directory, serve(directory):
         urls = listed_urls(f"ray:{NAME}")
         engines = {"fixed": VLLMServerEngine(urls), "ray": VLLMServerEngine(urls)}
         engines["ray"].discover(Discovery(make_source(f"ray:{NAME}"), never, urls))
-        found: dict[str, list[float]] = {name: [] for name in engines}
         for repeat in range(args.repeats + 1):
-            for name in list(engines)[:: 1 if repeat % 2 else -1]:
-                elapsed = seconds(engines[name], args.prompts, args.tokens)
-                if repeat:  # after a warm-up
-                    found[name].append(elapsed)
+            order = list(engines)[:: 1 if repeat % 2 else -1]
+            pair = {name: round(seconds(engines[name], args.prompts, args.tokens), 4) for name in order}
+            if repeat:  # after a warm-up
+                with PATH.open("a") as file:
+                    file.write(json.dumps(size | pair) + "\n")
+            if repeat and repeat % 10 == 0:
+                show(size)
         for engine in engines.values():
             engine.close()
-    ratios = np.array(found["ray"]) / np.array(found["fixed"])
-    print(f"{urls}, medians: fixed {np.median(found['fixed']):.2f} s, ray {np.median(found['ray']):.2f} s")
-    print(f"ray / fixed, {len(ratios)} pairs: {Estimate.of(ratios)}, median {np.median(ratios):.3f}")
 
 
 if __name__ == "__main__":

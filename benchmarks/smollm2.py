@@ -3,13 +3,13 @@ Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real 
 
     python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--machine cpu|gpu] [--only-page]
 
-24 steps of 8 prompts × 8 rows, in which 64 prompts recur twice. On a GPU, which trainer and server share: 16 × 8 rows,
-128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's autocast chooses it.
-Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before, every 8 steps and at the
-end, outside the seconds of the steps. TRL's own class, with our connection to the server (TRL's client refuses one
-without CUDA), runs for three steps, for its seconds alone.
+12 steps of 8 prompts × 8 rows, in which 32 prompts recur twice. On a GPU, which trainer and server share: 24 steps of
+16 × 8 rows, 128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
+autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before,
+between parts and at the end, outside the seconds of the steps. TRL's own class, with our connection to the server
+(TRL's client refuses one without CUDA), runs for three steps, for its seconds alone.
 
-An arm takes under an hour on two quiet cores. There, each run saves a checkpoint every 8 steps, and its log is in
+An arm takes under an hour on two quiet cores. There, each run saves a checkpoint every 4 steps, and its log is in
 `benchmarks/results/smollm2.ARM.seedN.json` from then on (`smollm2.gpu.ARM.seedN.json`). A later call goes on where
 this one stopped, also after Ctrl-C. With `--minutes`, no part of a run begins later than that. Seconds of runs that
 had the machine to themselves are seconds; of others, only the tokens count.
@@ -55,7 +55,7 @@ from trl_darts.analysis.simulation import Estimate
 from trl_darts.engines.vllm_generation import synced_generation
 
 
-STEPS, TRL_STEPS, NUM_EPOCHS = 24, 3, 3
+TRL_STEPS, NUM_EPOCHS = 3, 3
 NUM_TEST, NUM_ANSWERS = 64, 4
 BASELINE, TRL = "grpo", "trl"
 ARMS: dict[str, dict[str, Any]] = {
@@ -75,18 +75,20 @@ class Setting:
     machine: Machine
     prefix: str  # of the results' names
     table: str  # on the page
+    steps: int
     part: int  # steps between checkpoints
     micro_batch: int
     config: Mapping[str, Any]
 
 
 SETTINGS = {
-    "cpu": Setting(MACHINES["cpu"], "smollm2", "smollm2 trainings", part=8, micro_batch=4, config={}),
+    "cpu": Setting(MACHINES["cpu"], "smollm2", "smollm2 trainings", steps=12, part=4, micro_batch=4, config={}),
     "gpu": Setting(
         MACHINES["gpu"],
         "smollm2.gpu",
         "smollm2 trainings on a GPU",
-        part=STEPS,
+        steps=24,
+        part=24,
         micro_batch=32,
         config={"use_cpu": False, "weight_sync": "filesystem"},  # NCCL refuses two processes on one GPU
     ),
@@ -136,7 +138,7 @@ def load(arm: str, seed: int, results: Path, setting: Setting) -> dict[str, Any]
 
 def run_part(arm: str, seed: int, url: str, results: Path, setting: Setting) -> None:
     """Trains the next steps of a run, if any are left, and stores its log."""
-    run, num_steps = load(arm, seed, results, setting), TRL_STEPS if arm == TRL else STEPS
+    run, num_steps = load(arm, seed, results, setting), TRL_STEPS if arm == TRL else setting.steps
     if len(run["steps"]) >= num_steps:
         return
     output_dir = ROOT / "outputs" / "smollm2-training" / f"{setting.prefix}.{arm}.seed{seed}"
@@ -144,7 +146,7 @@ def run_part(arm: str, seed: int, url: str, results: Path, setting: Setting) -> 
     start = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
     trainer = make_trainer(arm, seed, url, output_dir, setting)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(PartOfRun(min(start + setting.part, num_steps), setting.part < STEPS and arm != TRL))
+    trainer.add_callback(PartOfRun(min(start + setting.part, num_steps), setting.part < setting.steps and arm != TRL))
     test = make_dataset(NUM_TEST, "test")
     if start == 0 and arm != TRL:
         run["held_out"]["0"] = held_out(trainer, url, test, setting.machine.limit)
@@ -167,7 +169,7 @@ def make_trainer(arm: str, seed: int, url: str, output_dir: Path, setting: Setti
         gradient_accumulation_steps=machine.rows // setting.micro_batch,
         max_completion_length=machine.limit,
         temperature=TEMPERATURE,
-        max_steps=STEPS,
+        max_steps=setting.steps,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
@@ -176,7 +178,7 @@ def make_trainer(arm: str, seed: int, url: str, output_dir: Path, setting: Setti
         **{"bf16": True, **setting.config, **ARMS[arm]},
     )
     make = TRLTrainer if arm == TRL else DARTSGRPOTrainer
-    return make(str(CHECKPOINT), accuracy_reward, args, make_dataset(machine.prompts * STEPS // NUM_EPOCHS))
+    return make(str(CHECKPOINT), accuracy_reward, args, make_dataset(machine.prompts * setting.steps // NUM_EPOCHS))
 
 
 def held_out(trainer: Any, url: str, test: Any, limit: int) -> dict[str, float]:
@@ -256,7 +258,7 @@ def main() -> None:
         if options.machine == "cpu":
             torch.set_num_threads(1)  # the server has the other core
         with smollm2_server(machine=setting.machine, base_url=options.base_url) as url:
-            for seed, _ in product(seeds, range(0, STEPS, setting.part)):  # arms take turns, part by part
+            for seed, _ in product(seeds, range(0, setting.steps, setting.part)):  # arms take turns, part by part
                 for arm in arms:
                     if time.monotonic() < deadline:
                         run_part(arm, seed, url, options.results, setting)

@@ -22,9 +22,10 @@ call goes on where this one stopped. `--rows main` are GRPO, DARTS as in the pap
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,11 +267,18 @@ def rows_of(group: str) -> list[Row]:
     return [row for row in ROWS if row.name in GROUPS[group]]
 
 
-def run_repeat(path: Path, pace: str, group: str, repeat: int, replays: Mapping[str, Replay]) -> None:
-    """Runs all rows of a group, by their names, step by step in turn, and appends a line."""
+def run_repeat(
+    path: Path,
+    pace: str,
+    group: str,
+    repeat: int,
+    replays: Mapping[str, Replay],
+    count: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Runs all rows of a group, by their names, step by step in turn, and appends a line, with the counts."""
     train([*replays.values()], EPOCHS * BATCHES)
     rows = {name: facts(replay) for name, replay in replays.items()}
-    append(path, {"pace": pace, "group": group, "repeat": repeat, "rows": rows})
+    append(path, {"pace": pace, "group": group, "repeat": repeat, "rows": rows, **count()})
     console.print(pace, group, repeat, {name: sum(own["seconds"]) for name, own in rows.items()})
 
 
@@ -333,9 +341,14 @@ def run_drafts(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> Non
             spec = ClusterSpec(CPU.curve)
             with clusters_of(DraftingCluster, urls, size.lines, prompts) as clusters:
                 replays = {name: Replay(GRPO, size, spec, cluster, repeat) for name, cluster in clusters.items()}
-                run_repeat(path, DRAFTS, "drafts", repeat, replays)
-                console.print(clusters["suffix"].engine.query(draft_counts))
+                run_repeat(path, DRAFTS, "drafts", repeat, replays, partial(drafted, clusters["suffix"].engine))
     console.print("speed with drafts", Estimate.of(ratios(read(path), DRAFTS, "suffix", slice(None))))
+
+
+def drafted(engine: Any) -> dict[str, Any]:
+    """Returns the counts of a server's drafts since it started."""
+    (counts,) = engine.query(draft_counts).values()
+    return {"drafts": asdict(counts)}
 
 
 # The page

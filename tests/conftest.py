@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import runpy
 from collections.abc import Callable, Iterator
@@ -73,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.nodeid.startswith(LAST),
         )
     )
+
+
+def pytest_collection_finish() -> None:
+    """Takes the imported modules out of what each training's garbage collection goes through."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else extensions say at the end that they leak
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -4,6 +4,7 @@ OUT [URL]`. Each process writes what it saw to `OUT/<scenario>/rank<r>.json`. `M
 of the fixture `launches`; without a URL, scenarios with a server are left out.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -305,6 +306,7 @@ def main() -> None:
     if backend in ("colocated", "tensor_parallel"):
         prepare_colocated()
     rank = int(os.environ["RANK"])
+    gc.freeze()  # as in tests/conftest.py; this process ends without a finalization
     for name, play in BACKENDS[backend].items():
         if name in NEED_A_SERVER and url is None:
             continue
