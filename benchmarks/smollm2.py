@@ -3,16 +3,15 @@ Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real 
 
     python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--machine cpu|gpu] [--only-page]
 
-12 steps of 8 prompts × 8 rows, in which 32 prompts recur twice. On a GPU, which trainer and server share: 24 steps of
+9 steps of 8 prompts × 8 rows, in which 24 prompts recur twice. On a GPU, which trainer and server share: 24 steps of
 16 × 8 rows, 128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
-autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before,
-between parts and at the end, outside the seconds of the steps. TRL's own class, with our connection to the server
-(TRL's client refuses one without CUDA), runs for three steps, for its seconds alone.
+autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before and
+at the end, outside the seconds of the steps. TRL's own class, with our connection to the server (TRL's client refuses
+one without CUDA), runs for three steps, for its seconds alone.
 
-An arm takes under an hour on two quiet cores. There, each run saves a checkpoint every 4 steps, and its log is in
-`benchmarks/results/smollm2.ARM.seedN.json` from then on (`smollm2.gpu.ARM.seedN.json`). A later call goes on where
-this one stopped, also after Ctrl-C. With `--minutes`, no part of a run begins later than that. Seconds of runs that
-had the machine to themselves are seconds; of others, only the tokens count.
+A run takes a quarter of an hour on two quiet cores, and its log is in `benchmarks/results/smollm2.ARM.seedN.json` then
+(`smollm2.gpu.ARM.seedN.json`). A later call makes the runs that are missing. With `--minutes`, no run begins later
+than that. Seconds of runs that had the machine to themselves are seconds; of others, only the tokens count.
 """
 
 import argparse
@@ -33,7 +32,6 @@ import numpy as np
 import torch
 from tasks import TEMPERATURE, accuracy_reward, make_dataset
 from transformers import PrinterCallback, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 
 from benchmarks.page import PAGE, put
@@ -76,19 +74,17 @@ class Setting:
     prefix: str  # of the results' names
     table: str  # on the page
     steps: int
-    part: int  # steps between checkpoints
     micro_batch: int
     config: Mapping[str, Any]
 
 
 SETTINGS = {
-    "cpu": Setting(MACHINES["cpu"], "smollm2", "smollm2 trainings", steps=12, part=4, micro_batch=4, config={}),
+    "cpu": Setting(MACHINES["cpu"], "smollm2", "smollm2 trainings", steps=9, micro_batch=4, config={}),
     "gpu": Setting(
         MACHINES["gpu"],
         "smollm2.gpu",
         "smollm2 trainings on a GPU",
         steps=24,
-        part=24,
         micro_batch=32,
         config={"use_cpu": False, "weight_sync": "filesystem"},  # NCCL refuses two processes on one GPU
     ),
@@ -103,11 +99,8 @@ class TRLTrainer(GRPOTrainer):
             super().__init__(model, reward, args, dataset)
 
 
-class PartOfRun(TrainerCallback):
-    """Adds the seconds of each step to the log, and stops after a number of steps with a checkpoint."""
-
-    def __init__(self, last_step: int, saves: bool) -> None:
-        self.last_step, self.saves = last_step, saves
+class StepSeconds(TrainerCallback):
+    """Adds the seconds of each step to the log."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins to measure."""
@@ -119,38 +112,30 @@ class PartOfRun(TrainerCallback):
             state.log_history[-1]["step_seconds"] = time.perf_counter() - self.begun
             print(f"step {state.global_step}: {state.log_history[-1]['step_seconds']:.0f} s", flush=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops at the end of the part."""
-        if state.global_step >= self.last_step:
-            control.should_training_stop, control.should_save = True, self.saves
-
 
 def file_of(arm: str, seed: int, results: Path, setting: Setting) -> Path:
     return results / f"{setting.prefix}.{arm}.seed{seed}.json"
 
 
 def load(arm: str, seed: int, results: Path, setting: Setting) -> dict[str, Any]:
-    """Returns the steps and the held-out scores of a run so far."""
+    """Returns the steps and the held-out scores of a run, none if it was not made yet."""
     path = file_of(arm, seed, results, setting)
     empty: dict[str, Any] = {"arm": arm, "seed": seed, "settings": ARMS[arm], "steps": [], "held_out": {}}
     return json.loads(path.read_text()) if path.exists() else empty
 
 
-def run_part(arm: str, seed: int, url: str, results: Path, setting: Setting) -> None:
-    """Trains the next steps of a run, if any are left, and stores its log."""
-    run, num_steps = load(arm, seed, results, setting), TRL_STEPS if arm == TRL else setting.steps
-    if len(run["steps"]) >= num_steps:
+def make_run(arm: str, seed: int, url: str, results: Path, setting: Setting) -> None:
+    """Trains, unless it was done before, and stores the log."""
+    run = load(arm, seed, results, setting)
+    if run["steps"]:
         return
-    output_dir = ROOT / "outputs" / "smollm2-training" / f"{setting.prefix}.{arm}.seed{seed}"
-    checkpoint = get_last_checkpoint(str(output_dir)) if run["steps"] and output_dir.exists() else None
-    start = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
-    trainer = make_trainer(arm, seed, url, output_dir, setting)
+    trainer = make_trainer(arm, seed, url, setting)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(PartOfRun(min(start + setting.part, num_steps), setting.part < setting.steps and arm != TRL))
+    trainer.add_callback(StepSeconds())
     test = make_dataset(NUM_TEST, "test")
-    if start == 0 and arm != TRL:
+    if arm != TRL:
         run["held_out"]["0"] = held_out(trainer, url, test, setting.machine.limit)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train()
     run["steps"] = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
     if arm != TRL:
         run["held_out"][str(len(run["steps"]))] = held_out(trainer, url, test, setting.machine.limit)
@@ -159,21 +144,20 @@ def run_part(arm: str, seed: int, url: str, results: Path, setting: Setting) -> 
     print(arm, seed, len(run["steps"]), run["held_out"], flush=True)
 
 
-def make_trainer(arm: str, seed: int, url: str, output_dir: Path, setting: Setting) -> Any:
+def make_trainer(arm: str, seed: int, url: str, setting: Setting) -> Any:
     machine = setting.machine
     args = training_args(
         url,
-        output_dir,
+        ROOT / "outputs" / "smollm2-training",
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=setting.micro_batch,
         gradient_accumulation_steps=machine.rows // setting.micro_batch,
         max_completion_length=machine.limit,
         temperature=TEMPERATURE,
-        max_steps=setting.steps,
+        max_steps=TRL_STEPS if arm == TRL else setting.steps,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
-        save_total_limit=1,
         seed=seed,
         **{"bf16": True, **setting.config, **ARMS[arm]},
     )
@@ -243,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", default=",".join(ARMS), help="some of them, with commas")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no part of a run begins later")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no run begins later")
     parser.add_argument("--machine", choices=SETTINGS, default="cpu")
     parser.add_argument("--base-url", help="a running server of the checkpoint, instead of a new one")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -256,12 +240,11 @@ def main() -> None:
     deadline = time.monotonic() + 60 * options.minutes
     if not options.only_page:
         if options.machine == "cpu":
-            torch.set_num_threads(1)  # the server has the other core
+            torch.set_num_threads(2)  # the server is idle while the trainer computes
         with smollm2_server(machine=setting.machine, base_url=options.base_url) as url:
-            for seed, _ in product(seeds, range(0, setting.steps, setting.part)):  # arms take turns, part by part
-                for arm in arms:
-                    if time.monotonic() < deadline:
-                        run_part(arm, seed, url, options.results, setting)
+            for seed, arm in product(seeds, arms):
+                if time.monotonic() < deadline:
+                    make_run(arm, seed, url, options.results, setting)
     content = table(options.results, seeds, setting)
     print(content)
     PAGE.write_text(put(PAGE.read_text(), setting.table, "smollm2.py", content))

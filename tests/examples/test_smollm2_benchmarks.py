@@ -73,7 +73,7 @@ def test_a_finished_run_is_left_alone(tmp_path, monkeypatch):
     leave_run(tmp_path, "trl", 20.0, num_steps=3)
     monkeypatch.setattr(smollm2, "make_trainer", None)
     for arm in ("grpo", "trl"):
-        smollm2.run_part(arm, 0, "http://nowhere", tmp_path, CPU)
+        smollm2.make_run(arm, 0, "http://nowhere", tmp_path, CPU)
 
 
 def test_arms_are_settings():
