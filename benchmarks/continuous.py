@@ -15,7 +15,6 @@ missing.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from benchmarks.learning import (
     arm_args,
     sample,
 )
+from benchmarks.lines import append, read
 from benchmarks.long_tail import LIMIT, TOKENIZER, load_model, make_dataset, probabilities
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.simulation import ClusterSpec, Estimate, SimulatedCluster
@@ -228,8 +228,7 @@ def train(
 def run_missing(options: argparse.Namespace) -> None:
     """Runs the trainings that are not in the file."""
     path = options.file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    done = {(run["world"], run["seed"], run["rate"], run["arm"]) for run in load(path)}
+    done = {(run["world"], run["seed"], run["rate"], run["arm"]) for run in read(path)}
     for name, seed in product(options.worlds, options.seeds):
         todo = [key for key in product(options.rates, options.arms) if (name, seed, *key) not in done]
         if not todo:
@@ -244,16 +243,10 @@ def run_missing(options: argparse.Namespace) -> None:
             per_token /= sum(epoch["kept"]) * world.num_prompts * NUM_GENERATIONS
             for rate, arm in todo:
                 steps = train(world, seed, arm, rate, per_token, checkpoint, Path(directory) / "run")
-                with path.open("a") as file:
-                    file.write(json.dumps({"world": name, "seed": seed, "rate": rate, "arm": arm, **steps}) + "\n")
+                append(path, {"world": name, "seed": seed, "rate": rate, "arm": arm, **steps})
                 print(
                     f"{name} {rate:g} {arm} seed {seed}: {steps['now'][-1]:.0f} s, {steps['hard'][-1]:.3f}", flush=True
                 )
-
-
-def load(path: Path) -> list[dict[str, Any]]:
-    """The runs of a file, which may not exist yet."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def times_as_early(own: Mapping[str, Any], base: Mapping[str, Any]) -> float:
@@ -315,7 +308,7 @@ def main() -> None:
             object.__setattr__(WORLDS[name], "steps", 2)
     if not options.only_table:
         run_missing(options)
-    print(table(load(options.file)))
+    print(table(read(options.file)))
 
 
 if __name__ == "__main__":

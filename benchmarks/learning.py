@@ -32,7 +32,6 @@ which other trajectories do not blur.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import sys
@@ -54,6 +53,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.lines import append, read
 from benchmarks.long_tail import (
     ENDLESS_SHARE,
     KINDS,
@@ -311,11 +311,10 @@ def train(world: World, seed: int, arm: str | None, start: Path, output_dir: Pat
 def run_missing(name: str, seeds: Sequence[int], arms: Sequence[str], options: argparse.Namespace) -> None:
     """Runs the trainings of a world that are not in its file."""
     world, path = WORLDS[name], results_file(name, options)
-    done = {(run["seed"], run["arm"]) for run in load(path)}
+    done = {(run["seed"], run["arm"]) for run in read(path)}
     todo = [(seed, arm) for seed, arm in product(seeds, arms) if (seed, arm) not in done]
     if not todo:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         start = world.checkpoint(Path(directory) / "start")
         with engine(start, options.server) as url:
@@ -328,8 +327,7 @@ def run_missing(name: str, seeds: Sequence[int], arms: Sequence[str], options: a
                 for arm in [arm for own, arm in todo if own == seed]:
                     found = train(world, seed, arm, checkpoint, Path(directory) / "run", url)
                     run = {"seed": seed, "arm": arm, "per_token": per_token, **found}
-                    with path.open("a") as file:
-                        file.write(json.dumps(run) + "\n")
+                    append(path, run)
                     print(f"{name} {arm} seed {seed}: hard {run['by_step']['hard'][-1]:.3f}", flush=True)
 
 
@@ -343,11 +341,6 @@ def results_file(world: str, options: argparse.Namespace) -> Path:
     suffix = (".server" if options.server else "") + (f".{options.steps}" if options.steps else "")
     suffix += "" if options.learning_rate is None else f".lr{options.learning_rate:g}"
     return Path(options.results) / f"learning.{world}{suffix}.jsonl"
-
-
-def load(path: Path) -> list[Run]:
-    """The runs of a file, which may not exist yet."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def seconds(run: Run) -> np.ndarray:
@@ -478,7 +471,7 @@ def main() -> None:
     WORLDS.update({name: replace(world, **given) for name, world in WORLDS.items()})
     for name in [] if options.only_page else options.worlds:
         run_missing(name, seeds, arms, options)
-    worlds = {name: load(results_file(name, options)) for name in WORLDS}
+    worlds = {name: read(results_file(name, options)) for name in WORLDS}
     print(content := "\n\n".join([table(worlds), audit_table(worlds)]))
     if options.learning_rate == 0:
         print(f"\n{table(worlds, SPEED, 'unguarded')}")

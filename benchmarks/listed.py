@@ -10,7 +10,6 @@ pairs of this size, with a 95 % interval: the arithmetic mean of ratios of two e
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ import numpy as np
 import requests
 
 from benchmarks.faults import CHECKPOINT
+from benchmarks.lines import append, read
 from benchmarks.nodes import NAME, cluster, serve
 from trl_darts.analysis.simulation import Estimate
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
@@ -55,8 +55,7 @@ async def never(server: Any) -> None:
 
 def show(size: dict[str, int]) -> None:
     """Prints the ratio over all stored pairs of this size."""
-    pairs = [json.loads(line) for line in PATH.read_text().splitlines()]
-    pairs = [pair for pair in pairs if {name: pair[name] for name in size} == size]
+    pairs = [pair for pair in read(PATH) if {name: pair[name] for name in size} == size]
     logs = np.log([pair["ray"] / pair["fixed"] for pair in pairs])
     mean = Estimate.of(logs)
     print(
@@ -82,9 +81,7 @@ def main() -> None:
             order = list(engines)[:: 1 if repeat % 2 else -1]
             pair = {name: round(seconds(engines[name], args.prompts, args.tokens), 4) for name in order}
             if repeat:  # after a warm-up
-                with PATH.open("a") as file:
-                    file.write(json.dumps(size | pair) + "\n")
-            if repeat and repeat % 10 == 0:
+                append(PATH, size | pair)
                 show(size)
         for engine in engines.values():
             engine.close()

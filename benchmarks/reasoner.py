@@ -14,7 +14,6 @@ Prints means over seeds with 95 % intervals. The arms alternate. Each run takes 
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from transformers import PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.lines import append, read
 from benchmarks.servers import training_args
 from benchmarks.training import ARMS, BASELINE, DEFAULT
 from benchmarks.vllm_server import V1_RUNNER, start_vllm_server
@@ -83,7 +83,7 @@ def train(
 
 def compare_accuracy(steps: int, num_seeds: int, path: Path) -> None:
     """Trains the arms of part "accuracy" that are missing in the file, and prints a table of all."""
-    runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    runs = read(path)
     done = {(run["seed"], run["arm"]) for run in runs}
     todo = [key for key in product(range(num_seeds), ACCURACY_ARMS) if key not in done]
     with start_vllm_server(CHECKPOINT, max_model_len=512) if todo else nullcontext() as server:
@@ -92,9 +92,7 @@ def compare_accuracy(steps: int, num_seeds: int, path: Path) -> None:
             tokens = [entry["completions/mean_length"] for entry in log[:-1]]
             run = {"seed": seed, "arm": arm, "accuracy": log[-1]["eval_reward"], "tokens": tokens}
             runs.append(run | {"reward": [entry["reward"] for entry in log[:-1]]})
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(runs[-1]) + "\n")
+            append(path, runs[-1])
             print(f"seed {seed}, {arm}: {run['accuracy']:.3f}", flush=True)
     found = {(run["seed"], run["arm"]): run["accuracy"] for run in runs}
     seeds = [seed for seed in range(num_seeds) if all((seed, arm) in found for arm in ACCURACY_ARMS)]

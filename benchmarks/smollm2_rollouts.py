@@ -20,7 +20,6 @@ call goes on where this one stopped. `--rows main` are GRPO, DARTS as in the pap
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +37,7 @@ import requests
 from tasks import TEMPERATURE, accuracy_reward, make_dataset
 from transformers import AutoTokenizer
 
+from benchmarks.lines import append, read
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
 from benchmarks.page import PAGE, put
 from benchmarks.schedules import GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
@@ -118,21 +118,9 @@ def smollm2_server(
         yield server.base_url
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a file of results, if there is one."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def read_lengths(path: Path) -> list[dict[str, Any]]:
     """Returns the recorded answers by prompt."""
     return sorted(read(path), key=lambda line: line["prompt"])
-
-
-def append(path: Path, line: dict[str, Any]) -> None:
-    """Appends a line, so that a later call goes on from it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 # Lengths
