@@ -21,7 +21,8 @@ from .selection import select_dual_end
 MAX_GROUPS = 1000  # the newest count, because the policy moves
 # A warning compares two hypotheses: lengths say nothing about rewards, or they multiply the odds of a loss by this.
 LOSS_ODDS = 5.0
-FALSE_ALARMS = 0.01  # probability within `MAX_GROUPS` groups if lengths say nothing, however often they are looked at
+# Probability of a warning where lengths say nothing, within `MAX_GROUPS` groups, however often they are looked at.
+FALSE_ALARMS = 0.01
 # A warning of truncated answers takes as many groups, and standard errors above `CUT_OFF`.
 LEAST_GROUPS, SURE = 20, 3.0
 Z_95 = 1.96
