@@ -36,14 +36,14 @@ class Decoding:
 
     def __init__(self, drafter: SuffixDrafter) -> None:
         self.drafter = drafter
-        self.going_to_write: dict[Any, list[int]] = {}
-        self.prompts: dict[Any, list[int]] = {}
-        self.written: dict[Any, list[int]] = {}
-        self.drafts: dict[Any, list[int]] = {}
+        self.going_to_write: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.written: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[int]] = {}
         self.num_accepted = 0
-        self.rows: list[Any] = []
+        self.rows: list[str] = []
 
-    def add(self, name: Any, prompt: list[int], answer: list[int]) -> None:
+    def add(self, name: str, prompt: list[int], answer: list[int]) -> None:
         """Adds a sequence."""
         self.rows.append(name)
         self.prompts[name], self.going_to_write[name], self.written[name] = prompt, answer, []

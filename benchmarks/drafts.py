@@ -43,6 +43,7 @@ from benchmarks.vllm_server import V1_RUNNER, VLLMServer
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 from trl_darts.serving.options import SPECULATIVE
+from trl_darts.speculation.gain import DraftGain
 from trl_darts.speculation.index import SuffixIndex
 from trl_darts.speculation.step_times import StepTimes
 
@@ -116,10 +117,10 @@ def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> None:
     for name, places in placements.items():
         servers = [Decoding(make_drafter(16)) for _ in range(num_servers)]
         for server in servers:
-            server.drafter._times = FixedTimes()
+            server.drafter._times, server.drafter._gain = FixedTimes(), DraftGain(pauses=False)
         for epoch, answers in enumerate(data):
             for number, (place, (prompt, answer)) in enumerate(zip(places, answers, strict=True)):
-                servers[place % num_servers].add((epoch, number), prompt, answer)
+                servers[place % num_servers].add(f"{epoch}.{number}", prompt, answer)
             runs = [decode(server) for server in servers]
             control, seconds, *counted = zip(*runs, strict=True)
             accepted, drafted, num_drafts = map(sum, counted)
@@ -141,6 +142,8 @@ def decode(decoding: Decoding) -> tuple[float, float, int, int, int]:
         seconds += 1 + (len(sizes) + sum(sizes)) / KNEE
         decoding.step()
     decoding.drafter.new_policy()
+    if decoding.drafter.num_failures:  # it survives them, and drafts nothing
+        raise RuntimeError("Drafting failed, see the warning above.")
     return control, seconds, decoding.num_accepted - before, sum(drafted), len(drafted)
 
 

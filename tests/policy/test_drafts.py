@@ -1,4 +1,4 @@
-"""Tests the draft budget: 0 on a full engine, and larger for sequences that delay the rollout."""
+"""Tests the draft budget: the fastest one, and smaller on a fuller engine."""
 
 import numpy as np
 import pytest
@@ -12,18 +12,8 @@ from trl_darts.policy import LatencyCurve, draft_budget, drafted_latency
 cases = {
     "num_running": st.integers(1, 300),
     "knee": st.floats(1, 300),
-    "length": st.floats(1, 1e4),
-    "expected_length": st.floats(1, 1e4),
     "acceptance": st.floats(0, 1),
 }
-
-
-@given(**cases)
-def test_within_the_limit_and_none_where_the_engine_is_full(num_running, knee, **rest):
-    budget = draft_budget(num_running, knee, **rest, limit=12)
-    assert 0 <= budget <= 12
-    if num_running >= knee:
-        assert budget == 0
 
 
 @given(**cases, more=st.floats(1, 4))
@@ -31,21 +21,17 @@ def test_rises_with_what_is_gained_and_falls_with_what_it_costs(more, **case):
     budget = draft_budget(**case)
     assert draft_budget(**{**case, "num_running": int(case["num_running"] * more)}) <= budget
     assert draft_budget(**{**case, "knee": case["knee"] * more}) >= budget
-    assert draft_budget(**{**case, "length": case["length"] * more}) >= budget
-    assert draft_budget(**{**case, "expected_length": case["expected_length"] * more}) <= budget
     assert draft_budget(**{**case, "acceptance": min(1.0, case["acceptance"] * more)}) >= budget
 
 
-@given(**cases)
-def test_no_other_budget_is_faster(num_running, knee, acceptance, **_):
-    """Uses an answer with its expected length."""
-
+@given(**cases, limit=st.integers(0, 16))
+def test_no_other_budget_is_faster(num_running, knee, acceptance, limit):
     def speed(budget):
         return sum(acceptance**i for i in range(budget + 1)) / (1 + num_running * (1 + budget) / knee)
 
-    chosen = draft_budget(num_running, knee, 100, 100, acceptance)
-    if num_running < knee:
-        assert speed(chosen) >= max(speed(budget) for budget in range(17)) * (1 - 1e-9)
+    chosen = draft_budget(num_running, knee, acceptance, limit)
+    assert 0 <= chosen <= limit
+    assert speed(chosen) >= max(speed(budget) for budget in range(limit + 1)) * (1 - 1e-9)
 
 
 @given(

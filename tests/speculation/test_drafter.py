@@ -51,12 +51,16 @@ def test_a_sequence_that_goes_on_elsewhere_is_known_by_its_prompt():
     assert decoding.drafts["resumed"] == ANSWER[11 : 11 + len(decoding.drafts["resumed"])] != []
 
 
-def test_none_where_the_engine_is_full():
+@pytest.mark.parametrize("num_accepted", [0, 50])
+def test_a_full_engine_drafts_only_where_most_are_accepted(num_accepted):
     decoding = Decoding(make_drafter())
+    decoding.add("earlier", PROMPT, ANSWER)
+    decoding.run()
+    decoding.drafter._acceptance.accepted = num_accepted
     for index in range(int(UNKNOWN_KNEE)):
-        decoding.add(index, PROMPT, ANSWER)
-    while decoding.rows:
-        assert not any(decoding.step())
+        decoding.add(f"{index}", PROMPT, ANSWER)
+    assert [bool(draft) for draft in decoding.step()] == [num_accepted > 0] * int(UNKNOWN_KNEE)
+    assert decoding.drafter.num_failures == 0
 
 
 def test_no_index_where_there_is_no_room(monkeypatch):

@@ -37,6 +37,11 @@ def test_texts_grow_and_see_each_other():
     assert index.propose(first, 2) == [4, 5]
 
 
+def test_siblings_at_the_same_place_hide_nothing():
+    index, (*_, text) = index_of([1, 2, 3, 4], *([1, 2, 3] for _ in range(2 * MAX_PLACES)))
+    assert index.propose(text, 1) == [4]
+
+
 tokens = st.lists(st.integers(0, 2), max_size=24)
 
 
@@ -60,7 +65,7 @@ def test_a_draft_is_a_continuation_of_the_longest_match(texts, num_tokens, rando
         if text[end - length : end] == target[len(target) - length :]
     }
     assert len(draft) <= num_tokens
-    assert bool(draft) == bool(matches) or sum(map(len, texts)) > MAX_PLACES
+    assert bool(draft) == bool(matches)
     if draft and sum(map(len, texts)) <= MAX_PLACES:
         longest = max(length for length, _ in matches)
         assert any(rest[: len(draft)] == tuple(draft) for length, rest in matches if length == longest)

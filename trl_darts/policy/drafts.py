@@ -1,4 +1,4 @@
-"""Chooses the number of draft tokens of a sequence: none on a full engine, many for the last running sequences."""
+"""Chooses the number of draft tokens of a sequence: few on a full engine, many for the last running sequences."""
 
 import numpy as np
 
@@ -7,56 +7,39 @@ from .latency import LatencyCurve
 
 
 MAX_DRAFT = 16  # longer drafts are hardly ever accepted, and vLLM reserves memory for all of them
-# The rollout waits for completions that outgrow their expected length, so their drafts may cost more.
-LOWEST_PRIORITY, HIGHEST_PRIORITY = 0.5, 2.0
 
 
-def draft_budget(
-    num_running: int,
-    knee: float,
-    length: float,
-    expected_length: float,
-    acceptance: float,
-    limit: int = MAX_DRAFT,
-) -> int:
+def draft_budget(num_running: int, knee: float, acceptance: float, limit: int = MAX_DRAFT) -> int:
     """
     Choose how many tokens to draft for one sequence in the next decoding step.
 
     A step that computes `T` tokens takes `1 + T / knee` times as long as an almost empty one. If each of R sequences
     drafts `n` tokens, a sequence with acceptance `a` advances `(1 + a + … + aⁿ) / (1 + R · (1 + n) / knee)` tokens per
-    unit of time. The function returns the `n` with the highest rate. The knee is doubled at most for a sequence that
-    is longer than expected, and halved at most for a shorter one.
+    unit of time. The function returns the `n` with the highest rate.
 
     Args:
         num_running (`int`):
             Number of running sequences.
         knee (`float`):
             Number of tokens at which a step takes twice as long as an almost empty one.
-        length (`float`):
-            Tokens of the completion so far.
-        expected_length (`float`):
-            Mean completion length of the prompt in tokens.
         acceptance (`float`):
             Probability that a drafted token is accepted once those before it are.
         limit (`int`, *optional*, defaults to `16`):
             Largest number of draft tokens.
 
     Returns:
-        `int`: Number of draft tokens, 0 to `limit`. 0 if `num_running` alone reaches the knee.
+        `int`: Number of draft tokens, 0 to `limit`.
 
     Example:
 
     ```python
     >>> from trl_darts.policy import draft_budget
-    >>> [draft_budget(running, 64, 900, 600, 0.8) for running in (1, 8, 32, 64)]
-    [14, 7, 3, 0]
+    >>> [draft_budget(running, 64, 0.8) for running in (1, 8, 32, 64, 512)]
+    [13, 6, 3, 1, 0]
 
     ```
     """
-    if num_running >= knee:
-        return 0
-    priority = min(max(length / max(expected_length, 1), LOWEST_PRIORITY), HIGHEST_PRIORITY)
-    room = priority * knee / num_running
+    room = knee / num_running
     gained, chance = 1.0, acceptance  # expected tokens of this step, and the probability that one more is accepted
     budget = 0
     # One more draft pays while it increases the tokens by a larger factor than the time. Both factors only shrink.

@@ -40,10 +40,6 @@ class Prompt:
         """Position where an answer's text starts: before its first token, so that this one can be drafted too."""
         return max(0, len(self.tokens) - GRAM)
 
-    @property
-    def expected_length(self) -> float | None:
-        return sum(len(answer.tokens) for answer in self.answers) / len(self.answers) if self.answers else None
-
     def make_index(self) -> SuffixIndex:
         """Builds an index of the prompt and its newest answers."""
         index, room = SuffixIndex(), NUM_INDEXED

@@ -172,7 +172,7 @@ class SuffixDrafter:
         num_tokens = sum(map(len, sampled_token_ids))
         self._time_step(decoding, num_tokens, all(sampled_token_ids) and len(self._answering) == num_known)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        may_draft = self._gain.allows_drafts() and len(decoding) < self._times.knee
+        may_draft = self._gain.allows_drafts()
         for row, answering in decoding.items():
             if may_draft:
                 drafts[row] = self._draft_one(answering, len(decoding))
@@ -216,15 +216,10 @@ class SuffixDrafter:
             self._gain.add(len(decoding), num_drafted, num_tokens, now - before)
 
     def _draft_one(self, answering: Answering, num_running: int) -> list[int]:
-        prompt, length = answering.prompt, len(answering.tokens)
-        budget = draft_budget(
-            num_running,
-            self._times.knee,
-            length,
-            prompt.expected_length or length,
-            answering.acceptance.estimate(self._acceptance.estimate(FIRST_ACCEPTANCE)),
-            min(self._max_draft, self._max_model_len - answering.end - 1),
-        )
+        prompt = answering.prompt
+        acceptance = answering.acceptance.estimate(self._acceptance.estimate(FIRST_ACCEPTANCE))
+        limit = min(self._max_draft, self._max_model_len - answering.end - 1)
+        budget = draft_budget(num_running, self._times.knee, acceptance, limit)
         if budget <= 0:
             return []
         if answering.text is None:

@@ -51,16 +51,15 @@ class SuffixIndex:
         """Proposes at most `num_tokens` next tokens of a text, by a vote of the places with the longest match."""
         target = self._texts[text]
         place = self._newest.get(self._grams[text], -1)
-        longest = GRAM
+        longest, num_compared = GRAM, 0
         places: list[tuple[list[int], int]] = []
-        for _ in range(MAX_PLACES):
-            if place < 0:
-                break
+        while place >= 0 and num_compared < MAX_PLACES:
             other, end = place >> _PLACE_BITS, place & (1 << _PLACE_BITS) - 1
             source = self._texts[other]
             place = self._older[other][end - 1]
-            if end == len(source):  # nothing follows, for example in the text itself
+            if end == len(source):  # nothing follows yet: the text itself, or a sibling at the same place
                 continue
+            num_compared += 1
             length = _common_suffix(target, source, end)
             if length > longest:
                 longest, places = length, []
