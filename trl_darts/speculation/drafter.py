@@ -172,7 +172,7 @@ class SuffixDrafter:
         num_tokens = sum(map(len, sampled_token_ids))
         self._time_step(decoding, num_tokens, all(sampled_token_ids) and len(self._answering) == num_known)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        may_draft = self._gain.allows_drafts()
+        may_draft = bool(decoding) and self._gain.allows_drafts(len(decoding))
         for row, answering in decoding.items():
             if may_draft:
                 drafts[row] = self._draft_one(answering, len(decoding))
