@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trl_darts.speculation.drafter import SuffixDrafter
+from trl_darts.speculation.gain import DraftGain
 
 
 MAX_MODEL_LEN = 512
@@ -18,14 +19,16 @@ MAX_MODEL_LEN = 512
 def make_drafter(
     num_speculative_tokens: int = 8, tokenizer: str | None = None, max_model_len: int = MAX_MODEL_LEN
 ) -> SuffixDrafter:
-    """Creates the drafter as vLLM does."""
-    return SuffixDrafter(
+    """Creates the drafter as vLLM does. It never pauses: without a model, the time of a step tells nothing."""
+    drafter = SuffixDrafter(
         SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=num_speculative_tokens),
             model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, tokenizer=tokenizer),
             parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         )
     )
+    drafter._gain = DraftGain(pauses=False)
+    return drafter
 
 
 class Decoding:

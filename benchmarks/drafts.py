@@ -43,7 +43,6 @@ from benchmarks.vllm_server import V1_RUNNER, VLLMServer
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 from trl_darts.serving.options import SPECULATIVE
-from trl_darts.speculation.gain import DraftGain
 from trl_darts.speculation.index import SuffixIndex
 from trl_darts.speculation.step_times import StepTimes
 
@@ -117,7 +116,7 @@ def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> None:
     for name, places in placements.items():
         servers = [Decoding(make_drafter(16)) for _ in range(num_servers)]
         for server in servers:
-            server.drafter._times, server.drafter._gain = FixedTimes(), DraftGain(pauses=False)
+            server.drafter._times = FixedTimes()
         for epoch, answers in enumerate(data):
             for number, (place, (prompt, answer)) in enumerate(zip(places, answers, strict=True)):
                 servers[place % num_servers].add(f"{epoch}.{number}", prompt, answer)

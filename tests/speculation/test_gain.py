@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_darts.speculation.gain import CONTROL_EVERY, FIRST_PAUSE, LONGEST_PAUSE, NUM_NEEDED, DraftGain
+from trl_darts.speculation.gain import CONTROL_EVERY, FIRST_PAUSE, LONGEST_PAUSE, DraftGain
 
 
 def run(gain, num_steps, slowdown, tokens_per_sequence, num_sequences=4, hiccups=None):
@@ -25,7 +25,7 @@ def test_drafts_that_pay_go_on():
 
 
 def test_drafts_that_do_not_pay_cost_little():
-    assert run(DraftGain(), 5000, slowdown=1.5, tokens_per_sequence=1.2) < 1.02
+    assert run(DraftGain(), 5000, slowdown=1.5, tokens_per_sequence=1.2) < 1.01
 
 
 def test_pauses_can_be_turned_off():
@@ -42,7 +42,7 @@ def test_pauses_grow_and_are_forgotten_once_drafts_pay():
         if gain.of(4).pause > before:
             pauses.append(gain.of(4).pause)
     assert pauses == [FIRST_PAUSE * 2**place for place in range(len(pauses))]
-    run(gain, LONGEST_PAUSE + 4 * NUM_NEEDED, slowdown=1.2, tokens_per_sequence=2.0)
+    run(gain, 2 * LONGEST_PAUSE, slowdown=1.2, tokens_per_sequence=2.0)
     while not gain.of(4).pause:
         run(gain, 1, slowdown=1.5, tokens_per_sequence=1.2)
     assert gain.of(4).pause == FIRST_PAUSE
@@ -50,6 +50,8 @@ def test_pauses_grow_and_are_forgotten_once_drafts_pay():
 
 def test_some_steps_have_no_drafts_for_comparison():
     gain = DraftGain()
+    assert not gain.allows_drafts(4)  # none is known yet
+    gain.add(4, 0, 4, 0.01)
     allowed = [gain.allows_drafts(4) for _ in range(4 * CONTROL_EVERY)]
     assert allowed.count(False) == 4
 
