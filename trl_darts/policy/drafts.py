@@ -35,7 +35,7 @@ def draft_budget(num_running: int, knee: float, acceptance: float, limit: int = 
     ```python
     >>> from trl_darts.policy import draft_budget
     >>> [draft_budget(running, 64, 0.8) for running in (1, 8, 32, 64, 512)]
-    [13, 6, 3, 1, 0]
+    [12, 5, 3, 2, 0]
 
     ```
     """
