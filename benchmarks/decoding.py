@@ -16,9 +16,7 @@ from trl_darts.speculation.gain import DraftGain
 MAX_MODEL_LEN = 512
 
 
-def make_drafter(
-    num_speculative_tokens: int = 8, tokenizer: str | None = None, max_model_len: int = MAX_MODEL_LEN
-) -> SuffixDrafter:
+def make_drafter(num_speculative_tokens: int = 8, tokenizer: str | None = None) -> SuffixDrafter:
     """Creates the drafter as vLLM does. It never pauses: without a model, the time of a step tells nothing."""
     drafter = SuffixDrafter(
         SimpleNamespace(

@@ -1,13 +1,12 @@
 """Measures whether drafts pay on this server, and pauses them while they don't."""
 
-import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass
-from statistics import median
+
+from .step_times import RecentTimes
 
 
 CONTROL_EVERY = 16  # steps: one of them has no drafts, for comparison
-NUM_RECENT = 31  # steps of each size without drafts: their median is robust to pauses of the process
 # In steps without drafts. A single step loses no more than this, because it may be a pause of the process.
 MOST_LOST_PER_STEP, MOST_LOST = 0.5, 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # steps of a range of sizes; each pause in a row is twice as long
@@ -42,7 +41,7 @@ class DraftGain:
     def __init__(self, pauses: bool = True) -> None:
         self.pauses = pauses
         self._num_steps = 0
-        self._plain: dict[int, deque[float]] = {}  # seconds by size, rounded to powers of √2
+        self._plain = RecentTimes()  # of steps without drafts
         self._verdicts: dict[int, Verdict] = defaultdict(Verdict)
 
     def of(self, num_sequences: int) -> Verdict:
@@ -52,7 +51,7 @@ class DraftGain:
     def allows_drafts(self, num_sequences: int) -> bool:
         """Whether the next step may have drafts. Called once per step."""
         self._num_steps += 1
-        if self.pauses and _rounded(num_sequences) not in self._plain:
+        if self.pauses and num_sequences not in self._plain:
             return False
         verdict = self.of(num_sequences)
         if verdict.pause:
@@ -62,12 +61,7 @@ class DraftGain:
 
     def add(self, num_sequences: int, num_drafted: int, num_tokens: int, seconds: float) -> None:
         """Records a step without prefill, which drafted and returned so many tokens."""
-        size = _rounded(num_sequences)
         if not num_drafted:
-            self._plain.setdefault(size, deque(maxlen=NUM_RECENT)).append(seconds)
-        elif self.pauses and size in self._plain:
-            self.of(num_sequences).add(num_tokens / num_sequences - seconds / median(self._plain[size]))
-
-
-def _rounded(num_sequences: int) -> int:
-    return round(2 * math.log2(num_sequences))
+            self._plain.add(num_sequences, seconds)
+        elif self.pauses and num_sequences in self._plain:
+            self.of(num_sequences).add(num_tokens / num_sequences - seconds / self._plain.median(num_sequences))

@@ -1,7 +1,7 @@
 """Measures the cost of decoding steps during decoding."""
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from statistics import median
 
 import numpy as np
@@ -14,6 +14,32 @@ NUM_NEEDED = 8
 REFIT_EVERY = 64  # steps
 
 
+class RecentTimes:
+    """Times of recent steps by size, rounded to powers of √2."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_RECENT))
+
+    def add(self, size: int, seconds: float) -> None:
+        """Records a step."""
+        self._recent[_rounded(size)].append(seconds)
+
+    def __contains__(self, size: int) -> bool:
+        return _rounded(size) in self._recent
+
+    def median(self, size: int) -> float:
+        """Returns the median time of steps of about this size, of which at least one is known."""
+        return median(self._recent[_rounded(size)])
+
+    def medians(self) -> dict[int, float]:
+        """Returns the median times of the sizes with `NUM_NEEDED` steps, by twice the binary logarithm."""
+        return {size: median(times) for size, times in self._recent.items() if len(times) >= NUM_NEEDED}
+
+
+def _rounded(size: int) -> int:
+    return round(2 * math.log2(size))
+
+
 class StepTimes:
     """
     Estimates the knee: the number of tokens at which a step takes twice as long as an almost empty one.
@@ -23,19 +49,18 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.knee = UNKNOWN_KNEE
-        self._recent: dict[int, deque[float]] = {}
+        self._recent = RecentTimes()
         self._num_steps = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Records a step without prefill."""
-        size = round(2 * math.log2(num_tokens))
-        self._recent.setdefault(size, deque(maxlen=NUM_RECENT)).append(seconds)
+        self._recent.add(num_tokens, seconds)
         self._num_steps += 1
         if self._num_steps % REFIT_EVERY == 0:
             self._fit()
 
     def _fit(self) -> None:
-        known = {size: median(times) for size, times in self._recent.items() if len(times) >= NUM_NEEDED}
+        known = self._recent.medians()
         if not known or max(known) - min(known) < 2:
             return
         slope, base = np.polyfit([2 ** (size / 2) for size in known], list(known.values()), 1)
