@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -24,12 +25,13 @@ class Reward:
 
     __name__ = "reward"
 
-    def __init__(self, uniform: str = "AC") -> None:
-        self.uniform = uniform
+    def __init__(self, uniform: str = "AC", seconds: float = 0.0) -> None:
+        self.uniform, self.seconds = uniform, seconds
         self.calls: list[list[str]] = []  # prompts
 
     def __call__(self, prompts: list[str], completion_ids: Any, log_extra: Any, log_metric: Any, **kwargs: Any) -> Any:
         self.calls.append(list(prompts))
+        time.sleep(self.seconds)
         log_extra("letter", [prompt[-1] for prompt in prompts])
         log_metric("rows", len(prompts))
         return [1.0 if prompt[-1] in self.uniform else i / 100 for i, prompt in enumerate(prompts)]
@@ -95,7 +97,7 @@ def test_every_group_teaches_something(model_dir, tmp_path, monkeypatch, fields)
 def test_groups_that_are_missing_have_no_weight(model_dir, tmp_path, monkeypatch):
     with model_server(model_dir, monkeypatch) as (_, settings):
         args = make_args(tmp_path, max_steps=1, max_prompt_oversampling=1.5, **settings, **FIELDS)
-        reward = Reward("ABCD")
+        reward = Reward("ABCD", seconds=0.1)
         trainer = make_trainer(model_dir, args, reward_funcs=reward, train_dataset=letters_dataset(20))
         batches = record_batches(trainer)
         trainer.train()
@@ -105,6 +107,7 @@ def test_groups_that_are_missing_have_no_weight(model_dir, tmp_path, monkeypatch
     weights = batch["completion_mask"].sum(dim=1).view(4, 4).sum(dim=1)
     assert (weights > 0).tolist() == [True] * informative + [False] * (4 - informative)
     assert logged(trainer, "darts/uniform/missing") == [4.0 - informative]
+    assert logged(trainer, "darts/score/seconds")[0] > 0.1 * len(reward.calls)
 
 
 def test_a_reward_that_teaches_nothing_ends_the_training(model_dir, tmp_path, monkeypatch):

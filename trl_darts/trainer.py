@@ -273,7 +273,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns TRL's rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
         streamed = self._streams.serving_rewards(rows) if self._source.trains else nullcontext()
-        with streamed, checked_rewards(self):
+        with self._score_clock.running(), streamed, checked_rewards(self):  # also of groups that wait for others
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -41,22 +41,24 @@ class RaySource:
 
     def read(self) -> ServerList:
         """See `ServerSource`."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
         with self._changed:
             self._changed.wait_for(lambda: self._last is not None, START_S)
             last, age_s = self._last, time.monotonic() - self._read_at
         if last is None or age_s > 2 * ray_reader.ANSWER_S:
             last = {"error": "Ray does not answer"}
+            process.kill()  # waiting for a lost cluster takes most of a core; the next call starts another
         if "taken" in last:
             raise taken(RAY_PREFIX + self.name, last["taken"])
         if "error" in last:
             raise ServerListError(f"`vllm_server_list` ({RAY_PREFIX + self.name!r}) can't be read: {last['error']}.")
         return ServerList.of(last)
 
-    def _start(self) -> None:
+    def _start(self) -> "subprocess.Popen[str]":
         self._last = None
-        self._process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             [sys.executable, "-P", ray_reader.__file__, self.name, self._owner],
             stdin=subprocess.PIPE,  # never written to, closed by `close` or our death
             stdout=subprocess.PIPE,
@@ -64,7 +66,8 @@ class RaySource:
             text=True,
             start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
         )
-        threading.Thread(target=self._receive, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._receive, args=(process,), daemon=True).start()
+        return process
 
     def _receive(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None

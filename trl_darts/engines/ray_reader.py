@@ -6,8 +6,10 @@ A script that imports nothing of trl_darts, so that it starts quickly.
 
 import json
 import logging
-import select
+import os
 import sys
+import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +23,8 @@ def main(name: str, owner: str) -> None:
     """Reads for one trainer, `owner`."""
     import ray
 
+    closed = threading.Event()
+    threading.Thread(target=end_with_input, args=(closed,), daemon=True).start()
     try:
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
@@ -28,10 +32,18 @@ def main(name: str, owner: str) -> None:
         return
     while True:
         show(read(name, owner))
-        if select.select([0], [], [], POLL_S)[0]:
+        if closed.wait(POLL_S):
             break
     with suppress(Exception):
         ray.get(ray.get_actor(name).release.remote(owner), timeout=ANSWER_S)
+
+
+def end_with_input(closed: threading.Event) -> None:
+    """Tells the reader that standard input has closed, and ends the process if it does not end by itself."""
+    sys.stdin.read()
+    closed.set()
+    time.sleep(ANSWER_S)
+    os._exit(1)  # Ray waits for a lost cluster, for minutes and with most of a core
 
 
 def read(name: str, owner: str) -> dict[str, Any]:
