@@ -7,8 +7,8 @@ Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own 
 - lengths: samples 16 answers to each prompt of examples/smollm2 (on a CPU, to 64 of them) on a real server.
 - bare: every row decodes answers of these lengths on a real server of the model in bfloat16, as fast as possible.
 - paced: the same lengths on a real server of a tiny model at a GPU's pace (`pacing.py`).
-- simulated: the same lengths in virtual time, by the curve of the machine and, for a CPU's, by the published one of an
-  8 B model.
+- simulated: the same lengths in virtual time, by the profile of the machine and, for a CPU's, by the published curve of
+  an 8 B model.
 - drafts: GRPO's rollouts as in `bare`, on a server that drafts (`suffix`) over one that does not.
 - page: writes the tables of docs/evidence.md.
 
@@ -44,7 +44,7 @@ from benchmarks.schedules import GRPO, ROWS, Replay, Row, ServerCluster, console
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.simulation import ClusterSpec, Estimate, RecordedLengths, Workload
 from trl_darts.engines.vllm_api import draft_counts
-from trl_darts.policy import LatencyCurve
+from trl_darts.policy import LatencyProfile
 from trl_darts.serving.options import SPECULATIVE
 
 
@@ -69,12 +69,18 @@ class Machine:
     limit: int  # tokens
     prompts: int  # per step
     slots: int  # of a server without a queue
-    curve: LatencyCurve
+    profile: str  # file of its latency profile
     server: Mapping[str, Any]  # options
 
     @property
     def rows(self) -> int:
         return self.prompts * NUM_GENERATIONS
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """Returns a simulated engine with its profile and room for all sequences."""
+        profile = LatencyProfile.load(RESULTS / self.profile)
+        return ClusterSpec.of(profile.curve, profile.prefill, max_num_seqs=None)
 
 
 MACHINES = {
@@ -85,8 +91,7 @@ MACHINES = {
         limit=256,
         prompts=8,
         slots=128,
-        # Seconds of a step of one thread in bfloat16, eager, on quiet cores
-        curve=LatencyCurve((1, 32, 64), (0.026, 0.038, 0.064)),
+        profile="smollm2.cpu.latency.json",
         server={"max_model_len": 1024, "env": {"VLLM_CPU_KVCACHE_SPACE": "2"}},
     ),
     "gpu": Machine(
@@ -96,8 +101,7 @@ MACHINES = {
         limit=512,
         prompts=16,
         slots=256,
-        # Measured on an H100: `smollm2.gpu.latency.json`
-        curve=LatencyCurve((1, 8, 128, 512), (0.00205, 0.00307, 0.00582, 0.0200)),
+        profile="smollm2.gpu.latency.json",  # of an H100
         # A part of the memory, because the trainer is on the same GPU
         server={"max_model_len": 2048, "enforce_eager": None, "gpu_memory_utilization": 0.25},
     ),
@@ -284,9 +288,8 @@ def run_bare(
             urls[True] = stack.enter_context(smollm2_server(machine.rows, machine))
         for repeat in todo:
             size: Any = Recorded.of(lines, repeat, machine)
-            spec = ClusterSpec(machine.curve)
             with clusters_of(SmolLM2Cluster, urls, size.lines, prompts) as clusters:
-                replays = {row.name: Replay(row, size, spec, clusters[row.capped], repeat) for row in rows}
+                replays = {row.name: Replay(row, size, machine.spec, clusters[row.capped], repeat) for row in rows}
                 run_repeat(path, machine.pace, group, repeat, replays)
 
 
@@ -307,14 +310,14 @@ def run_paced(path: Path, lines: Sequence[dict[str, Any]], group: str, repeats: 
 
 def run_simulated(path: Path, lines: Sequence[dict[str, Any]], repeats: int, machine: Machine = CPU) -> None:
     """Runs what is missing in virtual time, by each curve."""
-    curves = {f"{machine.pace}, simulated": machine.curve}
+    specs = {f"{machine.pace}, simulated": machine.spec}
     if machine is CPU:
-        curves["paced, simulated"] = scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES)
-    for pace, curve in curves.items():
+        specs["paced, simulated"] = ClusterSpec(scaled(CURVES["llama-8b"], SCALE, NUM_ENGINES))
+    for pace, spec in specs.items():
         for group in GROUPS:
             for repeat in missing(path, pace, group, repeats):
                 size: Any = Recorded.of(lines, repeat, machine)
-                replays = {row.name: Replay(row, size, ClusterSpec(curve), seed=repeat) for row in rows_of(group)}
+                replays = {row.name: Replay(row, size, spec, seed=repeat) for row in rows_of(group)}
                 run_repeat(path, pace, group, repeat, replays)
 
 
@@ -326,9 +329,8 @@ def run_drafts(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> Non
         urls = {name: stack.enter_context(smollm2_server(speculative_config=own)) for name, own in methods.items()}
         for repeat in missing(path, DRAFTS, "drafts", repeats):
             size: Any = Recorded.of(lines, repeat)
-            spec = ClusterSpec(CPU.curve)
             with clusters_of(DraftingCluster, urls, size.lines, prompts) as clusters:
-                replays = {name: Replay(GRPO, size, spec, cluster, repeat) for name, cluster in clusters.items()}
+                replays = {name: Replay(GRPO, size, CPU.spec, cluster, repeat) for name, cluster in clusters.items()}
                 run_repeat(path, DRAFTS, "drafts", repeat, replays, partial(drafted, clusters["suffix"].engine))
     console.print("speed with drafts", Estimate.of(ratios(read(path), DRAFTS, "suffix", slice(None))))
 
