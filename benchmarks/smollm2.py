@@ -7,7 +7,8 @@ Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real 
 16 × 8 rows, 128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
 autocast chooses it. Plain sampling, 4 answers to each of 64 prompts that were never trained on, is scored before and
 at the end, outside the seconds of the steps. TRL's own class, with our connection to the server (TRL's client refuses
-one without CUDA), runs for three steps, for its seconds alone.
+one without CUDA), runs for three steps, for its seconds alone. Two arms have a server that drafts (`suffix`), one of
+them without learning.
 
 A run takes a quarter of an hour on two quiet cores, and its log is in `benchmarks/results/smollm2.ARM.seedN.json` then
 (`smollm2.gpu.ARM.seedN.json`). A later call makes the runs that are missing. With `--minutes`, no run begins later
@@ -51,6 +52,7 @@ from benchmarks.smollm2_rollouts import (
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.simulation import Estimate
 from trl_darts.engines.vllm_generation import synced_generation
+from trl_darts.serving.options import SPECULATIVE
 
 
 TRL_STEPS, NUM_EPOCHS = 3, 3
@@ -62,8 +64,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "unguarded": {"schedule": "darts", "defer_unsettled_groups": False},
     "ahead": {"schedule": "darts", "rollout_ahead": 1},
     "continuous": {"schedule": "grpo", "rollout_ahead": "continuous"},
+    "drafts": {"schedule": "grpo"},
+    "drafts_frozen": {"schedule": "grpo", "learning_rate": 0.0},
     TRL: {"schedule": "grpo", "trim_padding": False},
 }
+DRAFTING = ("drafts", "drafts_frozen")  # with a server that drafts
 
 
 @dataclass(frozen=True)
@@ -125,10 +130,8 @@ def load(arm: str, seed: int, results: Path, setting: Setting) -> dict[str, Any]
 
 
 def make_run(arm: str, seed: int, url: str, results: Path, setting: Setting) -> None:
-    """Trains, unless it was done before, and stores the log."""
+    """Trains and stores the log."""
     run = load(arm, seed, results, setting)
-    if run["steps"]:
-        return
     trainer = make_trainer(arm, seed, url, setting)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(StepSeconds())
@@ -155,11 +158,10 @@ def make_trainer(arm: str, seed: int, url: str, setting: Setting) -> Any:
         max_completion_length=machine.limit,
         temperature=TEMPERATURE,
         max_steps=TRL_STEPS if arm == TRL else setting.steps,
-        learning_rate=1e-5,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
         seed=seed,
-        **{"bf16": True, **setting.config, **ARMS[arm]},
+        **{"bf16": True, "learning_rate": 1e-5, **setting.config, **ARMS[arm]},
     )
     make = TRLTrainer if arm == TRL else DARTSGRPOTrainer
     return make(str(CHECKPOINT), accuracy_reward, args, make_dataset(machine.prompts * setting.steps // NUM_EPOCHS))
@@ -241,10 +243,13 @@ def main() -> None:
     if not options.only_page:
         if options.machine == "cpu":
             torch.set_num_threads(2)  # the server is idle while the trainer computes
-        with smollm2_server(machine=setting.machine, base_url=options.base_url) as url:
-            for seed, arm in product(seeds, arms):
-                if time.monotonic() < deadline:
-                    make_run(arm, seed, url, options.results, setting)
+        for seed, arm in product(seeds, arms):
+            missing = not load(arm, seed, options.results, setting)["steps"]
+            if not missing or time.monotonic() > deadline:
+                continue
+            method = SPECULATIVE["suffix"] if arm in DRAFTING else None
+            with smollm2_server(None, setting.machine, options.base_url, speculative_config=method) as url:
+                make_run(arm, seed, url, options.results, setting)
     content = table(options.results, seeds, setting)
     print(content)
     PAGE.write_text(put(PAGE.read_text(), setting.table, "smollm2.py", content))
