@@ -7,8 +7,8 @@ Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own 
 - lengths: samples 16 answers to each prompt of examples/smollm2 (on a CPU, to 64 of them) on a real server.
 - bare: every row decodes answers of these lengths on a real server of the model in bfloat16, as fast as possible.
 - paced: the same lengths on a real server of a tiny model at a GPU's pace (`pacing.py`).
-- simulated: the same lengths in virtual time, by the profile of the machine and, for a CPU's, by the published curve of
-  an 8 B model.
+- simulated: the same lengths in virtual time, by the machine's profile and, for a CPU's, by the published curve of an
+  8 B model.
 - drafts: GRPO's rollouts as in `bare`, on a server that drafts (`suffix`) over one that does not.
 - page: writes the tables of docs/evidence.md.
 
