@@ -13,6 +13,7 @@ import pytest
 
 from tests.builders import ON_POLICY, make_args, make_trainer, rollout_logs
 from trl_darts.engines.ray_list import RaySource
+from trl_darts.engines.ray_reader import ANSWER_S, POLL_S
 from trl_darts.engines.server_list import ServerList, ServerListError
 from trl_darts.errors import ConfigurationError
 from trl_darts.serving.on_ray import connect
@@ -108,6 +109,9 @@ def test_bad_input(command, model_dir):
 
 def test_nothing_remains(command):
     process, directory = command
+    source = RaySource("nobody")
+    with pytest.raises(ServerListError):
+        source.read()
     members = servers_of(process)
     members += [psutil.Process(member.ppid()) for member in members]  # their guards
     assert len(members) == 4
@@ -117,3 +121,6 @@ def test_nothing_remains(command):
     assert_ended(members)
     assert not (directory / "servers.json").exists()
     assert "All servers have ended." in (directory / "stderr").read_text()
+    time.sleep(2 * POLL_S)  # now the reader waits for the cluster
+    source.close()
+    wait_for(lambda: source._process.poll() is not None, timeout_s=2 * ANSWER_S)

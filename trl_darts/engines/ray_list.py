@@ -21,6 +21,7 @@ from .server_list import RAY_PREFIX, ServerList, ServerListError, taken, this_pr
 
 
 START_S = 60.0  # for the child process to connect to Ray
+RESTART_S = 10.0  # between two starts of it, each of which takes half a second of a core
 
 
 class RaySource:
@@ -38,11 +39,12 @@ class RaySource:
         self._changed = threading.Condition()
         self._last: dict[str, Any] | None = None
         self._read_at = 0.0
+        self._started_at = 0.0
 
     def read(self) -> ServerList:
         """See `ServerSource`."""
         process = self._process
-        if process is None or process.poll() is not None:
+        if process is None or (process.poll() is not None and time.monotonic() - self._started_at > RESTART_S):
             process = self._start()
         with self._changed:
             self._changed.wait_for(lambda: self._last is not None, START_S)
@@ -57,7 +59,7 @@ class RaySource:
         return ServerList.of(last)
 
     def _start(self) -> "subprocess.Popen[str]":
-        self._last = None
+        self._last, self._started_at = None, time.monotonic()
         self._process = process = subprocess.Popen(
             [sys.executable, "-P", ray_reader.__file__, self.name, self._owner],
             stdin=subprocess.PIPE,  # never written to, closed by `close` or our death
