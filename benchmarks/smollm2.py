@@ -129,6 +129,11 @@ def load(arm: str, seed: int, results: Path, setting: Setting) -> dict[str, Any]
     return json.loads(path.read_text()) if path.exists() else empty
 
 
+def missing(arms: Sequence[str], seeds: Sequence[int], results: Path, setting: Setting) -> list[tuple[int, str]]:
+    """Returns the runs that were not made yet, the arms of a seed one after the other."""
+    return [own for own in product(seeds, arms) if not load(own[1], own[0], results, setting)["steps"]]
+
+
 def make_run(arm: str, seed: int, url: str, results: Path, setting: Setting) -> None:
     """Trains and stores the log."""
     run = load(arm, seed, results, setting)
@@ -243,10 +248,9 @@ def main() -> None:
     if not options.only_page:
         if options.machine == "cpu":
             torch.set_num_threads(2)  # the server is idle while the trainer computes
-        for seed, arm in product(seeds, arms):
-            missing = not load(arm, seed, options.results, setting)["steps"]
-            if not missing or time.monotonic() > deadline:
-                continue
+        for seed, arm in missing(arms, seeds, options.results, setting):
+            if time.monotonic() > deadline:
+                break
             method = SPECULATIVE["suffix"] if arm in DRAFTING else None
             with smollm2_server(None, setting.machine, options.base_url, speculative_config=method) as url:
                 make_run(arm, seed, url, options.results, setting)
