@@ -243,6 +243,8 @@ def main() -> None:
     arms, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
     if unknown := set(arms) - set(ARMS):
         parser.error(f"--arms ({', '.join(sorted(unknown))}) must be some of {', '.join(ARMS)}.")
+    if options.base_url and (drafting := set(arms) & set(DRAFTING)):
+        parser.error(f"--arms ({', '.join(sorted(drafting))}) need servers of their own. Leave out --base-url.")
     setting = SETTINGS[options.machine]
     deadline = time.monotonic() + 60 * options.minutes
     if not options.only_page:
