@@ -53,13 +53,14 @@ def _comparison(runs: Mapping[str, LogHistory]) -> Any:
 
     figure, (by_step, by_time, lengths) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for place, (name, log_history) in enumerate(runs.items()):
-        color, reward = f"C{place}", smooth(series(log_history, "reward"))
+        reward = smooth(series(log_history, "reward"))
+        style = {"color": f"C{place}", "marker": "o" if len(reward) == 1 else ""}  # one point makes no line
         seconds = list(accumulate(series(log_history, "darts/rollout/seconds")))
         steps = range(1, len(reward) + 1)
-        by_step.plot(steps, reward, color=color, label=name)
-        by_time.plot(seconds[: len(reward)], reward, color=color)
-        lengths.plot(steps, smooth(series(log_history, "completions/mean_length")), color=color)
-        lengths.plot(steps, smooth(series(log_history, "darts/pool/length_p99")), color=color, linestyle="--")
+        by_step.plot(steps, reward, label=name, **style)
+        by_time.plot(seconds[: len(reward)], reward, **style)
+        lengths.plot(steps, smooth(series(log_history, "completions/mean_length")), **style)
+        lengths.plot(steps, smooth(series(log_history, "darts/pool/length_p99")), linestyle="--", **style)
     by_step.set(xlabel="step", ylabel="reward (mean of 5 steps)", title="Reward against steps")
     by_time.set(xlabel="seconds of rollout", title="Reward against rollout time")
     lengths.set(xlabel="step", ylabel="tokens", title="Response lengths", yscale="log")
