@@ -131,7 +131,7 @@ def load(arm: str, seed: int, results: Path, setting: Setting) -> dict[str, Any]
 
 def missing(arms: Sequence[str], seeds: Sequence[int], results: Path, setting: Setting) -> list[tuple[int, str]]:
     """Returns the runs that were not made yet, the arms of a seed one after the other."""
-    return [own for own in product(seeds, arms) if not load(own[1], own[0], results, setting)["steps"]]
+    return [(seed, arm) for seed, arm in product(seeds, arms) if not load(arm, seed, results, setting)["steps"]]
 
 
 def make_run(arm: str, seed: int, url: str, results: Path, setting: Setting) -> None:

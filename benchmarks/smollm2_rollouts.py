@@ -280,7 +280,7 @@ def run_bare(
     """Runs what is missing on real servers of the model: one without a queue, and one with N × M slots."""
     if not (todo := missing(path, machine.pace, group, repeats)):
         return
-    prompts = tokens_of(make_dataset(machine.num_prompts))
+    prompts, spec = tokens_of(make_dataset(machine.num_prompts)), machine.spec
     with ExitStack() as stack:
         rows = rows_of(group)
         urls = {False: stack.enter_context(smollm2_server(machine=machine, base_url=base_url))}
@@ -289,7 +289,7 @@ def run_bare(
         for repeat in todo:
             size: Any = Recorded.of(lines, repeat, machine)
             with clusters_of(SmolLM2Cluster, urls, size.lines, prompts) as clusters:
-                replays = {row.name: Replay(row, size, machine.spec, clusters[row.capped], repeat) for row in rows}
+                replays = {row.name: Replay(row, size, spec, clusters[row.capped], repeat) for row in rows}
                 run_repeat(path, machine.pace, group, repeat, replays)
 
 
@@ -323,14 +323,14 @@ def run_simulated(path: Path, lines: Sequence[dict[str, Any]], repeats: int, mac
 
 def run_drafts(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> None:
     """Runs what is missing on two real servers of the model, of which one drafts, and prints its speed."""
-    prompts = tokens_of(make_dataset(CPU.num_prompts))
+    prompts, spec = tokens_of(make_dataset(CPU.num_prompts)), CPU.spec
     with ExitStack() as stack:
         methods = {GRPO.name: None, "suffix": SPECULATIVE["suffix"]}
         urls = {name: stack.enter_context(smollm2_server(speculative_config=own)) for name, own in methods.items()}
         for repeat in missing(path, DRAFTS, "drafts", repeats):
             size: Any = Recorded.of(lines, repeat)
             with clusters_of(DraftingCluster, urls, size.lines, prompts) as clusters:
-                replays = {name: Replay(GRPO, size, CPU.spec, cluster, repeat) for name, cluster in clusters.items()}
+                replays = {name: Replay(GRPO, size, spec, cluster, repeat) for name, cluster in clusters.items()}
                 run_repeat(path, DRAFTS, "drafts", repeat, replays, partial(drafted, clusters["suffix"].engine))
     console.print("speed with drafts", Estimate.of(ratios(read(path), DRAFTS, "suffix", slice(None))))
 
