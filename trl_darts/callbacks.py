@@ -11,10 +11,8 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .buffer.batches import BufferedBatches
-from .buffer.checkpoint import load_buffer, save_buffer, warn_of_lost_prompts
+from .buffer.checkpoint import BATCH_FILE, Rollouts, load_rollouts, save_batch, save_rollouts
 from .buffer.feed import skip_passes
-from .engines.main_process import MainProcess
 from .errors import ConfigurationError, StateMismatchError
 from .policy import LengthTracker
 from .scheduling import AdmissionPolicy
@@ -91,21 +89,14 @@ class RolloutStateCallback(TrainerCallback):
     from the same step, even if a process was killed while it wrote one.
     """
 
-    def __init__(
-        self,
-        lengths: VarianceTrackerCallback,
-        admission: AdmissionPolicy,
-        batches: BufferedBatches | None,
-        main: MainProcess,
-        schedule: str,
-    ) -> None:
+    def __init__(self, lengths: VarianceTrackerCallback, admission: AdmissionPolicy, rollouts: Rollouts) -> None:
         self.checkpoint: str | None = None  # the last one that this run saved, or was resumed from
         self._is_finished = False
         self._lengths = lengths
         self._admission = admission
-        self._batches = batches
-        self._main = main
-        self._schedule = schedule
+        self._rollouts = rollouts
+        self._main = rollouts.main
+        self._schedule = rollouts.args.schedule
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logs where a run resumes. Stops a finished one, for which TRL 1.16 would train one more step."""
@@ -122,52 +113,49 @@ class RolloutStateCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_finished:
             control.should_save = control.should_evaluate = False
+        if control.should_epoch_stop and not control.should_training_stop:
+            self._rollouts.feed.end_pass()
 
     @contextmanager
-    def saving(self, output_dir: str, state: TrainerState) -> Iterator[None]:
+    def saving(self, output_dir: str, state: TrainerState, batch: Any) -> Iterator[None]:
         """
         Inside this context, TRL and transformers write a checkpoint, after our files. An existing one of the same step
-        is incomplete until they are done. Must be called on every process.
+        is incomplete until they are done. `batch` has the micro-batches of this process of which the last step trained
+        on some, if there are. Must be called on every process.
         """
         directory = Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        mid_epoch = not float(state.epoch or 0).is_integer()
-        if self._batches is not None:
-            self._batches.add_arrived()
-        self._main.run(lambda: self._write(directory, mid_epoch))
+        self._main.run(lambda: self._write(directory, batch is not None))
+        if batch is not None:
+            save_batch(directory, batch, self._main.index)
         yield
         self.checkpoint = str(directory)
 
-    def _write(self, directory: Path, mid_epoch: bool) -> None:
+    def _write(self, directory: Path, has_batch: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / TRAINER_STATE).unlink(missing_ok=True)
+        for path in (directory / TRAINER_STATE, *directory.glob(BATCH_FILE.format("*"))):
+            path.unlink(missing_ok=True)
         self._lengths.save(directory)
         state = {"schedule": self._schedule, **self._admission.state_dict()}
         (directory / ADMISSION_FILE).write_text(json.dumps(state, indent=2))
-        save_buffer(self._batches, directory, mid_epoch)
+        save_rollouts(self._rollouts, directory, has_batch)
 
-    def load(self, directory: Path, sampler: Any, skips: bool) -> None:
+    def load(self, directory: Path, sampler: Any, step: int, skips: bool) -> Any:
         """
-        Restores the state of a checkpoint, and advances the training data's sampler. `skips` tells whether the run
-        skips the prompts that it has trained on in this epoch. Must be called on every process. Raises
-        [`StateMismatchError`] if the schedule can't use the state.
+        Restores the state of a checkpoint after `step` optimizer steps, and advances the training data's sampler.
+        `skips` tells whether the run skips the prompts that it has trained on in this epoch. Must be called on every
+        process. Returns the rest of a batch, see [`load_rollouts`].
         """
         state = self._main.broadcast(lambda: self._read(directory))
-        saved = self._schedule if state is None else state.pop("schedule", self._schedule)
-        try:
-            if state is not None:
+        if state is not None:
+            saved = state.pop("schedule", self._schedule)
+            try:
                 self._admission.load_state_dict(state)
-            if self._batches is None:
-                warn_of_lost_prompts(directory)
-            else:
-                load_buffer(self._batches, directory, skips)
-                skip_passes(sampler, self._batches.feed.passes_behind(directory))
-        except StateMismatchError as error:
-            if saved == self._schedule:
-                raise
-            raise StateMismatchError(
-                f"{directory} was saved with schedule={saved!r}, and this run has schedule={self._schedule!r}. Resume "
-                "with that schedule, or delete the checkpoint's darts_* files to resume the model alone."
-            ) from error
+            except StateMismatchError:
+                changed = "`num_generations` or `max_num_generations`" if saved == self._schedule else "`schedule`"
+                logger.warning(f"{changed} was another one before {directory}: the state of its budget is dropped.")
+        batch = load_rollouts(self._rollouts, directory, step, skips)
+        skip_passes(sampler, self._rollouts.feed.num_passes)
+        return batch
 
     def _read(self, directory: Path) -> dict[str, Any] | None:
         self._lengths.load(directory)

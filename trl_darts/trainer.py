@@ -13,7 +13,10 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 
 from .buffer.batches import BufferedBatches
-from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_sources
+from .buffer.checkpoint import Rollouts, known_columns
+from .buffer.feed import PromptFeed
+from .buffer.loop import LoopPosition
+from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_feed, make_sources
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
 from .checks import check_arguments, check_data, check_objects, check_path, check_prompt_lengths, warn_of_other_model
 from .config import DARTSGRPOConfig
@@ -95,6 +98,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _streams = Streams()
     _in_tool_loop = False
     _sampler: Any = None  # of the training data
+    _loop = LoopPosition(1, 1)
+    _feed = PromptFeed(_loop)
+    _batch_in_use = -1  # index of the batch that TRL has buffered
     _trimming: Trimming | None = None
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
@@ -143,11 +149,14 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._admission = args.admission(self.length_tracker, curve, num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
-        self._batches = make_batches(self)
+        self._loop = LoopPosition(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
+        self._feed = make_feed(self)
+        self._batches = make_batches(self, self._feed)
         self._sources = make_sources(self)
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
-        state = self._tracker_callback, self._admission, self._batches
-        self._state_callback = RolloutStateCallback(*state, self._main, args.schedule)
+        columns = known_columns(self.train_dataset)
+        rollouts = Rollouts(args, self._main, columns, self._loop, self._feed, self._batches)
+        self._state_callback = RolloutStateCallback(self._tracker_callback, self._admission, rollouts)
         self._preemption = Preemption(self.accelerator, args.uses_servers)
         logs = [RunLogCallback()] if args.save_rollout_trace else []
         for callback in (self._state_callback, self._preemption, *logs):
@@ -207,7 +216,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._last_loaded_step = -1
             self._sync_weights()
             return self._rollout(source, batch)
-        outcome = main.broadcast(lambda: source.conclude(plan, result, batch), meanwhile)
+        outcome = main.scatter(lambda: source.conclude(plan, result, batch), meanwhile)
         if meanwhile is not None and not main.is_here:
             meanwhile()  # handles the main process's last messages
         return outcome
@@ -294,6 +303,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
             inputs = super()._prepare_inputs(*args, **kwargs)
             if self._buffered_inputs is before:  # no new rollout
                 return inputs
+            self._batch_in_use = self._loop.batch
             if self._trimming is not None:
                 self._buffered_inputs = self._trimming.micro_batches(self._buffered_inputs)
             self._log_all(padding_metrics(self._buffered_inputs, self.accelerator))
@@ -302,11 +312,16 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._train_clock.running():
             loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self._loop.advance(ends_step=self.accelerator.sync_gradients)
         if self.accelerator.sync_gradients:
             self._log_all({"darts/train/seconds": self._train_clock.pop()})
         return loss
 
     # The loader, checkpoints, the model card
+
+    def get_train_dataloader(self) -> Any:
+        self._loop.loader = super().get_train_dataloader()
+        return self._loop.loader
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         self._sampler = super()._get_train_sampler(*args, **kwargs)
@@ -315,17 +330,24 @@ class DARTSGRPOTrainer(GRPOTrainer):
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         if self.control.should_training_stop:  # transformers checks this only after a step
             return [], None
-        if self._batches is not None:
-            epoch_iterator = self._batches.feed.follow(epoch_iterator)
-        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+        if self._loop.loader is None:  # a subclass makes its own
+            self._loop.loader = self.callback_handler.train_dataloader
+        return super().get_batch_samples(self._feed.follow(epoch_iterator), *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is not None:
-            self._state_callback.load(Path(checkpoint), self._sampler, skips=not self.args.ignore_data_skip)
+            if self._loop.loader is None:
+                self._loop.loader = self.get_train_dataloader()
+            step, skips = self.state.global_step, not self.args.ignore_data_skip
+            self._buffered_inputs = self._state_callback.load(Path(checkpoint), self._sampler, step, skips)
+            self._step, self._batch_in_use = self._loop.num_items, self._loop.batch
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        with self._state_callback.saving(self._get_output_dir(trial), self.state):
+        # In a step that is given up, the batch of the last one may be gone.
+        has_batch = self._loop.is_within_batch and self._batch_in_use == self._loop.num_done // self._loop.repeats
+        batch = self._buffered_inputs if has_batch else None
+        with self._state_callback.saving(self._get_output_dir(trial), self.state, batch):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -334,6 +356,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._step, self._buffered_inputs, self._last_loaded_step = 0, None, -1
         self._train_clock, self._score_clock = Stopwatch(), Stopwatch()
         self._rollout_log.begin()
+        self._loop.begin()
+        self._feed.restore()
+        self._feed.begin()
         self._sources[0].clear()
         self._state_callback.checkpoint = checkpoint
         try:

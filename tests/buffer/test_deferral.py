@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.models import EOS_ID
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer, Round
-from trl_darts.buffer.checkpoint import load_buffer
+from trl_darts.buffer.checkpoint import load_rollouts
 from trl_darts.buffer.rounds import MAX_DEFERRALS
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy.deferral import PRIOR_GAIN, PRIOR_GROUPS
@@ -276,7 +276,8 @@ def test_audits_survive_a_checkpoint(model_dir, tmp_path):
     audits = trainer._batches.buffer.audits
     assert audits.groups
     again = audited_trainer(model_dir, tmp_path, max_steps=21)
-    load_buffer(again._batches, tmp_path / "checkpoint-20", skips=True)
+    again.get_train_dataloader()
+    load_rollouts(again._state_callback._rollouts, tmp_path / "checkpoint-20", step=20, skips=True)
     assert again._batches.buffer.audits == audits
     assert again._batches.buffer.entries.keys() == trainer._batches.buffer.entries.keys()
 

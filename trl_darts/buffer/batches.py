@@ -7,10 +7,11 @@ loader ──▶ PromptFeed ──▶ rows, on every process                    
                 └───────▶ RolloutBuffer, on the main process ──▶ rollout ──┴──▶ its completions, once TRL asks
 ```
 
-Only the main process knows what has been sampled; all know the rows of the data set, since any may have to train on
-them.
+Only the main process knows what has been sampled, and the others get their rows of a batch. All know the rows of the
+data set, since any may have to train on them.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,16 +35,22 @@ from ..scheduling import (
 )
 from ..training.rows import UNKNOWN, KeptRows
 from .buffer import BufferEntry, Lifecycle, Round, SampledCandidate
-from .feed import EndlessFeed, PromptFeed, Rows
+from .feed import PromptFeed, Rows
+from .loop import LoopPosition
 from .rounds import Informative, RoundPolicy, Settled, Steady, TailBatching
 
 
 logger = get_logger(__name__)
 
+Prompt = tuple[dict[str, Any], list[int]]  # its row of the data set, and its tokens
+
 
 @dataclass
 class BufferedRows(KeptRows):
-    """The rows of a batch that the buffer has given to the optimizer, on every process."""
+    """
+    The rows of a batch that the buffer has given to the optimizer: all of them on the main process, and on the others
+    their own. The other fields are those of the whole batch.
+    """
 
     entry_ids: list[int] = field(default_factory=list)  # (N,), the prompt of each group
     left: list[int] = field(default_factory=list)  # prompts that have left the buffer, dropped ones included
@@ -56,8 +63,8 @@ class BufferedRows(KeptRows):
 
     @property
     def groups(self) -> dict[int, list[list[int]]]:
-        """Completions of each prompt."""
-        size = len(self.completion_ids) // len(self.entry_ids)
+        """Completions of each prompt, on the main process."""
+        size = len(self.completion_ids) // max(1, len(self.entry_ids))
         return {
             entry_id: self.completion_ids[place * size : (place + 1) * size]
             for place, entry_id in enumerate(self.entry_ids)
@@ -68,7 +75,7 @@ class BufferedRows(KeptRows):
 class Settlement:
     """What became of a round's groups once they were scored."""
 
-    num_deferred: int
+    deferred: list[int]
     num_scored: int
     second: list[int]  # second entries of audited prompts, which are not trained on
     audits: dict[str, float]  # estimates so far, see [`Audits`]
@@ -77,8 +84,8 @@ class Settlement:
 class BufferedBatches:
     """
     Decides what is sampled and what is trained on, for schedules with a [`RoundPolicy`]. `tokenize` is TRL's
-    `_tokenize_prompts`. `micro_steps` tells how often the optimizer has been given a part of a batch: several steps
-    can share one batch.
+    `_tokenize_prompts`. `loop` is the position of the training loop: a batch can be used by several optimizer steps,
+    and a step can use several batches.
     """
 
     def __init__(
@@ -86,10 +93,10 @@ class BufferedBatches:
         policy: RoundPolicy,
         admission: AdmissionPolicy,
         num_generations: int,
-        feed: PromptFeed | EndlessFeed,
+        feed: PromptFeed,
         main: MainProcess,
         tokenize: Callable[[list[Any]], tuple[Any, ...]],
-        micro_steps: Callable[[], int],
+        loop: LoopPosition,
     ) -> None:
         self.policy = policy
         self.admission = admission
@@ -97,12 +104,15 @@ class BufferedBatches:
         self.feed = feed
         self.main = main
         self._tokenize = tokenize
-        self._micro_steps = micro_steps
+        self.loop = loop
         self.buffer = policy.buffer()
         self.rows: dict[int, dict[str, Any]] = {}  # of the data set, by entry ID, on every process
         self.prompt_ids: dict[int, list[int]] = {}
-        self.last: Any = None  # `BufferedRows` of the last round, on every process
-        self.trained: dict[int, tuple[dict[str, Any], list[int]]] = {}  # its rows of the data set and prompts, by ID
+        self.last: Any = None  # `BufferedRows` of the last batch
+        self.trained: dict[int, Prompt] = {}  # its prompts, by ID
+        # Prompts of batches that an optimizer step in progress trains on, with the item of the loop that ends each.
+        self._unfinished: list[tuple[int, dict[int, Prompt]]] = []
+        self._whole: Any = None  # the `BufferedRows` of all processes, on the main process
         self._round: Any = None  # the `Round` in progress, on the main process
         self._dropped: list[int] = []  # prompts that could not be completed, since the last batch
         self._version = 0  # of the policy that samples the round in progress: optimizer steps before it
@@ -119,10 +129,10 @@ class BufferedBatches:
         Adds the prompts that the next round needs, and decides it. Called on every process at once. Returns what has
         to be sampled, each prompt in as many rows as it yields; `None` for nothing.
 
-        A round that is decided `ahead` of its turn has all prompts of its batch, or is left for later: what the buffer
-        lacks at the end of an epoch comes with the next one. No more than `most` prompts are left in the buffer.
+        A round that is decided `ahead` of its turn has all prompts of its batch, or waits for its turn: the prompts
+        that the buffer lacks at the end of a pass come with the next one. No more than `most` prompts are in the
+        buffer.
         """
-        self.add_arrived()
         while self.main.broadcast(lambda: len(self.buffer) < most and self.policy.lacking(self.buffer)):
             batch = self.feed.pull()
             if batch is None:
@@ -137,11 +147,6 @@ class BufferedBatches:
         """Returns these prompts, each in as many rows as it yields."""
         rows = [self.prompt_ids[entry_id] for entry_id in entry_ids for _ in range(self.num_generations)]
         return PromptBatch.alone(rows, self.num_generations)
-
-    def add_arrived(self) -> None:
-        """Adds batches whose turn in the training loop has come. Called on every process at once."""
-        for batch in self.feed.arrived():
-            self._add(batch)
 
     def _add(self, batch: Rows) -> None:
         """The groups of a batch straddle processes; the first row of each stands for it."""
@@ -232,7 +237,7 @@ class BufferedBatches:
     def _repeat_last(self, dropped: list[int]) -> BufferedRows:
         """The last batch again as filler rows: prompts were dropped, and the epoch has more steps than are needed."""
         last = self.last
-        if last is None:
+        if last is None or not last.entry_ids:
             raise GenerationError("There is nothing to train on: no prompt came to its end.")
         logprobs = None if last.logprobs is None else [[UNKNOWN] * len(tokens) for tokens in last.completion_ids]
         fillers = frozenset(range(len(last.completion_ids)))
@@ -251,9 +256,10 @@ class BufferedBatches:
         return self.rows[entry_id] if entry_id in self.rows else self.trained[entry_id][0]
 
     def complete(self) -> dict[int, list[list[int]]]:
-        """Completions of the prompts that wait for their batch, by ID. On the main process."""
-        complete = self.buffer.select(Lifecycle.COMPLETE)
-        return {entry.entry_id: [list(row.partial.tokens) for row in entry.candidates] for entry in complete}
+        """Completions of the prompts that wait for their batch, or are in the last one. On the main process."""
+        waiting = self.buffer.select(Lifecycle.COMPLETE)
+        complete = {entry.entry_id: [list(row.partial.tokens) for row in entry.candidates] for entry in waiting}
+        return complete if self.last is None else complete | self.last.groups
 
     def drop_uniform(self, entry_ids: list[int], num_scored: int) -> None:
         """Drops groups that teach nothing, of so many prompts. Called on every process."""
@@ -289,7 +295,7 @@ class BufferedBatches:
                 learned.observe_long(entry.prompt.key, rewards_of(entry.entry_id), lengths)
             second = buffer.second_samples(entry.entry_id for entry in self._round.entries)
             self._audit(second, policy, rewards_of)
-            return Settlement(0, len(own), [entry.entry_id for entry in second], buffer.audits.metrics())
+            return Settlement([], len(own), [entry.entry_id for entry in second], buffer.audits.metrics())
         deferred = [
             entry.entry_id
             for entry in own
@@ -303,7 +309,7 @@ class BufferedBatches:
         learned.observe_short(longest, len(deferred), len(own))
         buffer.end_short(longest)
         buffer.defer(deferred)
-        return Settlement(len(deferred), len(own), [], buffer.audits.metrics())
+        return Settlement(deferred, len(own), [], buffer.audits.metrics())
 
     def _audit(
         self, second: Sequence[BufferEntry], policy: Settled, rewards_of: Callable[[int], Sequence[float]]
@@ -324,36 +330,48 @@ class BufferedBatches:
 
     # Rows go out
 
-    def finish(self, rows: BufferedRows, num_rows: int) -> tuple[Rows, KeptRows]:
+    def shares(self, rows: BufferedRows) -> list[BufferedRows]:
+        """Returns the rows of each process, for `finish`. On the main process."""
+        self._whole = rows
+        return rows.shares([len(rows.completion_ids) // self.main.num_processes] * self.main.num_processes)
+
+    def finish(self, rows: BufferedRows) -> Rows:
         """
-        TRL's `inputs` on this process, `num_rows` of the round's, and their completions. Called on every process at
+        Returns TRL's `inputs` for this process's rows of a batch, which leaves the buffer. Called on every process at
         once.
         """
-        self.last = rows
-        mine = slice(self.main.index * num_rows, (self.main.index + 1) * num_rows)
+        self.last = self._whole if self.main.is_here else rows
         if rows.entry_ids[0] in self.rows:  # else the last batch is repeated
             self.trained = {i: (self.rows[i], self.prompt_ids[i]) for i in {*rows.entry_ids}}
+            self._note(rows.left)
         for entry_id in rows.left:
             del self.rows[entry_id], self.prompt_ids[entry_id]
             self.buffer.entries.pop(entry_id, None)  # of a process that only counts
-        inputs = [dict(self.trained[i][0]) for i in rows.entry_ids for _ in range(self.num_generations)][mine]
-        return inputs, rows[mine]
+        first = self.main.index * len(rows.completion_ids)
+        places = range(first, first + len(rows.completion_ids))
+        ids = [rows.entry_ids[place // self.num_generations] for place in places]
+        return [copy.deepcopy(self.trained[entry_id][0]) for entry_id in ids]  # as TRL's data set has one per row
+
+    def _note(self, left: list[int]) -> None:
+        """Notes the prompts of a new batch."""
+        self._unfinished = [(end, prompts) for end, prompts in self._unfinished if end > self.loop.num_done]
+        end = (self.loop.batch + 1) * self.loop.repeats
+        self._unfinished.append((end, {i: self.trained[i] for i in left if i in self.trained}))
+
+    def unfinished(self, num_items: int) -> dict[int, Prompt]:
+        """Returns the prompts of batches that don't end within the first `num_items` of the loop."""
+        return {i: prompt for end, prompts in self._unfinished if end > num_items for i, prompt in prompts.items()}
 
     def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""
         return self.last.ages[self.main.index * num_rows : (self.main.index + 1) * num_rows]
 
-    @property
-    def mid_batch(self) -> bool:
-        """Whether the last batch is still in use."""
-        return self._micro_steps() % self.feed.repeats != 0
-
     def clear(self) -> None:
         """Begins a training with an empty buffer."""
         self.buffer = self.policy.buffer()
-        self.feed.restore()
         self.rows, self.prompt_ids, self.trained, self.last = {}, {}, {}, None
-        self._round, self._dropped = None, []
+        self._whole = None
+        self._round, self._dropped, self._unfinished = None, [], []
 
 
 def _row(row: SampledCandidate) -> tuple[list[int], list[float] | None]:

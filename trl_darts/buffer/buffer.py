@@ -6,7 +6,7 @@ The rollout buffer: prompts between the data loader and the optimizer, with what
 enter ──▶ WAITING ──begin──▶ IN_FLIGHT ──absorb──┬── taken ────────────────────▶ TRAINED (left)
              ▲                  ▲  │             ├── kept with its tokens ─────▶ PARTIAL ──begin──▶ IN_FLIGHT
              │                  │  │             ├── done, and not taken yet ──▶ COMPLETE ──taken──▶ TRAINED
-             └── to begin anew ─┼──┴── a prompt that can't be completed ───────▶ DROPPED (left)
+             └── to begin again ┼──┴── a prompt that can't be completed ───────▶ DROPPED (left)
 ```
 
 Invariants (`tests/buffer/test_buffer.py` checks each under its name, over random rollouts, saves and restores):
@@ -226,7 +226,7 @@ class RolloutBuffer:
         """Returns complete groups to the waiting prompts: they are sampled again in a long round."""
         for entry_id in entry_ids:
             self.entries[entry_id].num_deferrals += 1
-            _begin_anew(self.entries[entry_id])
+            begin_again(self.entries[entry_id])
 
     def take(self, plan: Round, num_dropped: int = 0) -> list[BufferEntry]:
         """What is trained on now. It has left the buffer; `num_dropped` have left it in the same round."""
@@ -243,7 +243,7 @@ class RolloutBuffer:
         elif not self.keeps_tokens:  # what is complete and not taken was sampled by a policy that is the old one then
             for entry in done[num_taken:]:
                 entry.num_deferrals += 1
-                _begin_anew(entry)
+                begin_again(entry)
         self.num_uniform = self.num_rounds = 0
         return taken
 
@@ -262,10 +262,11 @@ class RolloutBuffer:
             entry.candidates = candidates
             entry.num_candidates = len(candidates)
         else:
-            _begin_anew(entry)
+            begin_again(entry)
 
 
-def _begin_anew(entry: BufferEntry) -> None:
+def begin_again(entry: BufferEntry) -> None:
+    """Drops what was sampled for a prompt."""
     entry.state = Lifecycle.WAITING
     entry.candidates = []
 

@@ -1,88 +1,224 @@
-"""The rollout buffer and its prompts in checkpoints: one file, see `RolloutStateCallback`."""
+"""
+What a checkpoint has beside TRL's files: the position in the data, the rollout buffer with its prompts (both in
+`BUFFER_FILE`), and the rest of a batch that several optimizer steps share (`BATCH_FILE`).
+
+State that does not depend on a setting survives its change; other state is dropped, with a warning that says so.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from datasets import Dataset
 from numpy.typing import NDArray
 
+from ..engines.main_process import MainProcess
 from ..errors import StateMismatchError
 from ..scheduling import FinishReason, PartialCandidate, PromptInfo, prompt_key
 from ..training.resume import BUFFER_FILE
 from .batches import BufferedBatches
-from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate
+from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate, begin_again
+from .feed import PromptFeed
+from .loop import LoopPosition
 
 
 logger = get_logger(__name__)
 
+BATCH_FILE = "darts_batch_{}.pt"  # of each process
+# Settings that decide what a batch is. If one changes, batches of the checkpoint are not those of this run.
+OF_BATCHES = ("generation_batch_size", "num_generations", "steps_per_generation", "num_iterations")
+# Settings with which candidates are sampled. If one changes, tokens of unfinished prompts are dropped.
+OF_CANDIDATES = (
+    *("num_generations", "max_num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "schedule", "selection", "sorted_mode"),
+)
 
-def save_buffer(batches: BufferedBatches | None, directory: Path, mid_epoch: bool) -> None:
-    """
-    Writes the buffer and its prompts, on the main process, once all processes have added what has arrived. `mid_epoch`
-    tells whether a resumed training skips what the loop has got. Schedules without a buffer write a file without one.
 
-    The prompts of a batch that has not been used up count as waiting: a resumed training does not go on within a
-    batch, but generates anew. So do those of a rollout that is under way, from what they had before it.
+@dataclass
+class Rollouts:
+    """What is saved and restored: the loop's position, the order of the data, and the buffer if there is one."""
+
+    args: Any
+    main: MainProcess
+    columns: list[str] | None  # of the data set, if they are known
+    loop: LoopPosition
+    feed: PromptFeed
+    batches: BufferedBatches | None
+
+    def settings(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self.args, name) for name in names}
+
+
+def save_rollouts(rollouts: Rollouts, directory: Path, has_batch: bool) -> None:
     """
-    state: dict[str, Any] | None = None
+    Writes `BUFFER_FILE`, on the main process. `has_batch` tells whether the batch within which the last optimizer step
+    ended is saved too. The prompts of others that the step in progress trains on count as waiting, and so do those of
+    a rollout under way, with the tokens that they had before it.
+    """
+    loop = rollouts.loop
+    # Items of complete steps, to the end of a batch that is saved.
+    num_finished = -(-loop.num_done // loop.repeats) if has_batch else loop.num_done // loop.repeats
+    state: dict[str, Any] = {
+        "num_items": loop.num_done,
+        "has_batch": has_batch,
+        "feed": rollouts.feed.state(num_finished),
+        "columns": rollouts.columns,
+        "of_batches": rollouts.settings(OF_BATCHES),
+        "of_candidates": rollouts.settings(OF_CANDIDATES),
+    }
     arrays: dict[str, NDArray[Any]] = {}
-    if batches is not None:
-        buffer, prompts = _rest(batches)
+    if rollouts.batches is not None:
+        buffer, prompts = _rest(rollouts.batches, num_finished * loop.repeats)
         own, arrays = dump(buffer)
-        state = {**own, "feed": batches.feed.state(mid_epoch), "prompts": prompts}
-    text = json.dumps(state, default=_refuse).encode()
+        state |= {**own, "prompts": prompts}
+    text = json.dumps(state, default=_encode).encode()
     np.savez_compressed(directory / BUFFER_FILE, allow_pickle=False, state=np.frombuffer(text, np.uint8), **arrays)
 
 
-def load_buffer(batches: BufferedBatches, directory: Path, skips: bool) -> None:
+def load_rollouts(rollouts: Rollouts, directory: Path, step: int, skips: bool) -> list[dict[str, Any]] | None:
     """
-    Restores what [`save_buffer`] wrote into an empty buffer. Called on every process at once; the main process reads.
-    A checkpoint without it, of a schedule that trains on the loader's batches or of TRL's `GRPOTrainer`, is fine: the
-    buffer begins empty. `skips` tells whether the training skips what it had got of the epoch.
+    Restores what [`save_rollouts`] wrote, after `step` optimizer steps. Called on every process at once; the main
+    process reads. A checkpoint without it, such as one of TRL's `GRPOTrainer`, continues with the prompts that the
+    loader would have yielded next. `skips` tells whether the run skips the prompts that it has trained on in this
+    epoch. Returns the rest of the batch in use, if there is one.
     """
-    state, arrays = batches.main.broadcast(lambda: _read(directory))
-    if skips:
-        batches.feed.resume(directory, {} if state is None else state["feed"])
-    if state is None:
-        logger.warning(f"{directory} has no rollout buffer: it begins empty.")
-        return
-    load(batches.buffer, state, arrays)
-    for entry_id, (row, tokens) in zip(batches.buffer.entries, state["prompts"], strict=True):
-        batches.rows[entry_id], batches.prompt_ids[entry_id] = row, tokens
-
-
-def warn_of_lost_prompts(directory: Path) -> None:
-    """Says that a checkpoint has prompts in its buffer which a schedule without one does not train on."""
-    state, _ = _read(directory)
-    if state is not None and (num_prompts := len(state["entries"])):
+    state, arrays = rollouts.main.broadcast(lambda: _read(directory))
+    are_dropped = False
+    if rollouts.batches is not None:
+        are_dropped = _load_buffer(rollouts, rollouts.batches, directory, state, arrays)
+    elif num_prompts := len(state.get("entries", ())):
         logger.warning(
             f"{directory} has {num_prompts} prompts in its rollout buffer, of another `schedule`. This one has no "
             "buffer: they are left out until they come up in the next epoch."
         )
+    loop, feed = rollouts.loop, rollouts.feed
+    is_same = state.get("of_batches") == rollouts.settings(OF_BATCHES)
+    if not skips:
+        loop.begin(loop.epochs(step) * loop.batches_per_epoch * loop.repeats)
+        feed.restore_after(loop.batch)
+    elif is_same:
+        loop.begin(state["num_items"])
+        feed.restore(**state["feed"] | ({"num_pulled": loop.batch} if are_dropped else {}))
+    else:
+        loop.begin(loop.items(step))
+        feed.restore_after(loop.batch)
+        if "feed" in state:
+            _convert(rollouts, state)
+    batch = _load_batch(rollouts, directory) if is_same and skips and state["has_batch"] else None
+    feed.begin(has_batch=batch is not None)
+    return batch
 
 
-def _refuse(value: Any) -> None:
-    raise StateMismatchError(
-        f"A checkpoint can't hold the {type(value).__name__} of the data set that its rollout buffer has: {value!r}. "
-        "Convert that column to text or numbers, or set `save_strategy='no'`."
+def _convert(rollouts: Rollouts, state: Mapping[str, Any]) -> None:
+    """Continues in the order of the data after as many prompts, in batches of another size."""
+    before, now = (own["generation_batch_size"] // own["num_generations"] for own in
+                   (state["of_batches"], rollouts.settings(OF_BATCHES)))  # fmt: skip
+    saved, waiting = state["feed"], 0 if rollouts.batches is None else len(rollouts.batches.buffer)
+    rollouts.feed.restore(
+        saved["num_passes"], saved["num_taken"] * before // now, rollouts.loop.batch + -(-waiting // now)
+    )
+    logger.warning(
+        f"A batch has {now} prompts, and had {before} before the checkpoint, or is used differently. The data "
+        "continues after as many prompts, and the rest of a batch that was in use is dropped."
     )
 
 
-def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str, Any], list[int]]]]:
-    """What a resumed training has to train on."""
+def save_batch(directory: Path, batch: list[dict[str, Any]], index: int) -> None:
+    """Writes the micro-batches of a process that TRL has buffered."""
+    torch.save(batch, directory / BATCH_FILE.format(index))
+
+
+def _load_batch(rollouts: Rollouts, directory: Path) -> list[dict[str, Any]] | None:
+    """Returns the micro-batches in use of this process. Called on every process at once."""
+    loop, path = rollouts.loop, directory / BATCH_FILE.format(rollouts.main.index)
+    if all(gather_object([path.exists()])):
+        batch: list[dict[str, Any]] = torch.load(path, map_location=rollouts.args.device, weights_only=True)
+        return batch
+    logger.warning(
+        f"{directory} was saved within a batch, by another number of processes. The rest of that batch is dropped."
+    )
+    loop.begin((loop.batch + 1) * loop.repeats)
+    return None
+
+
+def _load_buffer(
+    rollouts: Rollouts,
+    batches: BufferedBatches,
+    directory: Path,
+    state: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+) -> bool:
+    """Restores the buffer. Returns whether its prompts were dropped."""
+    if "entries" not in state:
+        logger.warning(f"{directory} has no rollout buffer: it begins empty.")
+        return False
+    saved, own = state["of_candidates"], rollouts.settings(OF_CANDIDATES)
+    changed = next((name for name in own if own[name] != saved[name]), None)
+    load(batches.buffer, state, arrays, keeps_candidates=changed is None)
+    if changed is not None and len(arrays["tokens"]):
+        logger.warning(
+            f"`{changed}` ({own[changed]!r}) was {saved[changed]!r} before {directory}: the answers in its rollout "
+            "buffer are dropped, and their prompts are sampled again."
+        )
+    for entry_id, (row, tokens) in zip(batches.buffer.entries, state["prompts"], strict=True):
+        batches.rows[entry_id], batches.prompt_ids[entry_id] = row, tokens
+    audits = [i for i, entry in batches.buffer.entries.items() if entry.audit_of is not None]
+    batches.forget([] if rollouts.args.settles_groups else audits)
+    columns = state["columns"], rollouts.columns
+    if columns[0] == columns[1] or None in columns or not batches.rows:
+        return False
+    logger.warning(
+        f"The data set has the columns {', '.join(rollouts.columns or ())}, and had {', '.join(state['columns'])} "
+        f"before {directory}: {len(batches.rows)} prompts in its rollout buffer are dropped."
+    )
+    batches.forget(list(batches.rows))
+    return True
+
+
+def known_columns(dataset: Any) -> list[str] | None:
+    """Returns the columns of a data set's rows, sorted. `None` if a transform makes them, or they are unknown."""
+    names = getattr(dataset, "column_names", None)
+    if isinstance(dataset, Dataset):
+        names = None if dataset.format["type"] == "custom" else dataset.format["columns"]
+    return sorted(names) if isinstance(names, list) else None
+
+
+def _encode(value: Any) -> Any:
+    """Encodes arrays of a formatted data set for JSON. `checks` finds other columns before the run."""
+    if isinstance(value, torch.Tensor):
+        return {"__torch__": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+    if isinstance(value, np.ndarray | np.generic):
+        return {"__numpy__": value.dtype.str, "values": value.tolist()}
+    raise StateMismatchError(
+        f"A checkpoint can't hold the {type(value).__name__} of the data set that its rollout buffer has: "
+        f"{value!r:.200}. Convert that column to text or numbers, or set `save_strategy='no'`."
+    )
+
+
+def _decode(saved: dict[str, Any]) -> Any:
+    if (name := saved.get("__torch__")) is not None:
+        return torch.tensor(saved["values"], dtype=getattr(torch, name))
+    if (name := saved.get("__numpy__")) is not None:
+        array = np.array(saved["values"], name)
+        return array if array.ndim else array[()]
+    return saved
+
+
+def _rest(batches: BufferedBatches, num_items: int) -> tuple[RolloutBuffer, list[Any]]:
+    """Returns the prompts that a run has to train on after the first `num_items` of the loop, in a buffer."""
     buffer = batches.policy.buffer()
     prompts = {i: (batches.rows[i], batches.prompt_ids[i]) for i in batches.buffer.entries}
     entries = {i: at_rest(entry) for i, entry in batches.buffer.entries.items()}
-    if batches.mid_batch:
-        unused = {i: prompt for i, prompt in batches.trained.items() if i in batches.last.left}  # else repeated
-        prompts |= unused
-        for entry_id, (_, tokens) in unused.items():
-            entries[entry_id] = BufferEntry(entry_id, PromptInfo(prompt_key(tokens), len(tokens)))
+    for entry_id, (row, tokens) in batches.unfinished(num_items).items():
+        prompts[entry_id] = row, tokens
+        entries[entry_id] = BufferEntry(entry_id, PromptInfo(prompt_key(tokens), len(tokens)))
     buffer.entries = {entry_id: entries[entry_id] for entry_id in sorted(entries)}
     buffer.num_entered = batches.buffer.num_entered
     buffer.informative_share = batches.buffer.informative_share
@@ -91,19 +227,19 @@ def _rest(batches: BufferedBatches) -> tuple[RolloutBuffer, list[tuple[dict[str,
 
 
 def at_rest(entry: BufferEntry) -> BufferEntry:
-    """As it was before the rollout that is under way: that one is begun again after a resume."""
+    """Returns an entry as it was before the rollout under way, which begins again after a resume."""
     if entry.state is not Lifecycle.IN_FLIGHT:
         return entry
     return replace(entry, state=Lifecycle.PARTIAL if entry.candidates else Lifecycle.WAITING)
 
 
-def _read(directory: Path) -> tuple[dict[str, Any] | None, dict[str, NDArray[Any]]]:
-    """The state, `None` where there is none, and the arrays."""
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Returns the state, empty if there is none, and the arrays."""
     if not (directory / BUFFER_FILE).exists():
-        return None, {}
-    with np.load(directory / BUFFER_FILE) as file:  # numbers alone: nothing is unpickled
+        return {}, {}
+    with np.load(directory / BUFFER_FILE) as file:  # only numbers: nothing is unpickled
         arrays = dict(file)
-    return json.loads(arrays.pop("state").tobytes()), arrays
+    return json.loads(arrays.pop("state").tobytes(), object_hook=_decode) or {}, arrays
 
 
 def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -120,18 +256,18 @@ def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]
         {**asdict(replace(entry, candidates=[])), "candidates": [_as_json(c) for c in entry.candidates]}
         for entry in buffer.entries.values()
     ]
-    own = {name: getattr(buffer, name) for name in ("keeps_tokens", "num_entered", "informative_share")}
+    own = {name: getattr(buffer, name) for name in ("num_entered", "informative_share")}
     learned = {"long_rewards": buffer.long_rewards.state_dict(), "audits": buffer.audits.state_dict()}
     return {**own, **learned, "entries": entries}, arrays
 
 
-def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Restores what [`dump`] returned into an empty buffer, or raises [`StateMismatchError`]."""
-    if state["keeps_tokens"] != buffer.keeps_tokens:
-        raise StateMismatchError(
-            f"The checkpoint's rollout buffer has keeps_tokens={state['keeps_tokens']}, and this training needs "
-            f"keeps_tokens={buffer.keeps_tokens}. Resume with the `schedule` that saved it."
-        )
+def load(
+    buffer: RolloutBuffer,
+    state: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    keeps_candidates: bool = True,
+) -> None:
+    """Restores what [`dump`] returned into an empty buffer, with or without what was sampled."""
     tokens, logprobs = (iter(arrays[name].tolist()) for name in ("tokens", "logprobs"))
     buffer.num_entered, buffer.entries = state["num_entered"], {}
     buffer.informative_share = state["informative_share"]
@@ -140,6 +276,8 @@ def load(buffer: RolloutBuffer, state: Mapping[str, Any], arrays: Mapping[str, N
     for saved in state["entries"]:
         entry = BufferEntry(**saved | {"prompt": PromptInfo(**saved["prompt"]), "state": Lifecycle(saved["state"])})
         entry.candidates = [_from_json(candidate, tokens, logprobs) for candidate in saved["candidates"]]
+        if not keeps_candidates:
+            begin_again(entry)
         buffer.entries[entry.entry_id] = entry
 
 

@@ -1,21 +1,25 @@
 """
-A look ahead in the data loader: schedules that start more prompts than a batch has take them from the batches to come.
+The order of the data: batches of prompts, one pass over the data after another, for every schedule.
 
-The training loop still gets every item, in its turn. It needs no more of them than the tick of a step, since the
-prompts of a batch come from the rollout buffer. Each batch of prompts comes as `repeats` items in a row, as TRL's
-sampler has it.
+The training loop does not iterate the data loader itself. It gets ticks, or the batches in their turn, so that an
+iterator that looks ahead, a resume and data without a length have one count, that of batches.
+
+Invariants (`tests/buffer/test_feed.py` checks each under its name, over random passes, looks ahead and resumes):
+
+- pulled_once: each pass yields each of its batches once, whatever the training loop has got.
+- resumed_as_saved: a restored feed continues exactly as the saved one would have.
+- epochs_end: the loop's epochs end with the passes, also if the data has no length.
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice, repeat
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from accelerate import skip_first_batches
+
+from .loop import LoopPosition
 
 
 Rows = list[dict[str, Any]]
@@ -23,180 +27,162 @@ Rows = list[dict[str, Any]]
 
 class PromptFeed:
     """
-    The batches of prompts of an epoch, as many ahead of the training loop as are asked for; the loader has `repeats`
-    items of each.
-    """
+    Batches of prompts, and what the training loop iterates instead of the data loader.
 
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self.num_taken = 0  # batches of this epoch that have been handed out by `pull`
-        self._source: Any = None
-        self._wrapped: Any = None
-        self._position = 0  # items of this epoch that the loader has yielded
-        self._ahead: deque[Rows] = deque()  # items that the training loop has not got yet
-        self._new: deque[Rows] = deque()  # batches that `pull` has not handed out yet
-        self._restored = False
-        self._step_begin = 0  # `position` before the optimizer step in progress
-
-    @property
-    def position(self) -> int:
-        """Items of this epoch that the training loop has got."""
-        return self._position - len(self._ahead)
-
-    def state(self, mid_epoch: bool) -> dict[str, int]:
-        """What `restore` needs to go on in the middle of this epoch, or with the next one."""
-        within = mid_epoch or self.position == 0  # prompts may have been pulled for the first step
-        return {"position": self.position, "num_taken": self.num_taken} if within else {}
-
-    def rewind(self) -> None:
-        """Takes back what the training loop has got for the optimizer step in progress, which is given up."""
-        self._position = self._step_begin
-        self._ahead.clear()
-
-    def restore(self, position: int = 0, num_taken: int = 0) -> None:
-        """
-        Goes on in the middle of an epoch, with the next iterator: the training loop had got `position` items, which
-        are skipped, and `num_taken` batches had been pulled.
-        """
-        self._source = self._wrapped = None
-        self._ahead.clear()
-        self._new.clear()
-        self._position, self.num_taken, self._restored = position, num_taken, True
-
-    def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
-        """
-        What the training loop iterates in the place of the loader's iterator: the same items. A new one begins an
-        epoch. Called once for each optimizer step.
-        """
-        if source is not self._source:
-            if not self._restored:
-                self._position = self.num_taken = 0
-            self._source, self._restored = source, False
-            self._ahead.clear()
-            self._new.clear()
-            self._wrapped = self._items(source)
-        self._step_begin = self.position
-        return self._wrapped
-
-    def arrived(self) -> list[Rows]:
-        """Batches whose turn has come, and that have not been pulled."""
-        batches = list(self._new)
-        self.num_taken += len(batches)
-        self._new.clear()
-        return batches
-
-    def pull(self) -> Rows | None:
-        """The next batch of prompts, of the future if need be; `None` at the end of the epoch."""
-        while not self._new:
-            item = self._fetch()
-            if item is None:
-                return None
-            self._ahead.append(item)
-        self.num_taken += 1
-        return self._new.popleft()
-
-    def resume(self, checkpoint: Path, state: dict[str, int]) -> None:
-        """Continues from a checkpoint with the feed's saved state. Without one, the loop has skipped what it had."""
-        if state.keys() == {"position", "num_taken"}:
-            self.restore(**state)
-
-    def passes_behind(self, checkpoint: Path) -> int:
-        """Whole passes over the data that a training has behind it which goes on from a checkpoint."""
-        return int(_epoch(checkpoint))
-
-    def _items(self, source: Iterator[Rows]) -> Iterator[Rows]:
-        while source is self._source:
-            item = self._ahead.popleft() if self._ahead else self._fetch()
-            if item is None:
-                return
-            yield item
-
-    def _fetch(self) -> Rows | None:
-        item = next(self._source, None)
-        if item is None:
-            return None
-        batch, place = divmod(self._position, self.repeats)
-        if place == 0 and batch >= self.num_taken + len(self._new):
-            self._new.append(item)
-        self._position += 1
-        return item
-
-
-class EndlessFeed:
-    """
-    The batches of prompts of one pass over the data after another, whatever the training loop's epochs: a batch may
-    take other prompts, or more, than the loop's next ones. The loop gets ticks alone, as many as it wants. `loader`
-    returns the training's loader, whose items have `num_rows` rows, and `limit` the batches of the whole training, if
-    each prompt is trained on once per pass.
+    The loader's items come in `repeats` equal ones, as TRL's sampler has them. With a `tick`, the loop gets that
+    instead of batches, which are pulled. A pass begins when all batches of the last one were trained on, or at once if
+    the feed is `endless`. `limit` is the number of batches of the whole training that can be pulled.
     """
 
     def __init__(
-        self, repeats: int, num_rows: int, loader: Callable[[], Any], limit: Callable[[], float] = lambda: math.inf
+        self,
+        loop: LoopPosition,
+        tick: Rows | None = None,
+        endless: bool = False,
+        limit: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        self.repeats = repeats
-        self.num_rows = num_rows
-        self.num_passes = 0  # that are over
-        self.num_taken = 0  # batches of this pass that have been pulled
-        self.num_pulled = 0  # batches of all passes
-        self._loader = loader
+        self._loop = loop
+        self._tick = tick
+        self._endless = endless or tick is None
         self._limit = limit
-        self._batches: Any = None
+        self.restore()
 
-    def state(self, mid_epoch: bool) -> dict[str, int]:
-        return {"num_passes": self.num_passes, "num_taken": self.num_taken, "num_pulled": self.num_pulled}
+    def state(self, num_finished: int) -> dict[str, Any]:
+        """
+        Returns what `restore` needs. If the loop gets the batches, those after the first `num_finished` come again:
+        they were pulled for an optimizer step that is given up.
+        """
+        passes, start, pulled = self.num_passes, self.num_pulled - self.num_taken, self.num_pulled
+        if self._tick is None:
+            over = [end for end in self._ends if end <= num_finished]
+            passes, start, pulled = self._first_pass + len(over), (over or [self._first_start])[-1], num_finished
+        ends = [end for end in self._ends if end > num_finished]
+        return {"num_passes": passes, "num_taken": pulled - start, "num_pulled": pulled, "ends": ends}
 
-    def restore(self, num_passes: int = 0, num_taken: int = 0, num_pulled: int = 0) -> None:
-        """Goes on after so many passes and so many batches of the next one."""
+    def restore(self, num_passes: int = 0, num_taken: int = 0, num_pulled: int = 0, ends: Sequence[int] = ()) -> None:
+        """Continues after so many passes and so many batches of the next one. `num_pulled` counts over all passes."""
         self.num_passes, self.num_taken, self.num_pulled = num_passes, num_taken, num_pulled
-        self._batches = None
+        self._first_pass, self._first_start = num_passes, num_pulled - num_taken
+        self._ends = list(ends)  # values of `num_pulled` at which passes ended
+        self._rest: Iterator[Rows] | None = None  # of this pass
+        self._next: Rows | None = None  # a batch of it that was looked at
+        self._source: Any = None
+        self._epoch: Iterator[Rows] = iter(())
+        self._num_items = 0  # that the training loop has got
+        self._item: Rows | None = None
 
-    def resume(self, checkpoint: Path, state: dict[str, int]) -> None:
-        """Continues from a checkpoint with the feed's saved state. Without one, after as many batches as were due."""
-        if state.keys() == self.state(True).keys():
-            self.restore(**state)
-        else:
-            loader, epoch = self._loader(), _epoch(checkpoint)
-            size = len(loader) // self.repeats if hasattr(loader, "__len__") else 0
-            self.restore(int(epoch), round(epoch % 1 * size), round(epoch * size))
+    def restore_after(self, num_batches: int) -> None:
+        """Continues after so many batches, of which no state was saved."""
+        if self._loop.has_length:
+            passes, taken = divmod(num_batches, max(1, self._loop.batches_per_epoch))
+            self.restore(passes, taken, num_batches)
+            return
+        self.restore()
+        for _ in range(num_batches):  # the length of a pass is unknown
+            if not self._look_ahead():
+                self._begin_pass()
+                self._look_ahead()
+            self._take()
 
-    def follow(self, source: Iterator[Rows]) -> Iterator[Rows]:
-        """What the training loop iterates in the place of the loader's iterator, which is left alone."""
-        return repeat([{}] * self.num_rows)
+    def begin(self, has_batch: bool = False) -> None:
+        """
+        The training loop begins. Within a batch, the rest of its items is the batch again, unless the trainer has it
+        already.
+        """
+        self._source, self._num_items = None, self._loop.num_items
+        self._item = [{}] if has_batch and self._tick is None else self._tick
 
-    def rewind(self) -> None:
-        """Nothing to take back: the loop got ticks alone."""
+    def end_pass(self) -> None:
+        """Leaves out the rest of the pass, since the training loop has ended its epoch early."""
+        if self.num_taken:
+            self._next = None
+            self._begin_pass()
 
-    def arrived(self) -> list[Rows]:
-        """None: ticks bring no prompts."""
-        return []
+    # For the training loop
+
+    def follow(self, source: Any) -> Iterator[Rows]:
+        """Returns what the training loop iterates instead of `source`, the loader's iterator of an epoch."""
+        if source is not self._source:
+            self._source, self._epoch = source, self._items()
+        return self._epoch
+
+    def _items(self) -> Iterator[Rows]:
+        begin = self._num_items
+        while True:
+            batch, place = divmod(self._num_items, self._loop.repeats)
+            if place == 0 and self._num_items > begin and self._ends_before(batch):
+                return
+            if self._tick is None and (place == 0 or self._item is None):
+                self._item = self.pull()
+            if self._item is None:
+                return
+            self._num_items += 1
+            yield self._item
+
+    def _ends_before(self, batch: int) -> bool:
+        """Whether an epoch ends before a batch, counted over all epochs. The loop counts itself if it has a length."""
+        if self._loop.has_length:
+            return False
+        if batch >= self.num_pulled:
+            self._look_ahead()
+        return batch in self._ends
+
+    # For rollouts
 
     def pull(self) -> Rows | None:
-        """The next batch of prompts; `None` after the limit, or where the loader has none at all."""
+        """
+        Returns this process's rows of the next batch. `None` after the limit, or if the data has no rows, or at the
+        end of a pass whose batches were not all trained on. Must be called on every process.
+        """
         if self.num_pulled >= self._limit():
             return None
-        if self._batches is None:
-            self._batches = islice(self._loader(), self.num_taken * self.repeats, None, self.repeats)
-        batch = next(self._batches, None)
-        if batch is None and self.num_taken:
-            self.restore(self.num_passes + 1, 0, self.num_pulled)
-            return self.pull()
+        if not self._look_ahead():
+            if not self.num_taken or not (self._endless or self._loop.batch >= self.num_pulled):
+                return None
+            self._begin_pass()
+            if not self._look_ahead():
+                return None
+        return self._take()
+
+    def _take(self) -> Rows | None:
         self.num_taken, self.num_pulled = self.num_taken + 1, self.num_pulled + 1
+        batch, self._next = self._next, None
         return batch
 
-    def passes_behind(self, checkpoint: Path) -> int:
-        return self.num_passes
+    def _look_ahead(self) -> bool:
+        """Whether this pass has another batch."""
+        if self._rest is None:
+            self._rest = self._open()
+        if self._next is None:
+            self._next = next(self._rest, None)
+            if self._next is None and self.num_pulled not in self._ends:
+                self._ends.append(self.num_pulled)
+        return self._next is not None
 
+    def _begin_pass(self) -> None:
+        self.num_passes, self.num_taken, self._rest = self.num_passes + 1, 0, None
 
-def _epoch(checkpoint: Path) -> float:
-    """Returns the passes over the data that a checkpoint's training loop has behind it."""
-    return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch or 0.0
+    def _open(self) -> Iterator[Rows]:
+        """Iterates the rest of the pass."""
+        loader = self._loop.loader
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(self.num_passes)
+        if not self.num_taken:
+            return islice(loader, 0, None, self._loop.repeats)
+        loader = skip_first_batches(loader, self.num_taken * self._loop.repeats)
+        # PyTorch draws a seed for workers when an iterator begins. In the uninterrupted run that was before the
+        # checkpoint, whose random state is restored by now.
+        with torch.random.fork_rng(devices=[]):
+            iterator = iter(loader)
+            first = list(islice(iterator, 1))
+        return islice(chain(first, iterator), 0, None, self._loop.repeats)
 
 
 def skip_passes(sampler: Any, num_passes: int) -> None:
     """
-    Draws the orders of the passes over the data that a resumed training has behind it. TRL 1.16 does not: its sampler
-    begins with the first epoch's order again, and the part of an epoch that is skipped is then not the part that was
-    trained on. It can go when TRL's `RepeatSampler` knows the epoch.
+    Draws the orders of the passes over the data before a resume. TRL 1.16 does not: its sampler begins with the first
+    epoch's order again, and the part of an epoch that is skipped is then not the part that was trained on. Remove this
+    when TRL's `RepeatSampler` knows the epoch.
     """
     if getattr(sampler, "shuffle", False):
         for _ in range(num_passes):

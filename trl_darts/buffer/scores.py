@@ -19,11 +19,19 @@ from .rounds import Informative
 
 @dataclass
 class GroupScore:
-    """A group's rows, their rewards, of shape `(M, F)`, and what reward functions logged for them, by column."""
+    """Rewards of a group's rows, of shape `(M, F)`, and what reward functions logged for them, by column."""
 
-    completion_ids: list[Tokens]
     rewards: torch.Tensor
     extra: dict[str, list[Any]]
+
+
+@dataclass
+class Share:
+    """The rows that a process scores, and where all rows of each new group are among the gathered rewards."""
+
+    rows: list[tuple[int, int]]  # entry ID and index
+    completion_ids: list[Tokens]
+    places: dict[int, list[int]]  # by entry ID
 
 
 class GroupScores:
@@ -80,7 +88,9 @@ class GroupScores:
 
         settled = self.batches.main.broadcast(lambda: self.batches.settle(rewards_of, is_uniform, is_last))
         self.batches.forget(settled.second)
-        self._metrics["darts/deferral/deferred"] += settled.num_deferred
+        for entry_id in settled.deferred:  # sampled again
+            del self._scores[entry_id]
+        self._metrics["darts/deferral/deferred"] += len(settled.deferred)
         self._metrics["darts/deferral/sampled"] += settled.num_scored
         self._audits = {f"darts/audit/{name}": value for name, value in settled.audits.items()}
 
@@ -90,7 +100,7 @@ class GroupScores:
         that wait for a later batch are scored too: what was begun while they decoded is ready.
         """
         last = self.batches.last
-        self._score_new(last.groups)
+        self._score_new()
         scores = [self._scores[entry_id] for entry_id in last.entry_ids]
         waiting = self.batches.rows.keys() | last.entry_ids  # the last batch may have to stand for another
         self._scores = {entry_id: score for entry_id, score in self._scores.items() if entry_id in waiting}
@@ -107,56 +117,53 @@ class GroupScores:
         counts["darts/uniform/missing" if is_dynamic else "darts/deferral/missing"] = num_missing
         return {**{name: float(count) for name, count in counts.items()}, **self._audits}
 
-    def _score_new(self, taken: Mapping[int, list[Tokens]] | None = None) -> dict[int, list[Tokens]]:
+    def _score_new(self) -> list[int]:
         """
-        Scores groups that wait for their batch, or were `taken` for it, and have no rewards or were sampled anew;
-        returns them. Each process scores as many groups, since TRL gathers them: the last one is repeated where they
-        are fewer.
+        Scores groups that wait for their batch, or were taken for it, and have no rewards; returns their IDs. Each
+        process scores as many groups, since TRL gathers them: the last one is repeated where they are fewer.
         """
-        waiting, owners = self.batches.main.broadcast(lambda: (self.batches.complete(), dict(self._owners())))
-        new = {
-            entry_id: rows
-            for entry_id, rows in {**waiting, **(taken or {})}.items()
-            if entry_id not in self._scores or self._scores[entry_id].completion_ids != rows
-        }
-        if not new:
-            return {}
-        shares = self._split(new, owners)
-        size = max(map(len, shares))
-        fill = next(share for share in shares if share)
-        num_generations = self.batches.num_generations
-        mine = shares[self.batches.main.index]
-        mine = mine + (mine or fill)[-num_generations:] * ((size - len(mine)) // num_generations)
-        rewards, columns = self._score(mine, new)
-        places = {row: process * size + place for process, own in enumerate(shares) for place, row in enumerate(own)}
-        for entry_id, completion_ids in new.items():
-            own = [places[entry_id, index] for index in range(len(completion_ids))]
-            extra = {name: [values[place] for place in own] for name, values in columns.items()}
-            self._scores[entry_id] = GroupScore(completion_ids, rewards[own], extra)
-        return new
+        share = self.batches.main.scatter(self._split)
+        if not share.places:
+            return []
+        rewards, columns = self._score(share)
+        for entry_id, places in share.places.items():
+            extra = {name: [values[place] for place in places] for name, values in columns.items()}
+            self._scores[entry_id] = GroupScore(rewards[places], extra)
+        return list(share.places)
 
-    def _split(self, new: Mapping[int, list[Tokens]], owners: Mapping[int, int]) -> list[list[tuple[int, int]]]:
-        """Entry ID and index of the rows of each process: whole groups, its own and a part of those without owner."""
-        shares: list[list[tuple[int, int]]] = [[] for _ in range(self.batches.main.num_processes)]
+    def _split(self) -> list[Share]:
+        """Splits new groups: each process's own, and a part of those without owner. On the main process."""
+        new = {i: rows for i, rows in self.batches.complete().items() if i not in self._scores}
+        groups: list[list[int]] = [[] for _ in range(self.batches.main.num_processes)]
+        owners = self._owners()
         for entry_id in sorted(new, key=lambda entry_id: entry_id not in owners):
-            share = shares[owners[entry_id]] if entry_id in owners else min(shares, key=len)
-            share.extend((entry_id, index) for index in range(len(new[entry_id])))
+            (groups[owners[entry_id]] if entry_id in owners else min(groups, key=len)).append(entry_id)
+        most, size = max(map(len, groups)), self.batches.num_generations
+        places = {
+            entry_id: list(range((process * most + place) * size, (process * most + place + 1) * size))
+            for process, own in enumerate(groups)
+            for place, entry_id in enumerate(own)
+        }
+        fill = next((own[-1:] for own in groups if own), [])
+        shares = []
+        for own in groups:
+            ids = own + (own[-1:] or fill) * (most - len(own))
+            rows = [(entry_id, index) for entry_id in ids for index in range(size)]
+            shares.append(Share(rows, [new[entry_id][index] for entry_id, index in rows], places))
         return shares
 
-    def _score(
-        self, rows: list[tuple[int, int]], groups: Mapping[int, list[Tokens]]
-    ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-        """Rewards and logged columns of these rows of this process, and of as many of each other one, in one."""
-        numbers = [entry_id * self.batches.num_generations + index for entry_id, index in rows]
+    def _score(self, share: Share) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """Returns rewards and logged columns of the rows of all processes, in the order of the processes."""
+        numbers = [entry_id * self.batches.num_generations + index for entry_id, index in share.rows]
         inputs = [dict(self.batches.input_of(number)) for number in numbers]
-        prompts, completion_ids = [row["prompt"] for row in inputs], [groups[i][index] for i, index in rows]
+        prompts = [row["prompt"] for row in inputs]
         logged: dict[str, list[Any]] = defaultdict(list)
         with replaced(self.trainer, "_pending_extra_logs", logged):
-            completions = self._decode(prompts, completion_ids)
-            rewards = self.trainer._score_rows(numbers, inputs, prompts, completions, completion_ids)
+            completions = self._decode(prompts, share.completion_ids)
+            rewards = self.trainer._score_rows(numbers, inputs, prompts, completions, share.completion_ids)
         shares = gather_object([dict(logged)])
         return rewards, {
-            name: [value for own in shares for value in own.get(name, [None] * len(rows))]
+            name: [value for own in shares for value in own.get(name, [None] * len(share.rows))]
             for name in sorted({name for own in shares for name in own})
         }
 

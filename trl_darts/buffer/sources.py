@@ -38,7 +38,7 @@ from ..streaming import Streams, decode_completions
 from ..telemetry.metrics import RolloutRecord, buffer_metrics, ratio_metrics
 from ..training.rows import KeptRows, Tokens, forget_stale_logprobs, mask_fillers, mask_stale
 from .batches import BufferedBatches, BufferedRows
-from .feed import EndlessFeed, PromptFeed, Rows
+from .feed import PromptFeed, Rows
 from .rounds import round_policy
 from .scores import GroupScores
 
@@ -128,10 +128,9 @@ class RolloutSource(TRLSource, Generic[R]):
 
     @property
     def number(self) -> int:
-        """Index of the batch's rollout, derived from `global_step` so that it survives a resume."""
-        args, passes = self.trainer.args, self.trainer.args.gradient_accumulation_steps
-        done = self.trainer.state.global_step * passes + self.trainer._step % passes
-        return int(done // (args.steps_per_generation * args.num_iterations))
+        """Index of the batch, over all epochs."""
+        number: int = self.trainer._loop.batch
+        return number
 
     @property
     def streams(self) -> Streams:
@@ -159,8 +158,15 @@ class RolloutSource(TRLSource, Generic[R]):
         scheduler = Scheduler(policies, batch.num_generations, drops, carries_tokens=not args.not_carried)
         return RolloutPlan(admission, groups, scheduler)
 
-    def conclude(self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch) -> tuple[R, RolloutRecord]:
-        """Returns the rows of a rollout and its record, and learns its lengths. Called on the main process."""
+    def shares(self, rows: R, batch: PromptBatch) -> list[R]:
+        """Returns the rows of each process. Called on the main process."""
+        return rows.shares(batch.sizes)
+
+    def conclude(self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch) -> list[tuple[R, RolloutRecord]]:
+        """
+        Returns the rows of each process with the record of the rollout, and learns its lengths. Called on the main
+        process.
+        """
         for reason in result.dropped.values():
             logger.warning(f"{reason}. The group is dropped, and filler rows without loss weight take its place.")
         rows, record = self.collect(result, batch), self.record_of(plan, result, batch)
@@ -168,7 +174,7 @@ class RolloutSource(TRLSource, Generic[R]):
         # Groups of different prompts teach nothing, and candidates that are carried over have no final length.
         if self.trains and (uniform := [group for group in record.ended if not batch.mixed[group.group_id]]):
             self.trainer._admission.observe(uniform)
-        return rows, record
+        return [(own, record) for own in self.shares(rows, batch)]
 
     def record_of(self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch) -> RolloutRecord:
         args, has_tail = self.trainer.args, self.trainer._tail is not None
@@ -198,7 +204,7 @@ class LoaderSource(RolloutSource[KeptRows]):
         rows, self.record = self.trainer._rollout(self, batch)
         self.fillers = rows.fillers
         self.log(self.record)
-        return rows[batch.mine]
+        return rows
 
     def decide(self, batch: PromptBatch, number: int) -> Decisions:
         trainer, args = self.trainer, self.trainer.args
@@ -249,7 +255,7 @@ class BufferSource(RolloutSource[BufferedRows]):
 
     def next_inputs(self, inputs: Rows) -> Rows:
         """Runs the rollouts that the next batch needs, and takes it from the buffer."""
-        args, num_rows = self.trainer.args, len(inputs)
+        args = self.trainer.args
         launched, self._launched = self._launched, None
         batch = self._next_round() if launched is None else launched.batch
         begin = time.perf_counter()
@@ -261,9 +267,9 @@ class BufferSource(RolloutSource[BufferedRows]):
         if self.batches.scores_first:
             metrics |= self.scores.pop_metrics(len(rows.fillers) // args.num_generations)
         self.trainer._log_all(metrics)
-        inputs, self._kept = self.batches.finish(rows, num_rows)
+        inputs, self._kept = self.batches.finish(rows), rows
         if args.mask_stale_after is not None:
-            forget_stale_logprobs(self._kept, self.batches.ages(num_rows), args.mask_stale_after)
+            forget_stale_logprobs(self._kept, self.batches.ages(len(inputs)), args.mask_stale_after)
         return inputs
 
     def _next_rows(self, batch: PromptBatch | None, launched: Launched | None) -> BufferedRows:
@@ -273,7 +279,10 @@ class BufferSource(RolloutSource[BufferedRows]):
             return rows
         self._sample_and_score(batch, launched)
         self.record, step = None, self.trainer.state.global_step
-        return self.batches.main.broadcast(lambda: self.batches.collect(step))
+        return self.batches.main.scatter(lambda: self.batches.shares(self.batches.collect(step)))
+
+    def shares(self, rows: BufferedRows, batch: PromptBatch) -> list[BufferedRows]:
+        return self.batches.shares(rows)
 
     def completions(self, prompts: Prompts) -> KeptRows | None:
         kept, self._kept = self._kept, None
@@ -293,9 +302,10 @@ class BufferSource(RolloutSource[BufferedRows]):
         self._launched = Launched(batch, plan)
 
     @property
-    def num_left(self) -> float:
-        """Batches that are left of the training, with the current one; the last may be used in part."""
-        return num_batches(self.trainer) - self.number
+    def num_left(self) -> int:
+        """Number of batches from the current one to the end of the training."""
+        left: int = self.trainer._loop.num_batches(self.trainer.state.max_steps) - self.number
+        return left
 
     def clear(self) -> None:
         self.batches.clear()
@@ -354,13 +364,6 @@ class BufferSource(RolloutSource[BufferedRows]):
             self.log(reduce(RolloutRecord.then, records))
 
 
-def num_batches(trainer: Any) -> float:
-    """Returns how many generation batches the whole training takes."""
-    args = trainer.args
-    passes = trainer.state.max_steps * args.gradient_accumulation_steps
-    return float(passes / (args.steps_per_generation * args.num_iterations))
-
-
 class ContinuousSource(BufferSource):
     """
     Batches of a rollout without an end, for `rollout_ahead="continuous"`. Prompts enter when a batch was taken; the
@@ -380,8 +383,8 @@ class ContinuousSource(BufferSource):
     def launch_next(self) -> None:
         self._start_prompts(self.num_left - 1)
 
-    def _start_prompts(self, num_left: float) -> None:
-        if self.batches.next_round(most=math.ceil(num_left) * self.batches.policy.num_groups) is not None:
+    def _start_prompts(self, num_left: int) -> None:
+        if self.batches.next_round(most=num_left * self.batches.policy.num_groups) is not None:
             self.batches.main.run(self._extend)
 
     def _extend(self) -> None:
@@ -403,7 +406,9 @@ class ContinuousSource(BufferSource):
         takes = FreshGroups(self.batches.policy.num_groups, due)
         return RolloutPlan(self._admission, [], self._scheduler, takes)
 
-    def conclude(self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch) -> tuple[Any, RolloutRecord]:
+    def conclude(
+        self, plan: RolloutPlan, result: RolloutResult, batch: PromptBatch
+    ) -> list[tuple[BufferedRows, RolloutRecord]]:
         result = self.batches.taken(result)
         counts = [len(group.candidates) for group in result.groups]
         saturated = counts.count(self.trainer.args.max_num_generations) if self.trainer.args.over_provisions else 0
@@ -424,27 +429,32 @@ class ContinuousSource(BufferSource):
         self._scheduler = None
 
 
-def make_batches(trainer: Any) -> BufferedBatches | None:
+def make_feed(trainer: Any) -> PromptFeed:
+    """Returns the order of the data for a schedule."""
+    args, loop, num_processes = trainer.args, trainer._loop, trainer.accelerator.num_processes
+    trainer = weakref.proxy(trainer)
+    return PromptFeed(
+        loop,
+        [{}] * (args.generation_batch_size // num_processes) if args.buffers_prompts else None,
+        endless=args.drop_uniform_groups or args.settles_groups or args.is_continuous,
+        limit=lambda: loop.num_batches(trainer.state.max_steps) if args.settles_groups else math.inf,
+    )
+
+
+def make_batches(trainer: Any, feed: PromptFeed) -> BufferedBatches | None:
     """Returns the batches of a schedule with a rollout buffer."""
     args = trainer.args
     policy = round_policy(args, args.generation_batch_size // args.num_generations)
     if policy is None:
         return None
-    repeats = args.steps_per_generation * args.num_iterations
-    feed: PromptFeed | EndlessFeed = PromptFeed(repeats)
-    # Deferred prompts wait beyond the end of an epoch.
-    if args.drop_uniform_groups or args.settles_groups or args.is_continuous:
-        num_rows = args.generation_batch_size // trainer.accelerator.num_processes
-        limit = partial(num_batches, trainer) if args.settles_groups else lambda: math.inf
-        feed = EndlessFeed(repeats, num_rows, lambda: trainer.callback_handler.train_dataloader, limit)
+    admission, main, loop = trainer._admission, trainer._main, trainer._loop
+    trainer = weakref.proxy(trainer)  # no cycle, see `make_sources`
 
     def tokenize(prompts: list[Any]) -> tuple[Any, ...]:  # as the trainer does, which may be a subclass
         output: tuple[Any, ...] = trainer._tokenize_prompts(prompts)
         return output
 
-    return BufferedBatches(
-        policy, trainer._admission, args.num_generations, feed, trainer._main, tokenize, lambda: trainer._step
-    )
+    return BufferedBatches(policy, admission, args.num_generations, feed, main, tokenize, loop)
 
 
 def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:

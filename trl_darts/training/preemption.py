@@ -141,8 +141,6 @@ class Preemption(TrainerCallback):
 
 def save_last_step(trainer: Any) -> None:
     """Saves a checkpoint of the last complete optimizer step, unless it exists. Must be called on every process."""
-    if trainer.model.training and trainer._batches is not None:  # an evaluation is between two steps
-        trainer._batches.feed.rewind()
     step, saved = trainer.state.global_step, trainer._state_callback.checkpoint
     is_saved = saved is not None and Path(saved).name == f"{PREFIX_CHECKPOINT_DIR}-{step}"
     if step and not is_saved and trainer.args.save_strategy != SaveStrategy.NO:

@@ -4,10 +4,11 @@ and have zero loss weight.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, cycle
+from typing import Any, Self
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -15,6 +16,7 @@ from ..scheduling import RolloutResult
 
 
 Tokens = list[int]
+Packed = tuple[np.ndarray, np.ndarray]  # length of each row, and the values of all rows
 Ages = Sequence[Sequence[tuple[int, int]]]  # per row, runs of tokens: (age of the policy in steps, number of tokens)
 UNKNOWN = float("nan")  # TRL's value for an unknown log-prob, whose token gets no importance sampling correction
 
@@ -57,9 +59,34 @@ class KeptRows:
             [tokens for tokens, _ in flat], [logprobs or [] for _, logprobs in flat] if given else None, fillers
         )
 
-    def __getitem__(self, rows: slice) -> "KeptRows":
-        logprobs = None if self.logprobs is None else self.logprobs[rows]
-        return KeptRows(self.completion_ids[rows], logprobs, self.fillers)
+    def shares(self, sizes: Sequence[int]) -> list[Self]:
+        """Returns the rows of each process."""
+        ends = list(accumulate(sizes))
+        slices = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        logprobs = self.logprobs
+        return [
+            replace(self, completion_ids=self.completion_ids[own], logprobs=logprobs and logprobs[own])
+            for own in slices
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Rows travel between processes as arrays, a tenth of the size of lists."""
+        packed = _pack(self.completion_ids, np.int32), self.logprobs and _pack(self.logprobs, np.float32)
+        return {**vars(self), "completion_ids": packed[0], "logprobs": packed[1]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self.completion_ids = _unpack(state["completion_ids"])
+        self.logprobs = state["logprobs"] and _unpack(state["logprobs"])
+
+
+def _pack(rows: Sequence[Sequence[Any]], dtype: Any) -> Packed:
+    return np.array([len(row) for row in rows]), np.fromiter(chain.from_iterable(rows), dtype)
+
+
+def _unpack(packed: Packed) -> list[Any]:
+    lengths, values = packed
+    return [row.tolist() for row in np.split(values, lengths.cumsum()[:-1])] if len(lengths) else []
 
 
 def total_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
