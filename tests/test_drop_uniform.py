@@ -155,7 +155,7 @@ def test_what_has_no_spread(rewards, mode, is_uniform):
         reward_weights = torch.ones(2)
         multi_objective_aggregation = mode
 
-    scores = GroupScores(Trainer(), None, None, None, None)  # type: ignore[arg-type]
+    scores = GroupScores(Trainer(), None, None, None)  # type: ignore[arg-type]
     values = torch.tensor([[float("nan") if value is None else value for value in row] for row in rewards])
     assert scores._is_uniform(values) == is_uniform
 

@@ -109,7 +109,7 @@ def test_an_evaluation_after_an_error_gets_its_own_completions(model_dir, tmp_pa
 
         trainer = make_trainer(model_dir, args, reward_funcs=reward, eval_dataset=letters_dataset(2))
         with monkeypatch.context() as patch:
-            patch.setattr(trainer, "_tokenize_prompts", lambda prompts: 1 / 0)  # after the rollout of the batch
+            patch.setattr(trainer, "_generate", lambda prompts: 1 / 0)  # after the rollout of the batch
             with pytest.raises(ZeroDivisionError):
                 trainer.train()
         trainer.evaluate()

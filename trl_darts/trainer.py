@@ -1,5 +1,6 @@
 """`DARTSGRPOTrainer`: TRL's `GRPOTrainer` with other rollouts."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -142,7 +143,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._admission = args.admission(self.length_tracker, curve, num_engines, slots, self._tail)
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
-        self._batches = make_batches(self, super()._tokenize_prompts)
+        self._batches = make_batches(self)
         self._sources = make_sources(self)
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
         state = self._tracker_callback, self._admission, self._batches
@@ -238,7 +239,9 @@ class DARTSGRPOTrainer(GRPOTrainer):
         source = self._source
         with self._streams.serving(source.input_of(inputs)) as streamed:
             inputs = source.next_inputs(inputs)
-            with self._score_clock.running():
+            # TRL's method, or a subclass's around it, scores each row once: maybe before TRL asks for the batch.
+            asked = partial(self._rewards_of_batch, self._calculate_rewards)
+            with self._score_clock.running(), replaced(self, "_calculate_rewards", asked):
                 output = super()._generate_and_score_completions(inputs, *args, **kwargs)
         metrics = {**streamed, **source.mask(output, self.accelerator), "darts/score/seconds": self._score_clock.pop()}
         if source.trains and self.rollout_func is None:  # otherwise its rollout would count as scoring
@@ -260,9 +263,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
         with replaced(self, "_in_tool_loop", True):
             return super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _rewards_of_batch(self, calculate: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         source = self._source
-        rewards = source.rewards(self._score_rows, *args, **kwargs)
+        with replaced(self, "_calculate_rewards", calculate):
+            rewards = source.rewards(self._score_rows, *args, **kwargs)
         if source.trains:
             self._rollout_log.totals.rewards.observe(self.reward_func_names, rewards)
         rewards = forget_filler_rewards(rewards, source.fillers)
@@ -271,10 +275,10 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return rewards
 
     def _score_rows(self, rows: list[int] | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns TRL's rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
+        """Returns the rewards of some rows by number, or of the batch. Streamed rewards are not computed again."""
         streamed = self._streams.serving_rewards(rows) if self._source.trains else nullcontext()
         with self._score_clock.running(), streamed, checked_rewards(self):  # also of groups that wait for others
-            return super()._calculate_rewards(*args, **kwargs)
+            return self._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         compute = super()._get_per_token_logps_and_entropies

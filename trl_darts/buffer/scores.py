@@ -40,13 +40,11 @@ class GroupScores:
         self,
         trainer: Any,
         batches: BufferedBatches,
-        calculate: Callable[..., torch.Tensor],
         decode: Callable[[list[Any], list[Tokens]], list[Any]],
         owners: Callable[[], Mapping[int, int]],
     ) -> None:
         self.trainer = trainer
         self.batches = batches
-        self._calculate = calculate
         self._decode = decode
         self._owners = owners
         self._scores: dict[int, GroupScore] = {}  # by entry ID
@@ -112,8 +110,8 @@ class GroupScores:
     def _score_new(self, taken: Mapping[int, list[Tokens]] | None = None) -> dict[int, list[Tokens]]:
         """
         Scores groups that wait for their batch, or were `taken` for it, and have no rewards or were sampled anew;
-        returns them. Each process scores as many rows, since TRL gathers them: the last one is repeated where they are
-        fewer.
+        returns them. Each process scores as many groups, since TRL gathers them: the last one is repeated where they
+        are fewer.
         """
         waiting, owners = self.batches.main.broadcast(lambda: (self.batches.complete(), dict(self._owners())))
         new = {
@@ -125,9 +123,10 @@ class GroupScores:
             return {}
         shares = self._split(new, owners)
         size = max(map(len, shares))
-        fill = next(share[-1] for share in shares if share)
+        fill = next(share for share in shares if share)
+        num_generations = self.batches.num_generations
         mine = shares[self.batches.main.index]
-        mine = mine + [mine[-1] if mine else fill] * (size - len(mine))
+        mine = mine + (mine or fill)[-num_generations:] * ((size - len(mine)) // num_generations)
         rewards, columns = self._score(mine, new)
         places = {row: process * size + place for process, own in enumerate(shares) for place, row in enumerate(own)}
         for entry_id, completion_ids in new.items():
@@ -137,12 +136,11 @@ class GroupScores:
         return new
 
     def _split(self, new: Mapping[int, list[Tokens]], owners: Mapping[int, int]) -> list[list[tuple[int, int]]]:
-        """Entry ID and index of the rows of each process: its own groups, and an equal part of those without owner."""
+        """Entry ID and index of the rows of each process: whole groups, its own and a part of those without owner."""
         shares: list[list[tuple[int, int]]] = [[] for _ in range(self.batches.main.num_processes)]
         for entry_id in sorted(new, key=lambda entry_id: entry_id not in owners):
-            for index in range(len(new[entry_id])):
-                share = shares[owners[entry_id]] if entry_id in owners else min(shares, key=len)
-                share.append((entry_id, index))
+            share = shares[owners[entry_id]] if entry_id in owners else min(shares, key=len)
+            share.extend((entry_id, index) for index in range(len(new[entry_id])))
         return shares
 
     def _score(
@@ -155,7 +153,7 @@ class GroupScores:
         logged: dict[str, list[Any]] = defaultdict(list)
         with replaced(self.trainer, "_pending_extra_logs", logged):
             completions = self._decode(prompts, completion_ids)
-            rewards = self._calculate(numbers, inputs, prompts, completions, completion_ids)
+            rewards = self.trainer._score_rows(numbers, inputs, prompts, completions, completion_ids)
         shares = gather_object([dict(logged)])
         return rewards, {
             name: [value for own in shares for value in own.get(name, [None] * len(rows))]

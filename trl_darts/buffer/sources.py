@@ -424,8 +424,8 @@ class ContinuousSource(BufferSource):
         self._scheduler = None
 
 
-def make_batches(trainer: Any, tokenize: Callable[[list[Any]], tuple[Any, ...]]) -> BufferedBatches | None:
-    """Returns the batches of a schedule with a rollout buffer. `tokenize` is TRL's `_tokenize_prompts`."""
+def make_batches(trainer: Any) -> BufferedBatches | None:
+    """Returns the batches of a schedule with a rollout buffer."""
     args = trainer.args
     policy = round_policy(args, args.generation_batch_size // args.num_generations)
     if policy is None:
@@ -437,6 +437,11 @@ def make_batches(trainer: Any, tokenize: Callable[[list[Any]], tuple[Any, ...]])
         num_rows = args.generation_batch_size // trainer.accelerator.num_processes
         limit = partial(num_batches, trainer) if args.settles_groups else lambda: math.inf
         feed = EndlessFeed(repeats, num_rows, lambda: trainer.callback_handler.train_dataloader, limit)
+
+    def tokenize(prompts: list[Any]) -> tuple[Any, ...]:  # as the trainer does, which may be a subclass
+        output: tuple[Any, ...] = trainer._tokenize_prompts(prompts)
+        return output
+
     return BufferedBatches(
         policy, trainer._admission, args.num_generations, feed, trainer._main, tokenize, lambda: trainer._step
     )
@@ -454,5 +459,5 @@ def make_sources(trainer: Any) -> tuple[TRLSource, TRLSource]:
     scores = None
     if batches.scores_first or args.stream_rewards:
         decode = partial(decode_completions, trainer)
-        scores = GroupScores(trainer, batches, trainer._score_rows, decode, trainer._streams.owners)
+        scores = GroupScores(trainer, batches, decode, trainer._streams.owners)
     return BufferSource(trainer, batches, scores), evaluation

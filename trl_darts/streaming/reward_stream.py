@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from trl import GRPOTrainer, is_conversational  # type: ignore[attr-defined]  # exported lazily
+from trl import is_conversational  # type: ignore[attr-defined]  # exported lazily
 
 from ..engines.mailbox import Mailbox
 from ..scheduling import GroupResult, RolloutResult
@@ -263,7 +263,7 @@ def decode_completions(trainer: Any, prompts: list[Any], completion_ids: list[To
         return list(processing_class.batch_decode(completion_ids, skip_special_tokens=True))
     names = ("response_template", "response_schema")
     if any(getattr(processing_class, name, None) is not None for name in names):
-        prompt_ids, _, _ = GRPOTrainer._tokenize_prompts(trainer, copy.deepcopy(prompts))
+        prompt_ids, _, _ = trainer._tokenize_prompts(copy.deepcopy(prompts))
         return [
             [parse_completion(processing_class, ids, prefix, trainer.tools)]
             for ids, prefix in zip(completion_ids, prompt_ids, strict=True)
