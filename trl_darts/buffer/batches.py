@@ -11,6 +11,7 @@ Only the main process knows what has been sampled; all know the rows of the data
 them.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -336,8 +337,8 @@ class BufferedBatches:
         for entry_id in rows.left:
             del self.rows[entry_id], self.prompt_ids[entry_id]
             self.buffer.entries.pop(entry_id, None)  # of a process that only counts
-        inputs = [dict(self.trained[i][0]) for i in rows.entry_ids for _ in range(self.num_generations)][mine]
-        return inputs, rows[mine]
+        own = [entry_id for entry_id in rows.entry_ids for _ in range(self.num_generations)][mine]
+        return [copy.deepcopy(self.trained[entry_id][0]) for entry_id in own], rows[mine]  # functions may change them
 
     def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""

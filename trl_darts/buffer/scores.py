@@ -3,6 +3,7 @@ Rewards of groups that wait for the others of their batch: for `drop_uniform_gro
 [DAPO](https://huggingface.co/papers/2503.14476), Section 3.2), and for `stream_rewards` with a rollout buffer.
 """
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -148,8 +149,8 @@ class GroupScores:
     ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """Rewards and logged columns of these rows of this process, and of as many of each other one, in one."""
         numbers = [entry_id * self.batches.num_generations + index for entry_id, index in rows]
-        inputs = [dict(self.batches.input_of(number)) for number in numbers]
-        prompts, completion_ids = [row["prompt"] for row in inputs], [groups[i][index] for i, index in rows]
+        inputs = [copy.deepcopy(self.batches.input_of(number)) for number in numbers]  # functions may change them
+        prompts, completion_ids = [row["prompt"] for row in inputs], [list(groups[i][index]) for i, index in rows]
         logged: dict[str, list[Any]] = defaultdict(list)
         with replaced(self.trainer, "_pending_extra_logs", logged):
             completions = self._decode(prompts, completion_ids)
