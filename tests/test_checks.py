@@ -13,12 +13,11 @@ from tests.builders import letters_dataset, make_args, make_trainer
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.checks import (
     check_arguments,
-    check_data,
     check_path,
-    has_images,
     other_model,
     warn_of_cut_long_ends,
 )
+from trl_darts.data_checks import check_data, has_images
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
@@ -129,7 +128,8 @@ IMAGE_PART = {"type": "image", "image": "a.png"}
 )
 def test_images_in_columns_and_in_messages(row, expected):
     assert has_images([row]) is expected
-    assert has_images(iter([row])) is expected
+    assert has_images([{"prompt": "a"}, row]) is expected
+    assert has_images(IterableDataset.from_generator(lambda: iter([row]))) is None  # not known before the training
     assert not has_images(None)
     assert not has_images([])
 
@@ -209,8 +209,7 @@ def test_data_that_nothing_can_be_trained_on(tmp_path):
 
     prompts, questions = letters_dataset(4), letters_dataset(4).rename_column("prompt", "question")
     refused("`train_dataset` must have a column 'prompt', and has 'question'. Rename one", questions)
-    stream = IterableDataset.from_generator(lambda: iter([{"question": "1 + 1?"}]))
-    refused("`train_dataset` must have a column 'prompt', and has 'question'", stream)
+    refused("`train_dataset` must have a column 'prompt', and has 'question'", questions.to_iterable_dataset())
     refused("`hard` must have a column 'prompt'", prompts, {"easy": prompts, "hard": questions})
     refused(
         r"`train_dataset` \(3 prompts\) must have at least the prompts of one generation \(4\)", letters_dataset(3)

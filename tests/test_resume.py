@@ -70,7 +70,8 @@ def watch(trainer: Any) -> list[Step]:
     compute = trainer.compute_loss
 
     def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        prompts = [tuple(ids[mask.bool()].tolist()) for ids, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"])]
+        rows = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+        prompts = [tuple(ids[mask.bool()].tolist()) for ids, mask in rows]
         lengths = inputs["completion_mask"].sum(1).tolist()
         seen.append((trainer.state.global_step, list(zip(prompts, lengths, strict=True))))
         return compute(model, inputs, *args, **kwargs)
@@ -202,7 +203,9 @@ def test_epochs_of_data_without_a_length(model_dir, tmp_path, name):
     if name != "dynamic":  # which needs more prompts than it trains on
         assert epochs.steps == [5, 10, 15]
     for step in epochs.steps[:2]:
-        again = build(model_dir, tmp_path / "again", data=stream(letters_dataset(20)), **fields | {"save_strategy": "no"})
+        again = build(
+            model_dir, tmp_path / "again", data=stream(letters_dataset(20)), **fields | {"save_strategy": "no"}
+        )
         seen = watch(again)
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert [(step, Counter(rows)) for step, rows in seen] == [
@@ -272,7 +275,7 @@ def second_stage(model_dir: Path, tmp_path: Path, data: Any = None, first: Any =
 
 @pytest.mark.parametrize("first", [{}, {"schedule": "partial_rollout"}, {"defer_unsettled_groups": False}])
 def test_other_group_sizes(model_dir, tmp_path, caplog, first):
-    """TRL resumes. What was learned of lengths stays, and what depends on the size of groups is dropped, in one line."""
+    """TRL resumes. Learned lengths stay, and what depends on the size of groups is dropped, in one line."""
     seen = second_stage(model_dir, tmp_path, first=first, **first, num_generations=8)
     assert all(count % 8 == 0 for count in counts(seen).values())
     assert "A batch has 2 prompts, and had 4 before the checkpoint" in caplog.text
@@ -283,7 +286,9 @@ def test_other_budgets(model_dir, tmp_path, caplog):
     assert "`max_num_generations` was another one before" in caplog.text
 
 
-@pytest.mark.parametrize("fields", [{"max_completion_length": 30}, {"temperature": 0.5}, {"schedule": "tail_batching"}])
+@pytest.mark.parametrize(
+    "fields", [{"max_completion_length": 30}, {"temperature": 0.5}, {"schedule": "tail_batching"}]
+)
 def test_answers_of_other_settings_are_dropped(model_dir, tmp_path, caplog, fields):
     partial = {"schedule": "partial_rollout"}
     seen = second_stage(model_dir, tmp_path, first=partial, **partial | fields)
@@ -296,7 +301,9 @@ def test_answers_of_other_settings_are_dropped(model_dir, tmp_path, caplog, fiel
 def test_other_columns(model_dir, tmp_path, caplog):
     """Prompts of the buffer lack them, and reward functions would fail."""
     data = letters_dataset(20).add_column("answer", list(range(20)))
-    seen = second_stage(model_dir, tmp_path, data=data, schedule="partial_rollout", first={"schedule": "partial_rollout"})
+    seen = second_stage(
+        model_dir, tmp_path, data=data, schedule="partial_rollout", first={"schedule": "partial_rollout"}
+    )
     assert "The data set has the columns answer, prompt, and had prompt before" in caplog.text
     assert counts(seen)
 

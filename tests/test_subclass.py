@@ -78,9 +78,7 @@ def test_rewards_that_a_subclass_edits_decide_and_train(model_dir, tmp_path, nam
 def test_an_evaluation_is_scored_by_the_subclass(model_dir, tmp_path):
     args = make_args(tmp_path, max_completion_length=LIMIT, per_device_eval_batch_size=4, **SERVER)
     with stub_servers(write):
-        trainer = make_trainer(
-            model_dir, args, cls=LongIsGood, reward_funcs=zero, eval_dataset=letters_dataset(4)
-        )
+        trainer = make_trainer(model_dir, args, cls=LongIsGood, reward_funcs=zero, eval_dataset=letters_dataset(4))
     assert trainer.evaluate()["eval_reward"] == 0.25
 
 

@@ -1,24 +1,21 @@
 """Checks combinations of arguments before any GPU time is spent. The config checks single fields."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.logging import get_logger
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
-from trl import is_conversational  # type: ignore[attr-defined]  # exported lazily
 
 from .config import DARTSGRPOConfig
+from .data_checks import MAX_CHECKED_PROMPTS, FirstBatch, has_images, prompts_of, unsaved_column
 from .errors import ConfigurationError
 from .scheduling.policies import AUTO
-from .training.reward_checks import check_functions
 from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 
 
 logger = get_logger(__name__)
 
-MAX_CHECKED_PROMPTS = 100_000  # tokenized within seconds
 LONG_END_ROLLOUTS = 8  # rollouts before the warning about long ends
 
 
@@ -66,54 +63,6 @@ def check_objects(model: Any, callbacks: Any) -> None:
         )
 
 
-def check_data(args: Any, train_dataset: Any, eval_dataset: Any = None, reward_funcs: Any = None) -> None:
-    """
-    Raises for data without prompts, or with too few for one generation, before the model is loaded, and for reward
-    functions that need other columns. `reward_funcs` is `None` where a `rollout_func` may add their arguments.
-    """
-    named = {"train_dataset": train_dataset}
-    named |= eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-    for name, dataset in named.items():
-        if dataset is not None:
-            _check_prompts(name, dataset)
-    needed = args.generation_batch_size // args.num_generations
-    if isinstance(train_dataset, Dataset) and len(train_dataset) < needed:
-        raise ConfigurationError(
-            f"`train_dataset` ({len(train_dataset)} prompts) must have at least the prompts of one generation "
-            f"({needed}). Use a larger data set, or a smaller batch."
-        )
-    check_functions(reward_funcs, getattr(train_dataset, "column_names", None))
-
-
-def _check_prompts(name: str, dataset: Any) -> None:
-    """Raises unless all prompts are text or conversations. A tokenizer's error would not name the row."""
-    if isinstance(dataset, str | dict | list):
-        splits = f" Choose a split: {', '.join(map(repr, dataset))}." if isinstance(dataset, dict) else ""
-        raise ConfigurationError(
-            f"`{name}` ({type(dataset).__name__}) must be a `Dataset` or an `IterableDataset`.{splits or ' Make one.'}"
-        )
-    columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
-    if columns and "prompt" not in columns:
-        raise ConfigurationError(
-            f"`{name}` must have a column 'prompt', and has {', '.join(map(repr, columns))}. Rename one: "
-            "`dataset.rename_column(…, 'prompt')`, or `prompt_column` of examples/train_grpo.py."
-        )
-    if not isinstance(dataset, Dataset):
-        return
-    if len(dataset) == 0:
-        raise ConfigurationError(f"`{name}` (0 prompts) must have at least one. Leave it out, or use another.")
-    # All messages of a data set have the same form, so one conversation suffices.
-    is_text = getattr(dataset.features["prompt"], "dtype", None) in ("string", "large_string")
-    for start in range(0, min(len(dataset), MAX_CHECKED_PROMPTS) if is_text else 1, 1000):
-        rows = dataset.select_columns("prompt")[start : start + (1000 if is_text else 1)]["prompt"]
-        for index, prompt in enumerate(rows, start):
-            if not isinstance(prompt, str) and not (prompt and is_conversational({"prompt": prompt})):
-                raise ConfigurationError(
-                    f"`{name}` must have text or a list of messages with `role` and `content` in each 'prompt', and "
-                    f"row {index} has {prompt!r:.60}. Correct the row, or filter it out."
-                )
-
-
 def other_model(args: Any, model: str | None) -> str | None:
     """Returns a warning if the curve was measured with another model. Not an error: names of checkpoints differ."""
     curve = args.load_latency_curve()
@@ -150,19 +99,6 @@ def warn_of_cut_long_ends(args: Any, ratios: Sequence[float]) -> None:
         )
 
 
-def has_images(dataset: Any) -> bool:
-    """Whether a data set has image columns, or messages with images in its first row."""
-    if dataset is None:
-        return False
-    row: dict[str, Any] = next(iter(dataset), {})
-    if {"image", "images"} & row.keys():
-        return True
-    prompt = row.get("prompt")
-    messages = prompt if isinstance(prompt, list) else []
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    return any(part.get("type") == "image" and part.get("image") is not None for parts in contents for part in parts)
-
-
 def check_path(trainer: Any) -> None:
     """Raises for combinations of model, data, processes and engine that can't work, once the trainer is built."""
     args = trainer.args
@@ -191,6 +127,8 @@ def check_path(trainer: Any) -> None:
             "to place a server's image features. Set it on the processor, or use `vllm_mode='colocate'` or "
             "`use_vllm=False`."
         )
+    if isinstance(trainer.train_dataset, IterableDataset):
+        trainer.data_collator = FirstBatch(trainer)
 
 
 def check_prompt_lengths(trainer: Any) -> None:
@@ -200,8 +138,8 @@ def check_prompt_lengths(trainer: Any) -> None:
     # Colocated vLLM rejects prompts itself, and engines on servers check each batch.
     if not known or trainer.args.colocates or len(dataset) > MAX_CHECKED_PROMPTS:
         return
-    for start in range(0, len(dataset), 1000):
-        prompt_ids, _, _ = trainer._tokenize_prompts(dataset[start : start + 1000]["prompt"])
+    for start, prompts in prompts_of(dataset):
+        prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
         if [] in prompt_ids:
             raise ConfigurationError(
                 f"Prompt {start + prompt_ids.index([])} of the training data set must have at least one token, and is "
@@ -269,15 +207,11 @@ def _not_buffered(trainer: Any, other: str) -> tuple[str | None, str]:
     if args.kv_after_update == "keep" and trainer.tools:
         cause = "`kv_after_update` ('keep') and `tools`, whose later turns could read keys and values of older weights"
         return cause, "Use `kv_after_update='recompute'`"
-    if trainer._is_vlm and has_images(trainer.train_dataset):
+    if trainer._is_vlm and has_images(trainer.train_dataset) is not False:  # unknown of a stream
         return "images yet", f"Use {other}, or a data set without images"
-    row: dict[str, Any] = {} if args.save_strategy == "no" else next(iter(trainer.train_dataset), {})
-    for column, value in row.items():
-        try:
-            json.dumps(value)
-        except TypeError as error:  # checkpoints save deferred prompts
-            cause = f"the column {column!r} ({type(value).__name__}) of the data set, which checkpoints can't save"
-            return f"{cause}: {error}", "Convert it to text or numbers, or set `save_strategy='no'`"
+    unsaved = None if args.save_strategy == "no" else unsaved_column(trainer.train_dataset)  # of deferred prompts
+    if unsaved is not None:
+        return unsaved, "Convert it to text or numbers, or set `save_strategy='no'`"
     return None, ""
 
 

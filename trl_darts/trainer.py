@@ -18,8 +18,9 @@ from .buffer.feed import PromptFeed
 from .buffer.loop import LoopPosition
 from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_feed, make_sources
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
-from .checks import check_arguments, check_data, check_objects, check_path, check_prompt_lengths, warn_of_other_model
+from .checks import check_arguments, check_objects, check_path, check_prompt_lengths, warn_of_other_model
 from .config import DARTSGRPOConfig
+from .data_checks import check_data
 from .engines.batch import PromptBatch
 from .engines.engine import Engine
 from .engines.factory import make_engine

@@ -12,7 +12,6 @@ from tests.scheduling.chaos import ChaosEngine
 from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer
 from trl_darts.buffer.checkpoint import at_rest, dump, load
 from trl_darts.buffer.rounds import Informative, InOrder, PartialRollout, Sorted, TailBatching, num_likely_enough
-from trl_darts.errors import StateMismatchError
 from trl_darts.policy import LengthTracker
 from trl_darts.scheduling import FinishReason, PromptInfo, SchedulePolicies, Scheduler, ScheduleSettings
 
@@ -214,9 +213,17 @@ def test_dropped_prompts_leave():
     assert keys == Counter(range(9))
 
 
-def test_load_refuses_another_schedule():
-    with pytest.raises(StateMismatchError, match="keeps_tokens"):
-        load(RolloutBuffer(keeps_tokens=False), *dump(RolloutBuffer(keeps_tokens=True)))
+@settings(max_examples=40)
+@given(trainings, st.integers(0, 5))
+def test_prompts_are_restored_without_their_answers(training, stop_at):
+    """After a change of settings, with which what was sampled can't be used."""
+    for _ in range(min(stop_at, len(training.loader))):
+        training.step()
+    again = training.policy.buffer()
+    load(again, *dump(training.buffer), keeps_candidates=False)
+    assert again.entries.keys() == training.buffer.entries.keys()
+    for entry in again.entries.values():
+        assert (entry.state, entry.candidates) == (Lifecycle.WAITING, [])
 
 
 @settings(max_examples=80)

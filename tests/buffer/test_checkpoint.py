@@ -41,8 +41,8 @@ def half_removed(path: Any, **kwargs: Any) -> None:
 # What was about to happen, and how far it came. The last step that is whole then.
 MOMENTS: dict[str, tuple[Any, str, Any, int]] = {
     "before all": (callbacks.VarianceTrackerCallback, "save", None, 2),
-    "before the buffer": (callbacks, "save_buffer", None, 2),
-    "within the buffer": (callbacks, "save_buffer", lambda _, path, mid_epoch: cut(path / BUFFER_FILE), 2),
+    "before the buffer": (callbacks, "save_rollouts", None, 2),
+    "within the buffer": (callbacks, "save_rollouts", lambda _, path, has_batch: cut(path / BUFFER_FILE), 2),
     "before the model": (Trainer, "save_model", None, 2),
     "before the state": (TrainerState, "save_to_json", None, 2),
     "within the state": (TrainerState, "save_to_json", lambda _, path: cut(Path(path)), 2),

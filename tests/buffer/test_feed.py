@@ -104,7 +104,9 @@ def test_resumed_without_its_state(num_batches, repeats, has_length, num_done):
     loop.begin(num_done * repeats)
     feed.restore_after(num_done)
     feed.begin()
-    assert prompts(train(loop, feed, 9 * repeats))[::repeats] == [i % num_batches for i in range(num_done, num_done + 9)]
+    assert prompts(train(loop, feed, 9 * repeats))[::repeats] == [
+        i % num_batches for i in range(num_done, num_done + 9)
+    ]
 
 
 @settings(max_examples=40)

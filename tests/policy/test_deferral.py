@@ -29,6 +29,38 @@ def test_gain_of_length():
     assert gain_of_length([0, 1, 0, 1, 0, 1], LENGTHS, 50.0) == 0.0  # four rows always have both
 
 
+NAN = float("nan")
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, NAN]), min_size=5, max_size=5), st.integers(0, 5))
+def test_no_gain_where_unknown_rewards_do_not_depend_on_lengths(rewards, num_short):
+    lengths = [10] * num_short + [90] * (5 - num_short)
+    gains = [gain_of_length(order, lengths, 50.0) for order in permutations(rewards)]
+    assert np.mean(gains) == pytest.approx(0.0, abs=1e-12)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([10, 90])), max_size=6),
+    st.lists(st.sampled_from([10, 90]), max_size=4),
+)
+def test_rows_without_a_reward_do_not_count(known, unknown):
+    """All, some, one or no row without a reward: the gain is that of the other rows."""
+    rewards, lengths = [reward for reward, _ in known], [length for _, length in known]
+    gain = gain_of_length(rewards + [NAN] * len(unknown), lengths + unknown, 50.0)
+    assert gain == gain_of_length(rewards, lengths, 50.0)
+    assert len(set(rewards)) > 1 or gain == 0.0
+
+
+def test_a_verifier_that_times_out_on_long_answers_does_not_make_all_rounds_long():
+    learned = LongRewards(usual_length=50.0)
+    for _ in range(40):
+        learned.observe_long(7, [1, 1, 1, 1, NAN, NAN], LENGTHS)
+        learned.observe_long(8, [NAN] * 6, LENGTHS)
+    assert learned.expected_gain(7) < GATE
+    assert learned.expected_gain(8) < GATE
+    assert learned.expected_gain(9) < GATE  # of a prompt without a long round
+
+
 def test_a_prompt_is_deferred_while_long_rounds_help():
     learned = LongRewards(usual_length=50.0)
     assert learned.defers(7, 0)  # by the prior

@@ -1,6 +1,7 @@
 """Rewards computed while groups still decode equal TRL's, and no function delays others."""
 
 import asyncio
+import copy
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -173,7 +174,8 @@ def test_completions_are_parsed_where_the_tokenizer_has_a_template(trl_trainer, 
     template = {"defaults": {"role": "assistant"}, "start_anchor": "!", "fields": fields}
     monkeypatch.setattr(tokenizer, "response_template", template, raising=False)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['content'] }}!<")  # what `prefix` is for
-    trainer = SimpleNamespace(**{**vars(trl_trainer), "reward_funcs": [sees], "reward_func_names": ["sees"]})
+    trainer = copy.copy(trl_trainer)
+    trainer.reward_funcs, trainer.reward_func_names = [sees], ["sees"]
     with streaming(trainer=trainer, inputs=[{"prompt": [{"role": "user", "content": "0A"}]}]) as stream:
         completion_ids = [tokenizer("why>yes@", add_special_tokens=False)["input_ids"]]
         submit(stream, [0], completion_ids)

@@ -1,10 +1,14 @@
 """Tests that errors name reward functions with invalid results, wherever they are called."""
 
+import functools
+import inspect
 import math
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 from tests.builders import length_reward, make_args, make_trainer
 from trl_darts.errors import ConfigurationError
@@ -76,6 +80,151 @@ def test_functions_that_trl_can_call():
     check_functions(None, ["prompt"])
     check_functions([needs_answer, partial(needs_prompt, prompt="A"), max, "org/model"], ["prompt", "answer"])
     check_functions([needs_answer, needs_prompt], None)  # the columns of a stream may not be known
+
+
+def timed(function):
+    """The usual decorator: it shows the signature of the function, and takes whatever comes."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+def by_completions(function):
+    """Passes on what the function takes, and nothing else."""
+
+    @functools.wraps(function)
+    def call(prompts, completions, **kwargs):
+        return function(completions)
+
+    return call
+
+
+def only_prompts(function):
+    @functools.wraps(function)
+    def call(prompts):
+        return function(prompts)
+
+    return call
+
+
+class Judge:
+    def __call__(self, completions, answer, **kwargs):
+        return [0.0 for _ in completions]
+
+    def score(self, completions, weight, **kwargs):
+        return [weight for _ in completions]
+
+    half = functools.partialmethod(score, weight=0.5)
+
+    @timed
+    def wrapped(self, completions, **kwargs):
+        return [0.0 for _ in completions]
+
+    @staticmethod
+    def own(completions, **kwargs):
+        return [0.0 for _ in completions]
+
+    async def later(self, completions, **kwargs):
+        return [0.0 for _ in completions]
+
+
+class Decorator:
+    """A decorator that is a class."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+
+    def __call__(self, completions, **kwargs):
+        return [0.0 for _ in completions]
+
+
+def renamed(function):
+    """Some decorators set the signature that they show."""
+
+    def call(**kwargs):
+        return function(kwargs["completions"])
+
+    call.__signature__ = inspect.signature(function)
+    return call
+
+
+def weighted(weight, completions, **kwargs):
+    return [weight for _ in completions]
+
+
+CALLABLE = {
+    "wraps": timed(needs_answer),
+    "wraps_another": by_completions(takes_completions),
+    "decorator": Decorator(takes_completions),
+    "shown": renamed(takes_completions),
+    "partial": partial(needs_prompt, prompt="A"),
+    "partial_of_partial": partial(partial(weighted, 0.5), other=1),
+    "updated_partial": functools.update_wrapper(partial(weighted, 0.5), takes_completions),
+    "lambda": lambda completions, **kwargs: [0.0 for _ in completions],
+    "instance": Judge(),
+    "method": Judge().wrapped,
+    "static": Judge.own,
+    "partialmethod": Judge().half,
+    "async": Judge().later,
+    "async_partial": partial(Judge().later, other=1),
+    "all_by_name": lambda prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer: (
+        [0.0] * 4
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trainer(model_dir, tmp_path_factory):
+    return make_trainer(model_dir, make_args(tmp_path_factory.mktemp("rewards")))
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_whatever_trl_can_call_is_called(trainer, name, monkeypatch):
+    monkeypatch.setattr(trainer, "reward_funcs", [CALLABLE[name]])
+    with start_event_loop(trainer):
+        check_functions(CALLABLE[name], ["prompt", "answer"])
+        inputs = [{"prompt": "A", "answer": "B"}] * 4
+        rewards = trainer._score_rows(None, inputs, ["A"] * 4, ["B"] * 4, [[1]] * 4)
+    assert rewards.tolist() in ([[0.0]] * 4, [[0.5]] * 4)
+
+
+@contextmanager
+def start_event_loop(trainer):
+    """TRL starts one if it finds an async function while the trainer is built."""
+    thread, trainer.async_loop, ready = start_event_loop_in_daemon("rewards")
+    ready.wait()
+    try:
+        yield
+    finally:
+        shutdown_event_loop_in_daemon(thread, trainer.async_loop)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (only_prompts(needs_answer), r"'needs_answer' must take the argument `completions`, which TRL passes"),
+        (timed(takes_completions), None),  # found when it is called
+        (functools.update_wrapper(partial(needs_prompt), weighted), r"'needs_prompt' needs the argument `prompt`"),
+        (
+            partial(needs_prompt, "A", "B"),
+            r"'needs_prompt' can't be called .* multiple values for argument 'completions'",
+        ),
+        (lambda completions, answer, /, **kwargs: [], r"'<lambda>' can't be called as TRL calls it, .* 'completions'"),
+        (Judge, r"'Judge' is a class, and must be an instance of it, or a function. Use `Judge\(…\)`"),
+        (Judge().score, r"'score' needs the argument `weight`"),
+        (lambda prompts, completions, completion_ids, trainer_state, log_extra, log_metric: [], "`answer`, which TRL"),
+        (len, r"'len' must take the argument `prompts`"),
+    ],
+)
+def test_what_trl_can_not_call_is_found_before(function, words):
+    if words is None:
+        check_functions(function, ["prompt", "answer"])
+        return
+    with pytest.raises(ConfigurationError, match=words):
+        check_functions(function, ["prompt", "answer"])
 
 
 def text_reward(completions, **kwargs):

@@ -350,7 +350,7 @@ class BufferedBatches:
         first = self.main.index * len(rows.completion_ids)
         places = range(first, first + len(rows.completion_ids))
         ids = [rows.entry_ids[place // self.num_generations] for place in places]
-        return [copy.deepcopy(self.trained[entry_id][0]) for entry_id in ids]  # as TRL's data set has one per row
+        return [copy.deepcopy(self.trained[entry_id][0]) for entry_id in ids]  # functions may change them
 
     def _note(self, left: list[int]) -> None:
         """Notes the prompts of a new batch."""

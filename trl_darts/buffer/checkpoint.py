@@ -5,7 +5,6 @@ What a checkpoint has beside TRL's files: the position in the data, the rollout 
 State that does not depend on a setting survives its change; other state is dropped, with a warning that says so.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -20,11 +19,11 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from ..engines.main_process import MainProcess
-from ..errors import StateMismatchError
 from ..scheduling import FinishReason, PartialCandidate, PromptInfo, prompt_key
 from ..training.resume import BUFFER_FILE
 from .batches import BufferedBatches
 from .buffer import BufferEntry, Lifecycle, RolloutBuffer, SampledCandidate, begin_again
+from .codec import decode, encode
 from .feed import PromptFeed
 from .loop import LoopPosition
 
@@ -78,8 +77,8 @@ def save_rollouts(rollouts: Rollouts, directory: Path, has_batch: bool) -> None:
         buffer, prompts = _rest(rollouts.batches, num_finished * loop.repeats)
         own, arrays = dump(buffer)
         state |= {**own, "prompts": prompts}
-    text = json.dumps(state, default=_encode).encode()
-    np.savez_compressed(directory / BUFFER_FILE, allow_pickle=False, state=np.frombuffer(text, np.uint8), **arrays)
+    text = np.frombuffer(encode(state), np.uint8)
+    np.savez_compressed(directory / BUFFER_FILE, allow_pickle=False, state=text, **arrays)
 
 
 def load_rollouts(rollouts: Rollouts, directory: Path, step: int, skips: bool) -> list[dict[str, Any]] | None:
@@ -190,27 +189,6 @@ def known_columns(dataset: Any) -> list[str] | None:
     return sorted(names) if isinstance(names, list) else None
 
 
-def _encode(value: Any) -> Any:
-    """Encodes arrays of a formatted data set for JSON. `checks` finds other columns before the run."""
-    if isinstance(value, torch.Tensor):
-        return {"__torch__": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
-    if isinstance(value, np.ndarray | np.generic):
-        return {"__numpy__": value.dtype.str, "values": value.tolist()}
-    raise StateMismatchError(
-        f"A checkpoint can't hold the {type(value).__name__} of the data set that its rollout buffer has: "
-        f"{value!r:.200}. Convert that column to text or numbers, or set `save_strategy='no'`."
-    )
-
-
-def _decode(saved: dict[str, Any]) -> Any:
-    if (name := saved.get("__torch__")) is not None:
-        return torch.tensor(saved["values"], dtype=getattr(torch, name))
-    if (name := saved.get("__numpy__")) is not None:
-        array = np.array(saved["values"], name)
-        return array if array.ndim else array[()]
-    return saved
-
-
 def _rest(batches: BufferedBatches, num_items: int) -> tuple[RolloutBuffer, list[Any]]:
     """Returns the prompts that a run has to train on after the first `num_items` of the loop, in a buffer."""
     buffer = batches.policy.buffer()
@@ -239,7 +217,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         return {}, {}
     with np.load(directory / BUFFER_FILE) as file:  # only numbers: nothing is unpickled
         arrays = dict(file)
-    return json.loads(arrays.pop("state").tobytes(), object_hook=_decode) or {}, arrays
+    return decode(arrays.pop("state").tobytes()) or {}, arrays
 
 
 def dump(buffer: RolloutBuffer) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

@@ -3,6 +3,7 @@ Rewards of groups that wait for the others of their batch: for `drop_uniform_gro
 [DAPO](https://huggingface.co/papers/2503.14476), Section 3.2), and for `stream_rewards` with a rollout buffer.
 """
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -155,12 +156,12 @@ class GroupScores:
     def _score(self, share: Share) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """Returns rewards and logged columns of the rows of all processes, in the order of the processes."""
         numbers = [entry_id * self.batches.num_generations + index for entry_id, index in share.rows]
-        inputs = [dict(self.batches.input_of(number)) for number in numbers]
-        prompts = [row["prompt"] for row in inputs]
+        inputs = [copy.deepcopy(self.batches.input_of(number)) for number in numbers]  # functions may change them
+        prompts, completion_ids = [row["prompt"] for row in inputs], [list(ids) for ids in share.completion_ids]
         logged: dict[str, list[Any]] = defaultdict(list)
         with replaced(self.trainer, "_pending_extra_logs", logged):
-            completions = self._decode(prompts, share.completion_ids)
-            rewards = self.trainer._score_rows(numbers, inputs, prompts, completions, share.completion_ids)
+            completions = self._decode(prompts, completion_ids)
+            rewards = self.trainer._score_rows(numbers, inputs, prompts, completions, completion_ids)
         shares = gather_object([dict(logged)])
         return rewards, {
             name: [value for own in shares for value in own.get(name, [None] * len(share.rows))]

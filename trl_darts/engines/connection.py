@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from ..checks import has_images
+from ..data_checks import has_images
 from ..errors import ConfigurationError
 from ..weights.files import WeightDirectory
 from ..weights.fleet import resolve_weight_sync
@@ -61,7 +61,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
             processed_logprobs=args.vllm_importance_sampling_correction,
             weight_transfer=None if weight_sync == "filesystem" else weight_sync,
             timeout_s=args.vllm_server_timeout,
-            images=has_images(train_dataset),
+            images=has_images(train_dataset) is True,
             sampling={"min_p": args.min_p, **(args.generation_kwargs or {})},
             sleep_mode=args.vllm_tail_shares_gpus,
             continuous=args.is_continuous,

@@ -30,14 +30,16 @@ MEAN_WEIGHT = 3.0  # groups for which all prompts' mean counts in a prompt's est
 def gain_of_length(rewards: Sequence[float], lengths: Sequence[int], usual_length: float) -> float:
     """
     Returns what long answers add to a group, of shape `(M,)`: 1 if its rewards have a spread and those of its rows
-    with at most `usual_length` tokens have none, minus the probability of this for as many rows drawn at random.
+    with at most `usual_length` tokens have none, minus the probability of this for as many rows drawn at random. Rows
+    without a reward (NaN) don't count, as in TRL's advantages.
     """
-    rewards = [round(reward, 6) for reward in rewards]
-    short = [reward for reward, length in zip(rewards, lengths, strict=True) if length <= usual_length]
-    if len(set(rewards)) < 2:
+    known = [(round(r, 6), length) for r, length in zip(rewards, lengths, strict=True) if not math.isnan(r)]
+    counts = Counter(reward for reward, _ in known)
+    if len(counts) < 2:
         return 0.0
-    num_uniform = sum(math.comb(count, len(short)) for count in Counter(rewards).values())
-    chance = num_uniform / math.comb(len(rewards), len(short)) if short else 1.0
+    short = [reward for reward, length in known if length <= usual_length]
+    num_uniform = sum(math.comb(count, len(short)) for count in counts.values())
+    chance = num_uniform / math.comb(len(known), len(short)) if short else 1.0
     return (len(set(short)) < 2) - chance
 
 

@@ -142,9 +142,7 @@ class RewardStream:
 
     def _start(self, rows: list[int], arguments: Mapping[str, Any]) -> None:
         for place, (function, name) in self._functions.items():
-            # Each function gets copies of the lists, because functions run concurrently and may change them.
-            copies = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-            call = RewardCall(function, name, rows, copies)
+            call = RewardCall(function, name, rows, {key: _copied(key, value) for key, value in arguments.items()})
             self._calls.append(call)
             self._call_of |= {(place, row): call for row in rows}
             self._loop.submit(call)
@@ -254,6 +252,13 @@ class RewardStream:
                 "can't be stopped: make the function async, and run code that can hang in a subprocess."
             )
         return outcome
+
+
+def _copied(key: str, value: Any) -> Any:
+    """Copies an argument row by row: functions run concurrently, and may change what TRL or another one reads."""
+    if not isinstance(value, list):
+        return value
+    return [list(row) if key == "completion_ids" else copy.deepcopy(row) for row in value]
 
 
 def decode_completions(trainer: Any, prompts: list[Any], completion_ids: list[Tokens]) -> list[Any]:

@@ -6,7 +6,9 @@ name the function, and comes after the first rollout.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from inspect import Parameter, signature
+from functools import partial
+from inspect import Parameter, Signature, signature
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,16 +17,16 @@ from torch import nn
 from trl import rewards as trl_rewards
 
 from ..errors import ConfigurationError
-from ..trl_compat import is_async_callable, replaced
+from ..trl_compat import get_callable_name, is_async_callable, replaced
 
 
 logger = get_logger(__name__)
 
 SILENT_BATCHES = 3  # more than one, because a function for some prompts only may score no row of a batch
 
-# TRL's arguments beside the data set's columns. Others are newer, or for some trainings.
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
-MAYBE_GIVEN = ("log_extra", "log_metric", "environments")
+# TRL's arguments beside the data set's columns, and one for some trainings.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+MAYBE_GIVEN = ("environments",)
 
 
 def check_functions(functions: Any, columns: Sequence[str] | None) -> None:
@@ -51,31 +53,55 @@ def check_functions(functions: Any, columns: Sequence[str] | None) -> None:
 
 
 def _check_parameters(function: Any, columns: Sequence[str] | None) -> None:
+    name = get_callable_name(function)
+    if isinstance(function, type) and not issubclass(function, Iterable):
+        raise ConfigurationError(
+            f"The reward function '{name}' is a class, and must be an instance of it, or a function. Use `{name}(…)`."
+        )
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    while isinstance(function, partial):
+        args, keywords = (*function.args, *args), {**function.keywords, **keywords}
+        function = function.func
     try:
-        parameters = signature(function).parameters.values()
+        called = _own_signature(function)
     except (TypeError, ValueError):  # of a builtin
         return
-    name = getattr(function, "__name__", type(function).__name__)
-    own = {parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD}
-    if len(own) == len(parameters) and (missing := [given for given in GIVEN if given not in own]):
+    passed = [*GIVEN, *(column for column in columns or () if column not in (*GIVEN, "prompt", "completion"))]
+    named = [p for p in called.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in called.parameters.values())
+    own = {parameter.name for parameter in named}
+    if not takes_all and (missing := [given for given in passed if given not in own]):
         raise ConfigurationError(
             f"The reward function '{name}' must take the argument `{missing[0]}`, which TRL passes. Add `**kwargs` to "
             "its parameters."
         )
-    required = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is Parameter.empty
-        and parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    ]
-    if columns is None:
-        return
-    passed = [*GIVEN, *(column for column in columns if column not in ("prompt", "completion"))]
-    if unknown := [parameter for parameter in required if parameter not in (*passed, *MAYBE_GIVEN)]:
+    required = [parameter.name for parameter in named[len(args) :] if parameter.default is Parameter.empty]
+    known = {*passed, *keywords, *MAYBE_GIVEN}
+    if columns is not None and (unknown := [parameter for parameter in required if parameter not in known]):
         raise ConfigurationError(
             f"The reward function '{name}' needs the argument `{unknown[0]}`, which must be one that TRL passes: "
             f"{', '.join(passed)}. These are the data set's columns too: rename one, or give the argument a default."
         )
+    try:
+        called.bind(*args, **{**keywords, **dict.fromkeys([*passed, *required])})
+    except TypeError as error:
+        raise ConfigurationError(
+            f"The reward function '{name}' can't be called as TRL calls it, with arguments by name: {error}. Correct "
+            "its parameters."
+        ) from None
+
+
+def _own_signature(function: Any) -> Signature:
+    """What a function takes itself: decorators show the signature of what they wrap, and may take other arguments."""
+    if not isinstance(function, FunctionType | MethodType | type) and isinstance(function.__call__, MethodType):
+        function = function.__call__
+    owner = getattr(function, "__func__", function)
+    if not isinstance(owner, FunctionType):
+        return signature(function, follow_wrapped=False)
+    plain = FunctionType(owner.__code__, owner.__globals__, owner.__name__, owner.__defaults__, owner.__closure__)
+    plain.__kwdefaults__ = owner.__kwdefaults__
+    return signature(plain if owner is function else MethodType(plain, function.__self__))
 
 
 def check_rewards(name: str, rewards: Iterable[Any]) -> list[float | None]:
