@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduling.chaos import ChaosEngine
-from trl_darts.buffer.buffer import Lifecycle, RolloutBuffer
+from trl_darts.buffer.buffer import Lifecycle
 from trl_darts.buffer.checkpoint import at_rest, dump, load
 from trl_darts.buffer.rounds import Informative, InOrder, PartialRollout, Sorted, TailBatching, num_likely_enough
 from trl_darts.policy import LengthTracker

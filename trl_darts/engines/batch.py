@@ -46,7 +46,9 @@ class PromptBatch:
     ) -> "PromptBatch":
         """Builds a batch with the rows of all processes. Must be called on every process, with its rows."""
         own = cls.alone(rows, num_generations, images)
-        shares = gather_object([(own.rows, own.keys, bool(fields) or own.multimodal)])
+        known: dict[int, Tokens] = {}
+        rows = [known.setdefault(key, row) for key, row in zip(own.keys, own.rows, strict=True)]  # one per group
+        shares = gather_object([(rows, own.keys, bool(fields) or own.multimodal)])
         return cls(
             rows=[row for rows, _, _ in shares for row in rows],
             keys=[key for _, keys, _ in shares for key in keys],

@@ -90,6 +90,14 @@ class MainProcess:
         received: T = box[0]
         return received
 
+    def gather(self, value: T) -> list[T]:
+        """Returns the values of all processes, by their rank, on the main process, and nothing on the others."""
+        if self.num_processes == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.num_processes if self.is_here else None
+        torch.distributed.gather_object(value, values, dst=0)
+        return values or []
+
     def fail(self, error: Exception) -> None:
         """
         Raises an error on the other processes, which wait for the main process. Called on the main process. Returns

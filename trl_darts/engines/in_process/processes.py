@@ -5,11 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from accelerate.utils import gather_object
-
 from ...errors import ConfigurationError, GenerationError
 from ...scheduling import Admission, AssignedPlacement, RolloutResult, balance
-from ...training.rows import Tokens
+from ...training.rows import KeptRows, Tokens
 from ..batch import PromptBatch
 from ..engine import Engine, OnProgress, RolloutPlan
 from ..main_process import MainProcess
@@ -135,10 +133,15 @@ class InProcessEngine(Engine):
         """Adds the tokens and log-probs of the kept rows, from the processes that decoded them, to the result."""
         kept = self._main.broadcast(lambda: {row.candidate_id for group in result.groups for row in group.rows})
         leads = self._main.index % self._size == 0
-        own = {number: row for number, row in share.rows.items() if leads and number in kept}
-        rows = {number: row for part in gather_object([own]) for number, row in part.items()}
-        if result is not None:
-            for group in result.groups:
-                for row in group.rows:
-                    row.tokens, row.logprobs = rows[row.candidate_id]
+        own = [number for number in share.rows if leads and number in kept]
+        tokens, logprobs = [share.rows[number][0] for number in own], [share.rows[number][1] for number in own]
+        has_logprobs = all(values is not None for values in logprobs)
+        parts = self._main.gather((own, KeptRows(tokens, [v or [] for v in logprobs] if has_logprobs else None)))
+        if result is None:
+            return None
+        rows = {number: (part, index) for numbers, part in parts for index, number in enumerate(numbers)}
+        for group in result.groups:
+            for row in group.rows:
+                part, index = rows[row.candidate_id]
+                row.tokens, row.logprobs = part.completion_ids[index], part.logprobs and part.logprobs[index]
         return result
