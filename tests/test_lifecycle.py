@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -115,3 +117,35 @@ def test_an_evaluation_after_an_error_gets_its_own_completions(model_dir, tmp_pa
         trainer.evaluate()
     assert len(answers) == 8
     assert all(letter == own for letter, own in answers)
+
+
+FREED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "grpo": {"schedule": "grpo"},
+    "tail": {"schedule": "tail_batching"},
+    "dynamic": {"drop_uniform_groups": True},
+    "ahead": {"rollout_ahead": 1},
+    "continuous": {"rollout_ahead": "continuous"},
+    "streamed rewards": {"stream_rewards": True},
+    "streamed log-probs": {"stream_logprobs": True, "vllm_importance_sampling_correction": True},
+    "in process": {},
+    "in process, continuous batching": {"use_transformers_continuous_batching": True},
+}
+
+
+@pytest.mark.parametrize("name", FREED)
+def test_a_deleted_trainer_is_freed(model_dir, tmp_path, monkeypatch, name):
+    """At once: in a notebook, the model and its optimizer would stay in memory until a full garbage collection."""
+    with model_server(model_dir, monkeypatch) as (_, settings):
+        own = {} if name.startswith("in process") else settings
+        args = make_args(tmp_path, **{"max_completion_length": 8, "max_steps": 1, **own, **FREED[name]})
+        trainer = make_trainer(model_dir, args, reward_funcs=spread)
+        trainer.train()
+        gc.collect()
+        gc.disable()
+        try:
+            freed = weakref.ref(trainer)
+            del trainer
+            assert freed() is None
+        finally:
+            gc.enable()

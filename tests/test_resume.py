@@ -113,7 +113,7 @@ def test_in_the_trainers_process(model_dir, tmp_path, name):
     check_resumes(model_dir, tmp_path, (5, 7), stub=False, max_steps=9, **SCHEDULES[name])
 
 
-@pytest.mark.parametrize("name", ["grpo", "default", "tail", "dynamic"])
+@pytest.mark.parametrize("name", ["grpo", "default", "tail", "sorted, partial", "ahead", "dynamic"])
 @pytest.mark.parametrize("fields", [SHARED, ODD], ids=["shared", "odd"])
 def test_within_a_batch(model_dir, tmp_path, name, fields):
     """The rest of the batch is saved, so nothing is sampled or trained on twice."""

@@ -46,7 +46,7 @@ ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1)), max_size=12)
 
 @given(ROWS, st.booleans(), st.integers(1, 4))
 def test_rows_travel_as_arrays(completion_ids, has_logprobs, num_processes):
-    """Each process gets its rows, as TRL takes them: lists of numbers, and log-probs with the precision of its tensors."""
+    """Each process gets its rows as TRL takes them, with log-probs in the precision of its tensors."""
     logprobs = [[-float(token) / 7 for token in ids] for ids in completion_ids] if has_logprobs else None
     rows = KeptRows(completion_ids, logprobs, frozenset({1}))
     share, rest = divmod(len(completion_ids), num_processes)

@@ -1,6 +1,7 @@
 """Builds a trainer's engine, and decodes with transformers through TRL."""
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +22,13 @@ def make_engine(trainer: Any, main: MainProcess, generate: Callable[..., Any]) -
     if args.uses_servers:
         return ServerEngine(trainer.vllm_generation)
     if not args.use_vllm:
-        decode = partial(decode_with_transformers, trainer, generate)
+        # No cycle: the trainer, and with it the engine, is freed when its last reference is deleted.
+        owner: Any = weakref.ref(trainer)
+        method: Any = weakref.WeakMethod(generate)
+
+        def decode(batch: PromptBatch, share: Share, own_slots: list[Slot]) -> None:
+            decode_with_transformers(owner(), method(), batch, share, own_slots)
+
         num_positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
         return InProcessEngine(main, decode, args.submit_order, num_positions=num_positions)
     from .in_process.vllm_colocated import decode_colocated  # imports vLLM

@@ -181,7 +181,7 @@ def called_model(trainer: Any, model: Any) -> str:
 
 def _scorers(trainer: Any) -> dict[str, Scorer]:
     """Builds scorers for the log-probs that TRL needs before the loss. They look up models late: TRL wraps them."""
-    args = trainer.args
+    args, trainer = trainer.args, weakref.proxy(trainer)  # no cycle
     misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) != 0
     needed = {POLICY: misaligned or trainer.vllm_importance_sampling_correction, REFERENCE: trainer.beta != 0.0}
     config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
