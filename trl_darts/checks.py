@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from trl import is_conversational  # type: ignore[attr-defined]  # exported lazily
 
 from .config import DARTSGRPOConfig
+from .engines.seeds import user_seed
 from .errors import ConfigurationError
 from .scheduling.policies import AUTO
 from .training.reward_checks import check_functions
@@ -167,6 +168,7 @@ def check_path(trainer: Any) -> None:
     """Raises for combinations of model, data, processes and engine that can't work, once the trainer is built."""
     args = trainer.args
     _check_turns(trainer)
+    _check_seed(trainer)
     _guard(trainer)
     _check_rounds(trainer)
     if args.use_transformers_continuous_batching and not args.use_vllm:
@@ -229,6 +231,18 @@ def _check_turns(trainer: Any) -> None:
         raise ConfigurationError(
             f"Tools and environments do not run with {cause} on {trainer.accelerator.num_processes} processes: tool "
             "loops differ in length, and each of their turns would be a collective. Use `vllm_mode='server'`."
+        )
+
+
+def _check_seed(trainer: Any) -> None:
+    """Raises for a seed with which TRL would generate the later turns of all rows from the same random numbers."""
+    args = trainer.args
+    has_turns = bool(trainer.tools or trainer.environment_factories)
+    if args.colocates and has_turns and (seed := user_seed(args.generation_kwargs)) is not None:
+        raise ConfigurationError(
+            f"`generation_kwargs['seed']` ({seed}) does not run with tools or environments and `vllm_mode` "
+            "('colocate'): the later turns of all rows would have the same seed, so that equal rows stay equal. Leave "
+            "it out, or use `vllm_mode='server'`."
         )
 
 

@@ -7,7 +7,7 @@ process behind the API dies, a stream ends normally but without one.
 
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -16,7 +16,7 @@ import orjson
 
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
-from ..weights.plugin import NUM_OUTPUTS
+from ..weights.plugin import NUM_OUTPUTS, PROBE
 from .deadlines import Deadlines
 
 
@@ -197,6 +197,14 @@ class VLLMServer:
         # vLLM appends a random suffix to the ID.
         return {name.rpartition("-")[0]: count for answer in answers for name, count in answer.items()}
 
+    async def spares_generators(self) -> bool:
+        """Whether seeded requests can be prefilled in parts on a CPU. Needs our plugin."""
+        try:
+            answers = (await self.post("/collective_rpc", {"method": PROBE})).get("results", [])
+        except ServerRefusedError:  # no plugin, or an older one
+            return False
+        return bool(answers) and all(isinstance(answer, dict) and answer.get("seeds") for answer in answers)
+
     async def sleep(self) -> None:
         """Moves the weights to the host's memory and drops the KV cache. The server must be idle."""
         await self.post("/sleep?level=1", timeout_s=TURN_TIMEOUT_S)
@@ -235,6 +243,30 @@ def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
     per_copy = (vllm_config.get("scheduler_config") or {}).get("max_num_seqs")
     copies = (vllm_config.get("parallel_config") or {}).get("data_parallel_size")
     return per_copy * (copies or 1) if per_copy else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a server draws random numbers."""
+
+    seed: int | None  # of its engines; `None` if unknown
+    num_engines: int = 1  # more than one with data parallelism
+    takes_seeds: bool = True  # whether requests can have seeds
+
+    def repeats(self, others: Iterable["Sampling"]) -> bool:
+        """Whether candidates of a prompt could be equal on its engines, or on it and on others."""
+        return self.seed is None or self.num_engines > 1 or any(other.seed == self.seed for other in others)
+
+
+async def sampling_of(server: VLLMServer, vllm_config: Mapping[str, Any]) -> Sampling:
+    """
+    Returns how a server samples. On a CPU, a seeded request that is preempted or prefilled in parts kills the engine,
+    unless our plugin prevents it.
+    """
+    seed = (vllm_config.get("model_config") or {}).get("seed")
+    num_engines = (vllm_config.get("parallel_config") or {}).get("data_parallel_size") or 1
+    on_cpu = (vllm_config.get("device_config") or {}).get("device") == "cpu"
+    return Sampling(seed, num_engines, not on_cpu or await server.spares_generators())
 
 
 async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
