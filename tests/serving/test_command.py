@@ -90,7 +90,7 @@ def test_what_is_set_wins_over_cpu_defaults_and_never_over_development_endpoints
     command = one(CPU, environ, vllm_flags=["--dtype=bfloat16", "--no_enforce_eager", "--block-size", "16"])
     assert not {"--dtype", "--enforce-eager"} & set(command.argv)
     assert command.argv.count("--block-size") == 1
-    assert command.argv[-4:] == ("--dtype=bfloat16", "--no_enforce_eager", "--block-size", "16")
+    assert command.argv[-6:-2] == ("--dtype=bfloat16", "--no_enforce_eager", "--block-size", "16")
     assert not {"OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE"} & set(command.env)
     assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
 

@@ -18,6 +18,7 @@ from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
 from ..weights.plugin import NUM_OUTPUTS, PROBE
 from .deadlines import Deadlines
+from .keys import key_of
 
 
 # The server closes idle connections after 5 s. A client that keeps one longer may send requests to a closing socket.
@@ -112,6 +113,7 @@ class VLLMServer:
         self.base_url = base_url.rstrip("/")
         self.connect_timeout_s = connect_timeout_s
         self._session = session
+        self._key: str | None = None  # from its file, once it was found
 
     async def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """Returns the JSON at a path, `None` if the server does not have it."""
@@ -141,7 +143,7 @@ class VLLMServer:
 
     async def _get(self, path: str, timeout_s: float) -> bytes | None:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
-        async with self._session.get(self.base_url + path, timeout=timeout) as response:
+        async with self._session.get(self.base_url + path, timeout=timeout, headers=self._authorization()) as response:
             if response.status == 404:
                 return None
             await self._check(response)
@@ -220,13 +222,21 @@ class VLLMServer:
         return self._session.post(
             self.base_url + path,
             data=orjson.dumps(body),
-            headers={"Content-Type": "application/json", **(headers or {})},
+            headers={"Content-Type": "application/json", **self._authorization(), **(headers or {})},
             timeout=timeout,
         )
+
+    def _authorization(self) -> dict[str, str]:
+        """Returns the header with the key of a server of this user, unless the session has a key."""
+        if "Authorization" not in self._session.headers:
+            self._key = self._key or key_of(self.base_url)
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
         if response.status == 200:
             return
+        if response.status == 401:
+            self._key = None  # it may have been started again, with another one
         data = await response.read()
         try:
             message = _error_message(orjson.loads(data), data)
