@@ -131,10 +131,10 @@ def test_a_server_tells_nothing_of_other_files(tmp_path, monkeypatch):
         path.write_text("a key")
     monkeypatch.setattr("trl_darts.weights.probe.CONNECT_S", 0.1)
     answers = [probe(str(path), digest) for path in (secret, ours) for digest in (digest_of(b"a key"), digest_of(b""))]
-    assert [answer["reads"] for answer in answers] == [False, False, True, False]
+    assert [found["reads"] for found in answers] == [False, False, True, False]
     assert probe(str(tmp_path / "missing"))["reads"] is False
     with socket.create_server(("127.0.0.1", 0)) as listener:  # of another program
         assert probe(address=listener.getsockname())["connects"] is False
-    for answer in answers:
-        assert answer.keys() == {"trl_darts", "reads", "connects"}
-        assert "a key" not in str(answer)
+    for found in answers:
+        assert found.keys() == {"trl_darts", "reads", "connects"}
+        assert "a key" not in str(found)

@@ -36,7 +36,7 @@ def test_only_this_user_can_read_them(cache):
     withdraw(url)
 
 
-def test_they_are_there_while_servers_run(cache):
+def test_they_are_there_while_servers_run(cache, monkeypatch):
     urls = [f"http://127.0.0.1:{port}" for port in (8000, 8001)]
     with published("k", urls):
         assert [key_of(url) for url in urls] == ["k", "k"]
@@ -44,8 +44,8 @@ def test_they_are_there_while_servers_run(cache):
     with published(None, ["http://10.0.0.7:8000"]):
         assert not list(cache.rglob("*-8000"))
     (cache / "file").write_text("")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError, match="XDG_CACHE_HOME"):
-        patch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    with pytest.raises(ConfigurationError, match="XDG_CACHE_HOME"):
         publish(urls[0], "k")
 
 
