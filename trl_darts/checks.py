@@ -12,6 +12,8 @@ from trl import is_conversational  # type: ignore[attr-defined]  # exported lazi
 from .config import DARTSGRPOConfig
 from .engines.seeds import user_seed
 from .errors import ConfigurationError
+from .policy.siblings import SiblingCheck
+from .scheduling import RolloutResult
 from .scheduling.policies import AUTO
 from .training.reward_checks import check_functions
 from .trl_compat import check_trl, has_fused_lm_head, is_sharded
@@ -21,6 +23,7 @@ logger = get_logger(__name__)
 
 MAX_CHECKED_PROMPTS = 100_000  # tokenized within seconds
 LONG_END_ROLLOUTS = 8  # rollouts before the warning about long ends
+GREEDY = 1e-5  # vLLM does not sample below this temperature
 
 
 def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
@@ -149,6 +152,29 @@ def warn_of_cut_long_ends(args: Any, ratios: Sequence[float]) -> None:
             LONG_END_ROLLOUTS,
             args.generation_batch_size // args.num_generations,
         )
+
+
+def tells_chance(args: Any) -> bool:
+    """Whether log-probs are those of the sampling distribution. vLLM's are not where it takes the likeliest token."""
+    temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
+    return bool(args.vllm_importance_sampling_correction and temperature >= GREEDY)
+
+
+def warn_of_twins(check: SiblingCheck, result: RolloutResult) -> bool:
+    """Warns if kept rows of a group are equal beyond chance, and returns whether it did."""
+    found = (check.find([(row.tokens, row.logprobs) for row in group.rows]) for group in result.groups)
+    twins = next(filter(None, found), None)
+    if twins is None:
+        return False
+    logger.warning(
+        "Two answers to one prompt share their first %d tokens, whose log-prob of %.1f makes that all but impossible "
+        "by chance: engines sample with the same random numbers, so that siblings spread less in rewards and lengths. "
+        "Start the servers with `trl-darts serve`, or each with a `--seed` of its own and with this version of "
+        "trl_darts in its environment.",
+        twins.num_tokens,
+        twins.logprob,
+    )
+    return True
 
 
 def has_images(dataset: Any) -> bool:

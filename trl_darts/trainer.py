@@ -14,7 +14,16 @@ from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 from .buffer.batches import BufferedBatches
 from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_sources
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
-from .checks import check_arguments, check_data, check_objects, check_path, check_prompt_lengths, warn_of_other_model
+from .checks import (
+    check_arguments,
+    check_data,
+    check_objects,
+    check_path,
+    check_prompt_lengths,
+    tells_chance,
+    warn_of_other_model,
+    warn_of_twins,
+)
 from .config import DARTSGRPOConfig
 from .engines.batch import PromptBatch
 from .engines.engine import Engine
@@ -23,6 +32,7 @@ from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
 from .errors import WeightsLostError
 from .policy import LengthTracker
+from .policy.siblings import SiblingCheck
 from .streaming import Streams, make_streams
 from .telemetry.console import shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics
@@ -94,6 +104,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _streams = Streams()
     _in_tool_loop = False
     _sampler: Any = None  # of the training data
+    _siblings: SiblingCheck | None = None  # until it has warned
     _trimming: Trimming | None = None
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
@@ -143,7 +154,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
         self._batches = make_batches(self, super()._tokenize_prompts)
-        self._sources = make_sources(self)
+        self._sources, self._siblings = make_sources(self), SiblingCheck() if tells_chance(args) else None
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
         state = self._tracker_callback, self._admission, self._batches
         self._state_callback = RolloutStateCallback(*state, self._main, args.schedule)
@@ -206,6 +217,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._last_loaded_step = -1
             self._sync_weights()
             return self._rollout(source, batch)
+        if result is not None and self._siblings is not None and warn_of_twins(self._siblings, result):
+            self._siblings = None
         outcome = main.broadcast(lambda: source.conclude(plan, result, batch), meanwhile)
         if meanwhile is not None and not main.is_here:
             meanwhile()  # handles the main process's last messages

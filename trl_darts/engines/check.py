@@ -81,7 +81,10 @@ def way_back(weight_sync: str, directory: Path | None, first_port: int) -> Itera
 
         with listen(first_port) as listener:
             threading.Thread(target=send_to_all, args=(listener, secret), daemon=True).start()
-            yield WayBack(secret, address=listener.getsockname())
+            try:
+                yield WayBack(secret, address=listener.getsockname())
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which a closed socket does not
         return
     parent = Path(tempfile.gettempdir()) if directory is None else directory.absolute()
     try:
