@@ -37,6 +37,7 @@ from benchmarks.pacing import CURVES, SCALE, paced_server, scaled
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines.seeds import RolloutSeed
 from trl_darts.scheduling import (
     Candidate,
     EngineLoad,
@@ -44,7 +45,6 @@ from trl_darts.scheduling import (
     RolloutResult,
     SchedulePolicies,
     Scheduler,
-    Submit,
 )
 from trl_darts.scheduling.policies import LeastLoaded
 
@@ -86,12 +86,7 @@ class Rollouts:
         plans = [GroupPlan(index, NUM_GENERATIONS) for index in range(self.num_prompts)]
         own = [[ServerPrompt(prompt)] for prompt in prompts]
         begin = time.perf_counter()
-
-        def seeded(command: Submit) -> dict[str, Any]:
-            # vLLM on a CPU crashes for a seed with a prompt that is prefilled in chunks.
-            return {} if "ignore_eos" in self.body else {"seed": 1_000 * seed + NUM_GENERATIONS * command.group_id}
-
-        result = self.engine.run(scheduler, plans, own, self.body, seeded)
+        result = self.engine.run(scheduler, plans, own, self.body, seed=RolloutSeed(seed, always=True))
         seconds = time.perf_counter() - begin
         assert all(len(group.rows) == NUM_GENERATIONS for group in result.groups)
         return seconds, result

@@ -9,7 +9,10 @@ from transformers import TrainerCallback
 
 from .config import DARTSGRPOConfig
 from .data_checks import MAX_CHECKED_PROMPTS, FirstBatch, has_images, prompts_of, unsaved_column
+from .engines.seeds import user_seed
 from .errors import ConfigurationError
+from .policy.siblings import SiblingCheck
+from .scheduling import RolloutResult
 from .scheduling.policies import AUTO
 from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 
@@ -17,6 +20,7 @@ from .trl_compat import check_trl, has_fused_lm_head, is_sharded
 logger = get_logger(__name__)
 
 LONG_END_ROLLOUTS = 8  # rollouts before the warning about long ends
+GREEDY = 1e-5  # vLLM does not sample below this temperature
 
 
 def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
@@ -99,10 +103,34 @@ def warn_of_cut_long_ends(args: Any, ratios: Sequence[float]) -> None:
         )
 
 
+def tells_chance(args: Any) -> bool:
+    """Whether log-probs are those of the sampling distribution. vLLM's are not where it takes the likeliest token."""
+    temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
+    return bool(args.vllm_importance_sampling_correction and temperature >= GREEDY)
+
+
+def warn_of_twins(check: SiblingCheck, result: RolloutResult) -> bool:
+    """Warns if kept rows of a group are equal beyond chance, and returns whether it did."""
+    found = (check.find([(row.tokens, row.logprobs) for row in group.rows]) for group in result.groups)
+    twins = next(filter(None, found), None)
+    if twins is None:
+        return False
+    logger.warning(
+        "Two answers to one prompt share their first %d tokens, whose log-prob of %.1f makes that all but impossible "
+        "by chance: engines sample with the same random numbers, so that siblings spread less in rewards and lengths. "
+        "Start the servers with `trl-darts serve`, or each with a `--seed` of its own and with this version of "
+        "trl_darts in its environment.",
+        twins.num_tokens,
+        twins.logprob,
+    )
+    return True
+
+
 def check_path(trainer: Any) -> None:
     """Raises for combinations of model, data, processes and engine that can't work, once the trainer is built."""
     args = trainer.args
     _check_turns(trainer)
+    _check_seed(trainer)
     _guard(trainer)
     _check_rounds(trainer)
     if args.use_transformers_continuous_batching and not args.use_vllm:
@@ -167,6 +195,18 @@ def _check_turns(trainer: Any) -> None:
         raise ConfigurationError(
             f"Tools and environments do not run with {cause} on {trainer.accelerator.num_processes} processes: tool "
             "loops differ in length, and each of their turns would be a collective. Use `vllm_mode='server'`."
+        )
+
+
+def _check_seed(trainer: Any) -> None:
+    """Raises for a seed with which TRL would generate the later turns of all rows from the same random numbers."""
+    args = trainer.args
+    has_turns = bool(trainer.tools or trainer.environment_factories)
+    if args.colocates and has_turns and (seed := user_seed(args.generation_kwargs)) is not None:
+        raise ConfigurationError(
+            f"`generation_kwargs['seed']` ({seed}) does not run with tools or environments and `vllm_mode` "
+            "('colocate'): the later turns of all rows would have the same seed, so that equal rows stay equal. Leave "
+            "it out, or use `vllm_mode='server'`."
         )
 
 

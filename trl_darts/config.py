@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from trl import GRPOConfig  # type: ignore[attr-defined]
 
 from .engines.sampling import not_carried
+from .engines.seeds import user_seed
 from .engines.server_fields import ServerFields
 from .errors import ConfigurationError, did_you_mean
 from .policy import LatencyCurve
@@ -255,6 +256,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
                     f"`generation_kwargs[{name!r}]` ({kwargs[name]}) must be left out. The number of completions per "
                     "prompt is `num_generations`, and of candidates `max_num_generations`."
                 )
+        user_seed(kwargs)
         known = GenerationConfig().to_dict().keys()  # keeps any other name, and does not read it
         if not self.use_vllm and (unknown := sorted(kwargs.keys() - known)):
             raise ConfigurationError(

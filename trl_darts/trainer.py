@@ -18,7 +18,15 @@ from .buffer.feed import PromptFeed
 from .buffer.loop import LoopPosition
 from .buffer.sources import Launched, Prompts, R, RolloutSource, TRLSource, make_batches, make_feed, make_sources
 from .callbacks import RolloutStateCallback, RunLogCallback, VarianceTrackerCallback, with_tracker
-from .checks import check_arguments, check_objects, check_path, check_prompt_lengths, warn_of_other_model
+from .checks import (
+    check_arguments,
+    check_objects,
+    check_path,
+    check_prompt_lengths,
+    tells_chance,
+    warn_of_other_model,
+    warn_of_twins,
+)
 from .config import DARTSGRPOConfig
 from .data_checks import check_data
 from .engines.batch import PromptBatch
@@ -28,6 +36,7 @@ from .engines.main_process import MainProcess
 from .engines.vllm_generation import synced_generation
 from .errors import WeightsLostError
 from .policy import LengthTracker
+from .policy.siblings import SiblingCheck
 from .streaming import Streams, make_streams
 from .telemetry.console import shorten_console
 from .telemetry.metrics import RolloutRecord, bias_metrics
@@ -102,6 +111,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _loop = LoopPosition(1, 1)
     _feed = PromptFeed(_loop)
     _batch_in_use = -1  # index of the batch that TRL has buffered
+    _siblings: SiblingCheck | None = None  # until it has warned
     _trimming: Trimming | None = None
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
@@ -154,6 +164,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._feed = make_feed(self)
         self._batches = make_batches(self, self._feed)
         self._sources = make_sources(self)
+        self._siblings = SiblingCheck() if tells_chance(args) else None
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
         columns = known_columns(self.train_dataset)
         rollouts = Rollouts(args, self._main, columns, self._loop, self._feed, self._batches)
@@ -217,6 +228,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._last_loaded_step = -1
             self._sync_weights()
             return self._rollout(source, batch)
+        if result is not None and self._siblings is not None and warn_of_twins(self._siblings, result):
+            self._siblings = None
         outcome = main.scatter(lambda: source.conclude(plan, result, batch), meanwhile)
         if meanwhile is not None and not main.is_here:
             meanwhile()  # handles the main process's last messages

@@ -6,6 +6,7 @@ import copy
 import re
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -14,9 +15,10 @@ from typer.testing import CliRunner
 from tests.engines.fake_server import HEALTHY, answer, fake_server
 from tests.engines.test_preflight import routes
 from trl_darts.cli import app
-from trl_darts.engines.check import WayBack, check_servers
+from trl_darts.engines.check import check_servers, way_back
 from trl_darts.engines.server_list import FileSource, ServerList
-from trl_darts.weights.probe import probe
+from trl_darts.weights import nccl
+from trl_darts.weights.probe import PREFIX, digest_of, probe
 
 
 async def rpc(request: web.Request) -> web.Response:
@@ -26,7 +28,7 @@ async def rpc(request: web.Request) -> web.Response:
 
 
 async def blind(request: web.Request) -> web.Response:
-    return await answer({"results": [probe(None, None) | {"text": "FileNotFoundError: No such file"}]})
+    return await answer({"results": [probe() | {"reads": False}]})
 
 
 def served(config=HEALTHY, rpc=rpc, **kwargs) -> dict:
@@ -77,7 +79,7 @@ def other(**changes) -> dict:
         (served(max_model_len=512), r"its max_model_len is 512, that of others 1024"),
         (served(other(dtype="torch.bfloat16")), r"its dtype is bfloat16, that of others float32"),
         (served(other(logprobs_mode="raw_logprobs")), r"it needs `--logprobs-mode processed_logprobs`"),
-        (served(rpc=blind), r"it does not see .* as here \(FileNotFoundError: No such file\)"),
+        (served(rpc=blind), r"it does not see .* as here$"),
         (routes(HEALTHY), r"trl_darts is not in its environment"),
         (routes(HEALTHY, without=["GET /server_info"]), r"it has no development endpoints"),
         ({"GET /health": lambda _: answer({"error": "the key"}, 401)}, r"answered 401: the key"),
@@ -110,11 +112,29 @@ def test_a_dead_server_and_bad_arguments(tmp_path):
 
 
 def test_the_way_back_over_a_socket(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as listener, fake_server(served()) as url:
-        address = listener.getsockname()
-        (found,) = check_servers([url], WayBack(address=address), None, 5.0)
-        assert (found.weights, found.problems) == ("NCCL", [])
-        listener.close()
-        (found,) = check_servers([url], WayBack(address=address), None, 5.0)
+    monkeypatch.setattr(nccl, "listen", lambda port: socket.create_server(("127.0.0.1", 0)))
+    with fake_server(served()) as url:
+        with way_back("nccl", None, 1) as way:
+            (found,) = check_servers([url], way, None, 5.0)
+            assert (found.weights, found.problems) == ("NCCL", [])
+            (found,) = check_servers([url], replace(way, secret="another listener's"), None, 5.0)
+            assert found.weights == "no"
+        (found,) = check_servers([url], way, None, 5.0)
         assert found.weights == "no"
-        assert re.search(r"can't connect to 127.0.0.1:\d+ \(Connection refused\): set VLLM_HOST_IP", found.problems[0])
+        assert re.search(r"can't connect to 127.0.0.1:\d+: set VLLM_HOST_IP", found.problems[0])
+
+
+def test_a_server_tells_nothing_of_other_files(tmp_path, monkeypatch):
+    """Whoever can reach a server could read all that its user can."""
+    secret, ours = tmp_path / "id_rsa", tmp_path / f"{PREFIX}x"
+    for path in (secret, ours):
+        path.write_text("a key")
+    monkeypatch.setattr("trl_darts.weights.probe.CONNECT_S", 0.1)
+    answers = [probe(str(path), digest) for path in (secret, ours) for digest in (digest_of(b"a key"), digest_of(b""))]
+    assert [found["reads"] for found in answers] == [False, False, True, False]
+    assert probe(str(tmp_path / "missing"))["reads"] is False
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # of another program
+        assert probe(address=listener.getsockname())["connects"] is False
+    for found in answers:
+        assert found.keys() == {"trl_darts", "reads", "connects"}
+        assert "a key" not in str(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from transformers import Qwen2Config
 
 from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
 from tests.engines.test_preflight import needs, routes
-from trl_darts.engines import VLLMServerEngine, connection, discovery, pool
+from trl_darts.engines import VLLMServerEngine, connection, discovery, pool, server_list
 from trl_darts.engines.connection import ServerSettings, check_joining, connect
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.discovery import Discovery
@@ -244,6 +245,30 @@ def test_a_file_that_is_no_list(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ServerListError, match="must have JSON like"):
         ServerList.read(path)
+
+
+def test_who_can_change_a_list(tmp_path, caplog, monkeypatch):
+    """The servers that it names get the key, the prompts and the weights."""
+    path, before = tmp_path / "servers.json", os.umask(0)
+    try:
+        ServerList(("http://a:1",), 1).write(path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
+    path.chmod(0o664)  # of a group that shares it
+    for source in (path, tmp_path):
+        assert ServerList.read(source).urls == ("http://a:1",)
+    assert not caplog.records
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 4)
+    monkeypatch.setattr(server_list, "ROOT", -1)
+    for _ in range(2):
+        ServerList.read(path)
+    (record,) = caplog.records
+    assert "belongs to user" in record.message
+    path.chmod(0o666)
+    for source in (path, tmp_path):
+        with pytest.raises(ConfigurationError, match="must not be writable by every user"):
+            ServerList.read(source)
 
 
 def test_a_list_belongs_to_one_trainer(tmp_path):

@@ -73,7 +73,8 @@ def launched(servers: VLLMServerEngine, **fields) -> tuple[ServerEngine, tuple[R
     main = MainProcess(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
     own = dict.fromkeys(SAMPLING) | {"max_completion_length": 8, "generation_kwargs": {}}
     facts = ServerFacts(model="m", max_model_len=100)
-    engine = ServerEngine(SimpleNamespace(main=main, own_engine=servers, facts=facts, bring_back=lambda: None, **own))
+    own |= {"main": main, "own_engine": servers, "settings": SimpleNamespace(seed=42)}
+    engine = ServerEngine(SimpleNamespace(facts=facts, bring_back=lambda: None, **own))
     batch = PromptBatch.alone([[5]] * M, M)
     admission = UniformAdmission(M).plan(batch.infos)
     scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M, **fields)

@@ -50,12 +50,18 @@ def test_candidates_are_told_by_their_id():
 
 
 def test_candidates_of_a_prompt_differ_under_a_seed():
-    world = World([1] * 6)
+    """Also those of its next visit."""
     sampling_params = vllm.SamplingParams(seed=40, max_tokens=5, temperature=0.5)
-    vllm.SteppedLLM(world.llm, world.share).generate([{"prompt_token_ids": [3]}] * 6, sampling_params)
-    sent = [request.sampling_params for request in world.core.requests]
-    assert [params.seed for params in sent] == [40, 40, 41, 41, 42, 42]  # by index, in each of the two groups
-    assert {(params.temperature, params.max_tokens) for params in sent} == {(0.5, 5)}
+    seeds = []
+    for rollout in ((0, 1), (0, 2), (1, 1), (0, 1)):  # step and number
+        world = World([1] * 6)
+        world.share.rollout = rollout
+        vllm.SteppedLLM(world.llm, world.share).generate([{"prompt_token_ids": [3]}] * 6, sampling_params)
+        sent = [request.sampling_params for request in world.core.requests]
+        assert {(params.temperature, params.max_tokens) for params in sent} == {(0.5, 5)}
+        seeds.append([params.seed for params in sent])
+    assert len({seed for own in seeds[:3] for seed in own}) == 18
+    assert seeds[0] == seeds[3]
     assert sampling_params.seed == 40  # it is the caller's
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.pool import State
+from trl_darts.engines.seeds import RolloutSeed
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
     CandidateState,
@@ -42,12 +43,12 @@ def body(vllm_server, **more) -> dict:
     return {"model": vllm_server.model, **fields, **more}
 
 
-def run(engine, body, counts, schedule="darts", prompts=None, overrides=None, on_progress=None, **kwargs):
+def run(engine, body, counts, schedule="darts", prompts=None, overrides=None, on_progress=None, seed=None, **kwargs):
     policies = make_policies(schedule, 4, **kwargs)
     plans = [GroupPlan(i, count) for i, count in enumerate(counts)]
     prompts = prompts or [[60 + i, 61] for i in range(len(counts))]
     prompts = [[ServerPrompt(prompt)] for prompt in prompts]
-    return engine.run(Scheduler(policies, 4), plans, prompts, body, overrides, on_progress)
+    return engine.run(Scheduler(policies, 4), plans, prompts, body, overrides, on_progress, seed)
 
 
 def fixed_lengths(lengths):
@@ -112,11 +113,12 @@ def test_bounded_wait_streams_and_aborts(engine, vllm_server):
 
 
 def test_candidates_differ_and_a_seed_repeats_them(engine, vllm_server):
-    fields = body(vllm_server, seed=7)
-    first, second = (run(engine, fields, [4, 4], schedule="grpo") for _ in range(2))
+    seeds = RolloutSeed(7, (0, 0, 1), always=True), RolloutSeed(7, (0, 0, 1), always=True), RolloutSeed(7, (0, 0, 2))
+    first, second, third = (run(engine, body(vllm_server), [4, 4], schedule="grpo", seed=seed) for seed in seeds)
     tokens = [[row.tokens for row in group.rows] for group in first.groups]
     assert tokens == [[row.tokens for row in group.rows] for group in second.groups]
     assert len({tuple(row) for row in tokens[0]}) == 4
+    assert tokens != [[row.tokens for row in group.rows] for group in third.groups]
 
 
 def test_candidates_resume_after_their_tokens(engine, vllm_server):

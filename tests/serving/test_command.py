@@ -4,12 +4,15 @@ import importlib
 import json
 import socket
 import sys
+from dataclasses import replace
 
 import pytest
 from trl import TrlParser
 
 from trl_darts import DARTSGRPOConfig
+from trl_darts.engines.keys import key_path
 from trl_darts.serving.command import (
+    MIDDLEWARE,
     ServerCommand,
     as_flags,
     as_python,
@@ -17,7 +20,7 @@ from trl_darts.serving.command import (
     trainer_arguments,
     trainer_notes,
 )
-from trl_darts.serving.options import ServeOptions
+from trl_darts.serving.options import ServeOptions, with_own_key
 
 from .builders import CPU, CUDA
 
@@ -90,9 +93,35 @@ def test_what_is_set_wins_over_cpu_defaults_and_never_over_development_endpoints
     command = one(CPU, environ, vllm_flags=["--dtype=bfloat16", "--no_enforce_eager", "--block-size", "16"])
     assert not {"--dtype", "--enforce-eager"} & set(command.argv)
     assert command.argv.count("--block-size") == 1
-    assert command.argv[-4:] == ("--dtype=bfloat16", "--no_enforce_eager", "--block-size", "16")
+    assert command.argv[-6:-2] == ("--dtype=bfloat16", "--no_enforce_eager", "--block-size", "16")
     assert not {"OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE"} & set(command.env)
     assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def seeds(commands) -> list[int]:
+    """Returns the seed that counts, of each server."""
+    return [int(command.argv[len(command.argv) - command.argv[::-1].index("--seed")]) for command in commands]
+
+
+@pytest.mark.parametrize("settings", [{"num_servers": 4}, {"layout": "2x1+1x2"}])
+def test_every_server_has_a_seed_of_its_own(settings):
+    """Also main and tail servers, the servers of another command, and those of one command on a cluster."""
+    options = ServeOptions("M", **settings)
+    own = seeds(make_commands(options, CPU, {}))
+    others = seeds(make_commands(ServeOptions("M", **settings), CPU, {}))
+    assert len({*own, *others}) == len(own) + len(others)
+    assert seeds(make_commands(options, CPU, {})) == own  # a restart, and what is printed
+    one_each = replace(options, num_servers=1, layout=None)
+    on_ray = [seeds(make_commands(one_each, CPU, {}, first=number))[0] for number in range(len(own))]
+    assert on_ray == own
+
+
+@pytest.mark.parametrize("flags", [["--seed", "7"], ["--seed=7"], ["--see", "7"]])
+def test_a_users_seed_is_that_of_the_first(flags):
+    options = ServeOptions("M", vllm_flags=flags, num_servers=3)
+    assert seeds(make_commands(options, CPU, {})) == [7, 8, 9]
+    last = ServeOptions("M", vllm_flags=["--seed", str(2**32 - 1)], num_servers=2)
+    assert seeds(make_commands(last, CPU, {})) == [2**32 - 1, 0]
 
 
 def test_cpu_with_several_processes():
@@ -132,7 +161,7 @@ def test_key_is_in_the_environment_and_nowhere_else():
 
 def test_who_asks_for_the_key_comes_last_and_so_is_asked_first():
     flags = ["--middleware", "mine.Own"]
-    *_, first, mine, last, ours = one(CPU, api_key="k", vllm_flags=flags).argv
+    *_, first, mine, _, _, last, ours = one(CPU, api_key="k", vllm_flags=flags).argv
     assert (first, mine, last) == ("--middleware", "mine.Own", "--middleware")
     assert importlib.import_module(ours.rpartition(".")[0]).RequireKey.__name__ == ours.rpartition(".")[2]
     assert one(CPU, vllm_flags=flags).argv.count("--middleware") == 1
@@ -169,6 +198,22 @@ def test_interfaces_matter_to_nccl_from_another_machine():
     assert told(host="0.0.0.0", api_key="k")
     assert not told()
     assert not told(host="0.0.0.0", api_key="k", weight_sync="filesystem")
+
+
+def test_where_the_key_is():
+    settings = ServeOptions("M")
+    keyed = with_own_key(settings)
+    assert len(keyed.api_key) == 32
+    assert with_own_key(settings).api_key != keyed.api_key
+    (command,) = make_commands(keyed, CPU, {})
+    assert command.env["VLLM_API_KEY"] == keyed.api_key
+    assert value(command, "--middleware") == MIDDLEWARE
+    (note,) = trainer_notes(keyed, CPU, command.base_url)
+    assert f"export VLLM_API_KEY=$(cat {key_path('http://127.0.0.1:8000')})" in note
+    for text in (note, str(command), repr(keyed), repr(command)):
+        assert keyed.api_key not in text
+    for other in ({"api_key": "k"}, {"no_api_key": True}, {"host": "0.0.0.0"}):
+        assert with_own_key(ServeOptions("M", **other)).own_key is None
 
 
 def test_gpus_that_are_left():

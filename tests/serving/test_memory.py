@@ -52,7 +52,7 @@ def test_every_server_gets_it(checkpoint):
     for command in make_commands(options(checkpoint(40)), CUDA, {}):
         assert command.argv[command.argv.index("--gpu-memory-utilization") + 1] == "0.82"  # 1 - (40 / 4 + 4) / 80
     (command, *_) = make_commands(options(checkpoint(40), "--gpu-memory-utilization", "0.7"), CUDA, {})
-    assert command.argv[-2:] == ("--gpu-memory-utilization", "0.7")
+    assert command.argv[-4:-2] == ("--gpu-memory-utilization", "0.7")
     assert command.argv.count("--gpu-memory-utilization") == 1
     assert "--gpu-memory-utilization" not in make_commands(options(checkpoint(40)), CPU, {})[0].argv
     assert "--gpu-memory-utilization" not in make_commands(ServeOptions(checkpoint(40)), CUDA, {})[0].argv

@@ -31,6 +31,12 @@ BOTH = [
     ({"host": "0.0.0.0"}, r"`host` \('0.0.0.0'\).*VLLM_API_KEY"),
     ({"host": "192.0.2.1", "api_key": "k"}, r"`host` \('192.0.2.1'\) must be an address of this machine"),
     ({"api_key": "schlüssel"}, "`api_key` must be"),
+    ({"api_key": "k", "no_api_key": True}, r"`no_api_key` \(True\) must be unset with a key"),
+    ({"host": "0.0.0.0", "no_api_key": True}, r"`host` \('0.0.0.0'\) must be a loopback address"),
+    *(
+        ({"vllm_flags": ["--seed", seed]}, rf"`--seed` \('{seed}'\) must be a whole number")
+        for seed in ("-1", "x", f"{2**32}")
+    ),
     ({"layout": "4"}, r"`layout` \('4'\) must be main and tail engines that differ"),
     ({"layout": "2x1+1x2", "num_servers": 2}, r"`num_servers` \(2\) must be unset with `layout`"),
     ({"vllm_flags": ["other/model"]}, "`other/model` is one argument too many"),
@@ -83,7 +89,8 @@ def test_flags_that_contradict(model, flag):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"vllm_flags": ["--seed", "-1"]},
+        {"vllm_flags": ["--max-num-seqs", "-1"]},
+        {"no_api_key": True},
         {"vllm_flags": ["--max-num-seqs=8", "--enable-scale-out"]},
         {"vllm_flags": ["-O", "0"]},
         {"speculative": "ngram"},

@@ -66,7 +66,7 @@ def test_broken_write_leaves_nothing(tmp_path):
     with pytest.raises(KeyError):
         directory.write(1, broken(), 36)
     assert directory.path(1) is None
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
 
 
 def test_directory_that_can_not_be_written(tmp_path):
@@ -111,19 +111,25 @@ def test_without_room_in_memory_it_is_the_temporary_directory(memory, tmp_path):
     assert (directory.path(1), directory.path(2)) == (None, paths[1])
 
 
-def test_a_killed_run_leaves_its_files_to_the_next(memory):
-    """The next run removes them from shared memory. Files of a live run are not removed."""
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_killed_run_leaves_its_files_to_the_next(memory, is_local):
+    """The next run removes them. Files of a live run, or of another machine, are not removed."""
+    parent = None if is_local else str(memory)
     code = (
         "import sys, time, pathlib; from trl_darts.weights import files; "
-        f"files.SHARED_MEMORY = pathlib.Path({str(memory)!r}); directory = files.WeightDirectory(); "
+        f"files.SHARED_MEMORY = pathlib.Path({str(memory)!r}); directory = files.WeightDirectory({parent!r}); "
         "directory.write(1, [], 0); print(directory.roots[0], flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         root = process.stdout.readline().strip()
-        alive = WeightDirectory()
+        alive = WeightDirectory(parent)
         alive.write(1, [], 0)
         assert os.path.exists(root)
         process.send_signal(signal.SIGKILL)
-    WeightDirectory().write(1, [], 0)
+    elsewhere = memory / f"{files.PREFIX}of-another-machine"
+    elsewhere.mkdir()
+    (elsewhere / "lock").write_text("another-machine")
+    WeightDirectory(parent).write(1, [], 0)
     assert not os.path.exists(root)
+    assert elsewhere.exists()
     assert alive.roots[0].exists()

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..analysis.output_files import writing
 from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.keys import published
 from ..engines.server_list import ServerList
 from ..engines.waiting import INTERVAL_S as LINE_INTERVAL_S
 from ..serving.build import VLLMBuild, find_build
@@ -23,7 +24,7 @@ from ..serving.command import (
     trainer_arguments,
     trainer_notes,
 )
-from ..serving.options import ServeOptions, check_options, check_place, log_directory
+from ..serving.options import ServeOptions, check_options, check_place, log_directory, with_own_key
 
 
 if TYPE_CHECKING:
@@ -73,9 +74,19 @@ def serve(
     ] = False,
     api_key: Annotated[
         str | None,
-        typer.Option(help="Key that requests must have.", envvar=API_KEY_VARIABLE, show_default=False),
+        typer.Option(
+            help="Key that requests must have. Made for you on a loopback address.",
+            envvar=API_KEY_VARIABLE,
+            show_default=False,
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until a server must be healthy.")] = 600.0,
+    no_api_key: Annotated[
+        bool,
+        typer.Option(
+            "--no-api-key", help="On a loopback address: let every user of the machine use the servers, without a key."
+        ),
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds until a server must be healthy.")] = 1800.0,
     log_dir: Annotated[
         Path | None, typer.Option(help="Directory for the servers' logs. A temporary one by default.")
     ] = None,
@@ -131,18 +142,19 @@ def start_here(options: ServeOptions) -> None:
     """Runs the servers on this machine."""
     from ..serving.supervisor import Server, Supervisor, counted_signals  # loads an HTTP client
 
-    build = find_build()
+    build, options = find_build(), with_own_key(options)
     check_options(options, build)
     commands = make_commands(options, build)
+    urls = [command.base_url for command in commands]
     logs = log_directory(options.log_dir)
     servers = [
         Server(command, logs / f"server-{port}.log") for command, port in zip(commands, options.ports, strict=True)
     ]
     supervisor = Supervisor(servers, options.timeout, options.restart, takes_turns=options.takes_turns(build))
-    display = Display(supervisor, options, shown_arguments(options, build, commands))
+    display = Display(supervisor, options, shown_arguments(options, build, urls[0], commands))
     display.print(f"vLLM {build}, logs in {logs}")
     display.print(f"$ {commands[0]}")
-    with counted_signals() as stop, display:
+    with counted_signals() as stop, published(options.own_key, urls), display:
         supervisor.run(stop, display.report)
     display.print(f"All servers have ended. Logs: {logs}")
 
@@ -158,7 +170,7 @@ def start_on_ray(options: ServeOptions) -> None:
         try:
             servers.prepare()
             first = servers.prepared[0]
-            display = Display(servers, options, shown_arguments(options, first.build))
+            display = Display(servers, options, shown_arguments(servers.options, first.build, first.url))
             for one in servers.prepared:
                 display.print(f"vLLM {one.build}, log: {one.log_path}")
             display.print(f"Ray cluster at {address}")
@@ -170,9 +182,12 @@ def start_on_ray(options: ServeOptions) -> None:
     display.print("All servers have ended.")
 
 
-def shown_arguments(options: ServeOptions, build: VLLMBuild, commands: Sequence[ServerCommand] = ()) -> str:
+def shown_arguments(
+    options: ServeOptions, build: VLLMBuild, first_url: str, commands: Sequence[ServerCommand] = ()
+) -> str:
     arguments = trainer_arguments(options, build, commands)
-    shown = [as_python(arguments), "", "or, for a script:", "", as_flags(arguments), *trainer_notes(options, build)]
+    notes = trainer_notes(options, build, first_url)
+    shown = [as_python(arguments), "", "or, for a script:", "", as_flags(arguments), *notes]
     return "\n".join(["The trainer's arguments:", "", *shown, ""])
 
 

@@ -4,14 +4,17 @@ import asyncio
 import secrets
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import ConfigurationError, TRLDARTSError
+from ..weights.plugin import PROBE
+from ..weights.probe import PREFIX, digest_of
 from .addresses import is_this_machine
 from .pool import FAILURES, describe
 from .vllm_api import VLLMServer, max_num_seqs, new_session, server_load
@@ -41,23 +44,30 @@ class Checked:
 class WayBack:
     """How weights reach the servers: a file that each must read, or an address to which each must connect."""
 
+    secret: str  # in the file, or sent to who connects
     path: Path | None = None
-    text: str = ""
     address: tuple[str, int] | None = None
     local_only: bool = False  # the file is on this machine
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The arguments of `probe`, on the servers."""
+        if self.path is not None:
+            return {"path": str(self.path), "digest": digest_of(self.secret.encode())}
+        return {"address": self.address, "nonce": self.secret}
 
     def problem(self, url: str, answers: Sequence[dict[str, Any]]) -> str | None:
         """Returns what is wrong with the answers of a server's workers."""
         if self.local_only and not is_this_machine(urlsplit(url).hostname or ""):
             return "it is on another machine: set `weight_sync_dir` to a directory that both can access"
         for answer in answers:
-            if self.path is not None and answer["text"] != self.text:
-                return f"it does not see {self.path.parent} as here ({answer['text']})"
-            if self.address is not None and answer["connection"]:
+            if self.path is not None and not answer["reads"]:
+                return f"it does not see {self.path.parent} as here"
+            if self.address is not None and not answer["connects"]:
                 host, port = self.address
                 return (
-                    f"it can't connect to {host}:{port} ({answer['connection']}): set VLLM_HOST_IP here, "
-                    "NCCL_SOCKET_IFNAME on both sides, and open the port"
+                    f"it can't connect to {host}:{port}: set VLLM_HOST_IP here, NCCL_SOCKET_IFNAME on both sides, and "
+                    "open the port"
                 )
         return None
 
@@ -65,24 +75,37 @@ class WayBack:
 @contextmanager
 def way_back(weight_sync: str, directory: Path | None, first_port: int) -> Iterator[WayBack]:
     """Writes a file for the servers, or listens for them, while the context runs."""
+    secret = secrets.token_hex(16)
     if weight_sync == "nccl":
         from ..weights.nccl import listen  # loads vLLM
 
         with listen(first_port) as listener:
-            yield WayBack(address=listener.getsockname())
+            threading.Thread(target=send_to_all, args=(listener, secret), daemon=True).start()
+            try:
+                yield WayBack(secret, address=listener.getsockname())
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which a closed socket does not
         return
     parent = Path(tempfile.gettempdir()) if directory is None else directory.absolute()
-    text = f"{socket.gethostname()} {secrets.token_hex(8)}"
     try:
-        with tempfile.NamedTemporaryFile("w", dir=parent, prefix=".trl_darts-check-") as file:
-            file.write(text)
+        with tempfile.NamedTemporaryFile("w", dir=parent, prefix=PREFIX) as file:
+            file.write(secret)
             file.flush()
-            yield WayBack(Path(file.name), text, local_only=directory is None)
+            yield WayBack(secret, Path(file.name), local_only=directory is None)
     except OSError as error:
         raise ConfigurationError(
             f"`weight_sync_dir` ({str(parent)!r}) must be a directory that this process can write: {error.strerror}. "
             "Choose another."
         ) from error
+
+
+def send_to_all(listener: socket.socket, secret: str) -> None:
+    """Sends a text to whoever connects, until the listener is closed."""
+    with suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.sendall(secret.encode())
 
 
 def check_servers(urls: Sequence[str], way: WayBack, api_key: str | None, timeout_s: float) -> list[Checked]:
@@ -134,10 +157,7 @@ async def _read_facts(server: VLLMServer, found: Checked, timeout_s: float) -> N
 
 
 async def _probe(server: VLLMServer, found: Checked, way: WayBack) -> None:
-    body = {
-        "method": "trl_darts_probe",
-        "kwargs": {"path": None if way.path is None else str(way.path), "address": way.address},
-    }
+    body = {"method": PROBE, "kwargs": way.question}
     try:
         answers = (await server.post("/collective_rpc", body, PROBE_S))["results"]
     except TRLDARTSError:

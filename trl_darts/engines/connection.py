@@ -42,6 +42,7 @@ class ServerSettings:
     tail_urls: tuple[str, ...] = ()  # the tail servers among `base_urls`
     takes_turns: bool = False  # whether main and tail servers share GPUs
     source: ServerSource | None = None  # of the list of servers, if there is one
+    seed: int = 0  # of the run
 
 
 def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerSettings:
@@ -54,6 +55,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
         source=None if args.vllm_server_list is None else make_source(args.vllm_server_list),
         directory=WeightDirectory(args.weight_sync_dir) if weight_sync == "filesystem" else None,
         deadlines=args.deadlines,
+        seed=args.seed,
         api_key=args.api_key,
         requirements=Requirements(
             max_completion_length=args.max_completion_length,

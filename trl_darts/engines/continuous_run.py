@@ -20,6 +20,7 @@ from ..scheduling import (
 )
 from .deadlines import Deadlines
 from .pool import Member, ServerPool
+from .seeds import RolloutSeed
 from .vllm_api import ServerPrompt
 from .vllm_rollout import Overrides, RolloutRun
 from .waiting import Waiting
@@ -42,8 +43,9 @@ class ContinuousRun(RolloutRun):
         deadlines: Deadlines,
         step: int,
         keeps_kv: bool,
+        seed: RolloutSeed | None = None,
     ) -> None:
-        super().__init__(scheduler, pool, [], body, overrides, deadlines)
+        super().__init__(scheduler, pool, [], body, overrides, deadlines, seed)
         self.prompts: dict[int, Sequence[ServerPrompt]] = {}  # by group
         self.rollout = None
         self.step = step

@@ -27,7 +27,7 @@ import aiohttp
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
 from .deadlines import Deadlines
 from .server_log import explain, find_log
-from .vllm_api import TURN_TIMEOUT_S, ServerRefusedError, VLLMServer, max_num_seqs, server_load
+from .vllm_api import TURN_TIMEOUT_S, Sampling, ServerRefusedError, VLLMServer, max_num_seqs, sampling_of, server_load
 
 
 PROBE_INTERVAL_S = 2.0
@@ -94,6 +94,7 @@ class Member:
     load: ServerLoad | None = None  # latest metrics; `None` if it has none
     last_progress: float = 0.0  # last sign of decoding, by `time.perf_counter`
     last_queued: float = 0.0  # last time that requests waited in its queue, including preempted ones
+    sampling: Sampling | None = None  # as `limit`, queried with it
 
     @property
     def capacity(self) -> int:
@@ -151,6 +152,7 @@ class ServerPool:
         self._refresh = refresh
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._returning: dict[str, asyncio.Task[None]] = {}
+        self._has_warned = False  # of servers that sample alike
 
     def urls(self, state: State) -> list[str]:
         """Returns the addresses of the servers in a state."""
@@ -195,13 +197,43 @@ class ServerPool:
         member = self.members[url]
         try:
             info = await member.server.get("/server_info?config_format=json", self.deadlines.info_s)
-        except FAILURES:  # errors are handled when the server is used
+            member.sampling = await sampling_of(member.server, info["vllm_config"])
+        except (*FAILURES, TypeError, KeyError):  # errors are handled when the server is used
             info = None
         slots = max_num_seqs((info or {}).get("vllm_config") or {})
         if member.limit is None or member.limit.slots != slots:
             member.limit = ConcurrencyLimit(slots, self._connections)
+        self._warn_of_siblings()
         if member.state is State.UP:
             self._notify(lambda listener: listener.on_resized(url, member.capacity))
+
+    def needs_seed(self, url: str) -> bool:
+        """Whether a server's requests must have seeds, because candidates of a prompt could be equal without."""
+        own = self.members[url].sampling
+        return own is not None and own.takes_seeds and own.repeats(self._samplings(url))
+
+    def _samplings(self, url: str) -> list[Sampling]:
+        """Returns how the other servers sample."""
+        return [m.sampling for other, m in self.members.items() if other != url and m.sampling is not None]
+
+    def _warn_of_siblings(self) -> None:
+        """Warns once if candidates of a prompt may be equal, and their servers can't take seeds."""
+        alike = [
+            url
+            for url, member in self.members.items()
+            if (own := member.sampling) is not None
+            and not own.takes_seeds
+            and own.repeats(other for other in self._samplings(url) if not other.takes_seeds)
+        ]
+        if alike and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Candidates of a prompt may be equal: the vLLM engines at %s have the same `--seed`, and as they run "
+                "on a CPU without this trl_darts, seeds per request would end them. Run `pip install -U trl-darts` in "
+                "the servers' environment, or start one engine per server with `trl-darts serve`, or with different "
+                "`--seed`s.",
+                ", ".join(alike),
+            )
 
     def lose(self, url: str, reason: str) -> None:
         """Stops using a server until it answers again."""

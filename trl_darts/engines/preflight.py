@@ -14,7 +14,8 @@ from transformers import PretrainedConfig
 
 from ..errors import ConfigurationError, TRLDARTSError
 from .pool import FAILURES, describe
-from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, vocabulary_size
+from .seeds import user_seed
+from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, sampling_of, vocabulary_size
 from .waiting import INTERVAL_S, Waiting
 
 
@@ -76,6 +77,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
     await _check_vocabulary(server, facts, needs.model_config)
     if needs.images:
         await _check_image_endpoints(server)
+    if user_seed(needs.sampling) is not None:
+        await _check_seed(server, info["vllm_config"], needs)
     if needs.continuous:
         await _check_counts(server, info["vllm_config"])
     _check_architecture(server.base_url, info["vllm_config"]["model_config"]["model"], needs.model_config)
@@ -213,6 +216,16 @@ async def _check_counts(server: VLLMServer, config: Any) -> None:
             "know which weights sampled which token. Run `pip install trl-darts` in the server's environment, and "
             "restart it."
         ) from error
+
+
+async def _check_seed(server: VLLMServer, config: Any, needs: Requirements) -> None:
+    if not (await sampling_of(server, config)).takes_seeds:
+        raise ConfigurationError(
+            f"`generation_kwargs['seed']` ({needs.sampling['seed']}) would end the vLLM server at {server.base_url}: "
+            "on a CPU, vLLM can't rewind the random numbers of a request that is preempted or prefilled in parts, and "
+            "the server has no trl_darts, or an older one, which prevents that. Run `pip install -U trl-darts` in its "
+            "environment and restart it, or leave the seed out."
+        )
 
 
 async def _check_image_endpoints(server: VLLMServer) -> None:

@@ -7,11 +7,13 @@ of the healthy servers. A trainer claims the list it reads: two trainers would r
 
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -20,7 +22,10 @@ from .addresses import check_address, split_addresses
 
 
 RAY_PREFIX = "ray:"
+ROOT = 0
 LOCK_SUFFIX = ".trainer"  # of the file with which a trainer claims a list
+
+logger = logging.getLogger(__name__)
 
 
 class ServerListError(TRLDARTSError, OSError):
@@ -46,6 +51,7 @@ class ServerList:
         """Replaces a file at once, so that no reader sees half of it."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(json.dumps({"servers": self.urls, "num_servers": self.num_servers}) + "\n")
+        partial.chmod(partial.stat().st_mode & 0o755)
         partial.replace(path)
 
     @classmethod
@@ -53,6 +59,7 @@ class ServerList:
         """Reads a file, or the files of a directory together."""
         try:
             files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+            access = {file: file.stat() for file in files}
             parts = [cls.of(json.loads(file.read_text())) for file in files]
         except OSError as error:  # on a network file system also while a file is replaced
             raise ServerListError(f"`vllm_server_list` ({str(path)!r}) can't be read: {error.strerror}.") from error
@@ -61,8 +68,26 @@ class ServerList:
                 f'`vllm_server_list` ({str(path)!r}) must have JSON like {{"servers": ["http://10.0.0.7:8000"], '
                 f'"num_servers": 1}}: {type(error).__name__} {error}. Use a file of `trl-darts serve --output`.'
             ) from error
+        for file, status in access.items():
+            _check_access(file, status)
         urls = tuple(dict.fromkeys(url for part in parts for url in part.urls))
         return cls(urls, sum(part.num_servers for part in parts))
+
+
+def _check_access(file: Path, status: os.stat_result) -> None:
+    """Raises for a file that anyone can change: the servers that it names get the key, the prompts and the weights."""
+    if status.st_mode & 0o002:
+        raise ConfigurationError(
+            f"`vllm_server_list` ({str(file)!r}) must not be writable by every user, who could name servers of their "
+            f"own: these get the key, the prompts and the weights. Run `chmod o-w {file}`."
+        )
+    if status.st_uid not in (os.getuid(), ROOT):
+        _warn_of_owner(file, status.st_uid)
+
+
+@cache
+def _warn_of_owner(file: Path, owner: int) -> None:
+    logger.warning("%s belongs to user %d, whose servers get the key, the prompts and the weights.", file, owner)
 
 
 class ServerSource(Protocol):

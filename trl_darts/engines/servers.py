@@ -14,12 +14,13 @@ from .batch import PromptBatch
 from .engine import Engine, OnProgress, RolloutPlan
 from .pool import State
 from .sampling import not_carried
+from .seeds import RolloutSeed, user_seed
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides
 
 
-Request = tuple[Scheduler, list[GroupPlan], list[list[ServerPrompt]], dict[str, Any], Overrides]
+Request = tuple[Scheduler, list[GroupPlan], list[list[ServerPrompt]], dict[str, Any], Overrides, RolloutSeed]
 
 
 class ServerEngine(Engine):
@@ -35,6 +36,7 @@ class ServerEngine(Engine):
         self._launched: Any = None  # plan and future of the launched rollout, on the main process
         self._continuous: Any = None  # the rollout without an end and its future, on the main process
         self._step = 0  # version of the servers' weights
+        self._num_rollouts = 0  # of this process
 
     def overrides(self, command: Submit) -> Mapping[str, Any]:
         """Returns additional fields for a candidate's request: none. Benchmarks replace this to replay lengths."""
@@ -72,10 +74,10 @@ class ServerEngine(Engine):
     def extend(self, plan: RolloutPlan, batch: PromptBatch) -> None:
         """See [`Engine`]."""
         self._bring_back()
-        scheduler, groups, prompts, body, fields = self._request(plan, batch)
+        scheduler, groups, prompts, body, fields, seed = self._request(plan, batch)
         engine = self._generation.own_engine
         if self._continuous is None:
-            self._continuous = engine.open(scheduler, body, fields, self._step, plan.keeps_kv)
+            self._continuous = engine.open(scheduler, body, fields, self._step, plan.keeps_kv, seed)
 
         async def add() -> None:
             self._continuous[0].add(groups, prompts)
@@ -174,7 +176,8 @@ class ServerEngine(Engine):
                 on_progress(ledger)
             self._bring_back()
 
-        return self._generation.own_engine.run(*self._request(plan, batch, images, room), tend)
+        scheduler, groups, prompts, body, fields, seed = self._request(plan, batch, images, room)
+        return self._generation.own_engine.run(scheduler, groups, prompts, body, fields, tend, seed)
 
     def _bring_back(self) -> None:
         if self._main.is_here:
@@ -214,7 +217,15 @@ class ServerEngine(Engine):
             return {"max_tokens": min(self._generation.max_completion_length, most), **self.overrides(command)}
 
         prompts = self._server_prompts(batch, images)
-        return plan.scheduler, plan.groups, prompts, self._request_body(), fields
+        return plan.scheduler, plan.groups, prompts, self._request_body(), fields, self._next_seed()
+
+    def _next_seed(self) -> RolloutSeed:
+        """Returns the seed of the next rollout. The step tells it from those of this run before it was resumed."""
+        own = self._generation
+        self._num_rollouts += 1
+        given = user_seed(own.generation_kwargs)
+        rollout = self._main.index, self._step, self._num_rollouts
+        return RolloutSeed(own.settings.seed if given is None else given, rollout, always=given is not None)
 
     def _server_prompts(self, batch: PromptBatch, images: Sequence[Any] | None) -> list[list[ServerPrompt]]:
         """Returns the prompt of each group, or of each of its rows if they differ."""
@@ -245,4 +256,5 @@ class ServerEngine(Engine):
         }
         if own.structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": own.structured_outputs_regex}
-        return body | own.generation_kwargs
+        options = {name: value for name, value in own.generation_kwargs.items() if name != "seed"}
+        return body | options

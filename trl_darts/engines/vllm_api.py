@@ -7,7 +7,7 @@ process behind the API dies, a stream ends normally but without one.
 
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -16,8 +16,9 @@ import orjson
 
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
-from ..weights.plugin import NUM_OUTPUTS
+from ..weights.plugin import NUM_OUTPUTS, PROBE
 from .deadlines import Deadlines
+from .keys import key_of
 
 
 # The server closes idle connections after 5 s. A client that keeps one longer may send requests to a closing socket.
@@ -112,6 +113,7 @@ class VLLMServer:
         self.base_url = base_url.rstrip("/")
         self.connect_timeout_s = connect_timeout_s
         self._session = session
+        self._key: str | None = None  # from its file, once it was found
 
     async def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """Returns the JSON at a path, `None` if the server does not have it."""
@@ -141,7 +143,7 @@ class VLLMServer:
 
     async def _get(self, path: str, timeout_s: float) -> bytes | None:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
-        async with self._session.get(self.base_url + path, timeout=timeout) as response:
+        async with self._session.get(self.base_url + path, timeout=timeout, headers=self._authorization()) as response:
             if response.status == 404:
                 return None
             await self._check(response)
@@ -197,6 +199,14 @@ class VLLMServer:
         # vLLM appends a random suffix to the ID.
         return {name.rpartition("-")[0]: count for answer in answers for name, count in answer.items()}
 
+    async def spares_generators(self) -> bool:
+        """Whether seeded requests can be prefilled in parts on a CPU. Needs our plugin."""
+        try:
+            answers = (await self.post("/collective_rpc", {"method": PROBE})).get("results", [])
+        except ServerRefusedError:  # no plugin, or an older one
+            return False
+        return bool(answers) and all(isinstance(answer, dict) and answer.get("seeds") for answer in answers)
+
     async def sleep(self) -> None:
         """Moves the weights to the host's memory and drops the KV cache. The server must be idle."""
         await self.post("/sleep?level=1", timeout_s=TURN_TIMEOUT_S)
@@ -212,13 +222,21 @@ class VLLMServer:
         return self._session.post(
             self.base_url + path,
             data=orjson.dumps(body),
-            headers={"Content-Type": "application/json", **(headers or {})},
+            headers={"Content-Type": "application/json", **self._authorization(), **(headers or {})},
             timeout=timeout,
         )
+
+    def _authorization(self) -> dict[str, str]:
+        """Returns the header with the key of a server of this user, unless the session has a key."""
+        if "Authorization" not in self._session.headers:
+            self._key = self._key or key_of(self.base_url)
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
         if response.status == 200:
             return
+        if response.status == 401:
+            self._key = None  # it may have been started again, with another one
         data = await response.read()
         try:
             message = _error_message(orjson.loads(data), data)
@@ -235,6 +253,30 @@ def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
     per_copy = (vllm_config.get("scheduler_config") or {}).get("max_num_seqs")
     copies = (vllm_config.get("parallel_config") or {}).get("data_parallel_size")
     return per_copy * (copies or 1) if per_copy else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a server draws random numbers."""
+
+    seed: int | None  # of its engines; `None` if unknown
+    num_engines: int = 1  # more than one with data parallelism
+    takes_seeds: bool = True  # whether requests can have seeds
+
+    def repeats(self, others: Iterable["Sampling"]) -> bool:
+        """Whether candidates of a prompt could be equal on its engines, or on it and on others."""
+        return self.seed is None or self.num_engines > 1 or any(other.seed == self.seed for other in others)
+
+
+async def sampling_of(server: VLLMServer, vllm_config: Mapping[str, Any]) -> Sampling:
+    """
+    Returns how a server samples. On a CPU, a seeded request that is preempted or prefilled in parts kills the engine,
+    unless our plugin prevents it.
+    """
+    seed = (vllm_config.get("model_config") or {}).get("seed")
+    num_engines = (vllm_config.get("parallel_config") or {}).get("data_parallel_size") or 1
+    on_cpu = (vllm_config.get("device_config") or {}).get("device") == "cpu"
+    return Sampling(seed, num_engines, not on_cpu or await server.spares_generators())
 
 
 async def vocabulary_size(server: VLLMServer, model: str) -> int | None:

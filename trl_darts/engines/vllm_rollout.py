@@ -40,6 +40,7 @@ from ..scheduling.scheduler import MAX_STALLS
 from .deadlines import Deadlines
 from .lateness import Key, OpenRequest, silence, stalled_requests
 from .pool import Member, ServerPool, State, describe
+from .seeds import RolloutSeed
 from .vllm_api import CompletionChunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
 from .waiting import Waiting
 
@@ -71,6 +72,7 @@ class RolloutRun:
         body: Mapping[str, Any],
         overrides: Overrides | None,
         deadlines: Deadlines,
+        seed: RolloutSeed | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.pool = pool
@@ -78,6 +80,7 @@ class RolloutRun:
         self.body = body
         self.overrides = overrides
         self.deadlines = deadlines
+        self.seed = seed
         self.run_id = uuid.uuid4().hex
         self.requests: dict[Key, OpenRequest] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
@@ -344,10 +347,8 @@ class RolloutRun:
             return None
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - len(command.prior_tokens))
-        if body.get("seed") is not None:
-            # Without this, the candidates of a prompt would be equal. The offsets by index are those that the server
-            # uses for the n samples of a request. A resumed candidate must not reuse its random numbers.
-            body["seed"] += command.index + 1_000_003 * command.segment
+        if self.seed is not None and (self.seed.always or self.pool.needs_seed(command.engine_id)):
+            body.setdefault("seed", self.seed.of(command.group_id, command.index, command.segment))
         if self.pool.keeps_kv:  # no keys and values of older weights from the prefix cache
             body["cache_salt"] = f"v{self.pool.members[command.engine_id].decodes_version}"
         prompts = self.prompts[command.group_id]

@@ -25,6 +25,7 @@ from .continuous_run import ContinuousRun
 from .deadlines import Deadlines
 from .discovery import Discovery
 from .pool import Member, Refresh, ServerPool, State, has_loaded_weights
+from .seeds import RolloutSeed
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
 
@@ -77,16 +78,18 @@ class VLLMServerEngine:
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
         on_progress: Callable[[Ledger], None] | None = None,
+        seed: RolloutSeed | None = None,
     ) -> RolloutResult:
         """
         Runs one rollout and waits for it: [`start`], then [`wait`].
 
         `prompts` has shape `(N, 1)` or `(N, M)`: one prompt per group, by `group_id`, or one per candidate. `body` has
         fields of the completion requests: `model`, `max_tokens` and sampling options. `overrides` returns further
-        fields for one candidate. `on_progress` is called ten times a second with the scheduler's ledger. Raises
-        [`GenerationError`] with the server's message if a server rejects a candidate, fails or is too slow.
+        fields for one candidate. `on_progress` is called ten times a second with the scheduler's ledger. `seed` is
+        for the candidates' seeds, where servers would sample alike. Raises [`GenerationError`] with the server's
+        message if a server rejects a candidate, fails or is too slow.
         """
-        rollout = self.start(scheduler, plans, prompts, body, overrides)
+        rollout = self.start(scheduler, plans, prompts, body, overrides, seed)
         return self.wait(rollout, None if on_progress is None else lambda: on_progress(scheduler.ledger))
 
     def start(
@@ -96,6 +99,7 @@ class VLLMServerEngine:
         prompts: Sequence[Sequence[ServerPrompt]],
         body: Mapping[str, Any],
         overrides: Overrides | None = None,
+        seed: RolloutSeed | None = None,
     ) -> Future[RolloutResult]:
         """Starts a rollout and returns its future at once. Cancelling the future ends all of its requests."""
 
@@ -103,19 +107,26 @@ class VLLMServerEngine:
             pool = await self.pool()
             pool.watch()
             async with self._turn:
-                return await RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines).execute(plans)
+                run = RolloutRun(scheduler, pool, prompts, body, overrides, self.deadlines, seed)
+                return await run.execute(plans)
 
         return self.submit(rollout())
 
     def open(
-        self, scheduler: Scheduler, body: Mapping[str, Any], overrides: Overrides | None, step: int, keeps_kv: bool
+        self,
+        scheduler: Scheduler,
+        body: Mapping[str, Any],
+        overrides: Overrides | None,
+        step: int,
+        keeps_kv: bool,
+        seed: RolloutSeed | None = None,
     ) -> tuple[ContinuousRun, Future[RolloutResult]]:
         """Starts a rollout without an end, with weights of a `step`. Cancelling the future ends its requests."""
 
         async def begin() -> ContinuousRun:
             pool = await self.pool()
             pool.watch()
-            return ContinuousRun(scheduler, pool, body, overrides, self.deadlines, step, keeps_kv)
+            return ContinuousRun(scheduler, pool, body, overrides, self.deadlines, step, keeps_kv, seed)
 
         run = self.call(begin())
         return run, self.submit(run.execute([]))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..engines.addresses import API_KEY_VARIABLE
+from ..engines.keys import key_path
 from ..engines.server_list import RAY_PREFIX
 from ..speculation.drafter import HISTORY_VARIABLE
 from .build import VISIBLE_DEVICES, VLLMBuild
@@ -43,10 +44,13 @@ class ServerCommand:
 
 
 def make_commands(
-    options: ServeOptions, build: VLLMBuild, environ: Mapping[str, str] = os.environ
+    options: ServeOptions, build: VLLMBuild, environ: Mapping[str, str] = os.environ, first: int = 0
 ) -> list[ServerCommand]:
-    """Returns one command per server. Variables in `environ` are inherited and take precedence over our defaults."""
-    commands = []
+    """
+    Returns one command per server. Variables in `environ` are inherited and take precedence over our defaults. `first`
+    is the number of the first server.
+    """
+    commands: list[ServerCommand] = []
     for kind, part in enumerate(options.sets):
         flags = _turn_flags(options) if options.takes_turns(build) else {}
         threads = {}
@@ -62,8 +66,8 @@ def make_commands(
                     health_url=_url(_WILDCARDS.get(part.host, part.host), port),
                     # A server that listens on every address is reached by the machine's name.
                     base_url=_url(socket.gethostname() if part.host in _WILDCARDS else part.host, port),
-                    # The last middleware runs first, before those of the user.
-                    argv=(*argv, *(part.vllm_flags or ()), *(("--middleware", MIDDLEWARE) if part.api_key else ())),
+                    # The last middleware runs first, before those of the user. The last seed is the one that counts.
+                    argv=(*argv, *(part.vllm_flags or ()), *_last_flags(part, first + len(commands))),
                     tail=kind == 1,
                     env=_env(part, build, devices, environ) | threads,
                 )
@@ -103,10 +107,16 @@ def as_flags(arguments: Mapping[str, object]) -> str:
     return shlex.join(token for pair in pairs for token in pair)
 
 
-def trainer_notes(options: ServeOptions, build: VLLMBuild) -> list[str]:
+def trainer_notes(options: ServeOptions, build: VLLMBuild, first_url: str = "") -> list[str]:
     """Returns notes for the user about what the arguments do not cover. They name the key's variable, not the key."""
     notes = []
-    if options.api_key is not None:
+    if options.own_key is not None:
+        path = key_path(first_url)
+        notes.append(
+            f"The servers require a key, which your trainers on this machine find in {path}. For other clients: "
+            f"export {API_KEY_VARIABLE}=$(cat {shlex.quote(str(path))}). `--no-api-key` starts servers without one."
+        )
+    elif options.api_key is not None:
         notes.append(f"The servers require a key: {API_KEY_VARIABLE} must be set in the trainer's environment too.")
     if options.on == "ray" and options.output is not None:
         notes.append(
@@ -171,6 +181,10 @@ def _flags(options: ServeOptions, build: VLLMBuild) -> dict[str, str | None]:
     if options.speculative is not None:
         flags["--speculative-config"] = json.dumps(SPECULATIVE[options.speculative])
     return flags | (_cpu_flags(options) if build.cpu else {})
+
+
+def _last_flags(options: ServeOptions, index: int) -> tuple[str, ...]:
+    return ("--seed", str(options.seed(index)), *(("--middleware", MIDDLEWARE) if options.api_key else ()))
 
 
 def _turn_flags(options: ServeOptions) -> dict[str, str | None]:

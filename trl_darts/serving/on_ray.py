@@ -21,7 +21,7 @@ from ..engines.addresses import API_KEY_VARIABLE, is_this_machine
 from ..engines.ray_reader import NAMESPACE
 from ..errors import ConfigurationError
 from ..import_utils import is_ray_available
-from .options import ServeOptions, is_loopback
+from .options import ServeOptions, is_loopback, with_own_key
 from .ray_server import Prepared, RayServer, worker_environment
 from .registry import Entry, Registry
 from .supervisor import GRACE_S, KILL_MARGIN_S, POLL_S, ProcessState, ServerFailedError
@@ -143,6 +143,8 @@ class RayServers:
         this_machine = alone if alone is not None and is_this_machine(alone) else None
         if this_machine is None:
             self._check_key(addresses)
+        else:
+            self.options = with_own_key(self.options)
         self._registry = self._find_registry() if self.options.join else self._new_registry()
         self._numbers = ray.get(self._registry.reserve.remote(self.options.num_servers), timeout=CALL_S)
         self._reserve(each)

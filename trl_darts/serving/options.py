@@ -7,6 +7,7 @@ import importlib.util
 import ipaddress
 import os
 import re
+import secrets
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ SPECULATIVE = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
 }
 HUB_TIMEOUT_S = 5.0
+MAX_SEED = 1 << 32  # numpy's
 PLACES = ("ray",)
 PLACEMENTS = ("spread", "pack")
 ON_ONE_MACHINE = ("layout", "devices", "host")
@@ -86,7 +88,7 @@ class ServeOptions:
     weight_sync: str = "auto"
     restart: bool = False
     api_key: str | None = field(default=None, repr=False)
-    timeout: float = 600.0
+    timeout: float = 1800.0
     log_dir: Path | None = None
     output: Path | None = None
     on: str | None = None
@@ -94,6 +96,9 @@ class ServeOptions:
     join: bool = False
     placement: str = "spread"
     ray_address: str | None = None
+    no_api_key: bool = False
+    own_key: str | None = field(default=None, repr=False)  # `api_key` if it was made for these servers
+    first_seed: int = field(default_factory=lambda: secrets.randbelow(1 << 31))
 
     @property
     def ports(self) -> range:
@@ -123,6 +128,16 @@ class ServeOptions:
                 value = token.partition("=")[2] or ("" if _FLAG.match(following) else following)
                 values[re.split("[=.]", token, maxsplit=1)[0].replace("_", "-")] = value
         return values
+
+    def seed(self, index: int) -> int:
+        """
+        Returns the seed of a server. Servers with the same seed give equal answers to a prompt. A user's `--seed` is
+        that of the first one.
+        """
+        given = next((value for name, value in self.flags.items() if name.startswith("--see")), None)
+        if given is not None and not (given.isdecimal() and int(given) < MAX_SEED):
+            raise ConfigurationError(f"`--seed` ({given!r}) must be a whole number from 0 to {MAX_SEED - 1}.")
+        return ((self.first_seed if given is None else int(given)) + index) % MAX_SEED
 
     @property
     def gpus_per_copy(self) -> int:
@@ -178,6 +193,7 @@ def check_options(options: ServeOptions, build: VLLMBuild) -> None:
         if value is not None and not value > 0:
             raise ConfigurationError(f"`{name}` ({value:g}) must be positive.")
     _check_flags(options)
+    options.seed(0)
     _check_layout(options, build)
     if options.spans_nodes and build.cpu:
         raise ConfigurationError(
@@ -259,7 +275,19 @@ def _takes_a_drafter() -> bool:
     return vllm is not None and (Path(vllm.origin or "").parent / proposer).is_file()
 
 
+def with_own_key(options: ServeOptions) -> ServeOptions:
+    """Gives servers on loopback addresses, which all users of the machine can reach, a key unless they have one."""
+    if options.api_key is not None or options.no_api_key or not is_loopback(options.host):
+        return options
+    key = secrets.token_hex(16)
+    return replace(options, api_key=key, own_key=key)
+
+
 def _check_key(options: ServeOptions) -> None:
+    if options.no_api_key and options.api_key is not None:
+        raise ConfigurationError(
+            f"`no_api_key` (True) must be unset with a key. Leave `--no-api-key` out, or unset {API_KEY_VARIABLE}."
+        )
     if options.api_key is not None and (not options.api_key.isascii() or not options.api_key.strip()):
         raise ConfigurationError(
             f"`api_key` must be one or more ASCII characters, because it is sent in an HTTP header. Set "

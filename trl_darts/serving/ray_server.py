@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..engines.keys import publish, withdraw
 from ..errors import ConfigurationError
 from .build import VLLMBuild, find_build
 from .command import make_commands
@@ -26,6 +27,7 @@ class Prepared:
     build: VLLMBuild
     command: str
     log_path: str
+    url: str
 
 
 class RayServer:
@@ -63,14 +65,16 @@ class RayServer:
         try:
             build = find_build()
             check_options(self._options, build)
-            (command,) = make_commands(self._options, build)
+            (command,) = make_commands(self._options, build, first=self._number)
             log = log_directory(self._options.log_dir) / f"server-{self._number}.log"
+            if self._options.own_key is not None:
+                publish(command.base_url, self._options.own_key)
         except ConfigurationError as error:
             return str(error)
         if not is_loopback(self._host):  # between the processes of one server, as the trainer
             command = replace(command, env={**command.env, "VLLM_HOST_IP": self._host})
         self._server = Server(command, log)
-        return Prepared(build, str(command), str(log))
+        return Prepared(build, str(command), str(log), command.base_url)
 
     def start(self) -> None:
         """Starts the prepared server."""
@@ -83,6 +87,8 @@ class RayServer:
         self._stop.append(1)
         if self._thread is not None:
             self._thread.join()
+        if self._server is not None and self._options.own_key is not None:
+            withdraw(self._server.command.base_url)
 
     def _supervise(self) -> None:
         assert self._server is not None

@@ -42,6 +42,39 @@ def pass_batch(module: ModuleType) -> None:
     runner._input_fits_in_drafter = input_fits_in_drafter
 
 
+def spare_generators(module: ModuleType) -> None:
+    """
+    Lets a seeded request be prefilled in parts on a CPU, also after a preemption (seen to fail with vLLM 0.31.0).
+
+    vLLM samples after each part, discards the token, and rewinds the request's generator. torch's CPU generators can't
+    be rewound, and the engine dies. Here, these tokens are sampled without the request's generator, so that there is
+    nothing to rewind. Remove this with the last supported version of vLLM that needs it.
+    """
+    sample = module.GPUModelRunner.sample_tokens
+    if hasattr(sample, "trl_darts_spares"):
+        return
+
+    @functools.wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type != "cpu":
+            return sample(self, *args, **kwargs)
+        generators = self.input_batch.generators
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        spared = {row: generators.pop(row) for row in discarded if row in generators}
+        try:
+            return sample(self, *args, **kwargs)
+        finally:
+            generators.update(spared)
+
+    sample_tokens.trl_darts_spares = True  # type: ignore[attr-defined]
+    module.GPUModelRunner.sample_tokens = sample_tokens
+
+
+def spares_generators(runner: Any) -> bool:
+    """Whether a model runner has this patch."""
+    return hasattr(runner.sample_tokens, "trl_darts_spares")
+
+
 def fix_expand(module: ModuleType) -> None:
     """
     Replaces a kernel of vLLM's CPU build that loses its result (seen with 0.31.0): unless the output is `int64`, it

@@ -9,6 +9,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
 from ..engines.deadlines import Deadlines
+from ..engines.keys import key_of
 from ..errors import GenerationError
 from ..trl_compat import VLLMClient
 
@@ -35,7 +36,7 @@ class BlockingVLLMClient(VLLMClient):
     """TRL's client with the servers' API key. Weights are sent by `FleetVLLMClient`."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
-        self.api_key = api_key
+        self.api_key = api_key or key_of(base_url)
         super().__init__(base_url=base_url)
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:

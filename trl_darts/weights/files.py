@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import uuid
 import weakref
@@ -31,7 +32,7 @@ class WeightDirectory:
     Holds the newest written version, `<parent>/trl_darts-<id>/v<version>`, and removes it at the end.
 
     Without `sync_dir`, the parent is shared memory, or the temporary directory if a version would take more than half
-    of the free memory. Directories of killed runs are removed by the next run.
+    of the free memory. Directories of killed runs are removed by the next run on the same machine.
     """
 
     def __init__(self, sync_dir: str | Path | None = None, shard_bytes: int = SHARD_BYTES) -> None:
@@ -61,9 +62,14 @@ class WeightDirectory:
         """Creates and locks the directories on the first write."""
         for root in self.roots:
             _remove_abandoned(root.parent)
-            root.mkdir(mode=0o700)
-            self._locks.append((root / "lock").open("w"))
-            fcntl.flock(self._locks[-1], fcntl.LOCK_EX)  # the kernel releases it when this process ends
+            # Servers may belong to another user, who can read a directory only if it was given.
+            root.mkdir(mode=0o700 if self.is_local else 0o777, parents=not self.is_local)
+            lock = (root / "lock").open("w")
+            self._locks.append(lock)
+            with suppress(OSError):  # a shared file system may have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when this process ends
+                lock.write(socket.gethostname())
+                lock.flush()
 
     def path(self, version: int) -> Path | None:
         """Returns the directory of a version, `None` if it does not exist."""
@@ -71,17 +77,18 @@ class WeightDirectory:
 
     def write(self, version: int, named_params: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Path:
         """Writes a version of `num_bytes`, one shard in memory at a time, and returns its directory."""
-        if self.is_local and not self._locks:
-            self._begin()
-        root = next((root for root in self.roots[:-1] if 2 * num_bytes <= _free_bytes(root)), self.roots[-1])
-        partial = root / f".v{version}.partial"
+        root = self.roots[-1]
         try:
-            partial.mkdir(parents=True)
+            if not self._locks:
+                self._begin()
+            root = next((root for root in self.roots[:-1] if 2 * num_bytes <= _free_bytes(root)), root)
+            partial = root / f".v{version}.partial"
+            partial.mkdir()
             for index, shard in enumerate(self._shards(named_params)):
                 save_file(shard, partial / f"model-{index:05d}.safetensors")
             partial.rename(root / f"v{version}")
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(root / f".v{version}.partial", ignore_errors=True)
             if not isinstance(error, (OSError, SafetensorError)):
                 raise
             raise WeightSyncError(
@@ -117,11 +124,16 @@ def _free_bytes(root: Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Removes directories of killed runs, which would occupy shared memory forever."""
+    """
+    Removes directories of killed runs, which would occupy their space forever. Only those of this machine: a shared
+    file system may not show the locks of others.
+    """
     for path in parent.glob(f"{PREFIX}*/lock"):
-        with suppress(OSError), path.open("a") as lock:  # raised if it is in use or belongs to another user
+        with suppress(OSError), path.open("a+") as lock:  # raised if it is in use or belongs to another user
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
+            lock.seek(0)
+            if lock.read() == socket.gethostname():
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _remove(roots: list[Path], locks: list[IO[str]]) -> None:

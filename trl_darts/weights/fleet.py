@@ -18,7 +18,7 @@ from ..scheduling.rules import one_of
 from . import WEIGHT_SYNCS, calls
 from .client import BlockingVLLMClient, image_features
 from .files import WeightDirectory
-from .nccl import GROUP_PORT, WeightChunk, WeightGroup, weight_chunks
+from .nccl import GROUP_PORT, GROUP_TIMEOUT_S, WeightChunk, WeightGroup, weight_chunks
 from .parameters import Metadata, NamedParams, as_served, cast, num_bytes, whole
 from .update import WeightUpdate
 
@@ -116,7 +116,8 @@ class FleetVLLMClient:
 
     async def _form_group(self, url: str, member: Member) -> None:
         await asyncio.to_thread(self.leave, url)
-        self._groups[url] = await WeightGroup.form(member.server, self._device, self._group_port, self._timeout_s)
+        timeout_s = min(self._timeout_s, GROUP_TIMEOUT_S)
+        self._groups[url] = await WeightGroup.form(member.server, self._device, self._group_port, timeout_s)
 
     # Weights
 

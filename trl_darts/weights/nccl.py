@@ -29,6 +29,9 @@ from .parameters import Metadata, NamedParams, cast, num_bytes
 
 # Size of a broadcast: the buffer size of vLLM, equal in all its versions. Two buffers are alive at once.
 CHUNK_BYTES = 1 << 30
+# Most seconds for a group to form, or for a chunk to arrive. The trainer's other processes wait in a collective, whose
+# watchdog ends them after 600 s or later, so that a long `vllm_server_timeout` must not count here.
+GROUP_TIMEOUT_S = 120.0
 DIAL_BACK_S = 20.0  # a server that can reach the trainer connects within a second
 GRACE_S = 1.0  # lets the HTTP call, whose message is more useful, time out first
 GROUP_PORT = 51216  # TRL's default
@@ -232,9 +235,7 @@ async def _beside(
         answer.cancel()
         await asyncio.to_thread(abort)
         if isinstance(error, TimeoutError):
-            raise WeightSyncError(
-                f"NCCL did not finish within `vllm_server_timeout` ({timeout_s:g} s). {what}."
-            ) from error
+            raise WeightSyncError(f"NCCL did not finish within {timeout_s:g} s. {what}.") from error
         raise
 
 

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ..speculation.vllm_patches import fix_expand, notify_drafter, pass_batch
+from ..speculation.vllm_patches import fix_expand, notify_drafter, pass_batch, spare_generators, spares_generators
 from .probe import probe
 
 
@@ -25,7 +25,7 @@ WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # its `Worker` is also the base of 
 CORE_MODULE = "vllm.v1.engine.core"
 RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"  # also the base of the CPU's and XPU's
 CPU_KERNELS_MODULE = "vllm.utils.cpu_triton_utils"  # only imported on a CPU
-NUM_OUTPUTS = "trl_darts_num_outputs"  # method of `/collective_rpc`
+NUM_OUTPUTS, PROBE = "trl_darts_num_outputs", "trl_darts_probe"  # methods of `/collective_rpc`
 
 logger = logging.getLogger("vllm.trl_darts")
 
@@ -35,6 +35,7 @@ def register() -> None:
     when_imported(WORKER_MODULE, _patch_worker)
     when_imported(CORE_MODULE, _count_outputs)
     when_imported(RUNNER_MODULE, pass_batch)
+    when_imported(RUNNER_MODULE, spare_generators)
     when_imported(CPU_KERNELS_MODULE, fix_expand)
 
 
@@ -63,8 +64,13 @@ def _patch_worker(module: ModuleType) -> None:
 
     reload_weights.trl_darts_version = __version__  # type: ignore[attr-defined]
     module.Worker.reload_weights = reload_weights
-    module.Worker.trl_darts_probe = lambda self, **kwargs: probe(**kwargs)  # for `trl-darts check`
+    setattr(module.Worker, PROBE, _answer)
     notify_drafter(module.Worker)
+
+
+def _answer(worker: Any, **kwargs: Any) -> dict[str, Any]:
+    """Tells a client what this plugin can do, and what `trl-darts check` asks."""
+    return {**probe(**kwargs), "seeds": spares_generators(worker.model_runner)}
 
 
 def _count_outputs(module: ModuleType) -> None:

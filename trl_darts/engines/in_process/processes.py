@@ -42,6 +42,7 @@ class InProcessEngine(Engine):
         self._group = group
         self._num_positions = num_positions
         self._num_rollouts = 0
+        self._step = 0  # of the weights
 
     def check_prompts(self, prompts: Sequence[Tokens], where: str, first_index: int = 0) -> None:
         """See [`Engine`]."""
@@ -56,6 +57,10 @@ class InProcessEngine(Engine):
 
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:
         raise GenerationError("An engine in the trainer's process can't decode while the trainer trains.")
+
+    def drain(self, step: int) -> None:
+        """See [`Engine`]."""
+        self._step = step
 
     def later_turn(self, batch: PromptBatch) -> None:
         """TRL generates later turns itself."""
@@ -127,7 +132,7 @@ class InProcessEngine(Engine):
             on_exchange = partial(on_progress, link.scheduler.ledger)
         if self._group is not None:
             link = GroupLink(link if self._main.index == leader else None, leader, self._group)
-        return Share(slots, link, needs_progress, on_exchange)
+        return Share(slots, link, needs_progress, on_exchange, (self._step, self._num_rollouts))
 
     def _with_tokens(self, result: Any, share: Share) -> RolloutResult | None:
         """Adds the tokens and log-probs of the kept rows, from the processes that decoded them, to the result."""

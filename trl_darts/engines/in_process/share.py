@@ -79,12 +79,18 @@ class Share:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], link: Link, needs_progress: bool, on_exchange: Callable[[], None] | None = None
+        self,
+        slots: Sequence[Slot],
+        link: Link,
+        needs_progress: bool,
+        on_exchange: Callable[[], None] | None = None,
+        rollout: tuple[int, ...] = (),
     ) -> None:
         self.slots = list(slots)
         self.needs_progress = needs_progress
         self.running = {slot.candidate_id for slot in slots}
         self.rows: dict[int, Row] = {}  # by candidate ID, also of aborted ones
+        self.rollout = rollout  # see `RolloutSeed`, the same on all processes
         self._link = link
         self._on_exchange = on_exchange
         self._reports: list[Report] = []

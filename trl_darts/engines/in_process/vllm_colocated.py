@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from ...scheduling import FinishReason
 from ...trl_compat import replaced
 from ..batch import PromptBatch
+from ..seeds import RolloutSeed
 from .hf_generate import PROGRESS_INTERVAL
 from .share import Share, Slot
 
@@ -69,8 +70,8 @@ class SteppedLLM:
             for slot, prompt in zip(self._share.slots, prompts, strict=True):
                 params = sampling_params.clone()
                 params.output_kind = RequestOutputKind.FINAL_ONLY
-                if params.seed is not None:  # otherwise the candidates of a prompt would be equal
-                    params.seed += slot.index
+                if params.seed is not None:
+                    params.seed = RolloutSeed(params.seed, self._share.rollout).of(slot.group_id, slot.index)
                 self._request_of[slot.candidate_id] = engine.add_request(str(slot.candidate_id), prompt, params)
             self._decode(engine)
         finally:
