@@ -187,9 +187,9 @@ async def check_joining(settings: ServerSettings, facts: ServerFacts, server: VL
         await asyncio.to_thread(settings.directory.check_server, server.base_url)
 
 
-def open_engine(settings: ServerSettings, refresh: Refresh) -> VLLMServerEngine:
+def open_engine(settings: ServerSettings, refresh: Refresh, num_sharing: int = 1) -> VLLMServerEngine:
     tail = settings.tail_urls, settings.takes_turns
-    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail, refresh)
+    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail, refresh, num_sharing)
 
 
 def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> ServerFacts:
