@@ -89,7 +89,10 @@ class ContinuousRun(RolloutRun):
     # Versions
 
     def _step_of(self, sync: int) -> int:
-        return self._steps.setdefault(sync, self.step)
+        step = self._steps.setdefault(sync, self.step)
+        in_use = {self.pool.version, *(member.version for member in self.pool.members.values()), sync}
+        self._steps = {known: self._steps[known] for known in self._steps.keys() & in_use}
+        return step
 
     def _load(self, url: str, member: Member) -> EngineLoad:
         return EngineLoad(url, member.capacity, version=self._step_of(member.version))

@@ -45,10 +45,14 @@ class CompletionChunk:
 
 @dataclass(frozen=True, slots=True)
 class ServerPrompt:
-    """A prompt for a server: token IDs, and the server's features of the prompt's images, if any."""
+    """
+    A prompt for a server: token IDs, and the server's features of the prompt's images, if any. `problem` says why the
+    server can't take it.
+    """
 
     tokens: Sequence[int]
     features: Mapping[str, Any] | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,6 +416,10 @@ class RolloutRun:
         self._report(CandidateEnded(*request.key, offset, chunk.tokens, chunk.logprobs, reason, now))
 
     def _request(self, command: Submit) -> CompletionRequest | None:
+        prompts = self.prompts[command.group_id]
+        prompt = prompts[command.index % len(prompts)]
+        if prompt.problem is not None:
+            raise ServerRefusedError(prompt.problem)
         body = {**self.body, **(self.overrides(command) if self.overrides else {})}
         body["max_tokens"] -= len(command.prior_tokens)
         if body["max_tokens"] <= 0:
@@ -428,8 +432,6 @@ class RolloutRun:
             body["seed"] += command.index + 1_000_003 * command.segment
         if self.pool.keeps_kv:  # no keys and values of older weights from the prefix cache
             body["cache_salt"] = f"v{self.pool.members[command.engine_id].decodes_version}"
-        prompts = self.prompts[command.group_id]
-        prompt = prompts[command.index % len(prompts)]
         # A drafter on the server reads the prompt's length from it: what follows may be part of an answer.
         request_id = f"p{len(prompt.tokens)}-{self.run_id}-{command.candidate_id}-{command.segment}"
         return CompletionRequest.of(request_id, prompt, command.prior_tokens, body)

@@ -16,6 +16,7 @@ duplicates and late ones among them):
 - settled_is_final: once a group's rows are selected, no later event changes them.
 - moves_once: the remaining candidates move to the tail servers once, and back only if these are lost.
 - restarts_whole: if tokens can't be carried, no request has prior tokens, and no row has tokens of two requests.
+- only_attempts_count: no candidate fails because engines were lost before they had its request, or were busy.
 - dropped_or_complete: with `drop_failed_groups`, each group has either its rows or an error message.
 """
 
