@@ -305,6 +305,32 @@ async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
     return None
 
 
+async def option_names(server: VLLMServer, images: bool) -> set[str]:
+    """
+    Returns the names of the options that a server knows, also for prompts with images if there are any. It ignores
+    other names without a message. Empty if it does not show its API.
+    """
+    schemas = ((await server.get("/openapi.json") or {}).get("components") or {}).get("schemas") or {}
+    names = set((schemas.get("CompletionRequest") or {}).get("properties") or ())
+    if images:
+        generate = (schemas.get("GenerateRequest") or {}).get("properties") or {}
+        names &= {"model", *((generate.get("sampling_params") or {}).get("properties") or names)}
+    return names
+
+
+async def try_options(server: VLLMServer, options: Mapping[str, Any], images: bool) -> None:
+    """Has a server complete one token. Raises [`ServerRefusedError`] with its message if it refuses the options."""
+    least, most = options.get("min_tokens", 0), options.get("max_tokens", 16)
+    if type(least) is type(most) is int and most > 1:  # else the server says what is wrong
+        options = {**options, "max_tokens": 1, "min_tokens": min(least, 1 if least <= most else 2)}
+    requests = [CompletionRequest.of("options", ServerPrompt([0]), [], options)]
+    if images:
+        requests.append(CompletionRequest.of("image-options", ServerPrompt([0], {}), [], options))
+        requests[1].body["features"] = None
+    for request in requests:
+        await server.complete(request, timeout_s=60.0)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
     """Counters of speculative decoding, since a server's start or between two reads. Named as in vLLM's metrics."""
