@@ -71,6 +71,7 @@ class ContinuousRun(RolloutRun):
             await self._wait()
         for group_id in chosen:
             del self.prompts[group_id]
+        self.suspects.difference_update(chosen)
         self.rollout = None
         return self.scheduler.take(chosen, time.perf_counter())
 

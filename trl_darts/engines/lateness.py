@@ -25,6 +25,7 @@ class OpenRequest:
     decodes: bool = False  # whether it has received tokens
     internal_id: str | None = None  # `None` until it is its turn to be sent
     sent: bool = False  # whether it has reached the server
+    failing: bool = False  # whether it has failed, and is about to be tried elsewhere
     task: asyncio.Task[None] | None = None
     aborted_at: float | None = None  # time of its abort command
 

@@ -16,7 +16,7 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -33,9 +33,6 @@ from .vllm_api import TURN_TIMEOUT_S, ServerRefusedError, VLLMServer, max_num_se
 
 PROBE_INTERVAL_S = 2.0
 MAX_PROBE_INTERVAL_S = 20.0  # of one of many processes that share the servers
-# A server on which the requests of so many prompts fail, within this time and without a token for any other, is lost.
-# Of one prompt, the prompt may be the cause.
-MAX_FAILED_PROMPTS, FAILURES_S = 3, 60.0
 RESERVED_FILES = 512  # file descriptors reserved for the rest of the trainer
 READY_POLL_S = 0.005
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
@@ -104,7 +101,6 @@ class Member:
     asks_for_slots: bool = False  # whether the query failed, and will be repeated
     refuses_since: float | None = None  # time since when it has refused all requests because it is busy
     refusal: str = ""  # its message
-    failures: dict[Hashable, float] = field(default_factory=dict)  # last failures by prompt, until its next token
     ghosts: list[str] = field(default_factory=list)  # requests of its last loss, which it may still decode
 
     @property
@@ -277,7 +273,6 @@ class ServerPool:
         member.state, member.reason = State.DOWN, reason  # before the listener is notified
         member.waits = False
         member.refuses_since = None
-        member.failures.clear()
         member.asleep = self._asleep_at_first
         if was_up:
             member.num_losses += 1
@@ -421,14 +416,6 @@ class ServerPool:
         if not check.cancelled() and check.exception() is not None:
             logger.error("Checking the vLLM server at %s failed.", url, exc_info=check.exception())
         return url in self.members and self.members[url].state is State.UP
-
-    def note_failure(self, url: str, prompt: Hashable, reason: str) -> None:
-        """Notes that a request failed on a healthy server. It is lost if other prompts' have failed too."""
-        now, failures = time.perf_counter(), self.members[url].failures
-        failures[prompt] = now
-        recent = [failed for failed, when in failures.items() if now - when < FAILURES_S]
-        if len(recent) >= MAX_FAILED_PROMPTS:
-            self.lose(url, reason)
 
     async def _end_ghosts(self, member: Member) -> bool:
         """Aborts the requests that a server may still decode since it seemed to be lost. Returns success."""

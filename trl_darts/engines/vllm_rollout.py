@@ -65,6 +65,9 @@ END_S = 2.0  # timeout of one abort at the end of a failed rollout; a busy serve
 CLOCK_S = 0.1
 CHECKS = 8  # number of checks within the shorter token deadline
 CATCH_UP_S = 2.0  # without checks, after our own loop was late: tokens may have arrived that were not read yet
+# A server on which so many prompts fail, within this time and with nothing else decoding, is lost. With fewer, or while
+# it decodes others, the prompts are the cause.
+MAX_FAILED_PROMPTS, FAILURES_S = 3, 60.0
 # Pauses before a candidate is tried again: after a failure, doubled with each one in a row, and if a server is busy.
 RETRY_S, MAX_RETRY_S, BUSY_S = 0.05, 1.0, 1.0
 
@@ -96,6 +99,8 @@ class RolloutRun:
         self.run_id = uuid.uuid4().hex
         self.requests: dict[Key, OpenRequest] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
+        self.failures: dict[str, dict[int, float]] = {}  # by server, last failures of groups since its last token
+        self.suspects: set[int] = set()  # groups that failed on a server that decodes others
         self.next_check = 0.0  # time of the next check for late requests
         self.tail_turn = False  # whether it is the tail servers' turn, if main and tail servers share GPUs
         self.turns: asyncio.Task[None] | None = None
@@ -158,6 +163,7 @@ class RolloutRun:
     def on_lost(self, url: str, reason: str) -> None:
         """Reports a lost server and closes its requests."""
         lost = self._open(url)
+        self.failures.pop(url, None)
         untried = {request.command.candidate_id for request in lost if not request.sent}
         self.pool.members[url].ghosts += [r.internal_id for r in lost if r.internal_id is not None]
         self._report(EngineLost(url, reason, time.perf_counter(), untried))
@@ -371,7 +377,7 @@ class RolloutRun:
 
     async def _retry(self, request: OpenRequest, reason: str, is_busy: bool = False) -> None:
         """Tries the candidate elsewhere if its server is healthy. Otherwise, the server is lost."""
-        url = request.command.engine_id
+        url, request.failing = request.command.engine_id, True
         if not await self.pool.check(url):
             return
         tried = self._note_failure(request, url, reason, is_busy)
@@ -390,8 +396,16 @@ class RolloutRun:
         if is_busy:
             member.refuses_since, member.refusal = member.refuses_since or now, reason
             return now - member.refuses_since > self.deadlines.first_token_s
-        self.pool.note_failure(url, (self.run_id, request.command.group_id), reason)
+        failures = self.failures.setdefault(url, {})
+        failures[request.command.group_id] = now
+        recent = {group: at for group, at in failures.items() if now - at < FAILURES_S and group not in self.suspects}
+        if len(recent) >= MAX_FAILED_PROMPTS and not self._runs(url, since=min(recent.values())):
+            self.pool.lose(url, reason)
         return True
+
+    def _runs(self, url: str, since: float) -> bool:
+        """Whether requests run on a server that it had before a time."""
+        return any(r.sent and not r.failing and r.last_progress < since for r in self._open(url))
 
     def _report_abort(self, request: OpenRequest) -> None:
         now = time.perf_counter()
@@ -404,7 +418,7 @@ class RolloutRun:
             self.tokens = Waiting(self.deadlines.token_s)
             request.last_progress = member.last_progress = now
             request.decodes = True
-            member.failures.clear()
+            self.suspects.update(self.failures.pop(member.server.base_url, ()))
         is_error = chunk.finish_reason == "error" or (chunk.finish_reason == "abort" and request.aborted_at is None)
         if chunk.finish_reason is None or is_error:
             self._report(TokensArrived(*request.key, offset, chunk.tokens, chunk.logprobs, now))
