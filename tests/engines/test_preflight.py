@@ -290,7 +290,7 @@ def test_server_that_starts_late_is_waited_for(monkeypatch):
 @pytest.mark.vllm
 def test_real_server(vllm_server, markov_model_dir, tmp_path):
     config = AutoConfig.from_pretrained(markov_model_dir)
-    args = make_args(tmp_path, generation_kwargs={"seed": 0, "min_tokens": 3})
+    args = make_args(tmp_path, use_vllm=True, vllm_mode="server", generation_kwargs={"seed": 0, "min_tokens": 3})
     sampling = request_body("", args, None)
     facts = check(vllm_server.base_url, needs(config, weight_transfer=None, sampling=sampling))
     assert (facts.model, facts.max_model_len) == (vllm_server.model, 2048)
