@@ -12,6 +12,7 @@ import re
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import aiohttp
 import psutil
@@ -20,6 +21,7 @@ from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, loop_lag, pool, server_log, vllm_api, vllm_rollout
+from trl_darts.engines.continuous_run import ContinuousRun
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.loop_lag import LATE_S
 from trl_darts.engines.pool import State
@@ -584,3 +586,17 @@ def test_processes_that_share_the_servers_share_their_slots_and_probe_only_durin
         engine.follow(0, [url])  # the main process has found it
         check_rows(rollout(engine), 2)
         engine.close()
+
+
+def test_what_a_rollout_without_end_knows_does_not_grow():
+    """One entry for each version of the weights that a server has, however many syncs there were."""
+    members = {"a": SimpleNamespace(version=0), "b": SimpleNamespace(version=0)}
+    own = SimpleNamespace(version=0, members=members)
+    run = object.__new__(ContinuousRun)
+    run.pool, run.step, run._steps = own, 0, {0: 0}
+    for sync in range(1, 100):
+        own.version, run.step = sync, 10 * sync
+        members["a"].version = sync  # the other one is lost
+        assert run._step_of(sync) == 10 * sync
+    assert run._steps == {0: 0, 99: 990}
+    assert run._step_of(0) == 0
