@@ -57,7 +57,9 @@ def routes(vllm_config, max_model_len=1024, vocabulary=128, without=(), asked=No
         return web.json_response(completion([5], "length"))
 
     async def openapi(request):
-        return web.json_response({"components": {"schemas": {"CompletionRequest": {"properties": dict.fromkeys(OPTIONS)}}}})
+        return web.json_response(
+            {"components": {"schemas": {"CompletionRequest": {"properties": dict.fromkeys(OPTIONS)}}}}
+        )
 
     async def version(request):
         return await answer({"version": "0.31.0"})

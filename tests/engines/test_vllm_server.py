@@ -89,7 +89,7 @@ def test_grpo_keeps_all_and_logprobs_are_those_of_the_model(engine, vllm_server)
 
 
 def test_tokens_come_without_the_prompt(vllm_server):
-    """Also special ones: `pad` (0), which has no text, and the end (1). With `return_token_ids`, the prompt comes too."""
+    """Also special ones: `pad` (0), which has no text, and the end (1). `return_token_ids` would add the prompt."""
     biased = body(vllm_server, max_tokens=40, logit_bias={"0": 30, "1": 28}, seed=0)
 
     async def ask(server):

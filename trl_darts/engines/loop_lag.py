@@ -1,4 +1,4 @@
-"""Measures how late the event loop is: a timeout only counts against a server if the loop that measured it was on time."""
+"""Measures how late the event loop is: a timeout only counts against a server if our own loop was on time."""
 
 import asyncio
 import time

@@ -135,8 +135,8 @@ class ServerPool:
     The servers of an engine. Outside the event loop, it may only be read.
 
     `refresh` updates a server that has reconnected to the weights of the last sync, and returns whether it has them.
-    `num_sharing` processes have such a pool of the same servers. With more than one, this is the pool of a process that
-    only decodes now and then: it has its share of the slots, and only probes servers during its rollouts.
+    `num_sharing` processes have such a pool of the same servers. With more than one, this is the pool of a process
+    that only decodes now and then: it has its share of the slots, and only probes servers during its rollouts.
     """
 
     def __init__(

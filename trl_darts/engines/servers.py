@@ -145,7 +145,9 @@ class ServerEngine(Engine):
         lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) > limit}
         if lengths:
             first = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
-            raise ConfigurationError(f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({first}): {rule}")
+            raise ConfigurationError(
+                f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({first}): {rule}"
+            )
 
     def _longest_prompt(self, room: int | None = None) -> tuple[int, str]:
         """Returns the most tokens of a prompt, and why there may not be more. See `check_prompts` for `room`."""
@@ -153,7 +155,8 @@ class ServerEngine(Engine):
         room = most if room is None else room
         return limit - room, (
             f"{room} more (of `max_completion_length`, {most}) would exceed the server's `max_model_len` ({limit}). "
-            "Filter the data set, lower `max_completion_length`, or restart the server with a larger `--max-model-len`."
+            "Filter the data set, lower `max_completion_length`, or restart the server with a larger "
+            "`--max-model-len`."
         )
 
     def _run(

@@ -6,8 +6,8 @@ A server that fails is lost. Its candidates continue on other servers from the t
 a server with the current weights is back. A request that the server rejects fails the rollout.
 
 An error with which a server answers is first the request's: the server is checked at once, and is lost if it is not
-healthy, or fails on other prompts too. Otherwise, the candidate is tried on another server, up to nine times in a row. A
-server that is busy has not failed, and is asked again.
+healthy, or fails on other prompts too. Otherwise, the candidate is tried on another server, up to nine times in a row.
+A server that is busy has not failed, and is asked again.
 """
 
 import asyncio
@@ -65,8 +65,8 @@ END_S = 2.0  # timeout of one abort at the end of a failed rollout; a busy serve
 CLOCK_S = 0.1
 CHECKS = 8  # number of checks within the shorter token deadline
 CATCH_UP_S = 2.0  # without checks, after our own loop was late: tokens may have arrived that were not read yet
-# A server on which so many prompts fail, within this time and with nothing else decoding, is lost. With fewer, or while
-# it decodes others, the prompts are the cause.
+# A server on which so many prompts fail, within this time and with nothing else decoding, is lost. With fewer, or
+# while it decodes others, the prompts are the cause.
 MAX_FAILED_PROMPTS, FAILURES_S = 3, 60.0
 # Pauses before a candidate is tried again: after a failure, doubled with each one in a row, and if a server is busy.
 RETRY_S, MAX_RETRY_S, BUSY_S = 0.05, 1.0, 1.0

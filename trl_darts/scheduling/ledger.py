@@ -200,9 +200,7 @@ class Ledger:
         self._end(candidate, ABORTED, now)
         candidate.finish_reason = ABORT
 
-    def requeue(
-        self, candidate: Candidate, now: float, keeps_tokens: bool = True, is_attempt: bool = True
-    ) -> None:
+    def requeue(self, candidate: Candidate, now: float, keeps_tokens: bool = True, is_attempt: bool = True) -> None:
         """RUNNING → WAITING, because its engine is lost or gives no tokens, or because it moves to another engine."""
         if not candidate.moving:
             if candidate.length > candidate.num_prior:

@@ -54,7 +54,7 @@ from .types import (
 )
 
 
-# A candidate that fails, or is lost with its engine, more often, each time without a new token, is considered the cause.
+# A candidate that errs, or is lost with its engine, more often, each time without a new token, is seen as the cause.
 MAX_EMPTY_ATTEMPTS = 8
 # A candidate that stalls more often in a row is considered the cause.
 MAX_STALLS = 2
