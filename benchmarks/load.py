@@ -168,8 +168,9 @@ def measure(urls: list[str], stubs: int, num_candidates: int, schedule: str) -> 
     body = {"model": "m", "max_tokens": MAX_TOKENS, "logprobs": 0, "seed": 0}
     meter.start()
     start = time.perf_counter()
-    engine.run(scheduler, plans, prompts, body, lambda command: {"seed": command.candidate_id})
+    result = engine.run(scheduler, plans, prompts, body, lambda command: {"seed": command.candidate_id})
     seconds = time.perf_counter() - start
+    num_losses = engine.num_losses
     meter.over.set()
     engine.close()
     samples = meter.samples[: max(2, len(meter.samples) // 2)]
@@ -183,6 +184,8 @@ def measure(urls: list[str], stubs: int, num_candidates: int, schedule: str) -> 
         "delay p50 (ms)": statistics.median(delays),
         "delay p99 (ms)": delays[int(0.99 * len(delays))],
         "late, over 1 s (%)": 100 * sum(delay > 1000 for delay in delays) / len(delays),
+        "lost servers": num_losses,
+        "resumed candidates": result.num_resumed,
         "memory (MiB)": (psutil.Process().memory_info().rss - before) / 2**20,
     }
 
@@ -192,6 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--candidates", type=int, default=10_000)
+    parser.add_argument("--repeat", type=int, default=1, help="rollouts one after another, each with a new engine")
     parser.add_argument("--tokens-per-s", type=float, default=1000.0, help="of each server")
     parser.add_argument("--schedule", choices=["darts", "grpo"], default="darts")
     parser.add_argument("--interval", type=int, default=vllm_rollout.STREAM_INTERVAL, help="tokens per read")
@@ -202,9 +206,11 @@ def main() -> None:
         target=run_stubs, args=(args.servers, args.tokens_per_s, theirs), daemon=True
     )
     process.start()
-    result = measure(ours.recv(), process.pid or 0, args.candidates, args.schedule)
+    urls = ours.recv()
+    for _ in range(args.repeat):
+        result = measure(urls, process.pid or 0, args.candidates, args.schedule)
+        print(json.dumps({**vars(args), **{name: round(value, 2) for name, value in result.items()}}), flush=True)
     process.terminate()
-    print(json.dumps({**vars(args), **{name: round(value, 2) for name, value in result.items()}}))
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 

@@ -214,7 +214,7 @@ def test_a_paused_server_knows_what_each_request_has(server):
 
             async def read() -> None:
                 nonlocal received
-                async for chunk in client.stream(request, 16, 60.0):
+                async for chunk in await client.open(request, 16, 60.0):
                     received += len(chunk.tokens)
 
             reading = asyncio.create_task(read())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.models import EOS_ID
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
+from trl_darts.scheduling import Scheduler
 from trl_darts.testing import stub_servers
 
 
@@ -56,3 +58,27 @@ def test_every_schedule_trains_on_what_was_written(model_dir, tmp_path, name):
             lengths[len(tokens)] += 1
         assert lengths == expected
     assert trainer.evaluate()["eval_completions/mean_length"] == 8  # 3, 4, 5 and 20
+
+
+def test_a_batch_whose_groups_were_all_dropped_trains_on_filler_rows(model_dir, tmp_path, monkeypatch):
+    """Of a rollout without an end, it is the second batch. The run goes on with the third."""
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
+    fields = {"rollout_ahead": "continuous", "on_generation_error": "drop_group", "save_rollout_trace": True}
+    args = make_args(tmp_path, max_completion_length=LIMIT, max_steps=3, learning_rate=1e-3, **server, **fields)
+    with stub_servers(write):
+        trainer = make_trainer(model_dir, args)
+    batches, plain, taken = record_batches(trainer), Scheduler.take, []
+
+    def take(self, group_ids, now):
+        result = plain(self, group_ids, now)
+        taken.append(result)
+        if len(taken) == 2:
+            return replace(result, groups=[], dropped={group.plan.group_id: "too long" for group in result.groups})
+        return result
+
+    monkeypatch.setattr(Scheduler, "take", take)
+    trainer.train()
+    assert [bool(batch["completion_mask"].any()) for batch in batches] == [True, False, True]
+    logs = rollout_logs(trainer)
+    assert [entry["darts/rollout/dropped_groups"] for entry in logs] == [0.0, 4.0, 0.0]
+    assert ["darts/pool/length_mean" in entry for entry in logs] == [True, False, True]

@@ -178,7 +178,11 @@ RESUMES = {
     "500 JSON": _status(500, JSON_ERROR),
     "502 HTML": _status(502, PAGE),
     "503 empty": _status(503, b""),
+    "429 JSON": _status(429, JSON_ERROR),
+    "aborted by nobody": _field("finish_reason", "abort"),
+    "ended with an error": _field("finish_reason", "error"),
     "error 500 in the stream": _stream_error(500),
+    "error 503 in the stream": _stream_error(503),
     "error without a code in the stream": _stream_error(None),
 }
 # With the words that the error must have.
@@ -203,7 +207,6 @@ ERRORS = {
     "more tokens than log-probs": (_mutated(lambda rng, c: c["token_ids"].append(3)), "log-probs for"),
     "more tokens than max_tokens": (_too_many, "more than `max_tokens`"),
     "unknown finish_reason": (_field("finish_reason", "exploded"), "'exploded' is not a valid FinishReason"),
-    "aborted by nobody": (_field("finish_reason", "abort"), "aborted, but not by this trainer"),
     "two choices": (_two_choices, "other choices"),
     "another choice": (_field("index", 1), "other choices"),
     "400 JSON": (_status(400, JSON_ERROR), "answered 400: its own words"),

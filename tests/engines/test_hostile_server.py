@@ -58,6 +58,8 @@ WORD_OF_STATE = {
 def _quick(monkeypatch):
     monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(vllm_server, "PROGRESS_INTERVAL_S", 0.004)
+    monkeypatch.setattr(vllm_rollout, "RETRY_S", 0.001)
+    monkeypatch.setattr(vllm_rollout, "BUSY_S", 0.01)
 
 
 @contextmanager
@@ -226,9 +228,9 @@ def test_candidate_that_is_always_cut_is_an_error():
 def test_candidate_that_never_ends_is_an_error():
     server = HostileServer(5)
     server.plan = lambda group, index, segment: "empty chunks for ever"
-    with hostile_servers(server, HASTY, num_servers=1) as (engine, _):
-        error = Rollouts(server).run(engine, 1, 1, long_s=HASTY.rollout_s)
-    assert "no complete answer within `vllm_request_timeout_s` (1 s)" in error
+    with hostile_servers(server, STALLING, num_servers=1) as (engine, _):
+        error = Rollouts(server).run(engine, 1, 1)
+    assert "no tokens within `vllm_first_token_timeout_s` (0.3 s)" in error
 
 
 @pytest.mark.parametrize("status", [200, 404, None])

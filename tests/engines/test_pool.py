@@ -171,7 +171,7 @@ def test_loss_is_told_once_and_its_last_reason_is_kept():
 def test_a_loss_has_the_words_of_its_cause(tmp_path, monkeypatch, caplog):
     log = tmp_path / "server.log"
     log.write_text("RuntimeError: no memory left")
-    monkeypatch.setattr(pool, "find_log", lambda url: log)
+    monkeypatch.setattr(pool, "find_logs", lambda urls: dict.fromkeys(urls, log))
     switch = Switch(500, b'{"error": {"message": "It broke. See stack trace (above) for the root cause."}}')
 
     async def play(servers, member, log):

@@ -10,11 +10,12 @@ from aiohttp import web
 from transformers import AutoConfig, Qwen2Config
 
 from tests.builders import make_args
-from tests.engines.fake_server import HEALTHY, answer, fake_server
+from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
 from trl_darts.engines import VLLMServerEngine, preflight, waiting
 from trl_darts.engines.connection import ServerSettings, connect, server_settings
 from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.preflight import Requirements, ServerUnreachableError, check_server
+from trl_darts.engines.sampling import request_body
 from trl_darts.errors import ConfigurationError
 
 
@@ -31,7 +32,12 @@ def check(url, requirements):
         engine.close()
 
 
-def routes(vllm_config, max_model_len=1024, vocabulary=128, without=()):
+OPTIONS = ("model", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "logprobs")
+
+
+def routes(vllm_config, max_model_len=1024, vocabulary=128, without=(), asked=None):
+    asked = [] if asked is None else asked  # bodies of its completion requests
+
     async def health(request):
         return await answer({})
 
@@ -42,7 +48,18 @@ def routes(vllm_config, max_model_len=1024, vocabulary=128, without=()):
         return await answer({"data": [{"id": "served", "max_model_len": max_model_len}]})
 
     async def completions(request):
-        return await answer({"error": {"message": f"out-of-vocab token ids. Vocabulary size: {vocabulary}"}}, 400)
+        body = await request.json()
+        asked.append(body)
+        if "1000000000" in str(body.get("logit_bias")):
+            return await answer({"error": {"message": f"out-of-vocab token ids. Vocabulary size: {vocabulary}"}}, 400)
+        if body.get("top_p", 1.0) > 1.0:
+            return await answer({"error": {"message": f"top_p must be in (0, 1], got {body['top_p']}."}}, 400)
+        return web.json_response(completion([5], "length"))
+
+    async def openapi(request):
+        return web.json_response(
+            {"components": {"schemas": {"CompletionRequest": {"properties": dict.fromkeys(OPTIONS)}}}}
+        )
 
     async def version(request):
         return await answer({"version": "0.31.0"})
@@ -53,6 +70,7 @@ def routes(vllm_config, max_model_len=1024, vocabulary=128, without=()):
         "GET /server_info": info,
         "GET /v1/models": models,
         "POST /v1/completions": completions,
+        "GET /openapi.json": openapi,
     }
     return {route: handler for route, handler in table.items() if route not in without}
 
@@ -145,6 +163,52 @@ def test_what_vllm_refuses_where_it_verifies_drafts(name):
         assert not check(url, needs(CONFIG, sampling={name: 0.1})).drafts
 
 
+def test_a_name_that_the_server_would_ignore_is_refused_with_the_nearest():
+    with fake_server(routes(HEALTHY)) as url:
+        with pytest.raises(ConfigurationError, match=r"has 'top_kk' \(5\), which is no option .*Did you mean `top_k`"):
+            check(url, needs(CONFIG, sampling={"top_k": 0, "top_kk": 5}))
+        with pytest.raises(ConfigurationError, match=r"has 'do_it' \(True\), which is no option .*Leave it out\."):
+            check(url, needs(CONFIG, sampling={"do_it": True}))
+    with fake_server(routes(HEALTHY, without=("GET /openapi.json",))) as url:  # it does not say what it knows
+        check(url, needs(CONFIG, sampling={"top_kk": 5}))
+
+
+def test_a_value_that_the_server_refuses_is_refused_before_the_first_rollout():
+    asked = []
+    with fake_server(routes(HEALTHY, asked=asked)) as url:
+        check(url, needs(CONFIG, sampling={"top_p": 0.9, "max_tokens": 256, "min_tokens": 20}))
+        assert {name: asked[-1][name] for name in ("top_p", "max_tokens", "min_tokens")} == {
+            "top_p": 0.9, "max_tokens": 1, "min_tokens": 1
+        }  # fmt: skip
+        with pytest.raises(ConfigurationError) as error:
+            check(url, needs(CONFIG, sampling={"top_p": 7.0, "top_k": 5}))
+        words = "would refuse each request: " + url + " answered 400: top_p must be in (0, 1], got 7.0. "
+        assert str(error.value).endswith(words + "Correct `top_p` (7.0).")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ({"top_kk": 5}, r"'top_kk' \(5\), which is no option of the vLLM server at .* Did you mean `top_k`"),
+        ({"do_sample": True}, r"'do_sample' \(True\), which is no option of the vLLM server"),
+        ({"top_k": "five"}, r"body.top_k.*valid integer.* Correct `top_k` \('five'\)"),
+        ({"top_p": 7.0}, r"top_p must be in \(0, 1\], got 7.0.* Correct `top_p` \(7.0\)"),
+        ({"stop": 5}, r"body.stop.* Correct `stop` \(5\)"),
+        ({"stop_token_ids": [9999]}, r"out-of-vocab token ids.* Correct `stop_token_ids` \(\[9999\]\)"),
+        ({"allowed_token_ids": []}, r"Correct `allowed_token_ids` \(\[\]\)"),
+        ({"structured_outputs": {"regex": "("}}, r"invalid regex.* Correct `generation_kwargs`"),
+        ({"min_tokens": 500, "max_tokens": 256}, r"Correct `min_tokens` \(500\), `max_tokens` \(256\)"),
+        ({"max_tokens": 0}, r"max_tokens must be at least 1.* Correct `max_tokens` \(0\)"),
+    ],
+)
+def test_options_that_a_real_server_ignores_or_refuses(vllm_server, markov_model_dir, sampling, words):
+    """`stop_token_ids` and further ones are checked after `logit_bias`, so that request alone would not do."""
+    config = AutoConfig.from_pretrained(markov_model_dir)
+    with pytest.raises(ConfigurationError, match=f"(?s){words}"):
+        check(vllm_server.base_url, needs(config, weight_transfer=None, sampling=sampling))
+
+
 def test_unreachable(monkeypatch, caplog):
     monkeypatch.setattr(preflight, "RETRY_INTERVAL_S", 0.1)
     monkeypatch.setattr(waiting, "INTERVAL_S", 0.3)
@@ -226,9 +290,11 @@ def test_server_that_starts_late_is_waited_for(monkeypatch):
 
 
 @pytest.mark.vllm
-def test_real_server(vllm_server, markov_model_dir):
+def test_real_server(vllm_server, markov_model_dir, tmp_path):
     config = AutoConfig.from_pretrained(markov_model_dir)
-    facts = check(vllm_server.base_url, needs(config, weight_transfer=None))
+    args = make_args(tmp_path, use_vllm=True, vllm_mode="server", generation_kwargs={"seed": 0, "min_tokens": 3})
+    sampling = request_body("", args, None)
+    facts = check(vllm_server.base_url, needs(config, weight_transfer=None, sampling=sampling))
     assert (facts.model, facts.max_model_len) == (vllm_server.model, 2048)
     assert facts.max_num_seqs > 0
     config.vocab_size = 127  # what the server says of it is read from an error message

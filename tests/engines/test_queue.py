@@ -99,7 +99,13 @@ class SlottedServer:
     @property
     def routes(self):
         gets = {"/health": self.health, "/metrics": self.metrics, "/server_info": self.server_info}
-        return {f"GET {path}": handler for path, handler in gets.items()} | {"POST /v1/completions": self.completions}
+        posts = {"/v1/completions": self.completions, "/collective_rpc": self.num_outputs}
+        return {f"GET {path}": handler for path, handler in gets.items()} | {
+            f"POST {path}": handler for path, handler in posts.items()
+        }
+
+    async def num_outputs(self, request):
+        return web.json_response({"results": []})
 
 
 @contextmanager
@@ -202,3 +208,26 @@ def test_a_server_that_preempts_gets_fewer():
         check_rows(result)
         assert engine.states() == dict.fromkeys(engine.base_urls, State.UP)
     assert min(limits) < limits[0] == 36
+
+
+def test_a_weight_sync_is_no_pressure():
+    """A pause preempts all requests, which the server counts once it decodes again."""
+    server = SlottedServer(32, 0.05)
+    with engine_on(server) as engine:
+        scheduler = Scheduler(ScheduleSettings("grpo", 80).policies(), 80)
+        limits = []
+
+        async def update():
+            pool = await engine.pool()
+            await pool.report_update(pool.members[engine.base_urls[0]])
+
+        def watch(ledger):
+            if len(limits) == 1:
+                engine.call(update())
+                server.num_preemptions += 32
+            (member,) = engine.members.values()
+            limits.append(member.capacity)
+
+        check_rows(engine.run(scheduler, [GroupPlan(0, 80)], [[ServerPrompt([0])]], BODY, on_progress=watch))
+    assert len(limits) > 3
+    assert set(limits) == {36}

@@ -5,7 +5,7 @@ import pytest
 from tests.serving.builders import fake_server, wait_for
 from trl_darts.engines import server_log
 from trl_darts.engines.addresses import is_this_machine
-from trl_darts.engines.server_log import explain, find_log, last_error
+from trl_darts.engines.server_log import explain, find_logs, last_error
 
 
 DEAD = "http://a answered 500: It broke. See stack trace (above) for the root cause."
@@ -18,11 +18,12 @@ def test_the_log_is_where_the_output_goes(tmp_path):
     server.start(0.0)
     try:
         wait_for(server.is_healthy)
-        assert find_log(server.command.base_url) == server.log_path
-        assert find_log("http://192.0.2.1:" + server.command.base_url.rpartition(":")[2]) is None  # not this machine
+        url = server.command.base_url
+        others = ["http://192.0.2.1:" + url.rpartition(":")[2], "http://no.such.host.invalid", "http://127.0.0.1:9"]
+        assert find_logs([*others, url]) == {url: server.log_path}
     finally:
         server.kill()
-    assert find_log(server.command.base_url) is None
+    assert find_logs([url]) == {}
 
 
 @pytest.mark.parametrize(

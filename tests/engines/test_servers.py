@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from trl_darts.engines.main_process import MainProcess
 from trl_darts.engines.pool import Member
 from trl_darts.engines.preflight import ServerFacts
 from trl_darts.engines.servers import ServerEngine
-from trl_darts.errors import WeightsLostError
+from trl_darts.errors import ConfigurationError, WeightsLostError
 from trl_darts.scheduling import Scheduler, ScheduleSettings, UniformAdmission
 
 
@@ -68,14 +69,16 @@ class Breaks:
         return response
 
 
-def launched(servers: VLLMServerEngine, **fields) -> tuple[ServerEngine, tuple[RolloutPlan, PromptBatch]]:
+def launched(
+    servers: VLLMServerEngine, rows: Sequence[list[int]] = ([5],) * M, **fields
+) -> tuple[ServerEngine, tuple[RolloutPlan, PromptBatch]]:
     """Returns the engine of a single process, and the rollout that it has launched."""
     main = MainProcess(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
     own = dict.fromkeys(SAMPLING) | {"max_completion_length": 8, "generation_kwargs": {}}
     facts = ServerFacts(model="m", max_model_len=100)
     own |= {"main": main, "own_engine": servers, "settings": SimpleNamespace(seed=42)}
     engine = ServerEngine(SimpleNamespace(facts=facts, bring_back=lambda: None, **own))
-    batch = PromptBatch.alone([[5]] * M, M)
+    batch = PromptBatch.alone(list(rows), M)
     admission = UniformAdmission(M).plan(batch.infos)
     scheduler = Scheduler(ScheduleSettings("grpo", M).policies(), M, **fields)
     plan = RolloutPlan(admission, admission.plans(batch.infos), scheduler)
@@ -144,3 +147,26 @@ def test_tokens_go_along_only_where_the_sampling_options_let_them(monkeypatch, c
         servers.close()
     assert server.prompts[M:] == [[5, 7] if carries_tokens else [5]] * M
     assert [row.tokens for row in group.rows] == [[7] * (3 + carries_tokens)] * M
+
+
+def test_an_over_long_prompt_of_a_stream_drops_its_group():
+    """A data set with a length is checked before the run. `max_model_len` is 100, and answers may have 8 tokens."""
+    rows = [[5] * length for length in (92, 92, 93, 93, 3, 3)]
+    asked = []
+
+    async def completions(request):
+        asked.append(len((await request.json())["prompt"]))
+        return await answer(completion([7] * 3))
+
+    with fake_server(routes(completions)) as url:
+        servers = VLLMServerEngine([url])
+        engine, ahead = launched(servers, rows, drop_failed_groups=True)
+        result = engine.run(*ahead)
+        with pytest.raises(ConfigurationError, match=r"1 prompts of this batch are longer than 92 tokens .*has 93"):
+            launched(servers, rows)
+        servers.close()
+    assert [group.plan.group_id for group in result.groups] == [0, 2]
+    assert sorted(asked) == [3, 3, 92, 92]
+    (reason,) = result.dropped.values()
+    assert "of prompt 1 on" in reason
+    assert "it has 93 tokens, and may have 92: 8 more (of `max_completion_length`, 8) would exceed" in reason

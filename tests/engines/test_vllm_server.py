@@ -16,6 +16,7 @@ from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.pool import State
 from trl_darts.engines.seeds import RolloutSeed
+from trl_darts.engines.vllm_api import CompletionRequest, parse_choice
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (
     CandidateState,
@@ -39,7 +40,7 @@ def engine(vllm_server) -> Iterator[VLLMServerEngine]:
 
 
 def body(vllm_server, **more) -> dict:
-    fields = {"max_tokens": 400, "temperature": 1.0, "logprobs": 0, "return_token_ids": True}
+    fields = {"max_tokens": 400, "temperature": 1.0, "logprobs": 0}
     return {"model": vllm_server.model, **fields, **more}
 
 
@@ -86,6 +87,29 @@ def test_grpo_keeps_all_and_logprobs_are_those_of_the_model(engine, vllm_server)
                 logits = model(torch.tensor([prompt + row.tokens])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])[:, 0]
             assert (torch.tensor(row.logprobs) - expected).abs().max() < 1e-3
+
+
+def test_tokens_come_without_the_prompt(vllm_server):
+    """Also special ones: `pad` (0), which has no text, and the end (1). `return_token_ids` would add the prompt."""
+    biased = body(vllm_server, max_tokens=40, logit_bias={"0": 30, "1": 28}, seed=0)
+
+    async def ask(server):
+        request = CompletionRequest.of("bare", ServerPrompt([60, 61]), [], biased)
+        both = CompletionRequest(request.path, {**request.body, "return_token_ids": True}, "")
+        (choice,) = (await server.post(both.path, both.body))["choices"]
+        assert "return_token_ids" not in request.body
+        assert choice["prompt_token_ids"] == [60, 61]
+        (bare,) = (await server.post(request.path, request.body))["choices"]
+        assert bare.get("prompt_token_ids") is None
+        assert parse_choice({"choices": [bare]}).tokens == choice["token_ids"]
+        chunks = [chunk async for chunk in await server.open(request, 4)]
+        return choice["token_ids"], [token for chunk in chunks for token in chunk.tokens]
+
+    engine = VLLMServerEngine([vllm_server.base_url])
+    ((whole, streamed),) = engine.query(ask).values()
+    engine.close()
+    assert streamed == whole
+    assert set(whole) == {0, 1}
 
 
 def test_saturated_group_stops_early_and_partial_tokens_come_back(engine, vllm_server):
@@ -205,7 +229,7 @@ def test_killed_trainer_leaves_nothing_running(vllm_server):
     script = f"""
         from trl_darts.engines import ServerPrompt, VLLMServerEngine
         from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
-        body = dict(model={vllm_server.model!r}, max_tokens=2000, ignore_eos=True, logprobs=0, return_token_ids=True)
+        body = dict(model={vllm_server.model!r}, max_tokens=2000, ignore_eos=True, logprobs=0)
         scheduler = Scheduler(ScheduleSettings("darts", 8, long_end_patience=None).policies(), 8)
         plans = [GroupPlan(i, 12) for i in range(8)]
         prompts = [[ServerPrompt([60, i])] for i in range(8)]

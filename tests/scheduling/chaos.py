@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
+    CandidateErred,
     CandidateFailed,
     CandidateStalled,
     CandidateState,
@@ -26,7 +27,7 @@ from trl_darts.scheduling import (
     TakeTurns,
     TokensArrived,
 )
-from trl_darts.scheduling.scheduler import MAX_STALLS
+from trl_darts.scheduling.scheduler import MAX_EMPTY_ATTEMPTS, MAX_STALLS
 
 
 class ChaosEngine:
@@ -42,6 +43,8 @@ class ChaosEngine:
         logprobs: bool = True,
         failure_rate: float = 0.0,
         expires_at: float | None = None,
+        trouble_rate: float = 0.02,
+        tries: bool = True,
     ) -> None:
         self.random = random.Random(seed)
         self.names = [f"engine{i}" for i in range(num_engines)] + [f"tail{i}" for i in range(num_tail_engines)]
@@ -50,6 +53,8 @@ class ChaosEngine:
         self.logprobs = logprobs
         self.failure_rate = failure_rate
         self.expires_at = expires_at
+        self.trouble_rate = trouble_rate  # of errors of single candidates
+        self.tries = tries  # whether these, and losses, may count as attempts
         self.trace: list[tuple[Event, list[Command]]] = []
         self.running: dict[tuple[int, int], Submit] = {}  # by (candidate_id, segment)
         self.sent: dict[tuple[int, int], int] = {}  # reported tokens, including prior ones
@@ -77,11 +82,14 @@ class ChaosEngine:
 
     def _step(self) -> None:
         choice = self.random.random()
+        trouble = self.random.random()
         if self.expires_at is not None and self.now >= self.expires_at:
             self.expires_at = None
             self._send(RolloutExpired("time ran out", self.now))
         elif self.running and self.random.random() < self.failure_rate:
             self._break(self.random.choice(sorted(self.running)))
+        elif self.running and trouble < self.trouble_rate:
+            self._err(self.random.choice(sorted(self.running)))
         elif choice < 0.10 and self.trace:  # a duplicate or late event
             self._send(copy.deepcopy(self.random.choice(self.trace)[0]), fresh=False)
         elif choice < 0.12 and self.alive:
@@ -91,7 +99,7 @@ class ChaosEngine:
             self.alive.add(name)
             capacity = 0 if name in self.asleep else 4
             self._send(EngineJoined(name, self.now, capacity, tail=name.startswith("tail")))
-        elif choice < 0.16 and self.running:
+        elif choice < 0.16 and self.running and self.tries:
             self._stall(self.random.choice(sorted(self.running)))
         elif choice < 0.19 and self.alive - self.asleep:
             name = self.random.choice(sorted(self.alive - self.asleep))
@@ -158,12 +166,24 @@ class ChaosEngine:
             self.ends[key[0]] = self.ends.get(key[0], 0) + 1
         self._send(CandidateStalled(*key, "late", self.now))
 
+    def _err(self, key: tuple[int, int]) -> None:
+        """Fails on a candidate, or does not try it. Its closed request gets no more answers."""
+        candidate, tried = self.scheduler.ledger.candidates[key[0]], self.tries and self.random.random() < 0.5
+        if tried and candidate.num_empty_attempts >= MAX_EMPTY_ATTEMPTS:
+            return  # would be an error
+        del self.running[key]
+        if candidate.state is CandidateState.ABORTING:
+            self.ends[key[0]] = self.ends.get(key[0], 0) + 1
+        self._send(CandidateErred(*key, "it broke", self.now, tried))
+
     def _lose(self, name: str) -> None:
         self.alive.remove(name)
+        own = {c for (c, _), command in self.running.items() if command.engine_id == name}
+        untried = own if not self.tries else {c for c in own if self.random.random() < 0.5}
         for key in [k for k, command in self.running.items() if command.engine_id == name]:
             del self.running[key]
             self.num_dropped += self.scheduler.ledger.candidates[key[0]].state is CandidateState.ABORTING
-        self._send(EngineLost(name, "gone", self.now))
+        self._send(EngineLost(name, "gone", self.now, untried))
 
     def _send(self, event: Event, fresh: bool = True) -> None:
         if not fresh and isinstance(event, EngineLost | EngineJoined | EngineResized | RolloutExpired):

@@ -19,6 +19,7 @@ loads = st.builds(
     num_tokens=st.just(0),
 )
 looks = st.lists(st.tuples(loads, st.integers(0, 3000)), max_size=30)
+syncs = st.lists(st.booleans(), min_size=30, max_size=30)  # whether there was a weight sync before each look
 
 
 @given(slots, most, looks)
@@ -30,13 +31,16 @@ def test_bounded(slots, most, looks):
         assert slots is None or int(limit) <= slots + HEADROOM + slots // HEADROOM_SHARE
 
 
-@given(slots, most, looks)
-def test_only_under_pressure(slots, most, looks):
+@given(slots, most, looks, syncs)
+def test_only_under_pressure(slots, most, looks, syncs):
     limit, preemptions = ConcurrencyLimit(slots, most), None
-    for load, num_held in looks:
+    for place, ((load, num_held), sync) in enumerate(zip(looks, syncs, strict=False)):
         before = int(limit)
+        if sync:
+            limit.rebase()
         limit.observe(load, num_held)
         if int(limit) < before:
+            assert not any(syncs[max(0, place - 1) : place + 1])
             preempted = preemptions is not None and load.num_preemptions > preemptions
             assert preempted or (load.kv_cache_usage >= FULL_CACHE and load.num_waiting > HEADROOM)
         preemptions = load.num_preemptions
@@ -65,6 +69,20 @@ def test_a_preemption_leaves_four_fifths_of_what_runs_and_is_followed_by_one_cut
     assert int(limit) == 160 + 17
     limit.observe(ServerLoad(100, 0, 6, 0.5, 0), 100)  # below its limit
     assert int(limit) == 177
+
+
+def test_a_weight_sync_is_no_pressure():
+    """It preempts all 256 requests. The server counts them with its next step, at or after the first look."""
+    for counted_late in (False, True):
+        limit = ConcurrencyLimit(256, 10_000)
+        limit.observe(ServerLoad(256, 18, 0, 0.9, 0), 274)
+        limit.rebase()
+        limit.observe(ServerLoad(20, 254, 0 if counted_late else 256, 0.96, 0), 274)
+        limit.observe(ServerLoad(120, 154, 256, 0.5, 0), 274)
+        limit.observe(ServerLoad(256, 18, 256, 0.9, 0), 274)
+        assert int(limit) == 274
+        limit.observe(ServerLoad(200, 74, 260, 0.9, 0), 274)
+        assert int(limit) == 160
 
 
 def test_a_server_that_was_started_again_counts_anew():

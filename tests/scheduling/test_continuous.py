@@ -18,6 +18,7 @@ from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
+    CandidateFailed,
     Continuous,
     EngineJoined,
     EngineLoad,
@@ -201,6 +202,31 @@ def test_auto_keeps_the_long_end_decoding_until_the_batch_is_taken():
     assert 2 not in stub.requests
     (group,) = stub.scheduler.take([0], 0.0).groups
     assert group.selected == [0, 1]
+
+
+def test_a_moment_without_a_group_is_not_the_end():
+    """All groups of the moment are dropped, and further prompts follow."""
+    stub = Stub("grpo", random.Random(0), 1, 8)
+    stub.scheduler.drop_failed_groups = True
+    stub.execute(stub.scheduler.add([GroupPlan(0, M), GroupPlan(1, M)], 0.0))
+    for candidate_id in (0, M):
+        segment = stub.requests.pop(candidate_id).command.segment
+        stub.execute(stub.scheduler.handle(CandidateFailed(candidate_id, segment, "too long", 1.0)))
+    assert stub.scheduler.error is None
+    result = stub.scheduler.take([0, 1], 2.0)
+    assert (result.groups, list(result.dropped)) == ([], [0, 1])
+    stub.execute(stub.scheduler.add([GroupPlan(2, M)], 3.0))
+    assert len(stub.requests) == M
+
+
+def test_nothing_grows_with_the_groups_that_were_taken():
+    stub = Stub("grpo", random.Random(0), 2, 8)
+    for group_id in range(50):
+        stub.execute(stub.scheduler.add([GroupPlan(group_id, M)], 0.0))
+        stub.take(FreshGroups(1, -1), 0)
+    scheduler = stub.scheduler
+    kept = [scheduler.policies.placement._homes, scheduler._waiting, scheduler._ready, scheduler._settled]
+    assert [len(each) for each in [*kept, scheduler._dropped, scheduler.ledger.groups]] == [0] * 6
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,19 @@ def test_restarts_whole(rollout):
         assert not candidate.tokens or candidate.logprobs == [-float(t) for t in candidate.tokens]
 
 
+@settings(max_examples=200)
+@given(rollouts())
+def test_only_attempts_count(rollout):
+    """However often engines are lost before they had a request, or are busy."""
+    rollout["plans"] = [GroupPlan(plan.group_id, plan.num_candidates) for plan in rollout["plans"]]
+    scheduler = new_scheduler(rollout)
+    engine = new_engine(rollout, trouble_rate=0.5, tries=False)
+    engine.run(scheduler, rollout["plans"])
+    assert scheduler.error is None
+    assert scheduler.ledger.num_lost == 0
+    assert not any(candidate.num_empty_attempts for candidate in scheduler.ledger.candidates)
+
+
 @settings(max_examples=300)
 @given(rollouts(), st.floats(0.0, 0.2), st.none() | st.floats(0.0, 200.0))
 def test_dropped_or_complete(rollout, failure_rate, expires_at):

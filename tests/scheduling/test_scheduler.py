@@ -8,6 +8,7 @@ from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import (
     Abort,
     CandidateEnded,
+    CandidateErred,
     CandidateFailed,
     CandidateStalled,
     CandidateState,
@@ -244,6 +245,49 @@ def test_candidate_that_stalls_three_times_without_a_token_has_failed():
     scheduler.handle(CandidateStalled(0, 2, "late", 2.0))
     with pytest.raises(GenerationError, match="candidate 0 of prompt 0 on a: late"):
         scheduler.result()
+
+
+def err_until_it_fails(scheduler, candidate_id):
+    """Reports an error for each request of a candidate. Returns the engines that it was tried on."""
+    candidate, engines = scheduler.ledger.candidates[candidate_id], []
+    while candidate.state is CandidateState.RUNNING:
+        engines.append(candidate.engine_id)
+        scheduler.handle(CandidateErred(candidate_id, candidate.segment, "answered 500: it broke", 1.0))
+    return engines
+
+
+def test_candidate_that_errs_is_tried_elsewhere_and_only_its_group_is_dropped():
+    scheduler = Scheduler(SchedulePolicies(), 1, drop_failed_groups=True)
+    scheduler.start([GroupPlan(0, 1), GroupPlan(1, 1)], [EngineLoad("a"), EngineLoad("b")], now=0.0)
+    assert err_until_it_fails(scheduler, 1) == ["b", "a"] * 4 + ["b"]
+    assert sorted(scheduler.ledger.engines) == ["a", "b"]
+    scheduler.handle(ended(0, 3, now=2.0))
+    result = scheduler.result()
+    assert [group.plan.group_id for group in result.groups] == [0]
+    message = "Generation failed for candidate 0 of prompt 1 on b: answered 500: it broke (9 times in a row)"
+    assert result.dropped == {1: message}
+
+
+def test_a_new_token_resets_the_count_of_errors():
+    scheduler = grpo(num_generations=1)
+    scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
+    for segment in range(3 * MAX_EMPTY_ATTEMPTS):
+        scheduler.handle(TokensArrived(0, segment, segment, [5], [-1.0], 1.0))
+        (command,) = scheduler.handle(CandidateErred(0, segment, "answered 500", 1.0))
+        assert command.prior_tokens == (5,) * (segment + 1)
+    assert not scheduler.done
+
+
+def test_an_engine_that_is_busy_or_was_not_reached_has_not_tried():
+    scheduler = grpo(num_generations=1)
+    scheduler.start([GroupPlan(0, 1)], [EngineLoad("a")], now=0.0)
+    for segment in range(0, 6 * MAX_EMPTY_ATTEMPTS, 2):
+        (command,) = scheduler.handle(CandidateErred(0, segment, "answered 503", 1.0, tried=False))
+        assert (command.engine_id, command.segment) == ("a", segment + 1)
+        assert scheduler.handle(EngineLost("a", "nothing listens there", 1.0, untried={0})) == []
+        (command,) = scheduler.handle(EngineJoined("a", 2.0))
+    scheduler.handle(ended(0, 3, now=3.0, segment=command.segment))
+    assert scheduler.result().groups[0].candidates[0].length == 3
 
 
 def test_tokens_that_can_not_be_carried_are_thrown_away():

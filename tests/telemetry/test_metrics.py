@@ -88,3 +88,17 @@ def test_what_tail_servers_brought_beside_what_was_predicted():
     assert set(TailRecord.of(result).then(both).metrics()) == {
         f"darts/tail/{name}" for name in ("switches", "moved_candidates", "reread_tokens", "seconds")
     }
+
+
+def test_a_batch_whose_groups_were_all_dropped_has_the_counts_that_are_known():
+    """In a rollout without an end, the rows of the last batch take their place."""
+    timeline = Timeline()
+    timeline.add(0.0, 4)
+    timeline.add(50.0, 4)
+    result = RolloutResult([], [], timeline, dropped={0: "too long", 1: "too long"})
+    record = RolloutRecord(Admission([]), [], Occupancy.of(result), 2, num_dropped=2)
+    for combined, dropped in ((record, 2.0), (record.then(record), 4.0)):
+        metrics = rollout_metrics(combined)
+        assert metrics["darts/rollout/dropped_groups"] == dropped
+        assert metrics["darts/rollout/generated_tokens"] == metrics["darts/rollout/kept_tokens"] == 0.0
+        assert not [name for name in metrics if not name.startswith("darts/rollout/")]

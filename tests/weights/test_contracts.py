@@ -30,6 +30,9 @@ def test_trl_client():
     for attribute in ("session", "host", "base_url"):
         assert f"self.{attribute} =" in text, name
     assert text.index("self.session =") < text.index("self.check_server(") < text.index("self._get("), name
+    # Only through its session, which ignores the environment's proxies; `check_server` is replaced.
+    others = source(VLLMClient).replace(source(VLLMClient.check_server), "")
+    assert not re.search(r"requests\.(get|post|request|put)\(", others), name
     path = "/v1/chat/completions/render"
     assert path in source(VLLMClient.image_features), hook("VLLMClient.image_features", "trl_darts/weights/client.py")
 
@@ -47,6 +50,16 @@ def test_what_trl_asks_of_its_client_for_weights():
     name = hook("VLLMClient.init_communicator", "trl_darts/weights/nccl.py")
     for field in ('"master_address": get_ip()', '"rank_offset": 1', 'init_info["packed"] = True'):
         assert field in text, name
+
+
+def test_what_vllm_takes_to_reset_its_caches():
+    from vllm.entrypoints.serve.dev.cache import api_router
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    name = hook("/reset_prefix_cache", "trl_darts/weights/calls.py")
+    parameters = inspect.signature(api_router.reset_prefix_cache).parameters
+    assert {"reset_running_requests", "reset_external"} <= set(parameters), name
+    assert "if self.connector is None:" in source(Scheduler.reset_connector_cache), name  # success without one
 
 
 def test_vllm_group():

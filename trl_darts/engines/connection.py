@@ -18,6 +18,7 @@ from .deadlines import Deadlines
 from .pool import Member, Refresh
 from .preflight import Requirements, ServerFacts, ServerUnreachableError, check_server
 from .ray_list import RaySource
+from .sampling import request_body
 from .server_list import RAY_PREFIX, FileSource, ServerList, ServerListError, ServerSource, check_source
 from .vllm_api import VLLMServer
 from .vllm_server import VLLMServerEngine
@@ -64,7 +65,7 @@ def server_settings(args: Any, model: Any, train_dataset: Any = None) -> ServerS
             weight_transfer=None if weight_sync == "filesystem" else weight_sync,
             timeout_s=args.vllm_server_timeout,
             images=has_images(train_dataset) is True,
-            sampling={"min_p": args.min_p, **(args.generation_kwargs or {})},
+            sampling=request_body("", args, args.vllm_structured_outputs_regex),
             sleep_mode=args.vllm_tail_shares_gpus,
             continuous=args.is_continuous,
         ),
@@ -189,9 +190,9 @@ async def check_joining(settings: ServerSettings, facts: ServerFacts, server: VL
         await asyncio.to_thread(settings.directory.check_server, server.base_url)
 
 
-def open_engine(settings: ServerSettings, refresh: Refresh) -> VLLMServerEngine:
+def open_engine(settings: ServerSettings, refresh: Refresh, num_sharing: int = 1) -> VLLMServerEngine:
     tail = settings.tail_urls, settings.takes_turns
-    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail, refresh)
+    return VLLMServerEngine(settings.base_urls, settings.deadlines, settings.api_key, *tail, refresh, num_sharing)
 
 
 def _merge(facts: Mapping[str, ServerFacts], tail_urls: Collection[str]) -> ServerFacts:

@@ -73,6 +73,7 @@ class ContinuousRun(RolloutRun):
             await self._wait()
         for group_id in chosen:
             del self.prompts[group_id]
+        self.suspects.difference_update(chosen)
         self.rollout = None
         return self.scheduler.take(chosen, time.perf_counter())
 
@@ -91,7 +92,10 @@ class ContinuousRun(RolloutRun):
     # Versions
 
     def _step_of(self, sync: int) -> int:
-        return self._steps.setdefault(sync, self.step)
+        step = self._steps.setdefault(sync, self.step)
+        in_use = {self.pool.version, *(member.version for member in self.pool.members.values()), sync}
+        self._steps = {known: self._steps[known] for known in self._steps.keys() & in_use}
+        return step
 
     def _load(self, url: str, member: Member) -> EngineLoad:
         return EngineLoad(url, member.capacity, version=self._step_of(member.version))

@@ -58,6 +58,8 @@ class Discovery:
         if not listed:
             return
         self._joining = {url: task for url, task in self._joining.items() if not task.done()}
+        self._retry_at = {url: at for url, at in self._retry_at.items() if url in listed}
+        self._warned = {url: message for url, message in self._warned.items() if url in listed}
         for url in sorted(listed - pool.members.keys() - self._joining.keys()):
             if time.monotonic() >= self._retry_at.get(url, 0.0):
                 self._joining[url] = asyncio.create_task(self._join(pool, connect(url)))

@@ -21,14 +21,20 @@ class OpenRequest:
 
     command: Submit
     last_progress: float  # time of its submission, or of its last tokens
+    num_tokens: int  # of the candidate, with those of earlier requests
     decodes: bool = False  # whether it has received tokens
-    internal_id: str | None = None
+    internal_id: str | None = None  # `None` until it is its turn to be sent
+    sent: bool = False  # whether it has reached the server
+    failing: bool = False  # whether it has failed, and is about to be tried elsewhere
     task: asyncio.Task[None] | None = None
     aborted_at: float | None = None  # time of its abort command
 
     @property
     def key(self) -> Key:
         return self.command.candidate_id, self.command.segment
+
+    def note_sent(self) -> None:
+        self.sent = True
 
 
 def silence(member: Member, requests: Sequence[OpenRequest], now: float, deadlines: Deadlines) -> str | None:
@@ -55,6 +61,11 @@ def stalled_requests(
         if is_alone and (request.decodes or member.load is not None) and reason is not None:
             late.append((request, f"{member.server.base_url}: {reason}, though it decodes others"))
     return late
+
+
+def silent_requests(requests: Sequence[OpenRequest], now: float, deadlines: Deadlines) -> list[OpenRequest]:
+    """Returns the requests that have had no token for too long, wherever they wait."""
+    return [request for request in requests if now - request.last_progress > deadlines.request_s]
 
 
 def _overdue(seconds: float, decodes: bool, deadlines: Deadlines) -> str | None:

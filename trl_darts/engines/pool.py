@@ -17,7 +17,7 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -26,12 +26,16 @@ import aiohttp
 
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
 from .deadlines import Deadlines
-from .server_log import explain, find_log
+from .loop_lag import LoopLag
+from .server_log import explain, find_logs
 from .vllm_api import TURN_TIMEOUT_S, Sampling, ServerRefusedError, VLLMServer, max_num_seqs, sampling_of, server_load
 
 
 PROBE_INTERVAL_S = 2.0
+MAX_PROBE_INTERVAL_S = 20.0  # of one of many processes that share the servers
+RESERVED_FILES = 512  # file descriptors reserved for the rest of the trainer
 READY_POLL_S = 0.005
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 FAILURES = (aiohttp.ClientError, TimeoutError, ServerRefusedError)
 
 
@@ -95,6 +99,10 @@ class Member:
     last_progress: float = 0.0  # last sign of decoding, by `time.perf_counter`
     last_queued: float = 0.0  # last time that requests waited in its queue, including preempted ones
     sampling: Sampling | None = None  # as `limit`, queried with it
+    asks_for_slots: bool = False  # whether the query failed, and will be repeated
+    refuses_since: float | None = None  # time since when it has refused all requests because it is busy
+    refusal: str = ""  # its message
+    ghosts: list[str] = field(default_factory=list)  # requests of its last loss, which it may still decode
 
     @property
     def capacity(self) -> int:
@@ -128,6 +136,8 @@ class ServerPool:
     The servers of an engine. Outside the event loop, it may only be read.
 
     `refresh` updates a server that has reconnected to the weights of the last sync, and returns whether it has them.
+    `num_sharing` processes have such a pool of the same servers. With more than one, this is the pool of a process
+    that only decodes now and then: it has its share of the slots, and only probes servers during its rollouts.
     """
 
     def __init__(
@@ -138,6 +148,7 @@ class ServerPool:
         tail_urls: Collection[str] = (),
         takes_turns: bool = False,
         refresh: Refresh = has_loaded_weights,
+        num_sharing: int = 1,
     ) -> None:
         self._asleep_at_first = None if takes_turns else False  # also after a reconnect, perhaps as a new process
         self.members = {
@@ -148,11 +159,19 @@ class ServerPool:
         self.version = 0  # of the last weight sync
         self.updating = asyncio.Lock()  # one weight update at a time: a sync, or that of a reconnected server
         self.listeners: list[Listener] = []  # the running rollouts
+        self.lag = LoopLag()
         self._most = most
         self._refresh = refresh
+        self._num_sharing = num_sharing
+        self._warned_of_files = False
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._has_warned = False  # of servers that sample alike
+        self._checks: dict[str, asyncio.Task[bool]] = {}  # health checks that others wait for
+        self._asking: dict[str, asyncio.Task[None]] = {}  # queries of slots that are repeated
+        self._measuring: asyncio.Task[None] | None = None
+        self._finding_logs: asyncio.Task[None] | None = None
+        self._find_logs_again = False
 
     def urls(self, state: State) -> list[str]:
         """Returns the addresses of the servers in a state."""
@@ -160,6 +179,10 @@ class ServerPool:
 
     def watch(self) -> None:
         """Starts monitoring the servers that are not monitored yet."""
+        if self._measuring is None:
+            self._measuring = asyncio.create_task(self.lag.watch())
+        if self.members.keys() - self._watchers.keys():
+            self._find_logs()
         for url in self.members.keys() - self._watchers.keys():
             self._watchers[url] = asyncio.create_task(self._watch(url))
 
@@ -179,7 +202,7 @@ class ServerPool:
             self.lose(url, "it was removed")
         del self.members[url]
         self._share_connections()
-        for tasks in (self._watchers, self._returning):
+        for tasks in (self._watchers, self._returning, self._checks, self._asking):
             if (task := tasks.pop(url, None)) is not None:
                 task.cancel()
 
@@ -191,19 +214,57 @@ class ServerPool:
     def _share_connections(self) -> None:
         for limit in filter(None, (member.limit for member in self.members.values())):
             limit.most = self._connections
+        self._warn_of_files()
+
+    def _warn_of_files(self) -> None:
+        """Warns once if the limit of open files leaves slots of a server empty."""
+        limits = [member.limit for member in self.members.values() if member.limit is not None]
+        wanted = max((limit.wanted for limit in limits if limit.wanted is not None), default=0)
+        if wanted > self._connections and not self._warned_of_files:
+            self._warned_of_files = True
+            needed = wanted * len(self.members) + RESERVED_FILES
+            logger.warning(
+                "The limit of open files allows %d connections to each of %d vLLM servers, which could decode %d "
+                "sequences at once: their other slots stay empty. Raise the hard limit of the trainer's process to at "
+                "least %d (`ulimit -Hn %d` before its start, or the option of the container or batch system).",
+                *(self._connections, len(self.members), wanted, needed, needed),
+            )
 
     async def _ask_for_slots(self, url: str) -> None:
-        """Queries the number of slots, which may change with a restart."""
-        member = self.members[url]
+        """
+        Queries the number of slots, which may change with a restart. If that fails, they are as before, or as many as
+        those of the other servers, and the query is repeated.
+        """
+        member, slots = self.members[url], None
         try:
             info = await member.server.get("/server_info?config_format=json", self.deadlines.info_s)
-            member.sampling = await sampling_of(member.server, info["vllm_config"])
+            config = (info or {}).get("vllm_config") or {}
+            member.sampling = await sampling_of(member.server, config) if config else None
         except (*FAILURES, TypeError, KeyError):  # errors are handled when the server is used
-            info = None
-        slots = max_num_seqs((info or {}).get("vllm_config") or {})
+            member.asks_for_slots = True
+            if member.limit is None:
+                self._set_slots(url, self._usual_slots)
+            return
+        member.asks_for_slots = False
+        self._warn_of_siblings()
+        if (slots := max_num_seqs(config)) is not None:
+            slots = -(-slots // self._num_sharing)
+        self._set_slots(url, slots)
+        for other, that in self.members.items():
+            if that.asks_for_slots and that.limit is not None and that.limit.slots is None:
+                self._set_slots(other, self._usual_slots)
+
+    @property
+    def _usual_slots(self) -> int | None:
+        """The fewest slots of a server, if they are known."""
+        limits = [member.limit for member in self.members.values() if not member.asks_for_slots]
+        return min((limit.slots for limit in limits if limit is not None and limit.slots is not None), default=None)
+
+    def _set_slots(self, url: str, slots: int | None) -> None:
+        member = self.members[url]
         if member.limit is None or member.limit.slots != slots:
             member.limit = ConcurrencyLimit(slots, self._connections)
-        self._warn_of_siblings()
+            self._warn_of_files()
         if member.state is State.UP:
             self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
@@ -244,6 +305,7 @@ class ServerPool:
         was_up = member.state is State.UP
         member.state, member.reason = State.DOWN, reason  # before the listener is notified
         member.waits = False
+        member.refuses_since = None
         member.asleep = self._asleep_at_first
         if was_up:
             member.num_losses += 1
@@ -269,6 +331,8 @@ class ServerPool:
         """Tells running rollouts how many tokens were sampled before the update of a server, which is still paused."""
         url = member.server.base_url
         member.decodes_version = self.version
+        if member.limit is not None:
+            member.limit.rebase()
         num_outputs = await member.server.num_outputs() if self._num_held(url) else {}
         self._notify(lambda listener: listener.on_updated(url, num_outputs))
 
@@ -277,6 +341,8 @@ class ServerPool:
         self.version = version
         for url, member in self.members.items():
             if url in up:
+                if member.state is State.DOWN:  # not probed while this process decodes nothing
+                    member.state = State.RETURNED
                 self.join(url)
             elif member.state is State.UP:
                 self.lose(url, "the main process does not use it")
@@ -325,13 +391,15 @@ class ServerPool:
         await asyncio.gather(self._begin(url), self._keep_probing(url))
 
     async def _begin(self, url: str) -> None:
-        await asyncio.gather(self._find_log(url), self._ask_for_slots(url))
+        await self._ask_for_slots(url)
         if self.members[url].state is State.RETURNED:  # a new server
             await self._bring_back(url)
 
     async def _keep_probing(self, url: str) -> None:
         while True:
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            await asyncio.sleep(min(PROBE_INTERVAL_S * self._num_sharing, MAX_PROBE_INTERVAL_S))
+            if self._num_sharing > 1 and not self.listeners:
+                continue
             try:
                 await self._probe(url)
             except Exception:  # one invalid response must not end the probing
@@ -339,18 +407,58 @@ class ServerPool:
 
     async def _probe(self, url: str) -> None:
         member = self.members[url]
+        if not await self._is_healthy(url):
+            return
+        if member.state is State.DOWN:
+            if not await self._end_ghosts(member):
+                return
+            await self._ask_for_slots(url)
+            self._find_logs()
+            member.state = State.RETURNED
+            self._returning[url] = asyncio.create_task(self._bring_back(url))  # probing continues meanwhile
+        elif member.state is State.UP:
+            if member.asks_for_slots and (url not in self._asking or self._asking[url].done()):
+                self._asking[url] = asyncio.create_task(self._ask_for_slots(url))
+            if self.listeners:
+                await self._observe(url)
+
+    async def _is_healthy(self, url: str) -> bool:
+        """
+        Checks a server, which is lost unless it is healthy. A timeout is no judgment if our own loop was late, or if
+        the server has sent tokens since; should it be frozen nevertheless, the deadlines of tokens find it.
+        """
+        member, start = self.members[url], time.perf_counter()
         try:
             await member.server.get_text("/health", self.deadlines.health_s)
         except FAILURES as error:
-            self.lose(url, describe(error, f"`/health` after {self.deadlines.health_s:g} s"))
-            return
-        if member.state is State.DOWN:
-            await self._find_log(url)
-            await self._ask_for_slots(url)
-            member.state = State.RETURNED
-            self._returning[url] = asyncio.create_task(self._bring_back(url))  # probing continues meanwhile
-        elif member.state is State.UP and self.listeners:
-            await self._observe(url)
+            has_doubt = self.lag.was_late_since(start) or member.last_progress > start
+            if not ((isinstance(error, TimeoutError) and has_doubt) or is_our_own(error)):
+                self.lose(url, describe(error, f"`/health` after {self.deadlines.health_s:g} s"))
+            return False
+        return True
+
+    async def check(self, url: str) -> bool:
+        """Checks a server at once, because a request failed on it. Returns whether it is up."""
+        if url not in self.members:
+            return False
+        if url not in self._checks:
+            self._checks[url] = asyncio.create_task(self._is_healthy(url))
+            self._checks[url].add_done_callback(lambda _: self._checks.pop(url, None))
+        check = self._checks[url]
+        await asyncio.wait({check})
+        if not check.cancelled() and check.exception() is not None:
+            logger.error("Checking the vLLM server at %s failed.", url, exc_info=check.exception())
+        return url in self.members and self.members[url].state is State.UP
+
+    async def _end_ghosts(self, member: Member) -> bool:
+        """Aborts the requests that a server may still decode since it seemed to be lost. Returns success."""
+        try:
+            await member.server.abort(member.ghosts)
+        except FAILURES as error:
+            self.lose(member.server.base_url, describe(error, "`/abort_requests`"))
+            return False
+        member.ghosts = []
+        return True
 
     async def _bring_back(self, url: str) -> None:
         """Refreshes the weights of a reconnected server and starts using it, or lets it wait for a weight sync."""
@@ -386,8 +494,23 @@ class ServerPool:
         if member.capacity != capacity and member.state is State.UP:
             self._notify(lambda listener: listener.on_resized(url, member.capacity))
 
-    async def _find_log(self, url: str) -> None:
-        self.members[url].log = await asyncio.to_thread(find_log, url)
+    def _find_logs(self) -> None:
+        """Starts looking for all servers' logs while they run: after a loss, the process may be gone."""
+        self._find_logs_again = True
+        if self._finding_logs is None or self._finding_logs.done():
+            self._finding_logs = asyncio.create_task(self._keep_finding_logs())
+
+    async def _keep_finding_logs(self) -> None:
+        while self._find_logs_again:  # servers that return during a scan need one more, not one each
+            self._find_logs_again = False
+            for url, log in (await asyncio.to_thread(find_logs, list(self.members))).items():
+                if url in self.members:
+                    self.members[url].log = log
+
+
+def is_our_own(error: BaseException) -> bool:
+    """Whether a connection failed because this process or machine has too many, which says nothing of the server."""
+    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in OWN_ERRORS
 
 
 def describe(error: BaseException | None, waited_for: str) -> str:

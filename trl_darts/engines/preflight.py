@@ -3,6 +3,7 @@ Checks vLLM servers before the model is loaded, so that errors are raised within
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,19 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_fixed
 from transformers import PretrainedConfig
 
-from ..errors import ConfigurationError, TRLDARTSError
+from ..errors import ConfigurationError, TRLDARTSError, did_you_mean
 from .pool import FAILURES, describe
 from .seeds import user_seed
-from .vllm_api import ServerRefusedError, VLLMServer, max_num_seqs, sampling_of, vocabulary_size
+from .vllm_api import (
+    ServerBusyError,
+    ServerRefusedError,
+    VLLMServer,
+    max_num_seqs,
+    option_names,
+    sampling_of,
+    try_options,
+    vocabulary_size,
+)
 from .waiting import INTERVAL_S, Waiting
 
 
@@ -41,7 +51,7 @@ class Requirements:
     weight_transfer: str | None  # required backend of the weight-transfer engine
     timeout_s: float  # to wait for a server that is starting
     images: bool = False  # whether prompts have images
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # sampling options by setting
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of the completion requests
     sleep_mode: bool = False  # whether sleep mode is required
     continuous: bool = False  # whether weights change while requests run
 
@@ -79,6 +89,8 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
         await _check_image_endpoints(server)
     if user_seed(needs.sampling) is not None:
         await _check_seed(server, info["vllm_config"], needs)
+    if needs.sampling:
+        await _check_sampling(server, facts, needs)
     if needs.continuous:
         await _check_counts(server, info["vllm_config"])
     _check_architecture(server.base_url, info["vllm_config"]["model_config"]["model"], needs.model_config)
@@ -226,6 +238,30 @@ async def _check_seed(server: VLLMServer, config: Any, needs: Requirements) -> N
             "the server has no trl_darts, or an older one, which prevents that. Run `pip install -U trl-darts` in its "
             "environment and restart it, or leave the seed out."
         )
+
+
+async def _check_sampling(server: VLLMServer, facts: ServerFacts, needs: Requirements) -> None:
+    names = await option_names(server, needs.images)
+    if names and (unknown := sorted(needs.sampling.keys() - names)):
+        raise ConfigurationError(
+            f"`generation_kwargs` has {unknown[0]!r} ({needs.sampling[unknown[0]]!r}), which is no option of the vLLM "
+            f"server at {server.base_url}, and which it would ignore."
+            f"{did_you_mean(unknown[0], names) or ' Leave it out.'}"
+        )
+    if needs.sleep_mode:  # it may be asleep
+        return
+    try:
+        await try_options(server, {**needs.sampling, "model": facts.model}, needs.images)
+    except (ServerBusyError, aiohttp.ClientError, TimeoutError):  # handled when it is used
+        pass
+    except ServerRefusedError as refusal:
+        options = {name: value for name, value in needs.sampling.items() if name != "model"}
+        named = [name for name in options if re.search(rf"\b{re.escape(name)}\b", str(refusal))]
+        given = ", ".join(f"`{name}` ({options[name]!r})" for name in named) or "`generation_kwargs`"
+        raise ConfigurationError(
+            f"A vLLM server refuses the sampling options of this run, and would refuse each request: {refusal} "
+            f"Correct {given}."
+        ) from refusal
 
 
 async def _check_image_endpoints(server: VLLMServer) -> None:

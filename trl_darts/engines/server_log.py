@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,20 +24,38 @@ _POINTER = re.compile(r"stack trace|root cause|EngineDeadError|\d+ validation er
 _API_POINTER = re.compile(r"See stack trace \(above\) for the root cause")
 
 
-def find_log(base_url: str) -> Path | None:
-    """Returns the file of a server's output. `None` if there is none, or on another machine, or of another user."""
+def find_logs(base_urls: Iterable[str]) -> dict[str, Path]:
+    """
+    Returns the files of servers' outputs, in one scan: it reads all connections of the machine. Those that have none,
+    or are on another machine or of another user, are left out.
+    """
+    try:
+        ports = {url: port for url in base_urls if (port := _local_port(url)) is not None}
+        connections = psutil.net_connections("tcp") if ports else []
+        listening = {c.laddr.port: c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.pid}
+        logs = {url: _output_of(listening[port]) for url, port in ports.items() if port in listening}
+        return {url: log for url, log in logs.items() if log is not None}
+    except (OSError, psutil.Error):  # access is denied
+        return {}
+
+
+def _local_port(base_url: str) -> int | None:
+    """Returns a server's port if it is on this machine."""
     parts = urlsplit(base_url)
     try:
         if not is_this_machine(parts.hostname or ""):
             return None
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                log = Path(os.readlink(f"/proc/{connection.pid}/fd/1"))
-                return log if log.is_file() else None
-    except (OSError, psutil.Error):  # the process has just ended, or access is denied
-        pass
-    return None
+    except OSError:  # its name has no address
+        return None
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _output_of(pid: int) -> Path | None:
+    try:
+        log = Path(os.readlink(f"/proc/{pid}/fd/1"))
+    except OSError:  # the process has just ended
+        return None
+    return log if log.is_file() else None
 
 
 def explain(reason: str, log: Path | None) -> str:

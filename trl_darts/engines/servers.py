@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -13,7 +14,7 @@ from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
 from .engine import Engine, OnProgress, RolloutPlan
 from .pool import State
-from .sampling import not_carried
+from .sampling import not_carried, request_body
 from .seeds import RolloutSeed, user_seed
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
@@ -142,18 +143,23 @@ class ServerEngine(Engine):
         self, prompts: Sequence[Tokens], where: str, first_index: int = 0, room: int | None = None
     ) -> None:
         """See [`Engine`]. `room` is the number of tokens to leave, `max_completion_length` by default."""
-        max_completion_length = self._generation.max_completion_length
-        room = max_completion_length if room is None else room
-        limit = self._generation.facts.max_model_len - room
+        limit, rule = self._longest_prompt(room)
         lengths = {first_index + i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) > limit}
         if lengths:
             first = ", ".join(f"prompt {index} has {length}" for index, length in list(lengths.items())[:5])
             raise ConfigurationError(
-                f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({first}): {room} more (of "
-                f"`max_completion_length`, {max_completion_length}) would exceed the server's `max_model_len` "
-                f"({self._generation.facts.max_model_len}). Filter the data set, lower `max_completion_length`, or "
-                "restart the server with a larger `--max-model-len`."
+                f"{len(lengths)} prompts of {where} are longer than {limit} tokens ({first}): {rule}"
             )
+
+    def _longest_prompt(self, room: int | None = None) -> tuple[int, str]:
+        """Returns the most tokens of a prompt, and why there may not be more. See `check_prompts` for `room`."""
+        most, limit = self._generation.max_completion_length, self._generation.facts.max_model_len
+        room = most if room is None else room
+        return limit - room, (
+            f"{room} more (of `max_completion_length`, {most}) would exceed the server's `max_model_len` ({limit}). "
+            "Filter the data set, lower `max_completion_length`, or restart the server with a larger "
+            "`--max-model-len`."
+        )
 
     def _run(
         self,
@@ -207,7 +213,9 @@ class ServerEngine(Engine):
         self, plan: RolloutPlan, batch: PromptBatch, images: Sequence[Any] | None = None, room: int | None = None
     ) -> Request:
         """Returns the arguments of [`VLLMServerEngine.start`]."""
-        self.check_prompts(batch.longest, "this batch", room=room)
+        drops = plan.scheduler.drop_failed_groups
+        if not drops:
+            self.check_prompts(batch.longest, "this batch", room=room)
 
         def fields(command: Submit) -> Mapping[str, Any]:
             if room is None:
@@ -217,6 +225,8 @@ class ServerEngine(Engine):
             return {"max_tokens": min(self._generation.max_completion_length, most), **self.overrides(command)}
 
         prompts = self._server_prompts(batch, images)
+        if drops:
+            prompts = [[self._marked(prompt) for prompt in group] for group in prompts]
         return plan.scheduler, plan.groups, prompts, self._request_body(), fields, self._next_seed()
 
     def _next_seed(self) -> RolloutSeed:
@@ -226,6 +236,13 @@ class ServerEngine(Engine):
         given = user_seed(own.generation_kwargs)
         rollout = self._main.index, self._step, self._num_rollouts
         return RolloutSeed(own.settings.seed if given is None else given, rollout, always=given is not None)
+
+    def _marked(self, prompt: ServerPrompt) -> ServerPrompt:
+        """Marks a prompt that is too long, so that only its group is dropped."""
+        (limit, rule), length = self._longest_prompt(), len(prompt.tokens)
+        if length <= limit:
+            return prompt
+        return replace(prompt, problem=f"it has {length} tokens, and may have {limit}: {rule}")
 
     def _server_prompts(self, batch: PromptBatch, images: Sequence[Any] | None) -> list[list[ServerPrompt]]:
         """Returns the prompt of each group, or of each of its rows if they differ."""
@@ -242,19 +259,7 @@ class ServerEngine(Engine):
         return [[ServerPrompt(batch.rows[row], features.get(row)) for row in group] for group in rows]
 
     def _request_body(self) -> dict[str, Any]:
-        """Returns the fields of all completion requests: TRL's sampling options under the server's names."""
         own = self._generation
-        body = {
-            "model": own.facts.model,
-            "max_tokens": own.max_completion_length,
-            "temperature": own.temperature,
-            "top_p": own.top_p,
-            "top_k": own.top_k,
-            "min_p": 0.0 if own.min_p is None else own.min_p,
-            "repetition_penalty": own.repetition_penalty,
-            "logprobs": 0,  # only of the sampled token
-        }
-        if own.structured_outputs_regex is not None:
-            body["structured_outputs"] = {"regex": own.structured_outputs_regex}
-        options = {name: value for name, value in own.generation_kwargs.items() if name != "seed"}
-        return body | options
+        body = request_body(own.facts.model, own, own.structured_outputs_regex)
+        body.pop("seed", None)  # each candidate has its own
+        return body

@@ -5,9 +5,11 @@ Requests and responses were checked against vLLM 0.31. Only a `finish_reason` in
 process behind the API dies, a stream ends normally but without one.
 """
 
+import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -25,6 +27,11 @@ from .keys import key_of
 KEEPALIVE_TIMEOUT_S = 3.0
 CONTROL_TIMEOUT_S = 30.0
 TURN_TIMEOUT_S = 120.0  # for sleep and wake-up, which move a large model's weights
+# Requests that are opened on a server at once. All that are built and connected in one turn of the loop delay its
+# timers: 10,000 on 64 servers took 6 s, after which each connection seemed to have taken as long.
+MAX_OPENING = 16
+MAX_OPENING_S = 1.0  # a request counts as opened then: a proxy may hold the headers back until the first token
+TOKEN_ID = "token_id:"  # before a token's ID in log-probs, with `return_tokens_as_token_ids`
 MAX_MESSAGE = 2000  # characters of a server's message in an error: it may be a proxy's web page
 
 
@@ -39,10 +46,14 @@ class CompletionChunk:
 
 @dataclass(frozen=True, slots=True)
 class ServerPrompt:
-    """A prompt for a server: token IDs, and the server's features of the prompt's images, if any."""
+    """
+    A prompt for a server: token IDs, and the server's features of the prompt's images, if any. `problem` says why the
+    server can't take it.
+    """
 
     tokens: Sequence[int]
     features: Mapping[str, Any] | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +70,10 @@ class CompletionRequest:
     ) -> "CompletionRequest":
         tokens = [*prompt.tokens, *prior_tokens]
         if prompt.features is None:
-            body = {
-                **options,
-                "request_id": request_id,
-                "prompt": tokens,
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-            }
+            body = {**options, "request_id": request_id, "prompt": tokens}
+            # With `return_token_ids`, the server sends the prompt back, to each of its candidates.
+            by_logprobs = options.get("logprobs") is not None
+            body["return_tokens_as_token_ids" if by_logprobs else "return_token_ids"] = True
             # The internal ID of the only prompt of a completion request. The server silently ignores other IDs.
             return cls("/v1/completions", body, f"cmpl-{request_id}-0")
         sampling = {name: value for name, value in options.items() if name != "model"}
@@ -101,7 +109,11 @@ class ServerRefusedError(GenerationError):
 
 
 class ServerBrokenError(ServerRefusedError):
-    """Raised when the answer shows that the server itself is broken."""
+    """Raised when the server failed on a request that it accepted. Another server, or another try, may succeed."""
+
+
+class ServerBusyError(ServerBrokenError):
+    """Raised when the server did not try because it has too much to do, or its engine is gone."""
 
 
 class VLLMServer:
@@ -114,6 +126,7 @@ class VLLMServer:
         self.connect_timeout_s = connect_timeout_s
         self._session = session
         self._key: str | None = None  # from its file, once it was found
+        self._opening = asyncio.Semaphore(MAX_OPENING)
 
     async def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """Returns the JSON at a path, `None` if the server does not have it."""
@@ -155,14 +168,41 @@ class VLLMServer:
             await self._check(response)
             return parse_choice(orjson.loads(await response.read()))
 
-    async def stream(
-        self, request: CompletionRequest, interval: int, timeout_s: float
+    @asynccontextmanager
+    async def turn_to_open(self) -> AsyncIterator[None]:
+        """Waits for the turn of a request to be built and opened. Other calls do not wait."""
+        await self._opening.acquire()
+        with ExitStack() as turn:
+            turn.callback(self._opening.release)
+            timer = asyncio.get_running_loop().call_later(MAX_OPENING_S, turn.close)
+            turn.callback(timer.cancel)
+            yield
+
+    async def open(
+        self,
+        request: CompletionRequest,
+        interval: int,
+        timeout_s: float | None = None,
+        on_sent: Callable[[], None] | None = None,
     ) -> AsyncGenerator[CompletionChunk]:
-        """Streams one completion in chunks of about `interval` tokens. Busy servers send larger chunks."""
-        finished = False
-        room, logprobs = request.sampling.get("max_tokens"), request.sampling.get("logprobs") is not None
-        async with self._post(request.path, request.streaming(interval), timeout_s) as response:
+        """
+        Sends a completion request and returns its chunks of about `interval` tokens, which are larger if the server is
+        busy. The connection is open until they were read, or the generator is closed. Calls `on_sent` once it is
+        connected and the request was sent.
+        """
+        response = await self._post(request.path, request.streaming(interval), timeout_s, on_sent=on_sent)
+        try:
             await self._check(response)
+        except BaseException:
+            response.close()
+            raise
+        return self._chunks(response, request.sampling.get("max_tokens"), request.sampling.get("logprobs") is not None)
+
+    async def _chunks(
+        self, response: aiohttp.ClientResponse, room: int | None, logprobs: bool
+    ) -> AsyncGenerator[CompletionChunk]:
+        finished = False
+        async with response:
             async for data in _server_sent_events(response.content):
                 if data == b"[DONE]":
                     break
@@ -182,6 +222,8 @@ class VLLMServer:
 
     async def abort(self, internal_ids: Sequence[str], timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """Aborts requests. Their pending responses then arrive with the tokens so far. Returns whether supported."""
+        if not internal_ids:  # an empty list would abort everything, also of other clients
+            return True
         async with self._post("/abort_requests", {"request_ids": list(internal_ids)}, timeout_s) as response:
             if response.status in (404, 405):
                 return False
@@ -216,7 +258,12 @@ class VLLMServer:
         await self.post("/wake_up?tags=weights" if only_weights else "/wake_up", timeout_s=TURN_TIMEOUT_S)
 
     def _post(
-        self, path: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        timeout_s: float | None,
+        headers: Mapping[str, str] | None = None,
+        on_sent: Callable[[], None] | None = None,
     ) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
         return self._session.post(
@@ -224,6 +271,7 @@ class VLLMServer:
             data=orjson.dumps(body),
             headers={"Content-Type": "application/json", **self._authorization(), **(headers or {})},
             timeout=timeout,
+            trace_request_ctx=on_sent,
         )
 
     def _authorization(self) -> dict[str, str]:
@@ -242,10 +290,15 @@ class VLLMServer:
             message = _error_message(orjson.loads(data), data)
         except orjson.JSONDecodeError:
             message = data.decode(errors="replace")
-        kind = ServerBrokenError if response.status >= 500 else ServerRefusedError
-        raise kind(
-            f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}", response.status
-        )
+        text = f"{self.base_url} answered {response.status}: {message[:MAX_MESSAGE] or response.reason}"
+        raise _kind(response.status)(text, response.status)
+
+
+def _kind(status: int | None) -> type[ServerRefusedError]:
+    """Returns the class of an error with an HTTP status, `None` if it has none: 4xx is the request's fault."""
+    if status in (429, 503):
+        return ServerBusyError
+    return ServerRefusedError if status is not None and 400 <= status < 500 else ServerBrokenError
 
 
 def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
@@ -292,6 +345,32 @@ async def vocabulary_size(server: VLLMServer, model: str) -> int | None:
             return int(match[1])
         raise
     return None
+
+
+async def option_names(server: VLLMServer, images: bool) -> set[str]:
+    """
+    Returns the names of the options that a server knows, also for prompts with images if there are any. It ignores
+    other names without a message. Empty if it does not show its API.
+    """
+    schemas = ((await server.get("/openapi.json") or {}).get("components") or {}).get("schemas") or {}
+    names = set((schemas.get("CompletionRequest") or {}).get("properties") or ())
+    if images:
+        generate = (schemas.get("GenerateRequest") or {}).get("properties") or {}
+        names &= {"model", *((generate.get("sampling_params") or {}).get("properties") or names)}
+    return names
+
+
+async def try_options(server: VLLMServer, options: Mapping[str, Any], images: bool) -> None:
+    """Has a server complete one token. Raises [`ServerRefusedError`] with its message if it refuses the options."""
+    least, most = options.get("min_tokens", 0), options.get("max_tokens", 16)
+    if type(least) is type(most) is int and most > 1:  # else the server says what is wrong
+        options = {**options, "max_tokens": 1, "min_tokens": min(least, 1 if least <= most else 2)}
+    requests = [CompletionRequest.of("options", ServerPrompt([0]), [], options)]
+    if images:
+        requests.append(CompletionRequest.of("image-options", ServerPrompt([0], {}), [], options))
+        requests[1].body["features"] = None
+    for request in requests:
+        await server.complete(request, timeout_s=60.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +426,18 @@ async def _metrics(server: VLLMServer, timeout_s: float) -> dict[str, list[float
 
 def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
     """Creates a session for many long concurrent requests. Must be called inside the event loop that uses it."""
+    tracing = aiohttp.TraceConfig()
+    tracing.on_request_headers_sent.append(_call_on_sent)
     return aiohttp.ClientSession(
+        trace_configs=[tracing],
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
     )
+
+
+async def _call_on_sent(session: aiohttp.ClientSession, context: Any, parameters: Any) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx()
 
 
 def parse_choice(message: Mapping[str, Any]) -> CompletionChunk:
@@ -359,10 +446,11 @@ def parse_choice(message: Mapping[str, Any]) -> CompletionChunk:
     if len(choices) != 1 or choices[0].get("index", 0) != 0:  # otherwise, tokens of two completions would be mixed
         raise ServerRefusedError(f"The server returned other choices than requested: {str(choices)[:100]}.")
     choice = choices[0]
-    tokens = choice.get("token_ids")
+    tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
+    if tokens is None and logprobs and "tokens" in logprobs:
+        tokens = [int(token[len(TOKEN_ID) :]) for token in logprobs["tokens"]]
     if tokens is None:
         raise ServerRefusedError("The server returned no `token_ids`. It is too old: use vLLM 0.22 or newer.")
-    logprobs = choice.get("logprobs")
     if logprobs is not None:
         content = logprobs.get("content")
         logprobs = logprobs["token_logprobs"] if content is None else [entry["logprob"] for entry in content]
@@ -397,11 +485,10 @@ async def _server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[by
 
 
 def _error_of(message: Mapping[str, Any], raw: bytes) -> ServerRefusedError:
-    """Builds the error of a stream from its JSON, which has the status: 4xx is the request's fault."""
+    """Builds the error of a stream from its JSON, which has the status."""
     error = message["error"]
     code = error.get("code") if isinstance(error, dict) else None
-    refused = isinstance(code, int) and 400 <= code < 500
-    return (ServerRefusedError if refused else ServerBrokenError)(_error_message(message, raw))
+    return _kind(code if isinstance(code, int) else None)(_error_message(message, raw))
 
 
 def _error_message(message: Any, raw: bytes) -> str:

@@ -85,7 +85,7 @@ class SyncedGeneration(VLLMGeneration):
     def own_engine(self) -> VLLMServerEngine:
         """This process's engine, which other processes than the main one create for their first later turn."""
         if self.engine is None:
-            self.engine = open_engine(self.settings, shows_weights)
+            self.engine = open_engine(self.settings, shows_weights, self.main.num_processes)
         engine: VLLMServerEngine = self.engine
         return engine
 

@@ -3,14 +3,18 @@ One rollout on vLLM servers, inside the engine's event loop. Each Submit is a ta
 chunk is an event, and each Abort ends the pending response with the tokens so far.
 
 A server that fails is lost. Its candidates continue on other servers from the tokens that have arrived, or wait until
-a server with the current weights is back. A request that fails fails the rollout.
+a server with the current weights is back. A request that the server rejects fails the rollout.
+
+An error with which a server answers is first the request's: the server is checked at once, and is lost if it is not
+healthy, or fails on other prompts too. Otherwise, the candidate is tried on another server, up to nine times in a row.
+A server that is busy has not failed, and is asked again.
 """
 
 import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -19,6 +23,7 @@ import aiohttp
 from ..errors import GenerationError, GenerationTimeoutError
 from ..scheduling import (
     CandidateEnded,
+    CandidateErred,
     CandidateFailed,
     CandidateStalled,
     Command,
@@ -38,10 +43,17 @@ from ..scheduling import (
 )
 from ..scheduling.scheduler import MAX_STALLS
 from .deadlines import Deadlines
-from .lateness import Key, OpenRequest, silence, stalled_requests
-from .pool import Member, ServerPool, State, describe
+from .lateness import Key, OpenRequest, silence, silent_requests, stalled_requests
+from .pool import Member, ServerPool, State, describe, is_our_own
 from .seeds import RolloutSeed
-from .vllm_api import CompletionChunk, CompletionRequest, ServerBrokenError, ServerPrompt, ServerRefusedError
+from .vllm_api import (
+    CompletionChunk,
+    CompletionRequest,
+    ServerBrokenError,
+    ServerBusyError,
+    ServerPrompt,
+    ServerRefusedError,
+)
 from .waiting import Waiting
 
 
@@ -53,6 +65,12 @@ ABORT_GRACE_S = 5.0  # without a response to an abort, the connection is closed,
 END_S = 2.0  # timeout of one abort at the end of a failed rollout; a busy server takes half a second
 CLOCK_S = 0.1
 CHECKS = 8  # number of checks within the shorter token deadline
+CATCH_UP_S = 2.0  # without checks, after our own loop was late: tokens may have arrived that were not read yet
+# A server on which so many prompts fail, within this time and with nothing else decoding, is lost. With fewer, or
+# while it decodes others, the prompts are the cause.
+MAX_FAILED_PROMPTS, FAILURES_S = 3, 60.0
+# Pauses before a candidate is tried again: after a failure, doubled with each one in a row, and if a server is busy.
+RETRY_S, MAX_RETRY_S, BUSY_S = 0.05, 1.0, 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +102,8 @@ class RolloutRun:
         self.run_id = uuid.uuid4().hex
         self.requests: dict[Key, OpenRequest] = {}
         self.aborters: dict[str, asyncio.Task[None]] = {}  # by server
+        self.failures: dict[str, dict[int, float]] = {}  # by server, last failures of groups since its last token
+        self.suspects: set[int] = set()  # groups that failed on a server that decodes others
         self.next_check = 0.0  # time of the next check for late requests
         self.tail_turn = False  # whether it is the tail servers' turn, if main and tail servers share GPUs
         self.turns: asyncio.Task[None] | None = None
@@ -146,7 +166,10 @@ class RolloutRun:
     def on_lost(self, url: str, reason: str) -> None:
         """Reports a lost server and closes its requests."""
         lost = self._open(url)
-        self._report(EngineLost(url, reason, time.perf_counter()))
+        self.failures.pop(url, None)
+        untried = {request.command.candidate_id for request in lost if not request.sent}
+        self.pool.members[url].ghosts += [r.internal_id for r in lost if r.internal_id is not None]
+        self._report(EngineLost(url, reason, time.perf_counter(), untried))
         for request in lost:
             self._close(request)
         self._keep_turns()
@@ -185,7 +208,7 @@ class RolloutRun:
             await asyncio.sleep(CLOCK_S)
             if up := self._decoding:
                 server = Waiting(self.deadlines.return_s)
-                self.tokens.log(f"No new tokens; waiting for {', '.join(up)}")
+                self.tokens.log(f"No new tokens; waiting for {', '.join(map(self._describe, up))}")
                 self._check_progress(up)
             else:
                 self.tokens = Waiting(self.deadlines.first_token_s)
@@ -208,11 +231,15 @@ class RolloutRun:
                     )
                 )
 
+    def _describe(self, url: str) -> str:
+        member = self.pool.members[url]
+        return url if member.refuses_since is None else f"{url}, which is busy ({member.refusal})"
+
     def _check_progress(self, urls: Sequence[str]) -> None:
-        now = time.perf_counter()
-        if now < self.next_check:
+        now, deadlines = time.perf_counter(), self.deadlines
+        if now < self.next_check or self.pool.lag.was_late_since(now - CATCH_UP_S):
             return
-        self.next_check = now + min(self.deadlines.first_token_s, self.deadlines.token_s) / CHECKS
+        self.next_check = now + min(deadlines.first_token_s, deadlines.token_s, deadlines.request_s) / CHECKS
         for url in urls:
             running = [request for request in self._open(url) if request.aborted_at is None]
             if running:
@@ -222,6 +249,9 @@ class RolloutRun:
         member = self.pool.members[url]
         reason = silence(member, requests, now, self.deadlines)
         if reason is None:
+            for request in silent_requests(requests, now, self.deadlines):
+                self._give_up(request, now)
+            requests = [request for request in requests if self.requests.get(request.key) is request]
             for request, message in stalled_requests(member, requests, now, self.deadlines):
                 self._stall(request, message, now)
             return
@@ -237,6 +267,11 @@ class RolloutRun:
         logger.warning("Candidate %d of prompt %d: %s", request.command.index, request.command.group_id, reason)
         self._close(request)
         self._report(CandidateStalled(*request.key, reason, now))
+
+    def _give_up(self, request: OpenRequest, now: float) -> None:
+        reason = f"no tokens within `vllm_request_timeout_s` ({self.deadlines.request_s:g} s)"
+        self._close(request)
+        self._report(CandidateFailed(*request.key, reason, now))
 
     def _fail(self, error: Exception) -> None:
         if self.scheduler.drop_failed_groups and self.has_begun:  # the rollout ends with the groups complete by now
@@ -260,7 +295,7 @@ class RolloutRun:
                     self.aborters[command.engine_id] = asyncio.create_task(self._abort(command.engine_id))
 
     def _start(self, command: Submit) -> None:
-        request = OpenRequest(command, time.perf_counter())
+        request = OpenRequest(command, time.perf_counter(), len(command.prior_tokens))
         self.requests[request.key] = request
         request.task = asyncio.create_task(self._decode(request))
 
@@ -283,64 +318,125 @@ class RolloutRun:
             request.task.cancel()
 
     async def _decode(self, request: OpenRequest) -> None:
-        offset = len(request.command.prior_tokens)
         try:
-            async for chunk in self._chunks(request):
-                self._add(request, offset, chunk)
-                offset += len(chunk.tokens)
+            await self._receive(request)
         except asyncio.CancelledError:
             if request.aborted_at is None:
                 raise
-            self._report(CandidateEnded(*request.key, offset, (), None, FinishReason.ABORT, time.perf_counter()))
-        except Exception as error:
-            self._report_error(request, offset, error)
+            self._report_abort(request)
         finally:
             if self.requests.get(request.key) is request:
                 del self.requests[request.key]
 
-    def _report_error(self, request: OpenRequest, offset: int, error: Exception) -> None:
-        """Reports an error as the loss of the server, or as the failure of the request."""
+    async def _receive(self, request: OpenRequest) -> None:
+        try:
+            stream = await self._opened(request)
+            if stream is None:  # its server was lost after the last token, but before the end
+                self._add(request, CompletionChunk([], None, "length"))
+                return
+            async with aclosing(stream):
+                async for chunk in stream:
+                    self._add(request, chunk)
+        except Exception as error:
+            await self._handle_error(request, error)
+
+    async def _opened(self, request: OpenRequest) -> AsyncGenerator[CompletionChunk] | None:
+        """Sends a candidate's request in its turn. Returns `None` if there is nothing to decode."""
+        member = self.pool.members[request.command.engine_id]
+        while True:
+            async with member.server.turn_to_open():
+                completion = self._request(request.command)
+                if completion is None:
+                    return None
+                request.internal_id, start = completion.internal_id, time.perf_counter()
+                try:
+                    stream = await member.server.open(completion, STREAM_INTERVAL, on_sent=request.note_sent)
+                except aiohttp.ConnectionTimeoutError:
+                    if not self.pool.lag.was_late_since(start):
+                        raise
+                    continue  # our own loop was late
+            member.refuses_since = None
+            return stream
+
+    async def _handle_error(self, request: OpenRequest, error: Exception) -> None:
+        """Reports an error as the loss of the server, as the failure of the request, or as none of both."""
         if self.finished.done():  # all requests are being aborted
             return
-        now = time.perf_counter()
-        if isinstance(error, aiohttp.ClientError | ServerBrokenError):  # includes a connection timeout
-            if request.aborted_at is not None:  # a request aborted in the server's queue ends without a reason
-                self._report(CandidateEnded(*request.key, offset, (), None, FinishReason.ABORT, now))
-            else:
-                self.pool.lose(request.command.engine_id, describe(error, "a connection"))
+        now, url = time.perf_counter(), request.command.engine_id
+        if isinstance(error, aiohttp.ClientError | ServerBrokenError) and request.aborted_at is not None:
+            self._report_abort(request)  # a request aborted in the server's queue ends without a reason
+        elif isinstance(error, ServerBusyError) or is_our_own(error):
+            await self._retry(request, describe(error, "a request"), is_busy=True)
+        elif isinstance(error, aiohttp.ClientError):
+            # Even if it is healthy by now: a process that was restarted has other weights.
+            self.pool.lose(url, describe(error, "a connection"))
+        elif isinstance(error, ServerBrokenError):
+            await self._retry(request, describe(error, "a request"))
         elif isinstance(error, ServerRefusedError):
             self._report(CandidateFailed(*request.key, str(error), now))
-        elif isinstance(error, TimeoutError):
-            reason = f"no complete answer within `vllm_request_timeout_s` ({self.deadlines.request_s:g} s)"
-            self._report(CandidateFailed(*request.key, reason, now))
         else:  # an invalid answer
             reason = f"the answer could not be read ({type(error).__name__}: {error})"
             self._report(CandidateFailed(*request.key, reason, now))
 
-    def _add(self, request: OpenRequest, offset: int, chunk: CompletionChunk) -> None:
+    async def _retry(self, request: OpenRequest, reason: str, is_busy: bool = False) -> None:
+        """Tries the candidate elsewhere if its server is healthy. Otherwise, the server is lost."""
+        url, request.failing = request.command.engine_id, True
+        if not await self.pool.check(url):
+            return
+        tried = self._note_failure(request, url, reason, is_busy)
+        if self.requests.get(request.key) is not request:  # the server is lost
+            return
+        candidate: Any = self.scheduler.ledger.find(request.command.candidate_id)
+        await asyncio.sleep(min(MAX_RETRY_S, RETRY_S * 2**candidate.num_empty_attempts) if tried else BUSY_S)
+        if request.aborted_at is not None:
+            self._report_abort(request)
+        else:
+            self._report(CandidateErred(*request.key, reason, time.perf_counter(), tried))
+
+    def _note_failure(self, request: OpenRequest, url: str, reason: str, is_busy: bool) -> bool:
+        """Returns whether the server has tried the request, or has refused all for too long."""
+        member, now = self.pool.members[url], time.perf_counter()
+        if is_busy:
+            member.refuses_since, member.refusal = member.refuses_since or now, reason
+            return now - member.refuses_since > self.deadlines.first_token_s
+        failures = self.failures.setdefault(url, {})
+        failures[request.command.group_id] = now
+        recent = {group: at for group, at in failures.items() if now - at < FAILURES_S and group not in self.suspects}
+        if len(recent) >= MAX_FAILED_PROMPTS and not self._runs(url, since=min(recent.values())):
+            self.pool.lose(url, reason)
+        return True
+
+    def _runs(self, url: str, since: float) -> bool:
+        """Whether requests run on a server that it had before a time."""
+        return any(r.sent and not r.failing and r.last_progress < since for r in self._open(url))
+
+    def _report_abort(self, request: OpenRequest) -> None:
         now = time.perf_counter()
-        self.tokens = Waiting(self.deadlines.token_s)
-        request.last_progress = self.pool.members[request.command.engine_id].last_progress = now
-        request.decodes = True
-        if chunk.finish_reason is None:
+        self._report(CandidateEnded(*request.key, request.num_tokens, (), None, FinishReason.ABORT, now))
+
+    def _add(self, request: OpenRequest, chunk: CompletionChunk) -> None:
+        now, member = time.perf_counter(), self.pool.members[request.command.engine_id]
+        offset, request.num_tokens = request.num_tokens, request.num_tokens + len(chunk.tokens)
+        if chunk.tokens:
+            self.tokens = Waiting(self.deadlines.token_s)
+            request.last_progress = member.last_progress = now
+            request.decodes = True
+            self.suspects.update(self.failures.pop(member.server.base_url, ()))
+        is_error = chunk.finish_reason == "error" or (chunk.finish_reason == "abort" and request.aborted_at is None)
+        if chunk.finish_reason is None or is_error:
             self._report(TokensArrived(*request.key, offset, chunk.tokens, chunk.logprobs, now))
+            if is_error:
+                raise ServerBrokenError(f"{member.server.base_url} ended a request with {chunk.finish_reason!r}.")
             return
         # A completion that vLLM's `repetition_detection` cut off counts as one at the length limit.
         reason = FinishReason("length" if chunk.finish_reason == "repetition" else chunk.finish_reason)
         self._report(CandidateEnded(*request.key, offset, chunk.tokens, chunk.logprobs, reason, now))
 
-    async def _chunks(self, request: OpenRequest) -> AsyncIterator[CompletionChunk]:
-        completion = self._request(request.command)
-        if completion is None:  # its server was lost after the last token, but before the end
-            yield CompletionChunk([], None, "length")
-            return
-        request.internal_id = completion.internal_id
-        server = self.pool.members[request.command.engine_id].server
-        async with aclosing(server.stream(completion, STREAM_INTERVAL, self.deadlines.request_s)) as stream:
-            async for chunk in stream:
-                yield chunk
-
     def _request(self, command: Submit) -> CompletionRequest | None:
+        prompts = self.prompts[command.group_id]
+        prompt = prompts[command.index % len(prompts)]
+        if prompt.problem is not None:
+            raise ServerRefusedError(prompt.problem)
         body = {**self.body, **(self.overrides(command) if self.overrides else {})}
         body["max_tokens"] -= len(command.prior_tokens)
         if body["max_tokens"] <= 0:
@@ -351,14 +447,15 @@ class RolloutRun:
             body.setdefault("seed", self.seed.of(command.group_id, command.index, command.segment))
         if self.pool.keeps_kv:  # no keys and values of older weights from the prefix cache
             body["cache_salt"] = f"v{self.pool.members[command.engine_id].decodes_version}"
-        prompts = self.prompts[command.group_id]
-        prompt = prompts[command.index % len(prompts)]
         # A drafter on the server reads the prompt's length from it: what follows may be part of an answer.
         request_id = f"p{len(prompt.tokens)}-{self.run_id}-{command.candidate_id}-{command.segment}"
         return CompletionRequest.of(request_id, prompt, command.prior_tokens, body)
 
     async def _abort(self, url: str) -> None:
         while pending := [request for request in self._open(url) if request.aborted_at is not None]:
+            for request in [request for request in pending if request.internal_id is None]:  # not sent yet
+                self._close(request)
+                self._report_abort(request)
             try:
                 server = self.pool.members[url].server
                 supported = await server.abort(_internal_ids(pending), ABORT_GRACE_S)
@@ -389,6 +486,8 @@ class RolloutRun:
         once, and would decode those requests to their limit.
         """
         self.finished.cancel()  # stops reporting events
+        for request in [request for request in self.requests.values() if request.internal_id is None]:
+            self._close(request)  # not sent yet
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*map(self._end_on, self.pool.urls(State.UP))), ABORT_GRACE_S)
 

@@ -24,7 +24,7 @@ from ..scheduling.ledger import Ledger
 from .continuous_run import ContinuousRun
 from .deadlines import Deadlines
 from .discovery import Discovery
-from .pool import Member, Refresh, ServerPool, State, has_loaded_weights
+from .pool import RESERVED_FILES, Member, Refresh, ServerPool, State, has_loaded_weights
 from .seeds import RolloutSeed
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 PROGRESS_INTERVAL_S = 0.1
 SHUTDOWN_S = 5.0  # longest wait for the loop at shutdown
-RESERVED_FILES = 512  # file descriptors reserved for the rest of the trainer
 
 
 class VLLMServerEngine:
@@ -42,7 +41,7 @@ class VLLMServerEngine:
     Runs rollouts on one or several vLLM servers. Each prompt goes to the least loaded server with room.
 
     `tail_urls` are the tail servers among `base_urls`. Set `takes_turns` if they share the main servers' GPUs, so that
-    one kind sleeps while the other decodes. `refresh` is that of [`ServerPool`].
+    one kind sleeps while the other decodes. `refresh` and `num_sharing` are those of [`ServerPool`].
     """
 
     def __init__(
@@ -53,13 +52,14 @@ class VLLMServerEngine:
         tail_urls: Collection[str] = (),
         takes_turns: bool = False,
         refresh: Refresh = has_loaded_weights,
+        num_sharing: int = 1,
     ) -> None:
         if not base_urls:
             raise ConfigurationError("`base_urls` (empty) must name at least one server.")
         self._urls = list(base_urls)  # at the start
         self.deadlines = deadlines or Deadlines()
         self._api_key = api_key
-        self._options = tail_urls, takes_turns, refresh
+        self._options = tail_urls, takes_turns, refresh, num_sharing
         self._pool: ServerPool | None = None  # created in the loop
         self._turn = asyncio.Lock()  # one rollout at a time, including its cleanup
         self._loop = asyncio.new_event_loop()

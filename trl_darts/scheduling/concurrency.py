@@ -5,7 +5,8 @@ and go to the first server with room. Candidates that a server holds stay there.
 Invariants (`tests/scheduling/test_concurrency.py` checks each under its name, over random loads):
 
 - bounded: the limit is at least 1 and at most the server's slots and a few more.
-- only_under_pressure: it only falls if the server preempted requests, or queues them with a full KV cache.
+- only_under_pressure: it only falls if the server preempted requests, or queues them with a full KV cache, and not
+  because of a weight sync, which preempts all requests.
 - recovers: without pressure, a server at its limit returns to all of its slots.
 """
 
@@ -20,6 +21,9 @@ HEADROOM, HEADROOM_SHARE = 2, 16
 DECREASE = 0.8
 INCREASE_SHARE = 16
 FULL_CACHE = 0.95
+# Readings after a weight sync that only set the base line: the first one may be older than the preemptions, which a
+# server counts with its next step.
+NUM_BASE_READINGS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class ConcurrencyLimit:
         self.most = most
         self._limit: float = self.highest
         self._load: ServerLoad | None = None
+        self._num_base = 0  # further readings that only set the base line
 
     def __int__(self) -> int:
         return max(1, min(int(self._limit), self.highest))
@@ -51,15 +56,27 @@ class ConcurrencyLimit:
     @property
     def highest(self) -> int:
         """The limit without pressure."""
-        return self.most if self.slots is None else min(self.most, self.slots + self._headroom)
+        return self.most if self.wanted is None else min(self.most, self.wanted)
+
+    @property
+    def wanted(self) -> int | None:
+        """Candidates at once with which no slot stays empty, if the slots are known."""
+        return None if self.slots is None else self.slots + self._headroom
 
     @property
     def _headroom(self) -> int:
         return HEADROOM + (self.slots or 0) // HEADROOM_SHARE
 
+    def rebase(self) -> None:
+        """Called after a weight sync, which preempts the server's requests."""
+        self._num_base = NUM_BASE_READINGS
+
     def observe(self, load: ServerLoad, num_held: int) -> None:
         """Updates the limit from the server's load while it holds `num_held` of our candidates."""
         before, self._load = self._load, load
+        if self._num_base:
+            self._num_base -= 1
+            return
         preempted = before is not None and load.num_preemptions > before.num_preemptions
         queues = load.kv_cache_usage >= FULL_CACHE and load.num_waiting > self._headroom
         if not (preempted or queues):

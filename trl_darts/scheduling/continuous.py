@@ -33,6 +33,8 @@ NUM_BATCHES = 2
 class Continuous:
     """The batch stop of a rollout without an end."""
 
+    ends = False
+
     def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         return False
 

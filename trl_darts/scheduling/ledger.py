@@ -200,11 +200,13 @@ class Ledger:
         self._end(candidate, ABORTED, now)
         candidate.finish_reason = ABORT
 
-    def requeue(self, candidate: Candidate, now: float, keeps_tokens: bool = True) -> None:
+    def requeue(self, candidate: Candidate, now: float, keeps_tokens: bool = True, is_attempt: bool = True) -> None:
         """RUNNING → WAITING, because its engine is lost or gives no tokens, or because it moves to another engine."""
         if not candidate.moving:
-            has_grown = candidate.length > candidate.num_prior
-            candidate.num_empty_attempts = 0 if has_grown else candidate.num_empty_attempts + 1
+            if candidate.length > candidate.num_prior:
+                candidate.num_empty_attempts = 0
+            else:
+                candidate.num_empty_attempts += is_attempt
             self.num_resumed += 1
         candidate.moving = False
         if keeps_tokens:

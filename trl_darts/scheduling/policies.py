@@ -56,6 +56,10 @@ class GroupStop(Protocol):
 class BatchStop(Protocol):
     """Decides when the batch is ready. Groups that are not settled by then are deferred with their tokens."""
 
+    @property
+    def ends(self) -> bool:
+        """Whether the rollout ends with its batch, so that it has failed once every group is dropped."""
+
     def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         """Whether the `done` groups suffice. Called after each group that is done or dropped."""
 
@@ -68,6 +72,9 @@ class Placement(Protocol):
 
     def choose(self, candidate: Candidate, engines: Sequence[EngineLoad]) -> str | None:
         """Returns an engine for the candidate, or `None` to wait for room."""
+
+    def forget(self, group_ids: Sequence[int]) -> None:
+        """Drops what is known of groups that have left a rollout without end."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +186,8 @@ class UniformPool(DualEnd):
 class AllGroups:
     """The batch is ready when every group is settled; nothing is deferred."""
 
+    ends = True
+
     def ready(self, done: Set[int], dropped: Set[int], num_groups: int) -> bool:
         return len(done) + len(dropped) == num_groups
 
@@ -187,6 +196,7 @@ class AllGroups:
 class FirstGroups:
     """The batch is ready with the first settled groups; the others are deferred."""
 
+    ends = True
     num_groups: int
     must_finish: frozenset[int] = frozenset()  # IDs of groups that must be among them
 
@@ -226,6 +236,10 @@ class LeastLoaded:
             return None
         self._homes[candidate.group_id] = chosen.engine_id
         return chosen.engine_id
+
+    def forget(self, group_ids: Sequence[int]) -> None:
+        for group_id in group_ids:
+            self._homes.pop(group_id, None)
 
     def _is_fair(self, engine: EngineLoad, num_engines: int) -> bool:
         return (engine.num_running + 1) * num_engines <= self._num_candidates

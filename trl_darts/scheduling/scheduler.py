@@ -16,6 +16,7 @@ duplicates and late ones among them):
 - settled_is_final: once a group's rows are selected, no later event changes them.
 - moves_once: the remaining candidates move to the tail servers once, and back only if these are lost.
 - restarts_whole: if tokens can't be carried, no request has prior tokens, and no row has tokens of two requests.
+- only_attempts_count: no candidate fails because engines were lost before they had its request, or were busy.
 - dropped_or_complete: with `drop_failed_groups`, each group has either its rows or an error message.
 """
 
@@ -32,6 +33,7 @@ from .types import (
     Abort,
     Candidate,
     CandidateEnded,
+    CandidateErred,
     CandidateFailed,
     CandidateStalled,
     Command,
@@ -52,7 +54,7 @@ from .types import (
 )
 
 
-# A candidate that is lost with its engine more often, each time without a new token, is considered the cause.
+# A candidate that errs, or is lost with its engine, more often, each time without a new token, is seen as the cause.
 MAX_EMPTY_ATTEMPTS = 8
 # A candidate that stalls more often in a row is considered the cause.
 MAX_STALLS = 2
@@ -173,6 +175,7 @@ class Scheduler:
         resumed submissions are those since the last call.
         """
         groups = [self.ledger.forget_group(group_id) for group_id in group_ids]
+        self.policies.placement.forget(group_ids)
         for ids in (self._ready, self._settled, self._dropped):
             ids.difference_update(group_ids)
         timeline, num_resumed = self.ledger.cut(now)
@@ -238,9 +241,24 @@ class Scheduler:
             return []
         if candidate.state is ABORTING or candidate.num_empty_attempts >= MAX_STALLS:
             return self._fail(candidate, event.error, event.now)
+        return self._retry(candidate, event.now)
+
+    def _on_erred(self, event: CandidateErred) -> list[Command]:
+        candidate = self.ledger.live(event.candidate_id, event.segment)
+        if candidate is None:
+            return []
+        has_grown, attempts = candidate.length > candidate.num_prior, candidate.num_empty_attempts + event.tried
+        if attempts > MAX_EMPTY_ATTEMPTS and not has_grown:
+            return self._fail(candidate, f"{event.error} ({attempts} times in a row)", event.now)
+        if candidate.state is ABORTING:
+            return self._fail(candidate, event.error, event.now)
+        return self._retry(candidate, event.now, event.tried)
+
+    def _retry(self, candidate: Candidate, now: float, is_attempt: bool = True) -> list[Command]:
+        """Continues a candidate on another engine, if there is one."""
         candidate.stalled_on, candidate.moving = candidate.engine_id, False
-        self._requeue(candidate, event.now)
-        return self._submit(event.now)
+        self._requeue(candidate, now, is_attempt)
+        return self._submit(now)
 
     def _on_engine_lost(self, event: EngineLost) -> list[Command]:
         if self.ledger.engines.pop(event.engine_id, None) is None:
@@ -255,7 +273,7 @@ class Scheduler:
                 self.ledger.abort(candidate, event.now)
         for candidate in reversed([c for c in orphans if c.state is RUNNING]):
             candidate.moving = False
-            self._requeue(candidate, event.now)
+            self._requeue(candidate, event.now, candidate.candidate_id not in event.untried)
         commands: list[Command] = []
         for candidate in orphans:
             if candidate.num_empty_attempts > MAX_EMPTY_ATTEMPTS and candidate.state is WAITING:
@@ -360,9 +378,9 @@ class Scheduler:
             return engines
         return [engine for engine in engines if engine.engine_id != candidate.stalled_on] or engines
 
-    def _requeue(self, candidate: Candidate, now: float) -> None:
+    def _requeue(self, candidate: Candidate, now: float, is_attempt: bool = True) -> None:
         """Puts the candidate first in the queue, so that it continues on another engine."""
-        self.ledger.requeue(candidate, now, self.carries_tokens)
+        self.ledger.requeue(candidate, now, self.carries_tokens, is_attempt)
         self._waiting.appendleft(candidate)
 
     def _abort(self, candidates: Sequence[Candidate], now: float) -> list[Command]:
@@ -440,7 +458,7 @@ class Scheduler:
             group.error = message
             self._ready.discard(group.group_id)
             self._dropped.add(group.group_id)
-            if len(self._dropped) == len(self.ledger.groups):  # nothing to train on
+            if len(self._dropped) == len(self.ledger.groups) and self.policies.batch_stop.ends:  # nothing to train on
                 self.error = message
                 return commands
         return commands + self._check_batch(now)
@@ -458,6 +476,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], list[Command]]] = {
     CandidateEnded: Scheduler._on_ended,
     CandidateFailed: Scheduler._on_failed,
     CandidateStalled: Scheduler._on_stalled,
+    CandidateErred: Scheduler._on_erred,
     EngineLost: Scheduler._on_engine_lost,
     EngineJoined: Scheduler._on_engine_joined,
     EngineUpdated: Scheduler._on_engine_updated,

@@ -14,7 +14,7 @@ WAITING ──Submit──▶ RUNNING ──┬── stop / length ──▶ FI
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -292,12 +292,30 @@ class CandidateStalled:
 
 
 @dataclass(slots=True)
+class CandidateErred:
+    """
+    An engine failed on one candidate, but not on others, or did not try it because it is busy (`tried=False`). The
+    candidate continues on another engine. With too many failures in a row, it is considered the cause.
+    """
+
+    candidate_id: int
+    segment: int
+    error: str
+    now: float
+    tried: bool = True
+
+
+@dataclass(slots=True)
 class EngineLost:
-    """An engine is lost. Its candidates continue on other engines, or wait for one."""
+    """
+    An engine is lost. Its candidates continue on other engines, or wait for one. `untried` has the IDs of those that
+    had not reached it, for which this is no failure.
+    """
 
     engine_id: str
     error: str
     now: float
+    untried: Set[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -346,6 +364,7 @@ Event = (
     | CandidateEnded
     | CandidateFailed
     | CandidateStalled
+    | CandidateErred
     | EngineLost
     | EngineJoined
     | EngineUpdated

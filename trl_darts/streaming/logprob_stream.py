@@ -31,6 +31,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 TURN_S = 0.5  # longest time of scoring before the thread shows progress and reconnects servers
 POLL_S = 0.002
+LOOK_PAUSES = 4  # pause after a look at the candidates, in multiples of its time
 AHEAD = 2  # rounds queued on another process: with one, it would idle between rounds
 
 
@@ -105,7 +106,8 @@ class LogprobStream:
                 continue
             if not any(self._outstanding):
                 return
-            time.sleep(POLL_S)
+            # A look at 10,000 candidates takes 27 ms, which the engine's thread, with as many connections, needs too.
+            time.sleep(max(POLL_S, LOOK_PAUSES * (time.perf_counter() - start)))
 
     def finish(self, result: RolloutResult, completion_ids: Sequence[Tokens] | None = None) -> None:
         """

@@ -140,18 +140,18 @@ def rollout_metrics(
     record: RolloutRecord, sync: SyncRecord | None = None, drafted: DraftCounts | None = None
 ) -> dict[str, float]:
     summaries = record.summaries
-    lengths = np.concatenate([s.lengths for s in record.ended])
+    lengths = np.array([length for s in record.ended for length in s.lengths], dtype=float)
     reasons = [reason for s in record.ended for reason in s.finish_reasons]
     kept = np.array([s.lengths[i] for s in summaries for i in s.selected])
-    aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons])
+    aborted = np.array([reason == FinishReason.ABORT.value for reason in reasons], dtype=bool)
     return {
         **({} if sync is None else _sync(sync)),
         **({} if drafted is None else _drafts(drafted)),
-        **_pool(lengths, reasons),
-        **_budget(record),
+        # Nothing is known of a batch whose groups were all dropped.
+        **(_pool(lengths, reasons) if reasons else {}),
+        **(_budget(record) if record.admission.num_candidates else {}),
         **_rollout(record, lengths, kept, aborted),
-        "darts/selection/kept_vs_pool_length_ratio": float(kept.mean() / lengths.mean()),
-        "darts/selection/kept_longest": float(np.mean([max(s.lengths[i] for i in s.selected) for s in summaries])),
+        **(_selection(record, lengths, kept) if summaries else {}),
         **_long_ends(record),
         **({} if record.tail is None else record.tail.metrics()),
     }
@@ -211,6 +211,14 @@ def _rollout(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray, abort
     if record.carries_over:
         metrics["darts/rollout/carried_tokens"] = float(sum(sum(s.lengths) for s in record.deferred))
     return metrics
+
+
+def _selection(record: RolloutRecord, lengths: np.ndarray, kept: np.ndarray) -> dict[str, float]:
+    longest = [max(group.lengths[i] for i in group.selected) for group in record.summaries]
+    return {
+        "darts/selection/kept_vs_pool_length_ratio": float(kept.mean() / lengths.mean()),
+        "darts/selection/kept_longest": float(np.mean(longest)),
+    }
 
 
 def _long_ends(record: RolloutRecord) -> dict[str, float]:

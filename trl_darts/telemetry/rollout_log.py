@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..checks import warn_of_cut_long_ends
+from ..checks import LONG_END_ROLLOUTS, warn_of_cut_long_ends
 from ..training.reward_checks import RewardWatch
 from .console import RolloutTotals
 from .metrics import RolloutRecord, rollout_metrics
@@ -30,7 +30,8 @@ class RolloutLog:
         sync = None if self._servers is None else self._servers.pop_sync()
         metrics = rollout_metrics(record, sync, self.drafted())
         self.totals.add(metrics)
-        if (ratio := metrics.get("darts/selection/long_end_ratio")) is not None:
+        ratio = metrics.get("darts/selection/long_end_ratio")
+        if ratio is not None and len(self._long_ends) < LONG_END_ROLLOUTS:
             self._long_ends.append(ratio)
             warn_of_cut_long_ends(self._args, self._long_ends)
         if self._args.save_rollout_trace and self._is_main:

@@ -105,8 +105,9 @@ async def _is_on_cpu(server: VLLMServer) -> bool:
 
 
 async def reset_caches(server: VLLMServer) -> None:
-    """Empties the prefix cache, also of running requests."""
-    if not (await ask(server, "/reset_prefix_cache?reset_running_requests=true")).get("success", True):
+    """Empties the prefix cache, also of running requests, and the one of a KV connector if the server has one."""
+    path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+    if not (await ask(server, path)).get("success", True):
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} could not empty its prefix cache, so it holds keys and values of "
             "the old weights. A transfer of its KV cache may be in progress."

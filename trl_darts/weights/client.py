@@ -1,6 +1,7 @@
 """TRL's blocking client of one server, for a user's `rollout_func` and for images."""
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,14 +41,21 @@ class BlockingVLLMClient(VLLMClient):
         super().__init__(base_url=base_url)
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
-        """Sets up the session before TRL's check. TRL's constructor calls this before any other request."""
+        """
+        Sets up the session, and checks the server. TRL's constructor calls this before any other request. TRL's own
+        check takes another session, and waits for ever if the server answers 503.
+        """
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, _Adapter())
         self.session.mount(f"{self.base_url}/v1/chat/completions/render", _Adapter(IMAGE_TIMEOUT_S))
         self.session.headers["Connection"] = "close"  # a server drops idle connections after 5 s
+        # As the engine's own client: proxies of the environment would take requests to 127.0.0.1 without `no_proxy`,
+        # and `.netrc` would replace the key.
+        self.session.trust_env = False
+        self.session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
         if self.api_key:
             self.session.headers["Authorization"] = f"Bearer {self.api_key}"
-        super().check_server(*args, **kwargs)
+        self.session.get(f"{self.base_url}/health", timeout=Deadlines.health_s).raise_for_status()
 
     def image_features(self, images: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """As TRL, but an error names the server that rejected an image."""

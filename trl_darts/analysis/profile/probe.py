@@ -121,7 +121,7 @@ class _Batch:
 
     async def _follow(self, sequence: int, request: CompletionRequest) -> None:
         try:
-            async for chunk in self.server.stream(request, STREAM_INTERVAL, REQUEST_TIMEOUT_S):
+            async for chunk in await self.server.open(request, STREAM_INTERVAL, REQUEST_TIMEOUT_S):
                 self.counts[sequence] += len(chunk.tokens)
                 self._one_finished |= chunk.finish_reason is not None
                 self._changed.set()
