@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from benchmarks.vllm_server import VLLMServer
 from trl_darts import __version__
 from trl_darts.cli import app
+from trl_darts.engines.keys import key_of, key_path
 from trl_darts.engines.server_list import ServerList
 from trl_darts.serving.options import check_ports
 
@@ -18,14 +19,15 @@ from .builders import assert_ended, family, free_ports, wait_for
 
 
 pytestmark = pytest.mark.vllm
-KEY = "a-key-that-nobody-shall-see"
 
 
 @pytest.fixture
-def serve(markov_model_dir, tmp_path):
+def serve(markov_model_dir, tmp_path, monkeypatch):
     """Yields a running `trl-darts serve` with two servers, once it has printed the arguments."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     ports = free_ports(2)
-    argv = ["--num-servers", "2", "--port", str(ports[0]), "--max-model-len", "2048", "--api-key", KEY]
+    argv = ["--num-servers", "2", "--port", str(ports[0]), "--max-model-len", "2048"]
     argv += ["--log-dir", str(tmp_path / "logs"), "--restart", "--output", str(tmp_path / "servers.json")]
     argv += ["--", "--max-num-seqs", "16"]
     output = tmp_path / "stdout"
@@ -44,19 +46,21 @@ def serve(markov_model_dir, tmp_path):
         process.kill()  # its guards end the rest
 
 
-def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_dir, tmp_path, monkeypatch):
+def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_dir, tmp_path):
     process, ports = serve
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     printed = (tmp_path / "stdout").read_text()
     assert f'vllm_server_list="{tmp_path / "servers.json"}"' in printed
     assert ServerList.read(tmp_path / "servers.json") == ServerList(tuple(urls), 2)
-    assert "VLLM_API_KEY" in printed
+    key = key_of(urls[0])
+    assert f"export VLLM_API_KEY=$(cat {key_path(urls[0])})" in printed
+    seeds = []
     for url in urls:
         stranger = VLLMServer(url, str(markov_model_dir), markov_model_dir, process=None, log_path=None)
         assert stranger.healthy()
         with pytest.raises(HTTPError, match="401"):
             stranger.request("/server_info")
-        server = replace(stranger, api_key=KEY)
+        server = replace(stranger, api_key=key)
         settings = server.request("/server_info?config_format=json")["vllm_config"]
         assert settings["model_config"]["logprobs_mode"] == "processed_logprobs"
         assert settings["model_config"]["max_model_len"] == 2048
@@ -64,8 +68,9 @@ def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_
         assert settings["cache_config"]["enable_prefix_caching"] is True
         assert settings["scheduler_config"]["max_num_seqs"] == 16
         assert settings["parallel_config"]["_api_process_count"] == 1  # the preflight reads it
+        seeds.append(settings["model_config"]["seed"])
+    assert seeds[1] == seeds[0] + 1
 
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
     checked = CliRunner().invoke(app, ["check", ",".join(urls)])
     assert checked.exit_code == 0, checked.output
     rows = [line.split() for line in checked.stdout.splitlines()]
@@ -76,8 +81,9 @@ def test_two_servers_of_which_one_dies_and_then_the_command(serve, markov_model_
     members = family(process.pid)
     assert len(members) >= 5  # the command, and a guard and a server for each
     assert not [member for member in members if "Worker" in " ".join(member.cmdline())]  # each engine is its own
-    assert not [member for member in members if KEY in " ".join(member.cmdline())]
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY in path.read_text(errors="replace")]
+    assert not [member for member in members if key in " ".join(member.cmdline())]
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and key in path.read_text(errors="replace")]
+    assert sorted(files) == sorted(key_path(url) for url in urls)
 
     servers = [member for member in members if "--port" in member.cmdline() and "-P" not in member.cmdline()]
     victim = next(member for member in servers if str(ports[1]) in member.cmdline())
