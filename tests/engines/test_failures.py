@@ -96,6 +96,13 @@ async def stream(request: web.Request, body: dict, length: int, step_s: float) -
     return response
 
 
+async def hangs(request: web.Request, body: dict | None = None) -> web.StreamResponse:
+    """Answers nothing until the client closes the connection."""
+    while request.transport is not None and not request.transport.is_closing():
+        await asyncio.sleep(0.01)
+    return web.Response()
+
+
 def error(status: int, message: str = "it broke") -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
@@ -134,19 +141,19 @@ def test_requests_are_opened_in_turns_and_control_requests_do_not_wait():
     with engine_on(server) as engine:
         check_rows(rollout(engine, 50), 50)
     assert server.most_open == vllm_api.MAX_OPENING == 16
-    hangs = Stub()
-    hangs.decode = lambda request, body: asyncio.sleep(5)
-    with engine_on(hangs, first_token_s=0.5, return_s=0.1) as engine:
+    hung = Stub()
+    hung.decode = hangs
+    with engine_on(hung) as engine:
         future = engine.start(
             Scheduler(ScheduleSettings("grpo", 40).policies(), 40), [GroupPlan(0, 40)], [[ServerPrompt([1])]], BODY
         )
-        while hangs.num_open < 16:
+        while hung.num_open < 16:
             time.sleep(0.01)
-        assert engine.query(lambda server: server.get("/health")) != {}
+        assert engine.query(lambda server: server.get("/health")) == {engine.base_urls[0]: {}}
         future.cancel()
         engine.call(engine.idle())
-        assert hangs.most_open == 16  # those that waited for their turn were never sent
-        assert {len(names) for names in hangs.aborts} == {16}
+        assert hung.most_open == 16  # those that waited for their turn were never sent
+        assert {len(names) for names in hung.aborts} == {16}
 
 
 def test_headers_that_come_with_the_first_token_do_not_hold_up_the_others(monkeypatch):
@@ -223,7 +230,7 @@ def test_a_probe_that_a_late_loop_timed_out_is_repeated(late, num_losses):
 
 def test_a_missed_probe_of_a_server_that_sends_tokens_is_repeated():
     server = Stub()
-    server.health = lambda request: asyncio.sleep(60)
+    server.health = hangs
     server.decode = lambda request, body: stream(request, body, 30, 0.03)
     with engine_on(server, health_s=0.2) as engine:
         result = rollout(engine)
@@ -332,8 +339,7 @@ def test_a_dead_engine_behind_a_live_api_is_lost_at_once(status):
     async def fail(request, body=None):
         return error(status, "the engine died")
 
-    dead.health = lambda request: fail(request)
-    dead.decode = fail
+    dead.health = dead.decode = fail
     with engine_on(dead, good, return_s=5.0) as engine:
         result = rollout(engine, 4)
         check_rows(result, 4)
@@ -433,13 +439,40 @@ def test_silence_beyond_the_limit_is_an_error():
 
     async def decode(request, body):
         if body["request_id"].split("-")[-2] == "3":
-            await asyncio.sleep(60)
+            return await hangs(request)
         return await stream(request, body, 60, 0.03)
 
     server.decode = decode
     words = r"candidate 1 of prompt 1 on .*no tokens within `vllm_request_timeout_s` \(0.5 s\)"
     with engine_on(server, request_s=0.5) as engine, pytest.raises(GenerationError, match=words):
         rollout(engine)
+
+
+def test_a_request_that_fails_on_a_process_with_other_weights_loses_it():
+    """It was restarted behind a proxy, which told the request so, and is healthy again."""
+    server = Stub()
+
+    async def decode(request, body):
+        return error(502) if len(server.requests) <= 4 else await answer(completion(TOKENS))
+
+    async def weight_info(request):
+        return web.json_response({"weight_version": "default" if len(server.requests) < 5 else "v3"})
+
+    server.decode = decode
+    with fake_server({**server.routes, "GET /weight_info": weight_info}) as url:
+        engine = VLLMServerEngine([url], refresh=refresh)
+        (member,) = engine.members.values()
+        member.version = 3
+        engine._pool.version = 3
+        result = rollout(engine)
+        check_rows(result, 2)
+        assert engine.num_losses == 1
+        assert member.reason == "it has the weights 'default' instead of 'v3', so it was restarted"
+        engine.close()
+
+
+async def refresh(member, version):
+    return True
 
 
 # A loss and a return
@@ -453,7 +486,7 @@ def test_what_a_lost_server_still_decodes_is_aborted_before_it_gets_more():
         if len(server.requests) == 4:
             request.transport.close()
         if len(server.requests) <= 4:
-            await asyncio.sleep(60)
+            return await hangs(request)
         return await answer(completion(TOKENS))
 
     async def abort(request):
@@ -522,7 +555,7 @@ def test_a_server_that_does_not_tell_its_slots_has_those_of_the_others(how):
         if how == "cut":
             request.transport.close()
         if how == "never":
-            await asyncio.sleep(60)
+            return await hangs(request)
         return error(500)
 
     other.server_info = server_info
@@ -544,11 +577,11 @@ def test_slots_are_kept_if_a_server_returns_without_telling_them():
     server = Stub(slots=4)
     with engine_on(server) as engine:
         check_rows(rollout(engine), 2)
-        server.server_info = lambda request: fail(request)
 
         async def fail(request):
             return error(500)
 
+        server.server_info = fail
         (url,) = engine.base_urls
         engine.lose(url, "for the test")
         deadline = time.monotonic() + 10

@@ -32,7 +32,7 @@ def check(url, requirements):
         engine.close()
 
 
-OPTIONS = ("model", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "logprobs")
+OPTIONS = ("model", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "logprobs", "seed")
 
 
 def routes(vllm_config, max_model_len=1024, vocabulary=128, without=(), asked=None):

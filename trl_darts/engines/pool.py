@@ -167,7 +167,7 @@ class ServerPool:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._has_warned = False  # of servers that sample alike
-        self._checks: dict[str, asyncio.Task[bool]] = {}  # health checks that others wait for
+        self._checks: dict[str, asyncio.Task[None]] = {}  # health checks that others wait for
         self._asking: dict[str, asyncio.Task[None]] = {}  # queries of slots that are repeated
         self._measuring: asyncio.Task[None] | None = None
         self._finding_logs: asyncio.Task[None] | None = None
@@ -438,17 +438,32 @@ class ServerPool:
         return True
 
     async def check(self, url: str) -> bool:
-        """Checks a server at once, because a request failed on it. Returns whether it is up."""
+        """
+        Checks a server at once, because a request failed on it: whether it is healthy, and not a new process with
+        other weights behind the same address. Returns whether it is up.
+        """
         if url not in self.members:
             return False
         if url not in self._checks:
-            self._checks[url] = asyncio.create_task(self._is_healthy(url))
+            self._checks[url] = asyncio.create_task(self._check(url))
             self._checks[url].add_done_callback(lambda _: self._checks.pop(url, None))
         check = self._checks[url]
         await asyncio.wait({check})
         if not check.cancelled() and check.exception() is not None:
             logger.error("Checking the vLLM server at %s failed.", url, exc_info=check.exception())
         return url in self.members and self.members[url].state is State.UP
+
+    async def _check(self, url: str) -> None:
+        member = self.members[url]
+        if not await self._is_healthy(url) or member.version == 0 or self.updating.locked():
+            return
+        try:
+            found, own = await member.server.weight_version(), f"v{member.version}"
+        except FAILURES as error:
+            self.lose(url, describe(error, "`/weight_info`"))
+            return
+        if found not in (None, own) and not self.updating.locked():
+            self.lose(url, f"it has the weights {found!r} instead of {own!r}, so it was restarted")
 
     async def _end_ghosts(self, member: Member) -> bool:
         """Aborts the requests that a server may still decode since it seemed to be lost. Returns success."""

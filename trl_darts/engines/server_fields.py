@@ -44,7 +44,9 @@ class ServerFields(ScheduleSettings):
         "All servers need `--enable-sleep-mode`.",
     )
     vllm_request_timeout_s: Annotated[float, POSITIVE] = setting(
-        Deadlines.request_s, "Deadline of one candidate in seconds, from its submission to a server."
+        Deadlines.request_s,
+        "Seconds without a token after which a candidate's request is an error, also in the queue of a server that "
+        "decodes others. A request whose tokens arrive goes on.",
     )
     vllm_connect_timeout_s: Annotated[float, POSITIVE] = setting(
         Deadlines.connect_s, "Deadline for connecting to a server, in seconds."
