@@ -210,8 +210,9 @@ def _not_buffered(trainer: Any, other: str) -> tuple[str | None, str]:
     if trainer._is_vlm and has_images(trainer.train_dataset) is not False:  # unknown of a stream
         return "images yet", f"Use {other}, or a data set without images"
     rows = [] if args.save_strategy == "no" else some_rows(trainer.train_dataset)
-    if cause := next(filter(None, map(unsaved_column, rows)), None):  # checkpoints save deferred prompts
-        return cause, "Convert it to text or numbers, or set `save_strategy='no'`"
+    unsaved = filter(None, map(unsaved_column, rows))  # checkpoints save deferred prompts
+    if (column := next(unsaved, None)) is not None:
+        return column, "Convert it to text or numbers, or set `save_strategy='no'`"
     return None, ""
 
 

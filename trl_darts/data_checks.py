@@ -1,7 +1,7 @@
 """
-Checks the data that users bring, as TRL's loader will hand it out: a transform may make its rows on the fly. Only a few
-rows are made. Streams are not read before the training, since that can take long or lose rows: their first batch is
-checked.
+Checks the data that users bring, as TRL's loader will hand it out: a transform may make its rows on the fly. Only a
+few rows are made. Streams are not read before the training, since that can take long or lose rows: their first batch
+is checked.
 """
 
 import json

@@ -58,7 +58,8 @@ def _check_parameters(function: Any, columns: Sequence[str] | None) -> None:
         raise ConfigurationError(
             f"The reward function '{name}' is a class, and must be an instance of it, or a function. Use `{name}(…)`."
         )
-    args, keywords = (), {}
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
     while isinstance(function, partial):
         args, keywords = (*function.args, *args), {**function.keywords, **keywords}
         function = function.func
