@@ -41,7 +41,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import AutoConfig
 from trl import get_dataset
 
-from trl_darts.checks import check_data
+from trl_darts.data_checks import check_data
 from trl_darts.errors import ConfigurationError
 from trl_darts.recipes.recipe import (
     MADE_DATASET,

@@ -23,8 +23,11 @@ LONG_END_ROLLOUTS = 8  # rollouts before the warning about long ends
 GREEDY = 1e-5  # vLLM does not sample below this temperature
 
 
-def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
-    """Raises for arguments of the trainer that can't work. `rollout_func` is the user's own generation."""
+def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: str | None = None) -> None:
+    """
+    Raises for arguments of the trainer that can't work. `rollout_func` is the user's own generation. `turns` is the
+    argument that makes a completion a conversation, if one does: candidates would be chosen by its first turn.
+    """
     if not isinstance(args, DARTSGRPOConfig):
         raise ConfigurationError(
             f"`args` ({type(args).__name__}) must be a `DARTSGRPOConfig`. Replace the class, which has all fields of "
@@ -51,7 +54,22 @@ def check_arguments(args: Any, rollout_func: Callable[..., Any] | None) -> None:
             f"{args.own_prompts} with `rollout_func`, which generates its batch by itself. Set "
             f"{args.without_own_prompts}."
         )
+    _keep_all(args, turns)
     args.check_start()
+
+
+def _keep_all(args: Any, turns: str | None) -> None:
+    if getattr(args, "keeps_all", False):  # set for another trainer
+        args.forget_filled_in()
+        args.resolve()
+    args.keeps_all = turns is not None and args.over_provisions
+    if not args.keeps_all:
+        return
+    args.keep_all(f"`{turns}`, with which candidates would be chosen by the first turn of their conversations")
+    logger.warning(
+        f"With `{turns}`, candidates would be chosen by the first turn of their conversations. So no more are sampled "
+        f"than are trained on, {args.num_generations} per prompt, and all are waited for, as with `schedule='grpo'`."
+    )
 
 
 def check_objects(model: Any, callbacks: Any) -> None:

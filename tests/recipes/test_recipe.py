@@ -1,6 +1,7 @@
 """Tests that recipes are parsed by the script's classes, and that invalid ones give one clear error."""
 
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,15 @@ from typer.testing import CliRunner
 from tests.test_imports import loaded
 from trl_darts.cli import app
 from trl_darts.errors import ConfigurationError
-from trl_darts.recipes.recipe import read_command_line, read_recipe, steps_per_epoch
+from trl_darts.recipes.other_names import OTHER_NAMES, VERL
+from trl_darts.recipes.recipe import (
+    _actions,
+    _checked,
+    _hints,
+    read_command_line,
+    read_recipe,
+    steps_per_epoch,
+)
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +148,111 @@ def test_recipes_that_would_end_the_training(recipe, fields, message):
     assert line.startswith(f"Error: {path}: ")
     with pytest.raises(ConfigurationError, match=message):
         raise ConfigurationError(line)
+
+
+@pytest.mark.parametrize(
+    ("fields", "attributes"),
+    [
+        ({"report_to": ["tensorboard", "wandb"]}, {"report_to": ["tensorboard", "wandb"]}),
+        ({"report_to": "tensorboard"}, {"report_to": ["tensorboard"]}),
+        ({"report_to": []}, {"report_to": []}),
+        ({"optim_target_modules": ["q_proj", "v_proj"]}, {"optim_target_modules": ["q_proj", "v_proj"]}),
+        ({"optim_target_modules": "all-linear"}, {"optim_target_modules": "all-linear"}),
+        ({"debug": "underflow_overflow"}, {"debug": ["underflow_overflow"]}),
+        ({"debug": ["underflow_overflow"]}, {"debug": ["underflow_overflow"]}),
+        ({"fsdp": ["full_shard"]}, {"fsdp": True}),
+        ({"label_names": ["a"], "include_for_metrics": ["loss"]}, {"label_names": ["a"]}),
+    ],
+)
+def test_a_field_that_takes_a_list_or_a_word_takes_both(recipe, fields, attributes):
+    config = read_recipe(recipe(**fields)).config
+    assert {name: getattr(config, name) for name in attributes} == attributes
+
+
+def test_every_field_with_a_list_in_its_type_takes_one():
+    """Found by their types, so that a field of a later version is too."""
+    found = [name for name, hint in _hints().items() if "list[str]" in str(hint) and name in _actions()]
+    assert {"report_to", "optim_target_modules", "label_names", "reward_funcs", "lora_target_modules"} <= {*found}
+    for name in found:
+        assert _checked(name, ["a", "b"], _actions()[name]) == ["a", "b"]
+
+
+def test_all_that_is_wrong_with_a_file_is_told_at_once(recipe):
+    """Unknown names, wrong types, and values that don't go together; each once, with its line, and no follow-up."""
+    path = recipe(
+        model_name_or_path="no/such/model",
+        num_generations="eight",
+        per_device_train_batch_size=9,  # no error: what it must be a multiple of is unknown
+        num_generatoins=4,
+        max_prompt_length=512,
+        eval_strategy=False,
+        use_vllm=True,
+        vllm_mode="local",
+        top_p=2,
+        reward_weights=[1.0, 2.0],
+        report_to=["wandb"],
+    )
+    result = check(path)
+    assert result.exit_code == 2
+    first, *lines = result.stderr.splitlines()
+    assert first == f"Error: {path}: 8 errors:"
+    assert result.stderr.count(str(path)) == 1
+    written = path.read_text().splitlines()
+    names = [re.match(r"  `(\w+)`.*\(line (\d+)\)$", line).groups() for line in lines]
+    assert [name for name, line in names] == [written[int(line) - 1].partition(":")[0] for _, line in names]
+    names_and_types = {"num_generations", "num_generatoins", "max_prompt_length", "eval_strategy"}
+    together = {"model_name_or_path", "vllm_mode", "top_p", "reward_weights"}
+    assert {name for name, _ in names} == names_and_types | together
+    assert "Did you mean `num_generations`" in result.stderr
+    assert "quote it" in result.stderr
+    with pytest.raises(ConfigurationError, match=r"8 errors:\n(.*\n){7}.*"):
+        read_command_line(["--config", str(path), "--use_cpu", "--bf16", "false"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max_prompt_length", "was removed from TRL. Leave it out, and filter the data set"),
+        ("torch_dtype", "was removed from TRL. Set `dtype` instead."),
+        ("vllm_guided_decoding_regex", "was removed from TRL. Set `vllm_structured_outputs_regex` instead."),
+        ("use_liger_loss", "was removed from TRL. Leave it out"),
+        ("evaluation_strategy", "was removed from transformers. Set `eval_strategy` instead."),
+        ("warmup_ratio", "was removed from transformers. Set `warmup_steps`, which takes a share"),
+        ("dataset_prompt_column", "is a field of open-r1. Set `prompt_column` instead."),
+        ("n_samples_per_prompt", "is a field of OpenRLHF. Set `num_generations` instead."),
+    ],
+)
+def test_names_of_other_versions_and_libraries(recipe, name, words):
+    assert f"`{name}` {words}" in check(recipe(**{name: 1})).stderr
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        read_command_line(["--config", RECIPE, f"--{name}", "1"])
+
+
+def test_what_stands_for_other_names_is_a_field():
+    for name, (_, remedy) in OTHER_NAMES.items():
+        assert name not in _actions(), f"{name} is a field again: delete its line"
+        assert not remedy.isidentifier() or remedy in _actions()
+        named = {word.partition(".")[0].partition("=")[0] for word in re.findall(r"`([a-z_.=']+)`", remedy)}
+        assert named <= {*_actions(), "env"}
+    assert {*VERL.values()} <= {*_actions()}
+
+
+def test_a_file_of_verl(recipe):
+    result = check(recipe(actor_rollout_ref={"rollout": {"n": 8, "name": "vllm"}, "actor": {"optim": {"lr": 1e-6}}}))
+    assert (
+        "`actor_rollout_ref` is a section of verl's files, whose settings have other names here: "
+        "`actor_rollout_ref.actor.optim.lr` is `learning_rate`, `actor_rollout_ref.rollout.n` is `num_generations`."
+    ) in result.stderr
+    with pytest.raises(ConfigurationError, match=r"`trainer.total_epochs` is `num_train_epochs`"):
+        read_command_line(["--config", RECIPE, "--trainer.total_epochs=3"])
+
+
+def test_a_file_that_is_no_yaml_is_named_once(tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text("a: [1\n")
+    (line,) = check(path).stderr.splitlines()
+    assert line.startswith(f"Error: {path}: must be plain YAML: ")
+    assert line.count(str(path)) == 1
 
 
 @pytest.mark.parametrize(

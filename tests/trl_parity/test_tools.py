@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tests.builders import record_batches
-from tests.trl_parity.common import chats, step_logs, train, train_all
+from tests.trl_parity.common import chats, make_args, step_logs, train, train_all
 from tests.trl_parity.tool_calls import (
     ADD,
     DOUBLE,
@@ -20,25 +20,57 @@ from tests.trl_parity.tool_calls import (
     tool_messages,
     tool_trainer,
 )
+from trl_darts.checks import check_arguments
+from trl_darts.errors import ConfigurationError
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
 
 
-def test_only_the_first_turn_has_more_candidates_than_rows(caller, tmp_path):
-    trainer = tool_trainer(caller(RIGHT), tmp_path, tools=TOOLS)
+@pytest.mark.parametrize("arguments", [{"tools": TOOLS}, {"environment_factory": Counter}])
+def test_no_candidates_are_chosen_by_their_first_turn(caller, tmp_path, caplog, arguments):
+    """As many as are trained on, all of them waited for, and one line that says so."""
+    trainer = tool_trainer(caller(RIGHT, ADD), tmp_path, **arguments)
     model_batches, generate = [], trainer.model.generate
     trainer.model.generate = lambda *args, **kwargs: (
         model_batches.append(len(kwargs["input_ids"])) or generate(*args, **kwargs)
     )
     train_all(trainer)
-    sizes = step_logs(trainer, "darts/budget/total")
-    starts = [index for index, size in enumerate(model_batches) if size in sizes and size > 8]
-    assert [model_batches[index] for index in starts] == sizes
-    assert starts[0] == 0
-    later = [size for index, size in enumerate(model_batches) if index not in starts]
-    assert later
-    assert max(later) <= 8
+    assert step_logs(trainer, "darts/budget/total") == [8, 8, 8]
+    assert step_logs(trainer, "darts/rollout/aborted_candidates") == [0, 0, 0]
+    assert max(model_batches) == 8
+    assert len(model_batches) > 3  # later turns
+    words = f"With `{next(iter(arguments))}`, candidates would be chosen by the first turn of their conversations."
+    assert sum(words in message for message in caplog.messages) == 1
+    assert not any("are not deferred" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_num_generations": 8},
+        {"target_redundancy": 1.25},
+        {"selection": "dual_end"},
+        {"long_end_every": 2},
+        {"defer_unsettled_groups": True, "use_vllm": True, "vllm_mode": "server"},
+    ],
+)
+def test_settings_of_the_choice_are_refused_with_tools(tmp_path, fields):
+    args = make_args(tmp_path, **fields)
+    name = next(iter(fields))
+    words = rf"`{name}` \(.*\) has no effect with `tools`, with which candidates would be chosen by the first turn"
+    with pytest.raises(ConfigurationError, match=words):
+        check_arguments(args, None, "tools")
+
+
+def test_a_config_serves_a_trainer_without_tools_again(tmp_path):
+    args, same = make_args(tmp_path, save_strategy="no"), make_args(tmp_path, save_strategy="no")
+    check_arguments(args, None, "tools")
+    assert not args.over_provisions
+    assert args.max_num_generations == args.num_generations
+    check_arguments(args, None)
+    names = ("selection", "max_num_generations", "min_num_generations", "target_redundancy", "long_end_every")
+    assert [getattr(args, name) for name in names] == [getattr(same, name) for name in names]
 
 
 # Environments

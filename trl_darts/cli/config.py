@@ -57,7 +57,8 @@ def check(
             rows = recipe.rows(num_prompts)
         except TRLDARTSError as error:
             where = f"{path}: "
-            typer.echo(f"Error: {where}{str(error).removeprefix(where)}", err=True)
+            message = str(error).removeprefix(where).removeprefix(f"`file` ({str(path)!r}) ")
+            typer.echo(f"Error: {where}{message}", err=True)
             has_failed = True
             continue
         typer.echo("\n".join([f"{path}", *(f"{name:<18}{value}" for name, value in rows.items()), ""]))

@@ -46,6 +46,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return data
 
 
+def lines_of(path: str | Path) -> dict[str, int]:
+    """Returns the line of each name of a YAML file that [`read_yaml`] can read."""
+    node = yaml.compose(Path(path).read_text(encoding="utf-8"), _Loader)
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return {key.value: key.start_mark.line + 1 for key, _ in pairs}
+
+
 def split_command_line(words: Sequence[str]) -> tuple[list[str], str | None]:
     """Splits arguments into those other than `--config FILE`, and the file."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -221,14 +221,24 @@ class ScheduleSettings(ScheduleFields):
             reason = f"`schedule` ({self.schedule!r}) and `submit_order` ('arrival'), which do not depend on lengths"
             self._refuse_unread({"length_ema": (DEFAULT_EMA,)}, reason, "submit_order='longest'")
 
-    def _refuse_unread(self, unread: Mapping[str, tuple[Any, ...]], reason: str, remedy: str) -> None:
+    def keep_all(self, reason: str) -> None:
+        """
+        Samples as many candidates as are kept, because of `reason`. Raises for settings that choose among candidates,
+        unless their values were computed.
+        """
+        self._refuse_unread({"selection": ("all",), "defer_unsettled_groups": (False, None), **OF_SELECTION}, reason)
+        self.selection, self.long_end_every, self.defers_groups = filled_in("all"), None, False
+        self.max_num_generations = self.min_num_generations = filled_in(self.num_generations)
+        self.target_redundancy = filled_in(1.0)
+
+    def _refuse_unread(self, unread: Mapping[str, tuple[Any, ...]], reason: str, remedy: str | None = None) -> None:
         for name, choices in unread.items():
             value = getattr(self, name)
             values = [self.num_generations if choice == "M" else choice for choice in choices]
             if value not in values and not isinstance(value, FilledIn):
+                other = f", or set `{remedy}`" if remedy else ""
                 raise ConfigurationError(
-                    f"`{name}` ({value!r}) has no effect with {reason}. Leave it unset or at {values[0]!r}, or set "
-                    f"`{remedy}`."
+                    f"`{name}` ({value!r}) has no effect with {reason}. Leave it unset or at {values[0]!r}{other}."
                 )
 
     def _check_budget(self) -> None:
@@ -331,7 +341,7 @@ class ScheduleSettings(ScheduleFields):
     @property
     def bounds_wait(self) -> bool:
         """Whether candidates of groups that are trained on are aborted for their length."""
-        return self.schedule == "darts" and self.long_end_patience is not None
+        return self.schedule == "darts" and self.over_provisions and self.long_end_patience is not None
 
     @property
     def bounded_wait(self) -> BoundedWait:
