@@ -30,6 +30,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
     args = {
         "use_vllm": False,
         "vllm_mode": "server",
+        "generation_kwargs": None,
         "vllm_model_impl": "auto",
         "use_transformers_continuous_batching": False,
         "ds3_gather_for_generation": True,
