@@ -43,6 +43,7 @@ from benchmarks.page import PAGE, put
 from benchmarks.schedules import GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.simulation import ClusterSpec, Estimate, RecordedLengths, Workload
+from trl_darts.engines.keys import key_of
 from trl_darts.engines.vllm_api import draft_counts
 from trl_darts.policy import LatencyProfile
 from trl_darts.serving.options import SPECULATIVE
@@ -136,7 +137,9 @@ def sample(
     """Asks a server for answers to prompts, and returns its choices, by prompt."""
     body = {"model": str(CHECKPOINT), "prompt": list(prompts), "n": num_answers, "max_tokens": limit}
     body |= {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "return_token_ids": True, **fields}
-    response = requests.post(f"{url}/v1/completions", json=body, timeout=3600)
+    key = key_of(url)  # of a server of `trl-darts serve`
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    response = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=3600)
     response.raise_for_status()
     choices: list[dict[str, Any]] = sorted(response.json()["choices"], key=lambda choice: choice["index"])
     return choices

@@ -123,8 +123,8 @@ def warn_of_cut_long_ends(args: Any, ratios: Sequence[float]) -> None:
 
 def tells_chance(args: Any) -> bool:
     """Whether log-probs are those of the sampling distribution. vLLM's are not where it takes the likeliest token."""
-    temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
-    return bool(args.vllm_importance_sampling_correction and temperature >= GREEDY)
+    given = (args.generation_kwargs or {}).get("temperature")
+    return bool(args.vllm_importance_sampling_correction and (args.temperature if given is None else given) >= GREEDY)
 
 
 def warn_of_twins(check: SiblingCheck, result: RolloutResult) -> bool:

@@ -77,7 +77,7 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
     It adds fields to [`~trl.GRPOConfig`]: those of [`ScheduleSettings`] for rollouts, those of [`ServerFields`] for
     vLLM servers, and its own. Each field's help describes it. [`PublishedConfig`] adds methods to load a config from
     the Hub and to publish it. `vllm_server_base_url` may name several servers, separated by commas. The servers' key
-    is read from the environment variable `VLLM_API_KEY`.
+    is read from the environment variable `VLLM_API_KEY`, or from the file of `trl-darts serve` on this machine.
 
     Defaults that depend on other fields, such as `max_num_generations`, are computed when the config is created, and
     computed again by `dataclasses.replace`. Defaults that TRL computes are kept by `dataclasses.replace`.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.scripted_vllm import NEVER, World, vllm
 
@@ -37,6 +38,27 @@ def test_trl_calls_generate_of_its_llm():
 
     assert {"prompts", "sampling_params", "use_tqdm"} <= set(parameters(LLM.generate)), hook("vllm.LLM.generate")
     assert parameters(vllm.SteppedLLM.generate) == ["self", "prompts", "sampling_params", "use_tqdm"]
+
+
+def test_colocated_engines_have_seeds_of_their_own():
+    """One for each group of processes that decode together. Otherwise their candidates of a prompt could be equal."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    text = source(VLLMGeneration._init_vllm)
+    assert "seed=accelerator.process_index // self.tensor_parallel_size" in text, hook(
+        "VLLMGeneration._init_vllm (seed)"
+    )
+
+
+def test_what_a_seed_may_be():
+    """`RolloutSeed` derives 62 bits, and -1 is none."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    for seed in (0, 2**62 - 1):
+        asked = CompletionRequest(model="m", prompt=[1], seed=seed)
+        assert asked.to_sampling_params(1, {}).seed == seed, hook("CompletionRequest.seed", "engines/seeds.py")
+        torch.Generator().manual_seed(seed)
+    assert vllm.SamplingParams(seed=-1).seed is None, hook("SamplingParams.seed", "engines/seeds.py")
 
 
 def test_engine_methods():

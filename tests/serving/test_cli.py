@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from typer.testing import CliRunner
@@ -62,6 +63,15 @@ def test_options_arrive(model, monkeypatch, started):
     assert (arrived.num_servers, arrived.devices, list(arrived.vllm_flags)) == (2, "0, 1", ["--seed", "1"])
     assert (arrived.timeout, arrived.log_dir, arrived.restart, arrived.api_key) == (9.0, None, True, "s3cret")
     assert "s3cret" not in run("--help").stdout
+
+
+def test_defaults_are_those_of_the_options(started):
+    run("M")
+    (arrived,) = started
+    assert arrived.timeout == 1800  # a large model from a shared file system
+    own = {"model", "port", "vllm_flags", "first_seed", "api_key"}
+    for option in fields(arrived):
+        assert option.name in own or getattr(arrived, option.name) == option.default
 
 
 def test_example_of_the_help_is_accepted(monkeypatch, started):

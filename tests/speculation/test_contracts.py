@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+import torch
 
 
 pytestmark = pytest.mark.vllm
@@ -31,6 +32,26 @@ def test_runner():
     assert "self._draft_token_ids = self.propose_draft_token_ids(" in text, hook("propose_draft_token_ids")
     for name in ("req_ids", "num_tokens_no_spec", "num_prompt_tokens", "token_ids_cpu"):
         assert f"self.{name}" in source(InputBatch) or f"def {name}(self)" in source(InputBatch), hook(name)
+
+
+def test_seeded_requests_that_are_discarded():
+    """If vLLM no longer rewinds their generators on a CPU, `spare_generators` can go."""
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    bookkeeping, sample = (
+        source(GPUModelRunner._bookkeeping_sync),
+        source(inspect.unwrap(GPUModelRunner.sample_tokens)),
+    )
+    assert "self.discard_request_mask.np[:num_reqs]" in bookkeeping, hook("discard_request_mask")
+    assert "gen = self.input_batch.generators.get(int(i))" in bookkeeping, hook("InputBatch.generators")
+    assert "gen.set_offset(gen.get_offset() - 4)" in bookkeeping, hook("_bookkeeping_sync")
+    for name in ("self._sample(", "self._bookkeeping_sync("):  # both inside
+        assert name in sample, hook("sample_tokens")
+    assert "self.discard_request_mask.np[" in source(GPUModelRunner._prepare_inputs), hook("discard_request_mask")
+    assert "generators=self.generators" in source(InputBatch._make_sampling_metadata), hook("generators, not a copy")
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator().get_offset()
 
 
 def test_worker():

@@ -2,12 +2,19 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from trl_darts.speculation import vllm_patches
 from trl_darts.speculation.drafter import SuffixDrafter
-from trl_darts.speculation.vllm_patches import fix_expand, notify_drafter, pass_batch
+from trl_darts.speculation.vllm_patches import (
+    fix_expand,
+    notify_drafter,
+    pass_batch,
+    spare_generators,
+    spares_generators,
+)
 
 
 def forgetful(output, values, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
@@ -63,6 +70,35 @@ def test_our_drafter_gets_the_batch_and_others_what_vllm_gives_them(for_training
     assert runner.propose_draft_token_ids("scheduled", [[1]], "more") == ("ours", "batch", [[1]])
     assert runner._input_fits_in_drafter("metadata") is True
     assert runner._input_fits_in_drafter(None) is False
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_discarded_tokens_are_sampled_without_the_requests_generator(device):
+    class GPUModelRunner:
+        def __init__(self, fails=False):
+            self.device = torch.device(device)
+            self.input_batch = SimpleNamespace(generators={0: "a", 2: "c", 3: "d"}, num_reqs=3)
+            self.discard_request_mask = SimpleNamespace(np=np.array([False, True, True, True]))  # 3 is an old row's
+            self.fails = fails
+
+        def sample_tokens(self, grammar_output):
+            if self.fails:
+                raise KeyError(grammar_output)
+            return dict(self.input_batch.generators), grammar_output
+
+    module = SimpleNamespace(GPUModelRunner=GPUModelRunner)
+    assert not spares_generators(GPUModelRunner())
+    spare_generators(module)
+    spare_generators(module)
+    runner = GPUModelRunner()
+    assert spares_generators(runner)
+    every = {0: "a", 2: "c", 3: "d"}
+    assert runner.sample_tokens("grammar") == ({0: "a", 3: "d"} if device == "cpu" else every, "grammar")
+    assert runner.input_batch.generators == every
+    failing = GPUModelRunner(fails=True)
+    with pytest.raises(KeyError):
+        failing.sample_tokens("grammar")
+    assert failing.input_batch.generators == every
 
 
 def test_new_weights_are_a_new_policy():

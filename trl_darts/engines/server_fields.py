@@ -216,7 +216,10 @@ class ServerFields(ScheduleSettings):
 
     @property
     def api_key(self) -> str | None:
-        """The servers' key, from the environment. It is not a field, because a config is saved with the run."""
+        """
+        The servers' key, from the environment. It is not a field, because a config is saved with the run. Without it,
+        clients look for the key of each server on this machine, see `keys`.
+        """
         return os.environ.get(API_KEY_VARIABLE) or None
 
     @property
