@@ -406,7 +406,7 @@ def parse_choice(message: Mapping[str, Any]) -> CompletionChunk:
     choice = choices[0]
     tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
     if tokens is None and logprobs and "tokens" in logprobs:
-        tokens = [int(token[len(TOKEN_ID) :]) for token in logprobs["tokens"]]
+        tokens = orjson.loads(f"[{','.join(logprobs['tokens'])}]".replace(TOKEN_ID, ""))  # a third of `int`'s time
     if tokens is None:
         raise ServerRefusedError("The server returned no `token_ids`. It is too old: use vLLM 0.22 or newer.")
     if logprobs is not None:
