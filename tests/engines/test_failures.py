@@ -238,13 +238,14 @@ def test_a_missed_probe_of_a_server_that_sends_tokens_is_repeated():
         assert (engine.num_losses, result.num_resumed) == (0, 0)
 
 
-def test_servers_that_are_not_reached_are_no_attempts():
-    """More of them than a candidate has attempts. The wait for a server decides."""
-    urls = [f"http://127.0.0.1:{port}" for port in range(1, 15)]
+def test_servers_that_are_not_reached_are_no_attempts(monkeypatch):
+    """More of them than a candidate has attempts, without probes. The wait for a server decides."""
+    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 60.0)
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, 45)]
     with engine_on(*urls, return_s=1.0) as engine, pytest.raises(GenerationError) as failure:
         rollout(engine)
     assert str(failure.value).startswith("All vLLM servers are lost, and none reconnected")
-    assert "http://127.0.0.1:14: nothing listens there" in str(failure.value)
+    assert "http://127.0.0.1:44: nothing listens there" in str(failure.value)
 
 
 def test_too_many_connections_of_our_own_are_no_loss(monkeypatch):

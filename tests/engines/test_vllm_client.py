@@ -12,7 +12,8 @@ from tests.engines.fake_server import answer, completion, fake_server
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.deadlines import Deadlines
-from trl_darts.errors import ConfigurationError
+from trl_darts.engines.vllm_api import CompletionRequest, parse_choice
+from trl_darts.errors import ConfigurationError, GenerationError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 
@@ -159,3 +160,19 @@ def test_dropped_engine_ends_its_thread():
 def test_no_server_is_refused():
     with pytest.raises(ConfigurationError, match="at least one server"):
         VLLMServerEngine([])
+
+
+def test_token_ids_are_read_from_log_probs():
+    """Without `return_token_ids`, which sends the prompt back."""
+    request = CompletionRequest.of("x", ServerPrompt([5]), [6], {"model": "m", "logprobs": 0})
+    assert request.body["prompt"] == [5, 6]
+    assert request.body["return_tokens_as_token_ids"]
+    assert "return_token_ids" not in request.body
+    assert CompletionRequest.of("x", ServerPrompt([5]), [], {"model": "m"}).body["return_token_ids"]
+    logprobs = {"tokens": ["token_id:7", "token_id:0"], "token_logprobs": [-1.0, None]}
+    chunk = parse_choice({"choices": [{"token_ids": None, "logprobs": logprobs, "finish_reason": None}]})
+    assert (chunk.tokens, chunk.logprobs[0]) == ([7, 0], -1.0)
+    assert parse_choice({"choices": [{"logprobs": {"tokens": [], "token_logprobs": []}}]}).tokens == []
+    for tokens in (["the"], ["token_id:7.0"], ["token_id:-1"], ["token_id:true"], [7]):
+        with pytest.raises((ValueError, TypeError, GenerationError)):
+            parse_choice({"choices": [{"logprobs": {"tokens": tokens, "token_logprobs": [-1.0]}}]})

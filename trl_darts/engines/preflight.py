@@ -252,7 +252,7 @@ async def _check_sampling(server: VLLMServer, facts: ServerFacts, needs: Require
         return
     try:
         await try_options(server, {**needs.sampling, "model": facts.model}, needs.images)
-    except (ServerBusyError, aiohttp.ClientError, TimeoutError):  # handled when it is used
+    except (ServerBusyError, aiohttp.ClientError, TimeoutError):  # not a matter of the options
         pass
     except ServerRefusedError as refusal:
         options = {name: value for name, value in needs.sampling.items() if name != "model"}
