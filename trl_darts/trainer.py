@@ -20,7 +20,7 @@ from .engines.batch import PromptBatch
 from .engines.engine import Engine
 from .engines.factory import make_engine
 from .engines.main_process import MainProcess
-from .engines.vllm_generation import synced_generation
+from .engines.vllm_generation import SyncedGeneration, synced_generation
 from .errors import WeightsLostError
 from .policy import LengthTracker
 from .streaming import Streams, make_streams
@@ -36,6 +36,7 @@ from .training.resume import checkpoint_to_resume
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards
 from .trl_compat import profiling_context, replaced
+from .weights.canary import Canary
 
 
 logger = get_logger(__name__)
@@ -95,6 +96,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _in_tool_loop = False
     _sampler: Any = None  # of the training data
     _trimming: Trimming | None = None
+    _canary: Canary | None = None  # set with servers
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
     def __init__(
@@ -145,6 +147,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._batches = make_batches(self, super()._tokenize_prompts)
         self._sources = make_sources(self)
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
+        if args.uses_servers and isinstance(servers, SyncedGeneration):
+            self._canary = Canary(servers.engine, self._main)
         state = self._tracker_callback, self._admission, self._batches
         self._state_callback = RolloutStateCallback(*state, self._main, args.schedule)
         self._preemption = Preemption(self.accelerator, args.uses_servers)
@@ -222,8 +226,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
             with profiling_context(self, "sync_weights"):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
+            if self._canary is not None:
+                self._log_all(self._canary.check(self))
 
     def _generate(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if self.rollout_func is not None:
+            self._sync_weights()
         with replaced(self, "_prompts", prompts):
             output = super()._generate(prompts, *args, **kwargs)
         with self._score_clock.paused():
