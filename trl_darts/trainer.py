@@ -33,7 +33,7 @@ from .engines.batch import PromptBatch
 from .engines.engine import Engine
 from .engines.factory import make_engine
 from .engines.main_process import MainProcess
-from .engines.vllm_generation import synced_generation
+from .engines.vllm_generation import SyncedGeneration, synced_generation
 from .errors import WeightsLostError
 from .policy import LengthTracker
 from .policy.siblings import SiblingCheck
@@ -50,6 +50,7 @@ from .training.resume import checkpoint_to_resume
 from .training.reward_checks import checked_rewards
 from .training.rows import forget_filler_rewards
 from .trl_compat import profiling_context, replaced
+from .weights.canary import Canary
 
 
 logger = get_logger(__name__)
@@ -113,6 +114,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
     _batch_in_use = -1  # index of the batch that TRL has buffered
     _siblings: SiblingCheck | None = None  # until it has warned
     _trimming: Trimming | None = None
+    _canary: Canary | None = None  # set with servers
     _train_clock, _score_clock = Stopwatch(), Stopwatch()
 
     def __init__(
@@ -166,6 +168,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._sources = make_sources(self)
         self._siblings = SiblingCheck() if tells_chance(args) else None
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
+        if args.uses_servers and isinstance(servers, SyncedGeneration):
+            self._canary = Canary(servers.engine, self._main)
         columns = known_columns(self.train_dataset)
         rollouts = Rollouts(args, self._main, columns, self._loop, self._feed, self._batches)
         self._state_callback = RolloutStateCallback(self._tracker_callback, self._admission, rollouts)
@@ -246,8 +250,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
             with profiling_context(self, "sync_weights"):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
+            if self._canary is not None:
+                self._log_all(self._canary.check(self))
 
     def _generate(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if self.rollout_func is not None:
+            self._sync_weights()
         with replaced(self, "_prompts", prompts):
             output = super()._generate(prompts, *args, **kwargs)
         with self._score_clock.paused():

@@ -163,9 +163,10 @@ class VLLMServer:
             await self._check(response)
             return await response.read()
 
-    async def complete(self, request: CompletionRequest, timeout_s: float) -> CompletionChunk:
-        """Requests one completion without streaming."""
-        async with self._post(request.path, request.body, timeout_s) as response:
+    async def complete(self, request: CompletionRequest, timeout_s: float, rank: int | None = None) -> CompletionChunk:
+        """Requests one completion without streaming, from the engine of a data-parallel rank if one is given."""
+        headers = None if rank is None else {"X-data-parallel-rank": str(rank)}
+        async with self._post(request.path, request.body, timeout_s, headers) as response:
             await self._check(response)
             return parse_choice(orjson.loads(await response.read()))
 
@@ -409,6 +410,11 @@ async def server_load(server: VLLMServer, timeout_s: float = 2.0) -> ServerLoad 
         return None
     running, waiting, preemptions, tokens = (sum(found[name]) for name in names)
     return ServerLoad(running, waiting, preemptions, max(found["kv_cache_usage_perc"]), tokens)
+
+
+async def num_engines(server: VLLMServer, timeout_s: float = 2.0) -> int:
+    """Returns the number of a server's engines, of which it has several with data parallelism."""
+    return max(1, len((await _metrics(server, timeout_s)).get("num_requests_running", ())))
 
 
 async def _metrics(server: VLLMServer, timeout_s: float) -> dict[str, list[float]]:

@@ -23,6 +23,7 @@ from .probe import probe
 
 WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # its `Worker` is also the base of the CPU's and XPU's workers
 CORE_MODULE = "vllm.v1.engine.core"
+EXPERTS_MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"  # also the base of the CPU's and XPU's
 CPU_KERNELS_MODULE = "vllm.utils.cpu_triton_utils"  # only imported on a CPU
 NUM_OUTPUTS, PROBE = "trl_darts_num_outputs", "trl_darts_probe"  # methods of `/collective_rpc`
@@ -33,6 +34,7 @@ logger = logging.getLogger("vllm.trl_darts")
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`. Can be called repeatedly."""
     when_imported(WORKER_MODULE, _patch_worker)
+    when_imported(EXPERTS_MODULE, pack_reloaded_experts)
     when_imported(CORE_MODULE, _count_outputs)
     when_imported(RUNNER_MODULE, pass_batch)
     when_imported(RUNNER_MODULE, spare_generators)
@@ -71,6 +73,27 @@ def _patch_worker(module: ModuleType) -> None:
 def _answer(worker: Any, **kwargs: Any) -> dict[str, Any]:
     """Tells a client what this plugin can do, and what `trl-darts check` asks."""
     return {**probe(**kwargs), "seeds": spares_generators(worker.model_runner)}
+
+
+def pack_reloaded_experts(module: ModuleType) -> None:
+    """
+    Packs reloaded experts for a CPU's kernel. vLLM does that on the first load only, and a reload copies plain weights
+    into the packed storage: log-probs are off by 0.4 to 1.1, without any error. Remove this function once
+    `UnquantizedFusedMoEMethod._setup_kernel` packs them on every load.
+    """
+    original = module.UnquantizedFusedMoEMethod._setup_kernel
+    if hasattr(original, "trl_darts_packs"):
+        return
+
+    @functools.wraps(original)
+    def setup_kernel(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        is_reload = self.moe_kernel is not None
+        original(self, layer, *args, **kwargs)
+        if is_reload and layer.w13_weight.device.type == "cpu":
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    setup_kernel.trl_darts_packs = True  # type: ignore[attr-defined]
+    module.UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
 
 
 def _count_outputs(module: ModuleType) -> None:

@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from .plugin import pack_reloaded_experts
 
 
 @contextmanager
 def reloaded_layers(llm: Any) -> Iterator[None]:
     """Inside this context, weights loaded into a colocated engine are processed layer by layer."""
+    pack_reloaded_experts(unquantized_fused_moe_method)  # vLLM may run without plugins
     worker = llm.llm_engine.model_executor.driver_worker.model_runner
     initialize_layerwise_reload(worker.model)
     try:
