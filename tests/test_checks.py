@@ -32,7 +32,6 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "vllm_mode": "server",
         "generation_kwargs": None,
         "vllm_model_impl": "auto",
-        "generation_kwargs": None,
         "use_transformers_continuous_batching": False,
         "ds3_gather_for_generation": True,
         "vllm_tensor_parallel_size": 1,
