@@ -57,12 +57,14 @@ class GroupScores:
         self._decode = decode
         self._owners = owners
         self._scores: dict[int, GroupScore] = {}  # by entry ID
+        self._scored: dict[int, list[list[int]]] = {}  # the rows that they are of, on the main process
         self._metrics: Counter[str] = Counter()
         self._audits: dict[str, float] = {}  # estimates so far
 
     def clear(self) -> None:
         """Begins a training, whose prompts may have the same IDs again."""
         self._scores.clear()
+        self._scored.clear()
         self._metrics.clear()
 
     def drop_uniform(self) -> None:
@@ -89,8 +91,6 @@ class GroupScores:
 
         settled = self.batches.main.broadcast(lambda: self.batches.settle(rewards_of, is_uniform, is_last))
         self.batches.forget(settled.second)
-        for entry_id in settled.deferred:  # sampled again
-            del self._scores[entry_id]
         self._metrics["darts/deferral/deferred"] += len(settled.deferred)
         self._metrics["darts/deferral/sampled"] += settled.num_scored
         self._audits = {f"darts/audit/{name}": value for name, value in settled.audits.items()}
@@ -120,8 +120,8 @@ class GroupScores:
 
     def _score_new(self) -> list[int]:
         """
-        Scores groups that wait for their batch, or were taken for it, and have no rewards; returns their IDs. Each
-        process scores as many groups, since TRL gathers them: the last one is repeated where they are fewer.
+        Scores new groups that wait for their batch, or were taken for it, and returns their IDs. Each process scores
+        as many groups, since TRL gathers them: the last one is repeated where they are fewer.
         """
         share = self.batches.main.scatter(self._split)
         if not share.places:
@@ -133,8 +133,13 @@ class GroupScores:
         return list(share.places)
 
     def _split(self) -> list[Share]:
-        """Splits new groups: each process's own, and a part of those without owner. On the main process."""
-        new = {i: rows for i, rows in self.batches.complete().items() if i not in self._scores}
+        """
+        Splits groups without rewards, or that were sampled again since: each process's own, and a part of those without
+        owner. On the main process.
+        """
+        complete = self.batches.complete()
+        new = {i: rows for i, rows in complete.items() if self._scored.get(i) != rows}
+        self._scored = complete
         groups: list[list[int]] = [[] for _ in range(self.batches.main.num_processes)]
         owners = self._owners()
         for entry_id in sorted(new, key=lambda entry_id: entry_id not in owners):
