@@ -154,7 +154,8 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._engine = make_engine(self, self._main, super()._generate_single_turn)
         self._streams, self._trimming = make_streams(self), Trimming.of(self)
         self._batches = make_batches(self, super()._tokenize_prompts)
-        self._sources, self._siblings = make_sources(self), SiblingCheck() if tells_chance(args) else None
+        self._sources = make_sources(self)
+        self._siblings = SiblingCheck() if tells_chance(args) else None
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
         state = self._tracker_callback, self._admission, self._batches
         self._state_callback = RolloutStateCallback(*state, self._main, args.schedule)

@@ -17,6 +17,7 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -197,10 +198,13 @@ class ServerPool:
         member = self.members[url]
         try:
             info = await member.server.get("/server_info?config_format=json", self.deadlines.info_s)
-            member.sampling = await sampling_of(member.server, info["vllm_config"])
-        except (*FAILURES, TypeError, KeyError):  # errors are handled when the server is used
+        except FAILURES:  # errors are handled when the server is used
             info = None
-        slots = max_num_seqs((info or {}).get("vllm_config") or {})
+        config = (info or {}).get("vllm_config") or {}
+        if config:
+            with suppress(*FAILURES):  # before the slots, with which candidates may start
+                member.sampling = await sampling_of(member.server, config)
+        slots = max_num_seqs(config)
         if member.limit is None or member.limit.slots != slots:
             member.limit = ConcurrencyLimit(slots, self._connections)
         self._warn_of_siblings()
