@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.builders import make_args
+from tests.builders import make_args, make_trainer
 from trl_darts.checks import tells_chance, warn_of_twins
 from trl_darts.policy.siblings import SiblingCheck, Twins
 from trl_darts.scheduling import RolloutResult
+from trl_darts.testing import stub_servers
 
 
 def row(tokens, logprob=-1.0):
@@ -79,3 +80,24 @@ def test_the_warning_names_the_remedy(caplog):
     assert check.find([(one.tokens, one.logprobs) for one in rows]) == Twins(40, -40.0)
     assert "share their first 40 tokens" in caplog.text
     assert "`trl-darts serve`" in caplog.text
+
+
+@pytest.mark.parametrize("logprob", [-1.0, 0.0])
+def test_a_run_warns_once(tiny_model_dir, tmp_path, caplog, logprob):
+    """Candidates 0 and 1, 2 and 3, … are equal in each of its rollouts."""
+    with stub_servers(lambda prompt, index: [50 + index // 2] * 30 + [1]):
+        fields = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
+        trainer = make_trainer(tiny_model_dir, make_args(tmp_path, **fields))
+    assert trainer._siblings is None
+    trainer._siblings, run = SiblingCheck(), trainer._engine.run
+
+    def unlikely(*args, **kwargs):
+        result = run(*args, **kwargs)
+        for row in (row for group in result.groups for row in group.rows):
+            row.logprobs = [logprob] * len(row.tokens)
+        return result
+
+    trainer._engine.run = unlikely
+    trainer.train()
+    warnings = [record for record in caplog.records if "Two answers to one prompt" in record.message]
+    assert len(warnings) == (logprob < 0)

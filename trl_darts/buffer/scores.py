@@ -134,8 +134,8 @@ class GroupScores:
 
     def _split(self) -> list[Share]:
         """
-        Splits groups without rewards, or that were sampled again since: each process's own, and a part of those without
-        owner. On the main process.
+        Splits groups without rewards, or that were sampled again since: each process's own, and a part of those
+        without owner. On the main process.
         """
         complete = self.batches.complete()
         new = {i: rows for i, rows in complete.items() if self._scored.get(i) != rows}

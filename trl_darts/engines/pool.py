@@ -17,6 +17,7 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -238,14 +239,16 @@ class ServerPool:
         member, slots = self.members[url], None
         try:
             info = await member.server.get("/server_info?config_format=json", self.deadlines.info_s)
-            config = (info or {}).get("vllm_config") or {}
-            member.sampling = await sampling_of(member.server, config) if config else None
-        except (*FAILURES, TypeError, KeyError):  # errors are handled when the server is used
+        except FAILURES:  # errors are handled when the server is used
             member.asks_for_slots = True
             if member.limit is None:
                 self._set_slots(url, self._usual_slots)
             return
         member.asks_for_slots = False
+        config = (info or {}).get("vllm_config") or {}
+        if config:
+            with suppress(*FAILURES):  # before the slots, with which candidates may start
+                member.sampling = await sampling_of(member.server, config)
         self._warn_of_siblings()
         if (slots := max_num_seqs(config)) is not None:
             slots = -(-slots // self._num_sharing)

@@ -67,7 +67,7 @@ class WeightDirectory:
             lock = (root / "lock").open("w")
             self._locks.append(lock)
             with suppress(OSError):  # a shared file system may have no locks
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when this process ends
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it when this process ends
                 lock.write(socket.gethostname())
                 lock.flush()
 
