@@ -228,6 +228,31 @@ def test_a_probe_that_a_late_loop_timed_out_is_repeated(late, num_losses):
         assert engine.num_losses == num_losses
 
 
+@pytest.mark.parametrize(("late", "num_losses"), [(LATE, 0), (0.0, 1)])
+def test_tokens_that_a_late_loop_has_not_read_are_not_missing(late, num_losses):
+    """The loop is blocked for longer than a token may take, as if the process had been suspended."""
+    server, blocked = Stub(), []
+
+    async def decode(request, body):
+        if not late and len(server.requests) <= 4:
+            return await hangs(request)
+        return await stream(request, body, 40, 0.05)
+
+    async def sleep(seconds):
+        time.sleep(seconds)
+
+    def block(ledger):
+        if ledger.candidates[0].length > 3 and not blocked:
+            blocked.append(engine.call(sleep(late)))
+
+    server.decode = decode
+    with engine_on(server, first_token_s=0.8, token_s=0.8) as engine:
+        result = rollout(engine, on_progress=block)
+        assert {len(row.tokens) for group in result.groups for row in group.rows} == {40}
+        assert engine.num_losses == num_losses
+        assert len(blocked) == 1 or not late
+
+
 def test_a_missed_probe_of_a_server_that_sends_tokens_is_repeated():
     server = Stub()
     server.health = hangs
