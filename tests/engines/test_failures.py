@@ -256,10 +256,10 @@ def test_tokens_that_a_late_loop_has_not_read_are_not_missing(late, num_losses):
 def test_a_missed_probe_of_a_server_that_sends_tokens_is_repeated():
     server = Stub()
     server.health = hangs
-    server.decode = lambda request, body: stream(request, body, 30, 0.03)
-    with engine_on(server, health_s=0.2) as engine:
+    server.decode = lambda request, body: stream(request, body, 60, 0.03)
+    with engine_on(server, health_s=0.7) as engine:
         result = rollout(engine)
-        assert {tuple(row.tokens) for group in result.groups for row in group.rows} == {tuple(range(30))}
+        assert {tuple(row.tokens) for group in result.groups for row in group.rows} == {tuple(range(60))}
         assert (engine.num_losses, result.num_resumed) == (0, 0)
 
 
