@@ -278,10 +278,11 @@ class VLLMServer:
 
 
 def _kind(status: int | None) -> type[ServerRefusedError]:
-    """Returns the class of an error with an HTTP status, `None` if it has none: 4xx is the request's fault."""
+    """Returns the class of an error with an HTTP status, `None` if it has none: 4xx is mostly the request's fault."""
     if status in (429, 503):
         return ServerBusyError
-    return ServerRefusedError if status is not None and 400 <= status < 500 else ServerBrokenError
+    is_timeout = status in (408, 425)  # of a proxy
+    return ServerRefusedError if status is not None and 400 <= status < 500 and not is_timeout else ServerBrokenError
 
 
 def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:
