@@ -23,6 +23,7 @@ from tests.engines.fake_server import answer, completion, fake_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, loop_lag, pool, server_log, vllm_api, vllm_rollout
 from trl_darts.engines.continuous_run import ContinuousRun
 from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines.discovery import Discovery
 from trl_darts.engines.loop_lag import LATE_S
 from trl_darts.engines.pool import State
 from trl_darts.errors import GenerationError
@@ -671,3 +672,14 @@ def test_what_a_rollout_without_end_knows_does_not_grow():
         assert run._step_of(sync) == 10 * sync
     assert run._steps == {0: 0, 99: 990}
     assert run._step_of(0) == 0
+
+
+def test_what_is_known_of_addresses_that_left_the_list_is_forgotten():
+    """On a cluster whose servers come and go, each has another address."""
+    discovery = Discovery(SimpleNamespace(), hangs)
+    pool = SimpleNamespace(members={"http://b": None})
+    for number in range(5):
+        discovery._retry_at[f"http://{number}"] = 0.0
+        discovery._warned[f"http://{number}"] = "it can't join"
+    asyncio.run(discovery._follow(pool, lambda url: None, ["http://b"]))
+    assert (discovery._retry_at, discovery._warned) == ({}, {})
