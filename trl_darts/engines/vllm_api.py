@@ -259,7 +259,7 @@ class VLLMServer:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
         return self._session.post(
             self.base_url + path,
-            data=orjson.dumps(body),
+            data=orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS),  # `logit_bias` has token IDs
             headers={"Content-Type": "application/json", **(headers or {})},
             timeout=timeout,
             trace_request_ctx=on_sent,
