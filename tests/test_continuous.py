@@ -132,16 +132,15 @@ def test_kept_keys_and_values_are_of_running_answers_alone(server, model_dir, tm
     What starts after a weight sync reads none of before, although its prompt exceeds a block of the cache, and also if
     it was on its way to the server during the sync.
     """
-    stream: Any = VLLMServer.stream
+    send: Any = VLLMServer.open
 
     delays = itertools.cycle((0.0, 0.3))
 
-    async def late(*args: Any) -> Any:
+    async def late(*args: Any, **kwargs: Any) -> Any:
         await asyncio.sleep(next(delays))
-        async for chunk in stream(*args):
-            yield chunk
+        return await send(*args, **kwargs)
 
-    monkeypatch.setattr(VLLMServer, "stream", late)
+    monkeypatch.setattr(VLLMServer, "open", late)
     rows = [{"prompt": "0123456789" * 5 + letter} for letter in LETTERS[:4]]
     args = server_args(tmp_path, server, max_steps=8, kv_after_update="keep", **FIELDS)
     trainer = make_trainer(model_dir, args, train_dataset=Dataset.from_list(rows), reward_funcs=token_reward)

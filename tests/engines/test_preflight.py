@@ -32,7 +32,10 @@ def check(url, requirements):
         engine.close()
 
 
-OPTIONS = ("model", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "logprobs", "seed")
+OPTIONS = (
+    *("model", "max_tokens", "min_tokens", "top_p", "top_k", "min_p"),
+    *("logit_bias", "logprobs", "structured_outputs", "seed"),
+)
 
 
 def routes(vllm_config, max_model_len=1024, vocabulary=128, without=(), asked=None):
@@ -54,6 +57,8 @@ def routes(vllm_config, max_model_len=1024, vocabulary=128, without=(), asked=No
             return await answer({"error": {"message": f"out-of-vocab token ids. Vocabulary size: {vocabulary}"}}, 400)
         if body.get("top_p", 1.0) > 1.0:
             return await answer({"error": {"message": f"top_p must be in (0, 1], got {body['top_p']}."}}, 400)
+        if body.get("structured_outputs") == "abc":  # vLLM does not expect a string
+            return await answer({"error": {"message": "Internal Server Error"}}, 500)
         return web.json_response(completion([5], "length"))
 
     async def openapi(request):
@@ -184,6 +189,13 @@ def test_a_value_that_the_server_refuses_is_refused_before_the_first_rollout():
             check(url, needs(CONFIG, sampling={"top_p": 7.0, "top_k": 5}))
         words = "would refuse each request: " + url + " answered 400: top_p must be in (0, 1], got 7.0. "
         assert str(error.value).endswith(words + "Correct `top_p` (7.0).")
+        for value, message in (("abc", "answered 500: Internal Server Error"), ({5}, "Type is not JSON serializable")):
+            with pytest.raises(ConfigurationError) as error:
+                check(url, needs(CONFIG, sampling={"top_p": 1.0, "structured_outputs": value, "top_k": 5}))
+            assert message in str(error.value)
+            assert str(error.value).endswith(f"Correct `structured_outputs` ({value!r}).")
+        check(url, needs(CONFIG, sampling={"logit_bias": {5: 1.0}}))
+        assert asked[-1]["logit_bias"] == {"5": 1.0}
 
 
 @pytest.mark.vllm
@@ -197,7 +209,8 @@ def test_a_value_that_the_server_refuses_is_refused_before_the_first_rollout():
         ({"stop": 5}, r"body.stop.* Correct `stop` \(5\)"),
         ({"stop_token_ids": [9999]}, r"out-of-vocab token ids.* Correct `stop_token_ids` \(\[9999\]\)"),
         ({"allowed_token_ids": []}, r"Correct `allowed_token_ids` \(\[\]\)"),
-        ({"structured_outputs": {"regex": "("}}, r"invalid regex.* Correct `generation_kwargs`"),
+        ({"structured_outputs": {"regex": "("}, "top_k": 5}, r"invalid regex.* Correct `structured_outputs` \(\{"),
+        ({"structured_outputs": "abc", "top_k": 5}, r"Correct `structured_outputs` \('abc'\)"),
         ({"min_tokens": 500, "max_tokens": 256}, r"Correct `min_tokens` \(500\), `max_tokens` \(256\)"),
         ({"max_tokens": 0}, r"max_tokens must be at least 1.* Correct `max_tokens` \(0\)"),
     ],

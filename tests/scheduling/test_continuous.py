@@ -28,6 +28,7 @@ from trl_darts.scheduling import (
     FreshGroups,
     GroupPlan,
     GroupResult,
+    RolloutExpired,
     Scheduler,
     ScheduleSettings,
     Submit,
@@ -217,6 +218,24 @@ def test_a_moment_without_a_group_is_not_the_end():
     assert (result.groups, list(result.dropped)) == ([], [0, 1])
     stub.execute(stub.scheduler.add([GroupPlan(2, M)], 3.0))
     assert len(stub.requests) == M
+
+
+def test_a_deadline_that_leaves_no_group_is_the_end():
+    """Otherwise, a run whose servers are all lost would train on filler rows for ever."""
+    stub = Stub("grpo", random.Random(0), 1, 8)
+    stub.scheduler.drop_failed_groups = True
+    stub.execute(stub.scheduler.add([GroupPlan(0, M), GroupPlan(1, M)], 0.0))
+    for candidate_id in range(M):
+        request = stub.requests.pop(candidate_id)
+        request.sampled = [0] * 5
+        stub.report(request, FinishReason.STOP)
+    stub.execute(stub.scheduler.handle(RolloutExpired("All servers are lost", 1.0)))
+    assert stub.scheduler.error is None  # there is one to train on
+    assert [group.plan.group_id for group in stub.take(FreshGroups(1, -1), 0)] == [0]
+    stub.scheduler.take([1], 0.0)
+    stub.execute(stub.scheduler.add([GroupPlan(2, M)], 2.0))
+    stub.execute(stub.scheduler.handle(RolloutExpired("All servers are lost", 3.0)))
+    assert stub.scheduler.error == "All servers are lost"
 
 
 def test_nothing_grows_with_the_groups_that_were_taken():

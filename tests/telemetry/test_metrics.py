@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trl_darts.checks import LONG_END_ROLLOUTS
 from trl_darts.policy import Forecast
 from trl_darts.scheduling import Admission, GroupSummary, Occupancy, RolloutResult, TailSwitch
 from trl_darts.scheduling.types import Timeline
 from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, ratio_metrics, rollout_metrics
+from trl_darts.telemetry.rollout_log import RolloutLog
 
 
 ONE = SimpleNamespace(gather=lambda values: values)
@@ -102,3 +104,12 @@ def test_a_batch_whose_groups_were_all_dropped_has_the_counts_that_are_known():
         assert metrics["darts/rollout/dropped_groups"] == dropped
         assert metrics["darts/rollout/generated_tokens"] == metrics["darts/rollout/kept_tokens"] == 0.0
         assert not [name for name in metrics if not name.startswith("darts/rollout/")]
+
+
+def test_what_the_log_keeps_does_not_grow_with_the_rollouts(tmp_path):
+    args = SimpleNamespace(keeps_long_end=False, save_rollout_trace=False, output_dir=str(tmp_path))
+    log = RolloutLog(args, True, None)
+    record = RolloutRecord(Admission([3]), [group("sss")], Occupancy(4, 9.0, 9.0), 2, long_end_below=4)
+    for step in range(3 * LONG_END_ROLLOUTS):
+        log.add(record, step, 0)
+    assert log._long_ends == [1.0] * LONG_END_ROLLOUTS

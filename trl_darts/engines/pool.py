@@ -428,13 +428,14 @@ class ServerPool:
     async def _is_healthy(self, url: str) -> bool:
         """
         Checks a server, which is lost unless it is healthy. A timeout is no judgment if our own loop was late, or if
-        the server has sent tokens since; should it be frozen nevertheless, the deadlines of tokens find it.
+        the server has sent tokens in the second half of it: it was not frozen when the check began.
         """
         member, start = self.members[url], time.perf_counter()
         try:
             await member.server.get_text("/health", self.deadlines.health_s)
         except FAILURES as error:
-            has_doubt = self.lag.was_late_since(start) or member.last_progress > start
+            decodes = time.perf_counter() - member.last_progress < self.deadlines.health_s / 2
+            has_doubt = decodes or self.lag.was_late_since(start)
             if not ((isinstance(error, TimeoutError) and has_doubt) or is_our_own(error)):
                 self.lose(url, describe(error, f"`/health` after {self.deadlines.health_s:g} s"))
             return False

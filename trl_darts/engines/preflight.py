@@ -248,20 +248,30 @@ async def _check_sampling(server: VLLMServer, facts: ServerFacts, needs: Require
             f"server at {server.base_url}, and which it would ignore."
             f"{did_you_mean(unknown[0], names) or ' Leave it out.'}"
         )
-    if needs.sleep_mode:  # it may be asleep
+    options = {**needs.sampling, "model": facts.model}
+    if needs.sleep_mode or (error := await _refusal(server, options, needs.images)) is None:  # it may be asleep
         return
+    own = [name for name in options if name != "model"]
+    named = [name for name in own if re.search(rf"\b{re.escape(name)}\b", str(error))]
+    if not named:  # the one without which it takes the others
+        without = {name: {other: options[other] for other in options if other != name} for name in own}
+        named = [name for name in own if await _refusal(server, without[name], needs.images) is None]
+    given = ", ".join(f"`{name}` ({options[name]!r})" for name in named) or "`generation_kwargs`"
+    raise ConfigurationError(
+        f"The vLLM server at {server.base_url} refuses the sampling options of this run, and would refuse each "
+        f"request: {str(error).rstrip('.')}. Correct {given}."
+    ) from error
+
+
+async def _refusal(server: VLLMServer, options: Mapping[str, Any], images: bool) -> Exception | None:
+    """Returns why a server refuses options, or `None` if it takes them."""
     try:
-        await try_options(server, {**needs.sampling, "model": facts.model}, needs.images)
+        await try_options(server, options, images)
     except (ServerBusyError, aiohttp.ClientError, TimeoutError):  # not a matter of the options
-        pass
-    except ServerRefusedError as refusal:
-        options = {name: value for name, value in needs.sampling.items() if name != "model"}
-        named = [name for name in options if re.search(rf"\b{re.escape(name)}\b", str(refusal))]
-        given = ", ".join(f"`{name}` ({options[name]!r})" for name in named) or "`generation_kwargs`"
-        raise ConfigurationError(
-            f"A vLLM server refuses the sampling options of this run, and would refuse each request: {refusal} "
-            f"Correct {given}."
-        ) from refusal
+        return None
+    except (ServerRefusedError, TypeError) as error:  # the latter for what can't be sent as JSON
+        return error
+    return None
 
 
 async def _check_image_endpoints(server: VLLMServer) -> None:

@@ -270,7 +270,7 @@ class VLLMServer:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.connect_timeout_s)
         return self._session.post(
             self.base_url + path,
-            data=orjson.dumps(body),
+            data=orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS),  # `logit_bias` has token IDs
             headers={"Content-Type": "application/json", **self._authorization(), **(headers or {})},
             timeout=timeout,
             trace_request_ctx=on_sent,
@@ -297,10 +297,11 @@ class VLLMServer:
 
 
 def _kind(status: int | None) -> type[ServerRefusedError]:
-    """Returns the class of an error with an HTTP status, `None` if it has none: 4xx is the request's fault."""
+    """Returns the class of an error with an HTTP status, `None` if it has none: 4xx is mostly the request's fault."""
     if status in (429, 503):
         return ServerBusyError
-    return ServerRefusedError if status is not None and 400 <= status < 500 else ServerBrokenError
+    is_timeout = status in (408, 425)  # of a proxy
+    return ServerRefusedError if status is not None and 400 <= status < 500 and not is_timeout else ServerBrokenError
 
 
 def max_num_seqs(vllm_config: Mapping[str, Any]) -> int | None:

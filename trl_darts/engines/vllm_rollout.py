@@ -65,7 +65,7 @@ ABORT_GRACE_S = 5.0  # without a response to an abort, the connection is closed,
 END_S = 2.0  # timeout of one abort at the end of a failed rollout; a busy server takes half a second
 CLOCK_S = 0.1
 CHECKS = 8  # number of checks within the shorter token deadline
-CATCH_UP_S = 2.0  # without checks, after our own loop was late: tokens may have arrived that were not read yet
+CATCH_UP_S = 3.0  # after our own loop was late, no server is judged: what has arrived must be read first
 # A server on which so many prompts fail, within this time and with nothing else decoding, is lost. With fewer, or
 # while it decodes others, the prompts are the cause.
 MAX_FAILED_PROMPTS, FAILURES_S = 3, 60.0
@@ -215,7 +215,7 @@ class RolloutRun:
                 server.log(f"No vLLM server is up; waiting for {', '.join(self.pool.members)}")
             if self.rollout is None:
                 server = Waiting(self.deadlines.return_s)
-            elif server.seconds > self.deadlines.return_s:
+            elif server.seconds > self.deadlines.return_s and not self._was_late:
                 reasons = "; ".join(f"{url}: {member.reason}" for url, member in self.pool.members.items())
                 self._fail(
                     GenerationError(
@@ -231,13 +231,17 @@ class RolloutRun:
                     )
                 )
 
+    @property
+    def _was_late(self) -> bool:
+        return self.pool.lag.was_late_since(time.perf_counter() - CATCH_UP_S)
+
     def _describe(self, url: str) -> str:
         member = self.pool.members[url]
         return url if member.refuses_since is None else f"{url}, which is busy ({member.refusal})"
 
     def _check_progress(self, urls: Sequence[str]) -> None:
         now, deadlines = time.perf_counter(), self.deadlines
-        if now < self.next_check or self.pool.lag.was_late_since(now - CATCH_UP_S):
+        if now < self.next_check or self._was_late:
             return
         self.next_check = now + min(deadlines.first_token_s, deadlines.token_s, deadlines.request_s) / CHECKS
         for url in urls:

@@ -305,7 +305,10 @@ class Scheduler:
     def _on_expired(self, event: RolloutExpired) -> list[Command]:
         if self.drop_failed_groups:
             groups = [group for group in self.ledger.groups.values() if group.num_unfinished]
-            return [command for group in groups for command in self._drop(group, event.error, event.now)]
+            commands = [command for group in groups for command in self._drop(group, event.error, event.now)]
+            if groups and len(self._dropped) == len(self.ledger.groups):  # also without an end: no engine may be left
+                self.error = self.error or event.error
+            return commands
         return self._end_with(event.error, event.now)
 
     # Decisions
