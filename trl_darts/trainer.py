@@ -147,7 +147,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._batches = make_batches(self, super()._tokenize_prompts)
         self._sources = make_sources(self)
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
-        if args.uses_servers and isinstance(servers, SyncedGeneration):
+        if args.uses_servers and args.compare_weights and isinstance(servers, SyncedGeneration):
             self._canary = Canary(servers.engine, self._main)
         state = self._tracker_callback, self._admission, self._batches
         self._state_callback = RolloutStateCallback(*state, self._main, args.schedule)

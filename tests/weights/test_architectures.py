@@ -158,3 +158,6 @@ def test_a_server_that_was_given_other_weights_ends_the_run(request, kind, tmp_p
     with pytest.raises(WeightSyncError, match=rf"{server.base_url} does not have the trainer's weights.*float32"):
         trainer.train()
     assert trainer.state.global_step == 0
+    trainer._canary = None  # as with `compare_weights=False`
+    trainer.train()
+    assert trainer.state.global_step == 3
