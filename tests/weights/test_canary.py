@@ -272,6 +272,21 @@ def test_a_server_that_does_not_answer_is_not_judged(monkeypatch, tokenizer):
     assert canary.check(servers.trainer) == {}
 
 
+def test_servers_that_share_gpus_are_woken_up_in_turns(monkeypatch, tokenizer):
+    """The main ones last, because the next rollout begins with them."""
+    canary, servers = canary_of(monkeypatch, tokenizer, {"main": [0.0], "tail": [0.0]})
+    turns, servers.takes_turns = [], True
+
+    async def take_turns(tail):
+        turns.append(tail)
+        for url, member in servers.members.items():
+            member.decodes = tail == (url == "tail")
+
+    servers.take_turns = take_turns
+    canary.check(servers.trainer)
+    assert (turns, servers.asked) == ([True, False], ["tail", "main"])
+
+
 # Requests
 
 
