@@ -12,7 +12,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 
 VOCAB_SIZE = 128
@@ -68,7 +76,7 @@ def _config(hidden_size: int, num_layers: int, tied: bool, **sizes: int) -> Qwen
     )
 
 
-def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path) -> Path:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path) -> Path:
     """Saves a model with its tokenizer."""
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
@@ -93,6 +101,19 @@ def make_random_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(_config(hidden_size, num_layers, tied, **sizes)).to(torch.float32)
+    return save_model(model, tokenizer, out_dir)
+
+
+def make_random_moe(out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, expert_size: int = 48) -> Path:
+    """Saves a random float32 Qwen3 mixture of 8 experts. A size that is no multiple of 32 is padded on a CPU."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_experts": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    tokens = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": expert_size, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**sizes, **heads, **tokens, **experts, max_position_embeddings=4096)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config).to(torch.float32)
     return save_model(model, tokenizer, out_dir)
 
 

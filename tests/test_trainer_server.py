@@ -167,6 +167,7 @@ def test_rollout_func_asks_the_server_as_with_trl(server, model_dir, tmp_path):
     args = server_args(tmp_path, server, schedule="grpo", max_steps=2)
     trainer = make_trainer(model_dir, args, rollout_func=rollout)
     trainer.train()
+    assert trainer.state.log_history[0]["darts/sync/logp_difference"] < 1e-5  # its sync is compared too
     assert len(lengths) == 2 * args.per_device_train_batch_size
     assert len(set(lengths)) > 1
 

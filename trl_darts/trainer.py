@@ -168,7 +168,7 @@ class DARTSGRPOTrainer(GRPOTrainer):
         self._sources = make_sources(self)
         self._siblings = SiblingCheck() if tells_chance(args) else None
         self._rollout_log = RolloutLog(args, self._main.is_here, servers)
-        if args.uses_servers and isinstance(servers, SyncedGeneration):
+        if args.uses_servers and args.compare_weights and isinstance(servers, SyncedGeneration):
             self._canary = Canary(servers.engine, self._main)
         columns = known_columns(self.train_dataset)
         rollouts = Rollouts(args, self._main, columns, self._loop, self._feed, self._batches)

@@ -205,6 +205,7 @@ def test_streamed_log_probs_and_rewards(launches, backend):
             differences = np.subtract(batch["advantages"], batch["lengths"])
             assert np.ptp(differences[:2]) == np.ptp(differences[-2:]) == pytest.approx(0)
     assert sum("darts/stream/chunks" in line for line in ranks[0]["log"]) == 3
+    assert float(ranks[0]["log"][0]["darts/sync/logp_difference"]) < 1e-5  # a forward pass of both processes
 
 
 @pytest.mark.vllm

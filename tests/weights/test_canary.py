@@ -14,9 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engines.fake_server import completion, fake_server
+from trl_darts.engines import VLLMServerEngine
 from trl_darts.engines.pool import State
 from trl_darts.errors import WeightSyncError
 from trl_darts.weights import canary as module
@@ -267,3 +270,70 @@ def test_quantized_servers_and_servers_that_say_nothing_are_not_alarming(monkeyp
 def test_a_server_that_does_not_answer_is_not_judged(monkeypatch, tokenizer):
     canary, servers = canary_of(monkeypatch, tokenizer, {URL: [None]})
     assert canary.check(servers.trainer) == {}
+
+
+def test_servers_that_share_gpus_are_woken_up_in_turns(monkeypatch, tokenizer):
+    """The main ones last, because the next rollout begins with them."""
+    canary, servers = canary_of(monkeypatch, tokenizer, {"main": [0.0], "tail": [0.0]})
+    turns, servers.takes_turns = [], True
+
+    async def take_turns(tail):
+        turns.append(tail)
+        for url, member in servers.members.items():
+            member.decodes = tail == (url == "tail")
+
+    servers.take_turns = take_turns
+    canary.check(servers.trainer)
+    assert (turns, servers.asked) == ([True, False], ["tail", "main"])
+
+
+# Requests
+
+
+def asked(answers, num_engines):
+    """Has a server whose engines answer with the given statuses complete the prompt; returns requests and samples."""
+    requests = []
+
+    async def complete(request):
+        rank = request.headers.get("X-data-parallel-rank")
+        requests.append((rank, await request.json()))
+        tokens = list(range(answers[int(rank or 0)]))
+        return web.json_response(
+            completion(tokens) if tokens else {"error": {"message": "no"}}, status=200 if tokens else 503
+        )
+
+    async def metrics(request):
+        lines = [f'vllm:num_requests_running{{engine="{rank}"}} 1.0' for rank in range(num_engines)]
+        return web.Response(text="\n".join(lines))
+
+    generation = SimpleNamespace(facts=SimpleNamespace(model="m", max_model_len=512))
+    with fake_server({"POST /v1/completions": complete, "GET /metrics": metrics}) as url:
+        engine = VLLMServerEngine([url])
+        samples = engine.call(module._complete(engine.members[url], [5, 6], generation))
+        engine.close()
+    return requests, samples
+
+
+def test_each_data_parallel_rank_is_asked():
+    requests, samples = asked([32, 32], num_engines=2)
+    assert {rank for rank, _ in requests} == {"0", "1"}
+    assert [(sample.rank, len(sample.tokens)) for sample in samples] == [(0, 32), (1, 32)]
+    body = requests[0][1]
+    options = {"max_tokens": 32, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": 0, "ignore_eos": True}
+    assert options.items() <= body.items()
+    assert not {"seed", "n"} & body.keys()
+
+
+def test_a_single_engine_is_asked_without_a_rank():
+    requests, samples = asked([32], num_engines=1)
+    assert [rank for rank, _ in requests] == [None]
+    assert samples[0].rank is None
+
+
+def test_refused_and_cut_answers_are_not_compared():
+    """A server that can't answer is not wrong, and another client may abort its requests."""
+    assert asked([0, 31], num_engines=2)[1] == []
+    engine = VLLMServerEngine(["http://127.0.0.1:9"])
+    generation = SimpleNamespace(facts=SimpleNamespace(model="m", max_model_len=512))
+    assert engine.call(module._complete(next(iter(engine.members.values())), [5], generation)) == []
+    engine.close()

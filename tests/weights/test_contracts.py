@@ -132,3 +132,24 @@ def test_vllm_packs_lm_heads_on_cpu():
     text = source(UnquantizedEmbeddingMethod.process_weights_after_loading)
     assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=False)" in text, name
     assert "layer.cpu_linear =" in source(dispatch_cpu_unquantized_gemm), name
+
+
+def test_vllm_packs_experts_on_cpu():
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    name = hook("UnquantizedFusedMoEMethod._setup_kernel", "pack_reloaded_experts")
+    original = inspect.unwrap(UnquantizedFusedMoEMethod._setup_kernel)
+    assert list(inspect.signature(original).parameters) == ["self", "layer", "w13", "w2"], name
+    text = source(original)
+    assert "is_weight_update = self.moe_kernel is not None" in text, name
+    packs = "self.moe_kernel.fused_experts.process_weights_after_loading(layer)"
+    assert text.index("if not is_weight_update:") < text.index(packs), name  # not on a reload
+
+
+def test_vllm_routes_completions_by_rank():
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.openai.completion import serving
+
+    name = hook("X-data-parallel-rank", "trl_darts/weights/canary.py")
+    assert '"X-data-parallel-rank"' in source(GenerateBaseServing._get_data_parallel_rank), name
+    assert "data_parallel_rank = self._get_data_parallel_rank(raw_request)" in source(serving), name

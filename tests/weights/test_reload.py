@@ -48,3 +48,52 @@ def test_layers_that_were_not_loaded_keep_their_weights(llm):
         for param in list(llm.model.parameters()):
             load(param, 2.0)
     assert all((param == 2.0).all() for param in llm.model.parameters())
+
+
+class Method:
+    """vLLM's `UnquantizedFusedMoEMethod`: experts are packed by the kernel, on the first load only."""
+
+    def __init__(self):
+        self.moe_kernel = None
+
+    def _setup_kernel(self, layer, w13, w2):
+        layer.w13_weight = w13
+        if self.moe_kernel is None:
+            self.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=pack))
+            pack(layer)
+
+
+def pack(layer):
+    layer.w13_weight = -layer.w13_weight
+
+
+@pytest.mark.parametrize(("device", "reloaded"), [("cpu", -2.0), ("meta", 2.0)])
+def test_experts_are_packed_on_each_load(device, reloaded):
+    """Other devices' kernels need no packing. Without vLLM's classes, and once."""
+    from trl_darts.weights.experts import pack_reloaded_experts
+
+    module = SimpleNamespace(UnquantizedFusedMoEMethod=type("Own", (Method,), {}))
+    pack_reloaded_experts(module)
+    pack_reloaded_experts(module)
+    method, layer = module.UnquantizedFusedMoEMethod(), SimpleNamespace()
+    for load, expected in ((1.0, -1.0), (2.0, reloaded), (2.0, reloaded)):
+        method._setup_kernel(layer, w13=Weight(load, device), w2=None)
+        assert layer.w13_weight.value == expected
+
+
+class Weight:
+    def __init__(self, value, device):
+        self.value, self.device = value, torch.device(device)
+
+    def __neg__(self):
+        return Weight(-self.value, self.device.type)
+
+
+def test_colocated_engines_pack_experts_without_plugins(llm, monkeypatch):
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from trl_darts.weights.reload import reloaded_layers
+
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "_setup_kernel", Method._setup_kernel)
+    with reloaded_layers(llm):
+        assert UnquantizedFusedMoEMethod._setup_kernel.trl_darts_packs

@@ -87,6 +87,12 @@ class ServerFields(ScheduleSettings):
         "Directory that the trainer and the servers share, where weights go through files. Defaults to a new one on "
         "this machine, in shared memory if it has room.",
     )
+    compare_weights: bool = setting(
+        True,
+        "Whether to compare the servers' log-probs with the trainer's own after the first weight sync, every 50th, "
+        "and after a server has joined. A difference that rounding does not explain ends the run. Only with vLLM "
+        "servers.",
+    )
 
     def _check_servers(self) -> None:
         if self.on_generation_error != "raise" and not self.uses_servers:

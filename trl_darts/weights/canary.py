@@ -80,7 +80,8 @@ class Difference:
             f"{NUM_TOKENS} tokens differ from the trainer's by {self.mean:.3g} on average, in two completions, where "
             f"{self.reason} explains at most {self.limit:.2g}. Likely causes: it was started with another model, "
             "another run updates it too, or vLLM can't load this architecture or quantization while it runs. Restart "
-            "it for this run alone, with the model that you train and without `--quantization`."
+            "it for this run alone, with the model that you train and without `--quantization`, or set "
+            "`compare_weights=False` if the difference is expected."
         )
 
 
@@ -252,7 +253,7 @@ def own_logprobs(
         for rows in ids.split(BATCH):
             output = trainer.model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False)
             logps = output.logits[:, len(prompt) - 1 : -1].float().log_softmax(-1)  # (B, T, V)
-            found.append(logps.gather(-1, rows[:, len(prompt) :, None])[..., 0])
+            found.append(logps.gather(-1, rows[:, len(prompt) :, None].to(logps.device))[..., 0])
             deviations.append(logps.clamp(min=FLOOR).std(-1).mean(-1))
     return torch.cat(found).cpu(), torch.cat(deviations).cpu()
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from ..speculation.vllm_patches import fix_expand, notify_drafter, pass_batch, spare_generators, spares_generators
+from .experts import pack_reloaded_experts
 from .probe import probe
 
 
@@ -73,27 +74,6 @@ def _patch_worker(module: ModuleType) -> None:
 def _answer(worker: Any, **kwargs: Any) -> dict[str, Any]:
     """Tells a client what this plugin can do, and what `trl-darts check` asks."""
     return {**probe(**kwargs), "seeds": spares_generators(worker.model_runner)}
-
-
-def pack_reloaded_experts(module: ModuleType) -> None:
-    """
-    Packs reloaded experts for a CPU's kernel. vLLM does that on the first load only, and a reload copies plain weights
-    into the packed storage: log-probs are off by 0.4 to 1.1, without any error. Remove this function once
-    `UnquantizedFusedMoEMethod._setup_kernel` packs them on every load.
-    """
-    original = module.UnquantizedFusedMoEMethod._setup_kernel
-    if hasattr(original, "trl_darts_packs"):
-        return
-
-    @functools.wraps(original)
-    def setup_kernel(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-        is_reload = self.moe_kernel is not None
-        original(self, layer, *args, **kwargs)
-        if is_reload and layer.w13_weight.device.type == "cpu":
-            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    setup_kernel.trl_darts_packs = True  # type: ignore[attr-defined]
-    module.UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
 
 
 def _count_outputs(module: ModuleType) -> None:

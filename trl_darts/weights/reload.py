@@ -12,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from .plugin import pack_reloaded_experts
+from .experts import pack_reloaded_experts
 
 
 @contextmanager
