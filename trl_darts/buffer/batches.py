@@ -285,6 +285,8 @@ class BufferedBatches:
             rows = [row for entry in done for row in entry.candidates]
             num_uniform = sum(is_uniform(entry.entry_id) for entry in own)
             learned.observe_ends(sum(row.cut_off for row in rows), len(rows), num_uniform, len(own))
+            if policy.defers and (warning := learned.pop_warning()) is not None:
+                logger.warning(warning)
             for entry in own if learned.usual_length else ():  # else there was no short round yet
                 lengths = [row.length for row in entry.candidates]
                 learned.observe_long(entry.prompt.key, rewards_of(entry.entry_id), lengths)

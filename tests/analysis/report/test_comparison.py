@@ -138,8 +138,8 @@ def test_none_is_a_value(tmp_path):
     assert not settings["num_longest"].differs
     assert "redundancy_cost_weight" not in settings  # None in all
     page = write_report([tmp_path / name for name in runs], tmp_path / "report.html")[0].read_text()
-    assert "≠ long_end_patience</th><td class=\"text\">None</td><td class=\"text\">auto</td>" in page
-    assert "≠ long_end_every</th><td class=\"text\">None</td><td class=\"text\">4</td><td class=\"text\">–</td>" in page
+    assert '≠ long_end_patience</th><td class="text">None</td><td class="text">auto</td>' in page
+    assert '≠ long_end_every</th><td class="text">None</td><td class="text">4</td><td class="text">–</td>' in page
 
 
 def of_trl(step, **metrics):

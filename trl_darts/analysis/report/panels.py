@@ -282,7 +282,7 @@ def figure(charts: Sequence[Draw], names: Sequence[str], looks: Sequence[str] = 
 
     columns = min(len(charts), 2 if len(charts) in (2, 4) else 3)
     rows = -(-len(charts) // columns)
-    cycle = {"axes.prop_cycle": cycler(color=colors_of(names))}  # "C0" is the first run's
+    cycle: dict[Any, Any] = {"axes.prop_cycle": cycler(color=colors_of(names))}  # "C0" is the first run's
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_RC, **cycle}):
         # Without pyplot, whose state belongs to the caller.
         picture = Figure(figsize=(WIDTH, HEIGHT * rows + 0.4), layout="constrained")
