@@ -93,6 +93,27 @@ def test_a_method_set_on_the_trainer_is_a_subclass_too(model_dir, tmp_path):
     assert all(entry["reward_std"] > 0 for entry in rollout_logs(trainer))
 
 
+class ScoresItself(DARTSGRPOTrainer):
+    """Calls its reward functions in its own way."""
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
+        assert [function.__name__ for function in self.reward_funcs] == ["by_index"]
+        return torch.tensor([self.reward_funcs[0](completions)]).T
+
+
+def by_index(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(i % 4) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("name", ["deferral", "loader"])
+def test_a_subclass_may_call_the_functions_itself(model_dir, tmp_path, name):
+    args = make_args(tmp_path, max_completion_length=LIMIT, max_steps=3, **SERVER, **SCHEDULES[name])
+    with stub_servers(write):
+        trainer = make_trainer(model_dir, args, cls=ScoresItself, reward_funcs=by_index)
+    trainer.train()
+    assert [entry["reward"] for entry in rollout_logs(trainer)] == [1.5] * 3
+
+
 class Prefixed(DARTSGRPOTrainer):
     """Puts a token before each prompt, and so trains on other prompts than TRL would."""
 
