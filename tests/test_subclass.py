@@ -136,3 +136,29 @@ def test_prompts_are_decoded_as_a_subclass_tokenizes_them(model_dir, tmp_path, n
     trainer.train()
     assert decoded
     assert {ids[0] for ids in decoded} == {7}
+
+
+class Inserts(DARTSGRPOTrainer):
+    """Changes prompts after a buffer has decoded them, as a template does that has the date in it."""
+
+    def _generate(self, prompts: list[Any], *args: Any) -> Any:
+        output = super()._generate([f"7{prompt}" for prompt in prompts], *args)
+        self.trained = output[0]
+        return output
+
+
+@pytest.mark.parametrize("name", ["deferral", "dynamic", "loader"])
+def test_rows_are_trained_on_with_the_prompts_that_were_decoded(model_dir, tmp_path, caplog, name):
+    decoded: set[tuple[int, ...]] = set()
+
+    def watch(prompt_ids: list[int], index: int) -> list[int]:
+        decoded.add(tuple(prompt_ids))
+        return write(prompt_ids, index)
+
+    args = make_args(tmp_path, max_completion_length=LIMIT, max_steps=3, **SERVER, **SCHEDULES[name])
+    with stub_servers(watch):
+        trainer = make_trainer(model_dir, args, cls=Inserts)
+    trainer.train()
+    assert {tuple(ids) for ids in trainer.trained} <= decoded
+    told = [message for message in caplog.messages if "other tokens than when they were decoded" in message]
+    assert len(told) == (name != "loader")  # which decodes what TRL hands out

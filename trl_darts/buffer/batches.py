@@ -342,6 +342,11 @@ class BufferedBatches:
         own = [entry_id for entry_id in rows.entry_ids for _ in range(self.num_generations)][mine]
         return [copy.deepcopy(self.trained[entry_id][0]) for entry_id in own], rows[mine]  # functions may change them
 
+    def mine(self, num_rows: int) -> list[list[int]]:
+        """Returns the prompt of each of this process's rows in the last batch, as it was decoded."""
+        rows = [self.trained[entry_id][1] for entry_id in self.last.entry_ids for _ in range(self.num_generations)]
+        return rows[self.main.index * num_rows : (self.main.index + 1) * num_rows]
+
     def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""
         return self.last.ages[self.main.index * num_rows : (self.main.index + 1) * num_rows]
