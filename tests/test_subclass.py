@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from benchmarks.models import EOS_ID
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.buffer.scores import GroupScores
 from trl_darts.testing import stub_servers
 
 
@@ -162,3 +164,28 @@ def test_rows_are_trained_on_with_the_prompts_that_were_decoded(model_dir, tmp_p
     assert {tuple(ids) for ids in trainer.trained} <= decoded
     told = [message for message in caplog.messages if "other tokens than when they were decoded" in message]
     assert len(told) == (name != "loader")  # which decodes what TRL hands out
+
+
+@pytest.mark.parametrize("owners", [{}, {3: 1, 5: 1, 7: 1}])
+@pytest.mark.parametrize("index", [0, 1])
+def test_each_process_scores_whole_groups(monkeypatch, index, owners):
+    """As many on each, so that a subclass finds the rows of a group together in what all processes gather."""
+    main = SimpleNamespace(num_processes=2, index=index, broadcast=lambda make: make())
+    batches = SimpleNamespace(
+        main=main, num_generations=2, complete=lambda: {3: [[1], [2]], 5: [[3], [4]], 7: [[5], [6]]}
+    )
+    scores = GroupScores(None, batches, None, lambda: owners)  # type: ignore[arg-type]
+    scored: list[tuple[int, int]] = []
+
+    def score(rows: list[tuple[int, int]], groups: Any) -> Any:
+        scored.extend(rows)
+        return torch.arange(2.0 * len(rows))[:, None], {}
+
+    monkeypatch.setattr(scores, "_score", score)
+    new = scores._score_new()
+    assert [*new] == [3, 5, 7]
+    assert [entry_id for entry_id, _ in scored[::2]] == [entry_id for entry_id, _ in scored[1::2]]
+    assert [place for _, place in scored] == [0, 1] * (len(scored) // 2)
+    assert len(scored) == (6 if owners else 4)
+    if owners:  # the other process has none, and scores the last group again
+        assert [*dict.fromkeys(entry_id for entry_id, _ in scored)] == ([3, 5, 7] if index else [7])
