@@ -16,6 +16,7 @@ from trl_darts.checks import (
     check_path,
     other_model,
     warn_of_cut_long_ends,
+    warn_of_lost_gradient,
 )
 from trl_darts.data_checks import check_data, has_images
 from trl_darts.errors import ConfigurationError
@@ -46,6 +47,7 @@ def trainer(**changes: Any) -> SimpleNamespace:
         "own_prompts": settings.own_prompts,
         "without_own_prompts": settings.without_own_prompts,
         "save_strategy": "steps",
+        "vllm_importance_sampling_correction": False,
     }
     fields: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1),
@@ -265,6 +267,33 @@ def test_rows_that_no_checkpoint_can_hold():
     with pytest.raises(ConfigurationError, match=r"the column 'answer' \(set\).*`save_strategy='no'`"):
         check_path(trainer(**fields))
     check_path(trainer(**fields, save_strategy="no"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({}, None),
+        ({"top_k": 5}, "top_k"),
+        ({"top_k": -1}, None),
+        ({"top_p": 0.95}, "top_p"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"min_p": 0.0}, None),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"generation_kwargs": {"top_k": 5}}, "top_k"),
+        ({"generation_kwargs": {"presence_penalty": 0.5}}, "presence_penalty"),
+        ({"generation_kwargs": {"seed": 3, "ignore_eos": True}}, None),
+        ({"vllm_structured_outputs_regex": "(a|b)"}, "vllm_structured_outputs_regex"),
+        ({"top_k": 5, "vllm_importance_sampling_mode": "token_truncate"}, None),
+        ({"top_k": 5, "vllm_importance_sampling_mode": "sequence_truncate"}, "top_k"),
+        ({"top_k": 5, "vllm_importance_sampling_correction": False}, None),
+        ({"top_k": 5, "use_vllm": False}, None),
+    ],
+)
+def test_options_with_which_answers_lose_their_gradient(tmp_path, caplog, fields, name):
+    """The effect: `tests/test_trainer_server.py`."""
+    warn_of_lost_gradient(make_args(tmp_path, **{"use_vllm": True, "vllm_mode": "server", **fields}))
+    assert len(caplog.messages) == (name is not None)
+    assert name is None or f"`{name}` (" in caplog.messages[0].partition(" changes the probabilities")[0]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from benchmarks.models import EOS_ID
 from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from trl_darts import DARTSGRPOTrainer
+from trl_darts.buffer.scores import GroupScores
 from trl_darts.testing import stub_servers
 
 
@@ -93,6 +95,27 @@ def test_a_method_set_on_the_trainer_is_a_subclass_too(model_dir, tmp_path):
     assert all(entry["reward_std"] > 0 for entry in rollout_logs(trainer))
 
 
+class ScoresItself(DARTSGRPOTrainer):
+    """Calls its reward functions in its own way."""
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> torch.Tensor:
+        assert [function.__name__ for function in self.reward_funcs] == ["by_index"]
+        return torch.tensor([self.reward_funcs[0](completions)]).T
+
+
+def by_index(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(i % 4) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("name", ["deferral", "loader"])
+def test_a_subclass_may_call_the_functions_itself(model_dir, tmp_path, name):
+    args = make_args(tmp_path, max_completion_length=LIMIT, max_steps=3, **SERVER, **SCHEDULES[name])
+    with stub_servers(write):
+        trainer = make_trainer(model_dir, args, cls=ScoresItself, reward_funcs=by_index)
+    trainer.train()
+    assert [entry["reward"] for entry in rollout_logs(trainer)] == [1.5] * 3
+
+
 class Prefixed(DARTSGRPOTrainer):
     """Puts a token before each prompt, and so trains on other prompts than TRL would."""
 
@@ -115,3 +138,54 @@ def test_prompts_are_decoded_as_a_subclass_tokenizes_them(model_dir, tmp_path, n
     trainer.train()
     assert decoded
     assert {ids[0] for ids in decoded} == {7}
+
+
+class Inserts(DARTSGRPOTrainer):
+    """Changes prompts after a buffer has decoded them, as a template does that has the date in it."""
+
+    def _generate(self, prompts: list[Any], *args: Any) -> Any:
+        output = super()._generate([f"7{prompt}" for prompt in prompts], *args)
+        self.trained = output[0]
+        return output
+
+
+@pytest.mark.parametrize("name", ["deferral", "dynamic", "loader"])
+def test_rows_are_trained_on_with_the_prompts_that_were_decoded(model_dir, tmp_path, caplog, name):
+    decoded: set[tuple[int, ...]] = set()
+
+    def watch(prompt_ids: list[int], index: int) -> list[int]:
+        decoded.add(tuple(prompt_ids))
+        return write(prompt_ids, index)
+
+    args = make_args(tmp_path, max_completion_length=LIMIT, max_steps=3, **SERVER, **SCHEDULES[name])
+    with stub_servers(watch):
+        trainer = make_trainer(model_dir, args, cls=Inserts)
+    trainer.train()
+    assert {tuple(ids) for ids in trainer.trained} <= decoded
+    told = [message for message in caplog.messages if "other tokens than when they were decoded" in message]
+    assert len(told) == (name != "loader")  # which decodes what TRL hands out
+
+
+@pytest.mark.parametrize("owners", [{}, {3: 1, 5: 1, 7: 1}])
+@pytest.mark.parametrize("index", [0, 1])
+def test_each_process_scores_whole_groups(monkeypatch, index, owners):
+    """As many on each, so that a subclass finds the rows of a group together in what all processes gather."""
+    main = SimpleNamespace(num_processes=2, index=index, broadcast=lambda make: make())
+    batches = SimpleNamespace(
+        main=main, num_generations=2, complete=lambda: {3: [[1], [2]], 5: [[3], [4]], 7: [[5], [6]]}
+    )
+    scores = GroupScores(None, batches, None, lambda: owners)  # type: ignore[arg-type]
+    scored: list[tuple[int, int]] = []
+
+    def score(rows: list[tuple[int, int]], groups: Any) -> Any:
+        scored.extend(rows)
+        return torch.arange(2.0 * len(rows))[:, None], {}
+
+    monkeypatch.setattr(scores, "_score", score)
+    new = scores._score_new()
+    assert [*new] == [3, 5, 7]
+    assert [entry_id for entry_id, _ in scored[::2]] == [entry_id for entry_id, _ in scored[1::2]]
+    assert [place for _, place in scored] == [0, 1] * (len(scored) // 2)
+    assert len(scored) == (6 if owners else 4)
+    if owners:  # the other process has none, and scores the last group again
+        assert [*dict.fromkeys(entry_id for entry_id, _ in scored)] == ([3, 5, 7] if index else [7])

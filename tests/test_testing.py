@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.models import EOS_ID
-from tests.builders import letters_dataset, make_args, make_trainer, record_batches, rollout_logs
+from tests.builders import length_reward, letters_dataset, make_args, make_trainer, record_batches, rollout_logs
 from trl_darts.scheduling import Scheduler
 from trl_darts.testing import stub_servers
 
@@ -82,3 +84,22 @@ def test_a_batch_whose_groups_were_all_dropped_trains_on_filler_rows(model_dir, 
     logs = rollout_logs(trainer)
     assert [entry["darts/rollout/dropped_groups"] for entry in logs] == [0.0, 4.0, 0.0]
     assert ["darts/pool/length_mean" in entry for entry in logs] == [True, False, True]
+
+
+def test_the_example_runs_as_printed(model_dir, tmp_path, tokenizer, monkeypatch):
+    """It trains: log-probs of scripted answers are unknown, so TRL's correction leaves them their gradient."""
+    (code,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(stub_servers), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "tokenizer": tokenizer,
+        "model": str(model_dir),
+        "my_reward": length_reward,
+        "prompts": letters_dataset(40),
+    }
+    exec(code, names)
+    trainer = names["trainer"]
+    assert trainer.state.global_step == 2
+    (entry,) = rollout_logs(trainer)
+    assert (entry["completions/min_length"], entry["completions/max_length"]) == (21, 201)
+    assert entry["sampling/importance_sampling_ratio/min"] == 1
+    assert abs(entry["train_loss"]) > 0.1

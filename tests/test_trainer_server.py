@@ -122,6 +122,28 @@ def test_structured_outputs_reach_the_server(server, model_dir, tmp_path):
     assert set(texts) <= {"abab", "abba", "baab", "baba"}
 
 
+@pytest.mark.parametrize("mode", ["sequence_mask", "token_truncate"])
+def test_an_option_whose_correction_leaves_no_gradient_gets_a_warning(server, model_dir, tmp_path, caplog, mode):
+    """vLLM's probabilities are those of half of the tokens; the product of the ratios to the trainer's falls to 0."""
+    fields = {"max_steps": 1, "top_p": 0.5, "vllm_importance_sampling_mode": mode, **ON_POLICY}
+
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), reward_funcs=reward)
+    trainer.train()
+    (entry,) = rollout_logs(trainer)
+    assert entry["frac_reward_zero_std"] == 0
+    warned = "`top_p` (0.5) changes the probabilities that vLLM samples from" in caplog.text
+    assert warned == (mode == "sequence_mask")
+    if warned:
+        assert entry["sampling/importance_sampling_ratio/mean"] < 0.01
+        assert entry["grad_norm"] < 0.01
+    else:
+        assert entry["sampling/importance_sampling_ratio/mean"] > 0.1
+        assert entry["grad_norm"] > 0.1
+
+
 def test_prompts_that_do_not_fit_are_named_by_index(server, model_dir, tmp_path):
     dataset = letters_dataset(8).map(
         lambda row, i: {"prompt": "x" * 500 * (i in (2, 5)) + row["prompt"]}, with_indices=True

@@ -21,6 +21,13 @@ logger = get_logger(__name__)
 
 LONG_END_ROLLOUTS = 8  # rollouts before the warning about long ends
 GREEDY = 1e-5  # vLLM does not sample below this temperature
+# Sampling options that change probabilities, with values that don't.
+UNCHANGED: dict[str, tuple[Any, ...]] = {
+    **{"top_k": (-1,), "top_p": (1,), "repetition_penalty": (1,)},
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), ()),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs"), ()),
+    "vllm_structured_outputs_regex": (),
+}
 
 
 def check_arguments(args: Any, rollout_func: Callable[..., Any] | None, turns: str | None = None) -> None:
@@ -144,6 +151,30 @@ def warn_of_twins(check: SiblingCheck, result: RolloutResult) -> bool:
     return True
 
 
+def warn_of_lost_gradient(args: Any) -> None:
+    """
+    Warns if TRL's correction multiplies each answer's gradient by almost nothing. It compares vLLM's probability of a
+    token among those that a sampling option leaves with the trainer's among all, so each token's ratio is below 1 by
+    what the option takes away, and the product over an answer falls towards 0.
+    """
+    corrects = args.use_vllm and args.vllm_importance_sampling_correction
+    if not corrects or not args.vllm_importance_sampling_mode.startswith("sequence"):
+        return
+    own = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+    regex = {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex}
+    given = {**own, **(args.generation_kwargs or {}), **regex}
+    changed = [name for name, neutral in UNCHANGED.items() if given.get(name) and given[name] not in neutral]
+    if changed:
+        name = changed[0]
+        logger.warning(
+            f"`{name}` ({given[name]!r}) changes the probabilities that vLLM samples from, and the trainer's are not "
+            f"changed. With `vllm_importance_sampling_mode` ({args.vllm_importance_sampling_mode!r}), which "
+            "multiplies the ratios of an answer's tokens, long answers get almost no gradient: look at "
+            "`sampling/importance_sampling_ratio/mean`. Set `vllm_importance_sampling_mode='token_truncate'` or "
+            f"`vllm_importance_sampling_correction=False`, or leave `{name}` out."
+        )
+
+
 def check_path(trainer: Any) -> None:
     """Raises for combinations of model, data, processes and engine that can't work, once the trainer is built."""
     args = trainer.args
@@ -175,6 +206,7 @@ def check_path(trainer: Any) -> None:
         )
     if isinstance(trainer.train_dataset, IterableDataset):
         trainer.data_collator = FirstBatch(trainer)
+    warn_of_lost_gradient(args)
 
 
 def check_prompt_lengths(trainer: Any) -> None:

@@ -14,8 +14,8 @@ from .engines.server_fields import ServerFields
 from .errors import ConfigurationError, did_you_mean
 from .policy import LatencyCurve
 from .recipes.hub import PublishedConfig
-from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, check_types, filled_in, one_of, setting, unmarked
-from .scheduling.schedule_fields import GUARD_EVERY, ScheduleFields
+from .scheduling.rules import POSITIVE, Rule, at_least, check_fields, check_types, one_of, setting, unmarked
+from .scheduling.schedule_fields import ScheduleFields
 
 
 def _is_finite(value: Any) -> bool:
@@ -189,12 +189,6 @@ class DARTSGRPOConfig(ServerFields, PublishedConfig, GRPOConfig):  # type: ignor
             name = "vllm_mode" if self.use_vllm else "use_vllm"
             return f"`{name}` ({getattr(self, name)!r}), an engine in the trainer's own process"
         return "`stream_logprobs` (True)" if self.stream_logprobs else None
-
-    def guard(self, cause: str | None) -> None:
-        """Guards against the loss of long answers by default: defers groups unless `cause` says why that can't be."""
-        self.defers_groups = cause is None
-        if cause is not None and self.long_end_every is None and not self.is_continuous:
-            self.long_end_every = filled_in(GUARD_EVERY)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields, including computed ones. A config created from them treats all of them as set."""

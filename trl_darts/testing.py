@@ -13,7 +13,7 @@ from .engines.main_process import MainProcess
 from .engines.preflight import ServerFacts
 from .policy import LatencyCurve
 from .scheduling import Admission, RolloutResult
-from .training.rows import KeptRows, Tokens
+from .training.rows import UNKNOWN, KeptRows, Tokens
 from .trl_compat import grpo_trainer, replaced
 
 
@@ -22,7 +22,8 @@ Write = Callable[[Tokens, int], Tokens]
 
 class StubEngine(Engine):
     """
-    Decodes scripted completions in virtual time, one token per candidate and step, with the trainer's schedule.
+    Decodes scripted completions in virtual time, one token per candidate and step, with the trainer's schedule. Their
+    log-probs are unknown (NaN), so that TRL's importance sampling correction leaves their gradient as it is.
 
     Args:
         write (`Callable[[list[int], int], list[int]]`):
@@ -71,7 +72,7 @@ class StubEngine(Engine):
     def later_turn(self, batch: PromptBatch) -> KeptRows:
         """See [`Engine`]."""
         rows = [self._write(prompt, 0)[: self._limit] for prompt in batch.rows]
-        return KeptRows(rows, [[0.0] * len(row) for row in rows])
+        return KeptRows(rows, [[UNKNOWN] * len(row) for row in rows])
 
     def run(
         self,
@@ -96,7 +97,7 @@ class StubEngine(Engine):
             own = completions.pop(group.plan.group_id)
             for row in group.rows:
                 row.tokens = own[row.index][: self._limit]
-                row.logprobs = [0.0] * len(row.tokens)
+                row.logprobs = [UNKNOWN] * len(row.tokens)
         return result
 
     def _write_all(self, batch: PromptBatch, counts: Sequence[int]) -> list[list[Tokens]]:
@@ -115,6 +116,11 @@ class _StubGeneration:
     def __init__(self, *args: Any, accelerator: Any, **kwargs: Any) -> None:
         self.main = MainProcess(accelerator)
         self.facts = ServerFacts("stub", 2**31, False, None, None)
+        self.vllm_client = self
+
+    def get_server_info(self) -> Any:
+        """TRL asks for the kind of log-probs, if it corrects with them."""
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def sync_weights(self) -> None: ...
 
@@ -133,7 +139,7 @@ def stub_servers(write: Write) -> Iterator[None]:
         write (`Callable[[list[int], int], list[int]]`):
             See [`StubEngine`].
 
-    Example:
+    Example, with a `model`, its `tokenizer`, reward functions and a data set of `prompts` of your own:
 
     ```python
     from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
@@ -142,9 +148,9 @@ def stub_servers(write: Write) -> Iterator[None]:
     def write(prompt_ids, index):  # the third candidate of each prompt is long
         return [5] * (200 if index == 2 else 20) + [tokenizer.eos_token_id]
 
-    args = DARTSGRPOConfig(use_vllm=True, vllm_mode="server", schedule="tail_batching", max_steps=2)
+    args = DARTSGRPOConfig(use_cpu=True, use_vllm=True, vllm_mode="server", schedule="tail_batching", max_steps=2)
     with stub_servers(write):
-        trainer = DARTSGRPOTrainer(model=model, reward_funcs=my_reward, args=args, train_dataset=prompts)
+        trainer = DARTSGRPOTrainer(model, my_reward, args, prompts, processing_class=tokenizer)
     trainer.train()
     ```
     """

@@ -45,9 +45,8 @@ def hard(prompts: list[str], completion_ids: list[list[int]], **kwargs) -> list[
 
 
 def deferring_trainer(model_dir, tmp_path, **fields):
-    args = make_args(
-        tmp_path, max_completion_length=LIMIT, **{**SERVER, "defer_unsettled_groups": True, "max_steps": 10, **fields}
-    )
+    defaults = {"max_completion_length": LIMIT, "defer_unsettled_groups": True, "max_steps": 10}
+    args = make_args(tmp_path, **{**SERVER, **defaults, **fields})
     with stub_servers(write):
         return make_trainer(model_dir, args, reward_funcs=hard)
 
@@ -297,3 +296,13 @@ def test_an_audited_prompt_that_is_rejected_leaves(model_dir, tmp_path):
     settled = batches.settle(lambda entry_id: [1.0] * 4, lambda *_: True)
     assert batches.buffer.audits.groups == []
     assert settled.num_scored == 0
+
+
+def test_answers_that_are_cut_off_make_one_warning(model_dir, tmp_path, caplog):
+    """With a limit of 20 tokens each prompt's long answer is cut off: every rollout is plain GRPO's."""
+    trainer = deferring_trainer(model_dir, tmp_path, max_completion_length=20, max_steps=8)
+    trainer.train()
+    assert [entry["darts/buffer/long_round"] for entry in rollout_logs(trainer)] == [1.0] * 8
+    assert [entry["darts/budget/redundancy"] for entry in rollout_logs(trainer)] == [1.0] * 8
+    words = "% of the answers reach `max_completion_length`, more than 3% in 5 rollouts: each waits for all"
+    assert sum(words in message for message in caplog.messages) == 1

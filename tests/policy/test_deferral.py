@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_darts.policy.deferral import CUT_OFF, EXPLORED, GATE, LongRewards, gain_of_length
+from trl_darts.policy.deferral import CUT_OFF, EXPLORED, GATE, WAITING_ROUNDS, LongRewards, gain_of_length
 
 
 LENGTHS = [10, 10, 10, 10, 90, 90]  # of which four are usual
@@ -100,6 +100,22 @@ def test_all_is_waited_for_until_few_answers_are_cut_off():
     assert not learned.waits_for_all
     learned.observe_ends(0, 0, 0, 0)  # a round of prompts that were all dropped
     assert not learned.waits_for_all
+
+
+def test_rounds_that_are_never_bounded_get_one_warning():
+    """Not while the first rounds are decoded to their end, as always, and not for a share that falls in time."""
+    learned = LongRewards()
+    for _ in range(WAITING_ROUNDS - 1):
+        learned.observe_ends(10, 100, 0, 12)
+        assert learned.pop_warning() is None
+    learned.observe_ends(10, 100, 0, 12)
+    assert "10.0% of the answers reach `max_completion_length`, more than 3% in 5 rollouts" in learned.pop_warning()
+    learned.observe_ends(10, 100, 0, 12)
+    assert learned.pop_warning() is None
+    calm = LongRewards()
+    for num_cut in (4, 3, 2, 1, 0, 0, 0, 0):
+        calm.observe_ends(num_cut, 100, 0, 12)
+        assert calm.pop_warning() is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 32), st.integers(1, 32)), max_size=20), st.integers(1, 64))

@@ -103,7 +103,10 @@ SERVER = {"use_vllm": True, "vllm_mode": "server", "weight_sync": "filesystem"}
         ),
         (
             {"long_end_patience": 2.0, **SERVER},
-            ["up to 2 times their length, defers groups whose rewards are all equal."],
+            [
+                "up to 2 times their length, defers groups whose rewards are all equal; "
+                "for all while over 3% of answers are cut off."
+            ],
         ),
         ({"long_end_patience": None}, ["waits for all candidates, but 4 complete answers to each prompt with 8."]),
         ({"num_longest": 0}, ["waits for 4 complete answers to each prompt."]),

@@ -8,17 +8,14 @@ from typing import Any
 import numpy as np
 
 from ..import_utils import require_matplotlib
+from .colors import GREY, PALETTE, color_of, colors_of
 
 
 LogHistory = Sequence[Mapping[str, Any]]
-# "C0" to "C10" in the pictures: the baseline's grey, then blue, vermilion, green and so on.
-COLORS = (
-    *("#595959", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"),
-    *("#17a2d4", "#8b1a1a", "#7b4fb5", "#7f7f00", "#2fb59a"),
-)
 
 
-def save_picture(draw: Callable[[], Any], path: str | Path, dpi: int = 150) -> None:
+def save_picture(draw: Callable[[], Any], path: str | Path, dpi: int = 150, names: Sequence[str] = ()) -> None:
+    """Writes a picture, in which "C0", "C1", … are the colours of these names, or else of the palette."""
     require_matplotlib()
     import matplotlib
 
@@ -26,7 +23,7 @@ def save_picture(draw: Callable[[], Any], path: str | Path, dpi: int = 150) -> N
     from cycler import cycler
     from matplotlib import pyplot as plt
 
-    settings: dict[Any, Any] = {"axes.prop_cycle": cycler(color=COLORS), "grid.color": "#d5dae0"}
+    settings: dict[Any, Any] = {"axes.prop_cycle": cycler(color=colors_of(names) or PALETTE), "grid.color": "#d5dae0"}
     with plt.rc_context(settings | {"axes.axisbelow": True, "axes.edgecolor": "#57606a"}):
         figure = draw()
         figure.savefig(path, dpi=dpi)  # inside the context: "C0" is looked up here
@@ -45,7 +42,7 @@ def smooth(values: Sequence[float], window: int = 5) -> list[float]:
 
 def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
     """Draws runs side by side: reward against steps and against time spent on rollouts, and lengths over training."""
-    save_picture(lambda: _comparison(runs), path)
+    save_picture(lambda: _comparison(runs), path, names=list(runs))
 
 
 def _comparison(runs: Mapping[str, LogHistory]) -> Any:
@@ -67,7 +64,7 @@ def _comparison(runs: Mapping[str, LogHistory]) -> Any:
     for axes in (by_step, by_time, lengths):
         axes.grid()
     by_step.legend(frameon=False, fontsize=8)  # the colors are those of all axes
-    lines = [lengths.plot([], [], color="C0", linestyle=style)[0] for style in ("-", "--")]
+    lines = [lengths.plot([], [], color=GREY, linestyle=style)[0] for style in ("-", "--")]
     labels = ["rows trained on, mean", "all candidates, p99 (aborted ones: tokens until then)"]
     figure.legend(lines, labels, loc="outside lower right", ncols=2, frameon=False, fontsize=8)
     lengths.yaxis.set_major_formatter("{x:.0f}")
@@ -89,7 +86,7 @@ def _simulation(outcomes: Sequence[Any]) -> Any:
     figure, (speed, cost) = plt.subplots(1, 2, figsize=(12, height), layout="constrained", sharey=True)
     speedups = [outcome.speedup for outcome in outcomes]
     whiskers = [speedup.half_width if speedup.half_width < 1e3 else 0.0 for speedup in speedups]
-    colors = ["C0", *["C1"] * (len(names) - 1)]
+    colors = [color_of(outcome.name) or GREY for outcome in outcomes]
     speed.barh(rows, [speedup.mean for speedup in speedups], xerr=whiskers, color=colors, error_kw={"capsize": 3})
     speed.axvline(1.0, color="0.3", linewidth=1, linestyle="--")
     speed.set(yticks=rows, yticklabels=names, xlabel="speed-up over the first (95 % interval over seeds)")
@@ -100,7 +97,7 @@ def _simulation(outcomes: Sequence[Any]) -> Any:
         "kept / pool length": [outcome.estimate("kept_vs_pool_length_ratio").mean for outcome in outcomes],
     }
     for place, (label, values) in enumerate(quantities.items(), start=1):
-        cost.plot(values, rows, linestyle="none", marker="osD"[place - 1], color=f"C{place}", label=label)
+        cost.plot(values, rows, linestyle="none", marker="osD"[place - 1], color=f"C{place + 2}", label=label)
     cost.set(xlabel="share, or ratio", xlim=(0, None))
     figure.legend(*cost.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside upper right", ncols=3)
     for axes in (speed, cost):

@@ -290,6 +290,8 @@ class BufferedBatches:
             rows = [row for entry in done for row in entry.candidates]
             num_uniform = sum(is_uniform(entry.entry_id) for entry in own)
             learned.observe_ends(sum(row.cut_off for row in rows), len(rows), num_uniform, len(own))
+            if policy.defers and (warning := learned.pop_warning()) is not None:
+                logger.warning(warning)
             for entry in own if learned.usual_length else ():  # else there was no short round yet
                 lengths = [row.length for row in entry.candidates]
                 learned.observe_long(entry.prompt.key, rewards_of(entry.entry_id), lengths)
@@ -361,6 +363,11 @@ class BufferedBatches:
     def unfinished(self, num_items: int) -> dict[int, Prompt]:
         """Returns the prompts of batches that don't end within the first `num_items` of the loop."""
         return {i: prompt for end, prompts in self._unfinished if end > num_items for i, prompt in prompts.items()}
+
+    def mine(self, num_rows: int) -> list[list[int]]:
+        """Returns the prompt of each of this process's rows in the last batch, as it was decoded."""
+        rows = [self.trained[entry_id][1] for entry_id in self.last.entry_ids for _ in range(self.num_generations)]
+        return rows[self.main.index * num_rows : (self.main.index + 1) * num_rows]
 
     def ages(self, num_rows: int) -> list[list[tuple[int, int]]]:
         """How old the tokens of this process's rows in the last batch are, see [`BufferedRows`]."""

@@ -251,6 +251,7 @@ class BufferSource(RolloutSource[BufferedRows]):
         self.scores = scores  # a `GroupScores` where groups are scored before their batch is full
         self.carries_over = batches.buffer.keeps_tokens
         self._kept: KeptRows | None = None  # completions of the batch, until TRL asks for them
+        self._warned = False  # that prompts have changed since
         self._launched: Launched | None = None
 
     def next_inputs(self, inputs: Rows) -> Rows:
@@ -285,7 +286,20 @@ class BufferSource(RolloutSource[BufferedRows]):
         return self.batches.shares(rows)
 
     def completions(self, prompts: Prompts) -> KeptRows | None:
+        """Returns the kept rows. They were decoded before, so TRL trains on their prompts' tokens of then."""
         kept, self._kept = self._kept, None
+        changed = [
+            (row, own) for row, own in zip(prompts.ids, self.batches.mine(len(prompts.ids)), strict=True) if row != own
+        ]
+        for row, own in changed:
+            row[:] = own
+        if changed and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Prompts have other tokens than when they were decoded, as with a date in the chat template, or a "
+                "subclass that changes them in `_generate`. Rows are trained on with the tokens of then. Change "
+                "prompts in the data set or in `_tokenize_prompts`."
+            )
         return kept
 
     def launch_next(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 GATE = 0.05  # smallest gain at which a prompt is deferred
 EXPLORED = 0.03  # share of the other unsettled groups that are deferred too, to keep measuring
 CUT_OFF = 0.03  # largest share of truncated answers at which rollouts are still bounded
+WAITING_ROUNDS = 5  # rounds with more before a warning: the first one is always decoded to its end
 MEMORY = 0.8  # weight of earlier observations in the moving averages
 PRIOR_GROUPS, PRIOR_GAIN = 20.0, 4.0  # pseudo-observations: groups of long rounds, and their total gain
 MEAN_WEIGHT = 3.0  # groups for which all prompts' mean counts in a prompt's estimate: one group alone tells little
@@ -53,6 +54,8 @@ class LongRewards:
     usual_length: float = 0.0  # average number of tokens at which a short round ends
     cut_off_share: float | None = None  # share of truncated answers in long rounds; `None` before the first
     deferred_share: float = 0.0  # expected share of the groups of a short round that are deferred
+    num_waiting: int = 0  # rounds in a row after which `waits_for_all` held
+    warned: bool = False
 
     def expected_gain(self, key: int) -> float:
         """Returns the expected gain of a long round for a prompt, shrunk towards all prompts' mean."""
@@ -90,8 +93,21 @@ class LongRewards:
             share = num_cut_off / num_rows
             known = self.cut_off_share
             self.cut_off_share = share if known is None else MEMORY * known + (1 - MEMORY) * share
+            self.num_waiting = self.num_waiting + 1 if self.waits_for_all else 0
         if num_groups and not self.usual_length:
             self.deferred_share = num_uniform / num_groups
+
+    def pop_warning(self) -> str | None:
+        """Returns a warning, once, if rollouts were not bounded for `WAITING_ROUNDS` rounds in a row."""
+        if self.warned or self.num_waiting < WAITING_ROUNDS:
+            return None
+        self.warned = True
+        return (
+            f"{self.cut_off_share:.1%} of the answers reach `max_completion_length`, more than {CUT_OFF:.0%} in "
+            f"{self.num_waiting} rollouts: each waits for all of its answers and samples no spare candidates, as with "
+            "`schedule='grpo'`. Raise `max_completion_length`, or set `defer_unsettled_groups=False` if long answers "
+            "don't matter."
+        )
 
     def num_started(self, num_groups: int) -> int:
         """Returns how many prompts to start for `num_groups` groups that are not deferred: at most twice as many."""

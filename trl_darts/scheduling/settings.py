@@ -32,6 +32,7 @@ from .policies import (
 from .rules import FilledIn, check_fields, filled_in
 from .schedule_fields import (
     CONTINUOUS,
+    GUARD_EVERY,
     MAX_OVERSAMPLING,
     OF_SELECTION,
     SCHEDULE_DEFAULTS,
@@ -81,6 +82,12 @@ class ScheduleSettings(ScheduleFields):
                 f"`tail_share` ({self.tail_share}) needs expected lengths, which `submit_order` "
                 f"({self.submit_order!r}) does not use. Set `submit_order='longest'`, or leave `tail_share` unset."
             )
+
+    def guard(self, cause: str | None) -> None:
+        """Guards against the loss of long answers by default: defers groups unless `cause` says why that can't be."""
+        self.defers_groups = cause is None
+        if cause is not None and self.long_end_every is None and not self.is_continuous:
+            self.long_end_every = filled_in(GUARD_EVERY)
 
     def forget_filled_in(self) -> None:
         """Unsets values that another config computed, so that they are computed from this config's fields."""

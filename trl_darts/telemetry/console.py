@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
+from ..policy.deferral import CUT_OFF
 from ..scheduling.policies import AUTO
 from ..training.reward_checks import RewardWatch
 from ..weights.fleet import resolve_weight_sync
@@ -113,7 +114,10 @@ def first_line(args: Any) -> str:
         wait = f"the first {prompts} of {started} prompts ({LEFT_OVER[args.schedule]}), and of these for {wait}"
     ahead = ", samples ahead" if args.rollout_ahead == 1 else ", never ends" if args.rollout_ahead else ""
     uniform = ", replaces groups whose rewards are all equal" if args.drop_uniform_groups else ""
-    uniform = ", defers groups whose rewards are all equal" if args.defers_groups else uniform
+    if args.defers_groups:
+        uniform = (
+            f", defers groups whose rewards are all equal; for all while over {CUT_OFF:.0%} of answers are cut off"
+        )
     return (
         f"Schedule {args.schedule!r}: {prompts} prompts x {size} rows, {_budget(args)}, waits for "
         f"{wait}{ahead}{uniform}. {_engines(args)}."

@@ -6,7 +6,7 @@ name the function, and comes after the first rollout.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from inspect import Parameter, Signature, signature
 from types import FunctionType, MethodType
 from typing import Any
@@ -143,11 +143,15 @@ def checked_rewards(trainer: Any) -> Iterator[None]:
 def _checked(function: Any, name: str) -> Any:
     if is_async_callable(function):  # must stay async, because TRL checks it
 
-        async def call(**arguments: Any) -> list[float | None]:
-            return check_rewards(name, await function(**arguments))
+        async def call_async(*args: Any, **kwargs: Any) -> list[float | None]:
+            return check_rewards(name, await function(*args, **kwargs))
 
-        return call
-    return lambda **arguments: check_rewards(name, function(**arguments))
+        return update_wrapper(call_async, function)
+
+    def call(*args: Any, **kwargs: Any) -> list[float | None]:
+        return check_rewards(name, function(*args, **kwargs))
+
+    return update_wrapper(call, function)  # a subclass may call them in its own way, or by name
 
 
 class RewardWatch:

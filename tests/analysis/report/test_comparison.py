@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.analysis.estimates import Estimate, mean_of, plus_minus
-from trl_darts.analysis.report import read_runs
-from trl_darts.analysis.report.tables import Window, common_traces, common_window, typical_step
-from trl_darts.analysis.report.verdict import cautions, compare_settings, reward_ends, summary
+from trl_darts.analysis.report import read_runs, write_report
+from trl_darts.analysis.report.tables import Window, common_traces, common_window, time_split, typical_step
+from trl_darts.analysis.report.verdict import UNKNOWN, cautions, compare_settings, in_short, reward_ends, summary
 from trl_darts.scheduling import ScheduleSettings
 
 from .builders import ROLLOUT, SETTINGS, make_entry, make_trace, write_run
@@ -110,8 +110,8 @@ def test_what_a_schedule_sets_is_not_other_work_and_what_it_does_not_read_is_lef
         runs[schedule] = {"traces": 1, "log": 1, "settings": {**SETTINGS, **own}}
     read_in = read(tmp_path, **runs)
     settings = {setting.name: setting for setting in compare_settings(read_in)}
-    assert settings["selection"].values == [None, "all"]
-    assert settings["sorted_mode"].values == [None, "on_policy"]
+    assert settings["selection"].values == [UNKNOWN, "all"]
+    assert settings["sorted_mode"].values == [UNKNOWN, "on_policy"]
     assert not any(setting.matters for setting in settings.values())
     assert "long_end_patience" not in settings  # both keep all that they sample
     of_grpo = {setting.name for setting in compare_settings(read_in[:1])}
@@ -120,6 +120,53 @@ def test_what_a_schedule_sets_is_not_other_work_and_what_it_does_not_read_is_lef
     both = read(tmp_path / "ahead", ahead={"log": 1, "settings": ahead}, grpo=runs["grpo"])
     (setting,) = [setting for setting in compare_settings(both) if setting.name == "rollout_ahead"]
     assert (setting.values, setting.differs, setting.matters) == ([1, 0], True, False)
+
+
+def test_none_is_a_value(tmp_path):
+    """The paper's wait has no bound, and the default has one; what a log lacks is another matter."""
+    own = {"paper": {"long_end_patience": None}, "default": {"long_end_every": 4}}
+    runs = {
+        name: {"log": 1, "settings": {**SETTINGS, **asdict(ScheduleSettings(num_generations=2, **fields))}}
+        for name, fields in own.items()
+    }
+    runs["old"] = {"log": 1, "settings": SETTINGS}
+    settings = {setting.name: setting for setting in compare_settings(read(tmp_path, **runs))}
+    assert settings["long_end_patience"].values == [None, "auto", UNKNOWN]
+    assert settings["long_end_every"].values == [None, 4, UNKNOWN]
+    for name in own["paper"] | own["default"]:
+        assert (settings[name].differs, settings[name].matters) == (True, False)
+    assert not settings["num_longest"].differs
+    assert "redundancy_cost_weight" not in settings  # None in all
+    page = write_report([tmp_path / name for name in runs], tmp_path / "report.html")[0].read_text()
+    assert '≠ long_end_patience</th><td class="text">None</td><td class="text">auto</td>' in page
+    assert '≠ long_end_every</th><td class="text">None</td><td class="text">4</td><td class="text">–</td>' in page
+
+
+def of_trl(step, **metrics):
+    """A log entry of TRL's own trainer."""
+    return {"step": step, "reward": 0.1, "step_time": 20.0 + step % 3, "completions/max_length": 9.0, **metrics}
+
+
+def test_what_a_log_of_trl_does_not_say_is_unknown(tmp_path):
+    """Not zero: it has no rollouts, no idle engines, and nothing was saved or lost in its rollouts."""
+    log = [of_trl(step) for step in range(1, 8)]
+    ours = [make_entry(step, step_time=16.0 + step % 2) for step in range(1, 8)]
+    runs = read(tmp_path, trl={"log": log, "settings": None}, darts={"log": ours})
+    rows = {row.key: row.cells for row in summary(runs)}
+    assert rows["share"][0] == "–"
+    assert rows["share"][1] != "–"
+    assert rows["step"][0].startswith("21")
+    assert {"step", "reward_first", "reward_last"} == {row.key for row in summary(runs[:1])}
+    split = time_split(runs[0])
+    assert split["total"].notna().all()
+    assert split[["generate", "score", "train", "sync", "busy", "idle"]].isna().all(axis=None)
+    ((verdict, unknown),) = in_short(runs, compare_settings(runs))
+    assert "darts took 16.5 s a step, trl 21.0 s" in verdict
+    assert "saved" in verdict
+    assert unknown == "What of this was saved in rollouts is unknown: a log of TRL's own trainer does not say."
+    page = write_report([run.directory for run in runs], tmp_path / "report.html")[0].read_text()
+    assert "100 %" not in page.replace("width: 100 %", "")
+    assert "−" not in page
 
 
 def test_log_and_traces_have_windows_of_their_own(tmp_path):

@@ -114,13 +114,24 @@ def test_says_what_it_rests_on(tmp_path):
     assert "WARNING" not in text
 
 
+def test_the_guard_of_long_answers_is_simulated_and_told(tmp_path):
+    """A sweep can switch it off, which is faster, and is not what ships."""
+    found = rows(*SMALL, "--steps", 8, "--sweep", "long_end_every=none,4", output=tmp_path)
+    assert [row["setting"] for row in found] == ["grpo", "darts, long_end_every=None", "darts, long_end_every=4"]
+    assert float(found[1]["speedup"]) > float(found[2]["speedup"])
+    assert rows(*SMALL, "--steps", 8, output=tmp_path)[1]["speedup"] == found[2]["speedup"]
+    text = " ".join(run(*SMALL).stdout.split())
+    assert "one rollout in 4 waits for all answers. With vLLM servers it defers groups with equal rewards" in text
+    assert "without a guard (--sweep long_end_every=none), 10 to 25 % below the latter" in text
+
+
 def test_each_endless_share_has_a_baseline_of_its_own(tmp_path):
     found = rows(*SMALL, "--endless-share", "0,0.05", output=tmp_path)
     names = [
         "grpo, endless_share=0",
-        "darts, endless_share=0",
+        "darts, long_end_every=4, endless_share=0",
         "grpo, endless_share=0.05",
-        "darts, endless_share=0.05",
+        "darts, long_end_every=4, endless_share=0.05",
     ]
     assert [row["setting"] for row in found] == names
     assert [float(found[index]["speedup"]) for index in (0, 2)] == [1.0, 1.0]

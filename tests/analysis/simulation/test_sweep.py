@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 
+from trl_darts import DARTSGRPOConfig
 from trl_darts.analysis.simulation import parse_sweep, settings_of
 from trl_darts.analysis.simulation.sweep import KINDS, UNSWEPT
 from trl_darts.errors import ConfigurationError
@@ -16,9 +17,11 @@ def test_sweeps():
     settings = settings_of(["grpo", "darts"], 4, sweep)
     assert next(iter(settings)) == "grpo"
     assert len(settings) == 5
-    assert settings["darts, max_num_generations=8, long_end_patience=1.5, tail_pruning=True"] == ScheduleSettings(
-        "darts", num_generations=4, max_num_generations=8, long_end_patience=1.5, tail_pruning=True
+    label = "darts, max_num_generations=8, long_end_patience=1.5, tail_pruning=True, long_end_every=4"
+    assert settings[label] == ScheduleSettings(
+        *("darts", 4, 8), long_end_patience=1.5, tail_pruning=True, long_end_every=4
     )
+    assert "darts, max_num_generations=8, long_end_patience=None, tail_pruning=True" in settings  # waits for all
     assert set(settings_of(["grpo"], 4, {"num_generations": [2, 3]})) == {
         "grpo, num_generations=2",
         "grpo, num_generations=3",
@@ -43,8 +46,8 @@ def test_each_schedule_takes_what_means_something_to_it():
     sweep = parse_sweep(["prompt_oversampling=1.5,2", "sorted_mode=partial", "long_end_patience=auto,2"])
     assert list(settings_of(["grpo", "darts", "tail_batching", "sorted"], 4, sweep)) == [
         "grpo",
-        "darts, long_end_patience=auto",
-        "darts, long_end_patience=2.0",
+        "darts, long_end_patience=auto, long_end_every=4",
+        "darts, long_end_patience=2.0, long_end_every=4",
         "tail_batching, prompt_oversampling=1.5",
         "tail_batching, prompt_oversampling=2.0",
         "sorted, sorted_mode=partial",
@@ -52,12 +55,40 @@ def test_each_schedule_takes_what_means_something_to_it():
     sweep = parse_sweep(["selection=all,dual_end", "long_end_patience=auto,2"])
     assert list(settings_of(["grpo", "darts", "partial_rollout"], 4, sweep)) == [
         "grpo",
-        "darts, selection=dual_end, long_end_patience=auto",
-        "darts, selection=dual_end, long_end_patience=2.0",
+        "darts, selection=dual_end, long_end_patience=auto, long_end_every=4",
+        "darts, selection=dual_end, long_end_patience=2.0, long_end_every=4",
         "partial_rollout, selection=all",
         "partial_rollout, selection=dual_end, long_end_patience=auto",
         "partial_rollout, selection=dual_end, long_end_patience=2.0",
     ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_num_generations": 12},
+        {"drop_uniform_groups": True},
+        {"rollout_ahead": "continuous"},
+        {"long_end_patience": None},
+        {"long_end_every": 2},
+        {"selection": "uniform"},
+    ],
+)
+def test_what_is_simulated_is_what_the_trainer_runs(fields):
+    """The guard of a trainer with an engine in its process, resolved by the same function."""
+    config = DARTSGRPOConfig("out", use_cpu=True, bf16=False, **fields)
+    (made,) = settings_of(["darts"], 8, {name: [value] for name, value in fields.items()}).values()
+    assert {name: getattr(made, name) for name in KINDS} == {name: getattr(config, name) for name in KINDS}
+
+
+def test_without_a_guard_on_demand():
+    assert {
+        name: own.long_end_every for name, own in settings_of(["darts"], 8, {"long_end_every": [None, 4]}).items()
+    } == {
+        "darts, long_end_every=None": None,
+        "darts, long_end_every=4": 4,
+    }
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ..simulation.recorded import curve_of
 from . import panels
 from .panels import Panel, figure
 from .runs import Run, read_runs
-from .verdict import busy, cautions, compare_settings, in_short, summary
+from .verdict import UNKNOWN, busy, cautions, compare_settings, in_short, summary
 
 
 def write_report(
@@ -113,6 +113,7 @@ def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, by
         cautions=[*cautions(runs, settings), *filter(None, map(busy, runs))],
         summary=summary(runs),
         settings=settings,
+        unknown=UNKNOWN,
         panels=found,
         figures={key: base64.b64encode(picture).decode() for key, picture in figures.items()},
         version=__version__,

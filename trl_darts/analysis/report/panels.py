@@ -17,6 +17,7 @@ import pandas as pd
 
 from ...errors import ConfigurationError
 from ...policy import LatencyCurve
+from ..colors import colors_of
 from ..estimates import Estimate, number, percent, plus_minus, ratio_of_sums
 from . import tables
 from .runs import OUTCOMES, Run
@@ -25,8 +26,6 @@ from .tables import ENGINES, PHASES, common_traces, in_common
 
 Draw = Callable[[Any], None]  # on matplotlib's axes
 
-# Okabe and Ito's colours, darkened until lines on white have a contrast of 4.5.
-COLORS = ("#0067a5", "#c24a00", "#007a58", "#a8326f", "#6b5b00", "#555555")
 DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)), (0, (10, 3)), (0, (1, 1)))
 MARKERS = "o^sDvP"
 MUTED = "#57606a"
@@ -276,19 +275,21 @@ def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
 def figure(charts: Sequence[Draw], names: Sequence[str], looks: Sequence[str] = ()) -> bytes:
     """Draws charts into one PNG picture, at most three in a row, with a legend of the runs and of the looks."""
     import matplotlib
+    from cycler import cycler
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     columns = min(len(charts), 2 if len(charts) in (2, 4) else 3)
     rows = -(-len(charts) // columns)
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_RC}):
+    cycle: dict[Any, Any] = {"axes.prop_cycle": cycler(color=colors_of(names))}  # "C0" is the first run's
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_RC, **cycle}):
         # Without pyplot, whose state belongs to the caller.
         picture = Figure(figsize=(WIDTH, HEIGHT * rows + 0.4), layout="constrained")
         for place, draw in enumerate(charts, start=1):
             draw(picture.add_subplot(rows, columns, place))
         handles: list[Any] = [
-            Line2D([], [], color=COLORS[i], linestyle=DASHES[i], lw=2, label=shorten(name, 60, placeholder="…"))
+            Line2D([], [], color=f"C{i}", linestyle=DASHES[i], lw=2, label=shorten(name, 60, placeholder="…"))
             for i, name in enumerate(names)
         ]
         handles += [Patch(facecolor=(MUTED, LOOKS[x][0]), edgecolor=MUTED, hatch=LOOKS[x][1], label=x) for x in looks]
@@ -311,11 +312,11 @@ def lines(
     window = smoothing(curves)
     for run, curve in curves.items():
         if window > 1:
-            axes.plot(curve, color=COLORS[run], linewidth=0.8, alpha=0.3)
+            axes.plot(curve, color=f"C{run}", linewidth=0.8, alpha=0.3)
         style = {"linewidth": 1.9, "linestyle": DASHES[run], "marker": "o" if len(curve) == 1 else ""}
-        axes.plot(curve.rolling(window, min_periods=1).mean(), color=COLORS[run], **style)
+        axes.plot(curve.rolling(window, min_periods=1).mean(), color=f"C{run}", **style)
     for run, curve in (dotted or {}).items():
-        axes.plot(curve.rolling(window, min_periods=1).mean(), color=COLORS[run], linewidth=1, linestyle=":")
+        axes.plot(curve.rolling(window, min_periods=1).mean(), color=f"C{run}", linewidth=1, linestyle=":")
     axes.set(title=title, xlabel=xlabel)
     if from_zero:
         axes.set_ylim(0, 1.03 * axes.get_ylim()[1])
@@ -331,8 +332,8 @@ def distribution(axes: Any, title: str, run: int, shares: pd.DataFrame, edges: n
     from matplotlib.ticker import NullFormatter
 
     shown = np.maximum(edges, 0.7)  # a logarithmic axis has no 0
-    axes.stairs(100 * shares["pool"], shown, fill=True, color=COLORS[run], alpha=0.3, linewidth=0)
-    axes.stairs(100 * shares["kept"], shown, color=COLORS[run], linewidth=1.9)
+    axes.stairs(100 * shares["pool"], shown, fill=True, color=f"C{run}", alpha=0.3, linewidth=0)
+    axes.stairs(100 * shares["kept"], shown, color=f"C{run}", linewidth=1.9)
     axes.set(title=title, xscale="log", xlabel="tokens", xlim=(shown[0], shown[-1]), ylim=(0, 105 * top))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -343,7 +344,7 @@ def bars(axes: Any, shares: Mapping[int, pd.Series]) -> None:
     width = 0.84 / len(shares)
     for place, (run, share) in enumerate(shares.items()):
         left = share.index.to_numpy(dtype=float) - 0.42 + width * (place + 0.5)
-        axes.bar(left, 100 * share, width, color=COLORS[run])
+        axes.bar(left, 100 * share, width, color=f"C{run}")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(title="% of prompts", xlabel="candidates")
 
@@ -353,7 +354,7 @@ def bins(axes: Any, means: Mapping[int, pd.Series]) -> None:
     order = list(BINS)
     for run, values in means.items():
         places = np.array([order.index(name) for name in values.index])
-        style = {"color": COLORS[run], "marker": MARKERS[run], "markersize": 5, "linewidth": 1.9}
+        style = {"color": f"C{run}", "marker": MARKERS[run], "markersize": 5, "linewidth": 1.9}
         for part, line in ((places == 0, ""), (places > 0, DASHES[run])):
             axes.plot(places[part], values[part], linestyle=line, **style)
     axes.set_xticks(range(len(order)), BINS.values())
@@ -367,10 +368,10 @@ def timeline(axes: Any, title: str, run: int, running: pd.DataFrame, seconds: fl
     bottom = np.zeros(len(running))
     for name in OUTCOMES:
         opacity, hatch = LOOKS[name]
-        area = {"step": "post", "edgecolor": COLORS[run], "hatch": hatch, "linewidth": 0}
-        axes.fill_between(running.index, bottom, bottom + running[name], facecolor=(COLORS[run], opacity), **area)
+        area = {"step": "post", "edgecolor": f"C{run}", "hatch": hatch, "linewidth": 0}
+        axes.fill_between(running.index, bottom, bottom + running[name], facecolor=(f"C{run}", opacity), **area)
         bottom += running[name]
-    axes.step(running.index, running["running"], where="post", color=COLORS[run], linewidth=1)
+    axes.step(running.index, running["running"], where="post", color=f"C{run}", linewidth=1)
     axes.plot([0, end, end], [highest, highest, 0], color=MUTED, linewidth=1, linestyle="--")
     axes.set(title=title, xlabel="seconds", xlim=(0, 1.02 * seconds or 1), ylim=(0, 1.08 * peak))
 
@@ -381,7 +382,7 @@ def stacks(axes: Any, title: str, parts: Mapping[int, Mapping[str, float]], name
         left = 0.0
         for name, seconds in own.items():
             opacity, hatch = LOOKS[name]
-            look = {"facecolor": (COLORS[run], opacity), "edgecolor": COLORS[run], "hatch": hatch, "linewidth": 0.8}
+            look = {"facecolor": (f"C{run}", opacity), "edgecolor": f"C{run}", "hatch": hatch, "linewidth": 0.8}
             axes.barh(place, seconds, 0.62, left, **look)
             left += seconds
     longest = max(sum(own.values()) for own in parts.values())
@@ -396,5 +397,5 @@ def scatter(axes: Any, points: Mapping[int, pd.DataFrame]) -> None:
     end = 1.05 * max(float(table[["predicted", "real"]].max().max()) for table in points.values())
     axes.plot([0, end], [0, end], color=MUTED, linewidth=1)
     for run, table in points.items():
-        axes.scatter("predicted", "real", 16, COLORS[run], marker=MARKERS[run], data=table, alpha=0.6, linewidths=0)
+        axes.scatter("predicted", "real", 16, f"C{run}", marker=MARKERS[run], data=table, alpha=0.6, linewidths=0)
     axes.set(title="Real seconds", xlim=(0, end), ylim=(0, end), xlabel="predicted seconds")

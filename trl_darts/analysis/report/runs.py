@@ -147,9 +147,12 @@ def outcomes(traces: pd.DataFrame) -> pd.Series:
 
 
 def _count_rollouts(log: pd.DataFrame, traces: pd.DataFrame) -> pd.Series:
-    """Counts the rollouts of each entry: the traces of its steps, or else one per step that logged any."""
+    """
+    Counts the rollouts of each entry: the traces of its steps, or else one per step that logged any. NaN if the log
+    has no rollouts at all, as one of TRL's own trainer.
+    """
     if "darts/rollout/seconds" not in log:
-        return pd.Series(0.0, log.index)
+        return pd.Series(np.nan, log.index)
     per_step = traces.drop_duplicates(["step", "micro"]).groupby("step").size()
     counts = [
         (per_step[(per_step.index > step - width) & (per_step.index <= step)].sum() or width) if logged else 0

@@ -52,11 +52,15 @@ BUSY = 1.5  # times the usual seconds of rows of the same length
 BUSY_SHARE, MIN_BUSY = 0.1, 3  # of the log entries, at least
 
 
+UNKNOWN: Any = Ellipsis  # value of a setting
+
+
 @dataclass(frozen=True)
 class Setting:
     """
-    One setting of all runs, `None` where it is unknown. It `differs` if two runs have different known values, and
-    `matters` if such runs did different work, so that their times can't be compared.
+    One setting of all runs, `UNKNOWN` where a run's log has none or its schedule does not read it. `None` is a value:
+    the paper's wait, for example. It `differs` if two runs have different known values, and `matters` if such runs did
+    different work, so that their times can't be compared.
     """
 
     name: str
@@ -72,9 +76,10 @@ def compare_settings(runs: Sequence[Run]) -> list[Setting]:
     names = dict.fromkeys(name for settings in work for name in settings if name != "name")
     settings = []
     for name in names:
-        values = [settings.get(name) for settings in work]
-        known = {repr(value) for value in values if value is not None}
-        if known and (name not in SWITCHES or any(values)):
+        values = [settings.get(name, UNKNOWN) for settings in work]
+        known = {repr(value) for value in values if value is not UNKNOWN}
+        is_set = any(value not in (None, UNKNOWN) for value in values)
+        if is_set and (name not in SWITCHES or any(value for value in values if value is not UNKNOWN)):
             differs = len(known) > 1
             settings.append(Setting(name, values, differs, differs and name not in METHOD_SETTINGS))
     return settings
@@ -273,7 +278,9 @@ def saving(first: Run, other: Run) -> Saving | None:
 
 def _widths_and_times(run: Run) -> pd.DataFrame:
     width = run.log.get(WIDTH, run.log.get(LONGEST_ROW, pd.Series(np.nan, run.log.index)))
-    return time_split(run)[["total", "generate", "num_steps"]].assign(width=width).dropna()
+    known = time_split(run)[["total", "generate", "num_steps"]].assign(width=width)
+    has_rollouts = bool(known["generate"].notna().any())  # a log of TRL's own trainer has none
+    return known.dropna(subset=None if has_rollouts else ["total", "num_steps", "width"])
 
 
 def in_short(runs: Sequence[Run], settings: Sequence[Setting]) -> list[list[str]]:
@@ -291,6 +298,8 @@ def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
             f"their logs have {saved.entries} in common; at least {MIN_ENTRIES} are needed."
         ]
     verdict = _verdict(saved)
+    if not math.isfinite(saved.rollouts.mean):
+        return [verdict, "What of this was saved in rollouts is unknown: a log of TRL's own trainer does not say."]
     rollouts = f"Saved in rollouts: {plus_minus(saved.rollouts, ' s')}."
     if not math.isfinite(saved.rest.mean):
         unknown = "Rows had the same length in all steps: the parts of shorter rows and of the rest are unknown."
@@ -330,7 +339,7 @@ def _reason(saved: Saving, matters: Sequence[str]) -> str:
 def busy(run: Run) -> str | None:
     """Names the steps in which training took much longer than usual for its rows: the machine had other work."""
     table = _widths_and_times(run)
-    table = table[table.index > 1]
+    table = table[table.index > 1].dropna()
     if len(table) < MIN_BUSY:
         return None
     seconds = table["total"] - table["generate"]

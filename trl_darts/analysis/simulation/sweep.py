@@ -63,7 +63,8 @@ def settings_of(
 ) -> dict[str, ScheduleSettings]:
     """
     Returns all settings of a comparison, by name. Each schedule takes the settings of the sweep that have an effect on
-    it, and is not repeated for the others: `"grpo"`, for example, takes `num_generations` alone.
+    it, and is not repeated for the others: `"grpo"`, for example, takes `num_generations` alone. Long answers are
+    guarded as a trainer with an engine in its process does, unless `long_end_every` is swept.
     """
     if not schedules or (unknown := [name for name in schedules if name not in SCHEDULES]):
         raise ConfigurationError(
@@ -82,9 +83,12 @@ def settings_of(
             given = dict(zip(sweep, values, strict=True))
             own = {name: value for name, value in given.items() if has_effect(name, schedule, given)}
             unused -= own.items()
+            made = ScheduleSettings(schedule, **{"num_generations": num_generations, **own})
+            if "long_end_every" not in own and made.bounds_wait:  # as the trainer's config does
+                made.guard(made.cannot_settle or "a simulation, which has no rewards")
+                own |= {"long_end_every": made.long_end_every} if made.long_end_every else {}
             label = ", ".join([schedule, *(f"{name}={value}" for name, value in own.items())])
-            if label not in settings:
-                settings[label] = ScheduleSettings(schedule, **{"num_generations": num_generations, **own})
+            settings.setdefault(label, made)
     if unused:
         name, value = min(unused, key=str)
         belongs_to = " or ".join(map(repr, SCHEDULE_DEFAULTS.get(name, ())))
