@@ -136,7 +136,11 @@ def make_trainer(tokenizer, mixed="no", facts_dtype="torch.float32"):
     facts = SimpleNamespace(dtype=facts_dtype, model="m", max_model_len=512)
     generation = SimpleNamespace(facts=facts)
     return SimpleNamespace(
-        model=Model(), accelerator=accelerator, vllm_generation=generation, processing_class=tokenizer
+        _dist=SimpleNamespace(is_zero3=False),
+        model=Model(),
+        accelerator=accelerator,
+        vllm_generation=generation,
+        processing_class=tokenizer,
     )
 
 
@@ -208,7 +212,7 @@ class Servers:
     async def pool(self):
         return self
 
-    async def complete(self, member, prompt, generation):
+    async def complete(self, member, prompt, generation, temperature):
         self.asked.append(member.url)
         error = next(self.errors[member.url], None)
         if error is None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 
 from ..engines.main_process import MainProcess
 from ..engines.pool import FAILURES, Member, State, describe
@@ -129,6 +130,8 @@ class Canary:
 
     def check(self, trainer: Any) -> dict[str, float]:
         """Runs after each sync, on every process at once. Returns metrics if servers were compared."""
+        if temperature_of(trainer) != 1 and not trainer.args.vllm_importance_sampling_correction:
+            return {}  # the servers' log-probs may be those before the temperature
         urls = self._main.broadcast(self._due)
         found = self._differences(trainer, urls)
         if any(difference.is_wrong for difference in found):
@@ -171,7 +174,8 @@ class Canary:
             if tail is not None:
                 await pool.take_turns(tail)
             members = [m for url in urls if (m := pool.members.get(url)) is not None and m.decodes]
-            answers = await asyncio.gather(*(_complete(member, prompt, trainer.vllm_generation) for member in members))
+            asked = trainer.vllm_generation, temperature_of(trainer)
+            answers = await asyncio.gather(*(_complete(member, prompt, *asked) for member in members))
             samples += [sample for answer in answers for sample in answer]
         return samples
 
@@ -188,12 +192,12 @@ class Canary:
         return replace(found, tolerance=limit[0], reason=limit[1])
 
 
-async def _complete(member: Member, prompt: list[int], generation: Any) -> list[Sample]:
+async def _complete(member: Member, prompt: list[int], generation: Any, temperature: float = 1.0) -> list[Sample]:
     """Returns one completion of each engine of a server, none if it does not answer."""
     facts, server = generation.facts, member.server
     # Without sampling options, raw and processed log-probs are equal.
     options = {"model": facts.model, "max_tokens": min(NUM_TOKENS, facts.max_model_len - len(prompt)), "logprobs": 0}
-    options |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    options |= {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     options["ignore_eos"] = True
 
     async def ask(rank: int | None) -> Sample | None:
@@ -224,6 +228,11 @@ async def _vllm_config(member: Member) -> Mapping[str, Any] | None:
     return (info or {}).get("vllm_config")
 
 
+def temperature_of(trainer: Any) -> float:
+    """Returns the temperature at which log-probs are compared: 1, unless TRL's forward pass decides, see below."""
+    return trainer.temperature if trainer._dist.is_zero3 else 1.0
+
+
 def prompt_of(processing_class: Any) -> list[int]:
     """Returns the tokens of the prompt, without images."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -245,10 +254,17 @@ def own_logprobs(
     Returns the trainer's log-probs of completions of one length, `(N, T)`, and the standard deviation of its logits,
     `(N,)`. Called on every process at once, because a sharded model's forward pass is a collective.
 
-    Not with TRL's `_get_per_token_logps_and_entropies`: its temperature is fixed when the model is built.
+    Not with TRL's `_get_per_token_logps_and_entropies`: its temperature is fixed when the model is built. DeepSpeed
+    ZeRO-3 needs it, because each pass must use the modules in the order of the first one. The standard deviation is
+    then that of the log-probs.
     """
     ids = torch.tensor([[*prompt, *tokens] for tokens in completions], device=trainer.accelerator.device)  # (N, P + T)
     found, deviations = [], []
+    if trainer._dist.is_zero3:
+        rows = trainer.model, ids, torch.ones_like(ids), ids.shape[1] - len(prompt), BATCH
+        with torch.no_grad(), evaluating(trainer.model), trainer.accelerator.autocast():
+            own = GRPOTrainer._get_per_token_logps_and_entropies(trainer, *rows)[0].float().cpu()
+        return own, own.std(-1)
     with torch.no_grad(), evaluating(trainer.model), trainer.accelerator.autocast():
         for rows in ids.split(BATCH):
             output = trainer.model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False)
