@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +103,13 @@ def test_tolerance_is_that_of_the_coarser_side(dtype, config, limit):
     assert tolerance(dtype, False, config)[0] == limit
 
 
+def test_raw_log_probs_are_those_of_temperature_1():
+    raw = with_model(logprobs_mode="raw_logprobs")
+    assert tolerance("float32", False, raw, 1.0)[0] == TOLERANCES["bfloat16"]
+    assert tolerance("float32", False, raw, 0.7)[0] == math.inf
+    assert tolerance("float32", False, CONFIG, 0.7)[0] == TOLERANCES["bfloat16"]
+
+
 def test_quantized_trainer():
     assert tolerance("float32", True, CONFIG) == (QUANTIZED, "quantization")
 
@@ -124,23 +130,27 @@ class Model(torch.nn.Module):
         self.table = torch.nn.Embedding(128, 128)
         self.dropout = torch.nn.Dropout(0.5)
         self.frozen = torch.nn.Dropout(0.5).eval()
-        self.config = SimpleNamespace()
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=128))
 
-    def forward(self, input_ids, attention_mask, use_cache):
-        assert not torch.is_grad_enabled()
-        return SimpleNamespace(logits=self.frozen(self.dropout(self.table(input_ids))))
+    def forward(self, ids):
+        return self.frozen(self.dropout(self.table(ids)))
+
+
+def per_token_logps(model, ids, mask, num_logits, batch_size, compute_entropy):
+    assert not torch.is_grad_enabled()
+    logps = model(ids)[:, -num_logits - 1 : -1].log_softmax(-1)
+    return logps.gather(-1, ids[:, -num_logits:, None])[..., 0], -(logps.exp() * logps).sum(-1), None
 
 
 def make_trainer(tokenizer, mixed="no", facts_dtype="torch.float32"):
-    accelerator = SimpleNamespace(device="cpu", mixed_precision=mixed, autocast=nullcontext)
     facts = SimpleNamespace(dtype=facts_dtype, model="m", max_model_len=512)
-    generation = SimpleNamespace(facts=facts)
     return SimpleNamespace(
-        _dist=SimpleNamespace(is_zero3=False),
         model=Model(),
-        accelerator=accelerator,
-        vllm_generation=generation,
+        accelerator=SimpleNamespace(device="cpu", mixed_precision=mixed),
+        vllm_generation=SimpleNamespace(facts=facts),
         processing_class=tokenizer,
+        temperature=1.0,
+        _get_per_token_logps_and_entropies=per_token_logps,
     )
 
 
@@ -156,7 +166,14 @@ def test_own_log_probs(tokenizer):
     logps = trainer.model.table.weight.detach().log_softmax(-1)
     expected = [[logps[before, token] for before, token in zip([prompt[-1], *row], row)] for row in rows]  # noqa: B905
     torch.testing.assert_close(own, torch.tensor(expected))
-    torch.testing.assert_close(deviation[1], logps[[prompt[-1], 8, 9]].std(-1).mean())
+    spread = logps[[prompt[-1], 8, 9]].std(-1).mean()
+    assert deviation[1] == pytest.approx(spread.item(), rel=0.2)  # of normally distributed logits
+
+
+def test_deviation_is_never_imaginary(tokenizer):
+    trainer = make_trainer(tokenizer)
+    trainer.model.table.weight.data.zero_()
+    assert own_logprobs(trainer, [5], [[6, 7]])[1].item() == pytest.approx(0, abs=2e-3)
 
 
 def test_modes_return_after_an_error():
@@ -212,7 +229,7 @@ class Servers:
     async def pool(self):
         return self
 
-    async def complete(self, member, prompt, generation, temperature):
+    async def complete(self, member, prompt, trainer):
         self.asked.append(member.url)
         error = next(self.errors[member.url], None)
         if error is None:
@@ -253,7 +270,7 @@ def test_other_weights_end_the_run_in_the_second_completion(monkeypatch, tokeniz
     canary, servers = canary_of(monkeypatch, tokenizer, {"http://sound:1": [0.0], URL: [0.4, 0.5]})
     with pytest.raises(WeightSyncError) as error:
         canary.check(servers.trainer)
-    for part in (URL, "by 0.5 on average", "bfloat16 explains at most 0.0"):
+    for part in (URL, "by 0.5 on average", "bfloat16 explains at most 0."):
         assert part in str(error.value)
     assert servers.asked == ["http://sound:1", URL, URL]
 
@@ -311,9 +328,10 @@ def asked(answers, num_engines):
         return web.Response(text="\n".join(lines))
 
     generation = SimpleNamespace(facts=SimpleNamespace(model="m", max_model_len=512))
+    trainer = SimpleNamespace(vllm_generation=generation, temperature=0.7)
     with fake_server({"POST /v1/completions": complete, "GET /metrics": metrics}) as url:
         engine = VLLMServerEngine([url])
-        samples = engine.call(module._complete(engine.members[url], [5, 6], generation))
+        samples = engine.call(module._complete(engine.members[url], [5, 6], trainer))
         engine.close()
     return requests, samples
 
@@ -323,7 +341,7 @@ def test_each_data_parallel_rank_is_asked():
     assert {rank for rank, _ in requests} == {"0", "1"}
     assert [(sample.rank, len(sample.tokens)) for sample in samples] == [(0, 32), (1, 32)]
     body = requests[0][1]
-    options = {"max_tokens": 32, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": 0, "ignore_eos": True}
+    options = {"max_tokens": 32, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "logprobs": 0, "ignore_eos": True}
     assert options.items() <= body.items()
     assert not {"seed", "n"} & body.keys()
 
@@ -339,5 +357,6 @@ def test_refused_and_cut_answers_are_not_compared():
     assert asked([0, 31], num_engines=2)[1] == []
     engine = VLLMServerEngine(["http://127.0.0.1:9"])
     generation = SimpleNamespace(facts=SimpleNamespace(model="m", max_model_len=512))
-    assert engine.call(module._complete(next(iter(engine.members.values())), [5], generation)) == []
+    trainer = SimpleNamespace(vllm_generation=generation, temperature=0.7)
+    assert engine.call(module._complete(next(iter(engine.members.values())), [5], trainer)) == []
     engine.close()

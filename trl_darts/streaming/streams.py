@@ -83,7 +83,8 @@ class Streams:
     ) -> Any:
         """Returns streamed log-probs in place of `compute`, TRL's `_get_per_token_logps_and_entropies`."""
         stream = self.log_probs
-        if stream is None or not stream.active or (name := called_model(trainer, model)) not in stream.scorers:
+        serves = stream is not None and stream.active and not kwargs.get("compute_entropy")
+        if stream is None or not serves or (name := called_model(trainer, model)) not in stream.scorers:
             return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
         def rest(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from trl import GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
 
 from ..engines.main_process import MainProcess
 from ..engines.pool import FAILURES, Member, State, describe
@@ -30,8 +29,7 @@ TEXT = "The weather in spring is mild, and people walk in the park. In summer"
 MAX_PROMPT, NUM_TOKENS = 48, 32
 INTERVAL = 50  # syncs
 TIMEOUT_S = 60.0  # a full server answers once one of its requests has ended
-BATCH = 4  # rows of a forward pass, whose logits have the size of the vocabulary
-FLOOR = -30.0  # of log-probs: models may mask tokens
+BATCH = 4  # rows of a forward pass
 
 # Largest mean difference of a sound server, relative to the standard deviation of the logits, by the coarser dtype of
 # both sides. Rounding is relative to what is rounded, so the same share fits random models (standard deviation 0.2)
@@ -103,10 +101,16 @@ def coarsest(dtypes: Iterable[str | None]) -> str:
     return max(known or {"bfloat16"}, key=TOLERANCES.__getitem__)
 
 
-def tolerance(dtype: str, is_quantized: bool, vllm_config: Mapping[str, Any]) -> tuple[float, str]:
-    """Returns the tolerance for a trainer and a server, and its reason. Infinite if it returns no log-probs."""
+def tolerance(
+    dtype: str, is_quantized: bool, vllm_config: Mapping[str, Any], temperature: float = 1.0
+) -> tuple[float, str]:
+    """
+    Returns the tolerance for a trainer and a server, and its reason. Infinite if the server's log-probs are not those
+    of the sampling distribution.
+    """
     model = vllm_config.get("model_config") or {}
-    if "logits" in str(model.get("logprobs_mode")):
+    mode = str(model.get("logprobs_mode"))
+    if "logits" in mode or (mode.startswith("raw") and temperature != 1.0):
         return math.inf, "`--logprobs-mode`"
     cache = str((vllm_config.get("cache_config") or {}).get("cache_dtype") or "auto")
     if is_quantized or model.get("quantization") or cache not in ("auto", "float16", "bfloat16", "float32"):
@@ -130,8 +134,6 @@ class Canary:
 
     def check(self, trainer: Any) -> dict[str, float]:
         """Runs after each sync, on every process at once. Returns metrics if servers were compared."""
-        if temperature_of(trainer) != 1 and not trainer.args.vllm_importance_sampling_correction:
-            return {}  # the servers' log-probs may be those before the temperature
         urls = self._main.broadcast(self._due)
         found = self._differences(trainer, urls)
         if any(difference.is_wrong for difference in found):
@@ -174,8 +176,7 @@ class Canary:
             if tail is not None:
                 await pool.take_turns(tail)
             members = [m for url in urls if (m := pool.members.get(url)) is not None and m.decodes]
-            asked = trainer.vllm_generation, temperature_of(trainer)
-            answers = await asyncio.gather(*(_complete(member, prompt, *asked) for member in members))
+            answers = await asyncio.gather(*(_complete(member, prompt, trainer) for member in members))
             samples += [sample for answer in answers for sample in answer]
         return samples
 
@@ -188,16 +189,16 @@ class Canary:
         # A server that says more is asked only now, because its answer takes seconds. Stubs have none.
         member = (await self._engine.pool()).members.get(found.url)
         config = None if member is None else await _vllm_config(member)
-        limit = (math.inf, "") if config is None else tolerance(dtype, is_quantized, config)
+        limit = (math.inf, "") if config is None else tolerance(dtype, is_quantized, config, trainer.temperature)
         return replace(found, tolerance=limit[0], reason=limit[1])
 
 
-async def _complete(member: Member, prompt: list[int], generation: Any, temperature: float = 1.0) -> list[Sample]:
+async def _complete(member: Member, prompt: list[int], trainer: Any) -> list[Sample]:
     """Returns one completion of each engine of a server, none if it does not answer."""
-    facts, server = generation.facts, member.server
-    # Without sampling options, raw and processed log-probs are equal.
+    facts, server = trainer.vllm_generation.facts, member.server
+    # TRL's forward pass has the run's temperature, and no other sampling options.
     options = {"model": facts.model, "max_tokens": min(NUM_TOKENS, facts.max_model_len - len(prompt)), "logprobs": 0}
-    options |= {"temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    options |= {"temperature": trainer.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     options["ignore_eos"] = True
 
     async def ask(rank: int | None) -> Sample | None:
@@ -228,11 +229,6 @@ async def _vllm_config(member: Member) -> Mapping[str, Any] | None:
     return (info or {}).get("vllm_config")
 
 
-def temperature_of(trainer: Any) -> float:
-    """Returns the temperature at which log-probs are compared: 1, unless TRL's forward pass decides, see below."""
-    return trainer.temperature if trainer._dist.is_zero3 else 1.0
-
-
 def prompt_of(processing_class: Any) -> list[int]:
     """Returns the tokens of the prompt, without images."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -252,26 +248,18 @@ def own_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Returns the trainer's log-probs of completions of one length, `(N, T)`, and the standard deviation of its logits,
-    `(N,)`. Called on every process at once, because a sharded model's forward pass is a collective.
-
-    Not with TRL's `_get_per_token_logps_and_entropies`: its temperature is fixed when the model is built. DeepSpeed
-    ZeRO-3 needs it, because each pass must use the modules in the order of the first one. The standard deviation is
-    then that of the log-probs.
+    `(N,)`. Called on every process at once, because a sharded model's forward pass is a collective. It is TRL's, since
+    ZeRO-3 needs the same order of layers in each.
     """
     ids = torch.tensor([[*prompt, *tokens] for tokens in completions], device=trainer.accelerator.device)  # (N, P + T)
-    found, deviations = [], []
-    if trainer._dist.is_zero3:
-        rows = trainer.model, ids, torch.ones_like(ids), ids.shape[1] - len(prompt), BATCH
-        with torch.no_grad(), evaluating(trainer.model), trainer.accelerator.autocast():
-            own = GRPOTrainer._get_per_token_logps_and_entropies(trainer, *rows)[0].float().cpu()
-        return own, own.std(-1)
-    with torch.no_grad(), evaluating(trainer.model), trainer.accelerator.autocast():
-        for rows in ids.split(BATCH):
-            output = trainer.model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False)
-            logps = output.logits[:, len(prompt) - 1 : -1].float().log_softmax(-1)  # (B, T, V)
-            found.append(logps.gather(-1, rows[:, len(prompt) :, None].to(logps.device))[..., 0])
-            deviations.append(logps.clamp(min=FLOOR).std(-1).mean(-1))
-    return torch.cat(found).cpu(), torch.cat(deviations).cpu()
+    with torch.no_grad(), evaluating(trainer.model):
+        logps, entropies, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.ones_like(ids), len(completions[0]), batch_size=BATCH, compute_entropy=True
+        )
+    # V normally distributed logits with standard deviation s have the entropy log V - s^2 / 2.
+    most = math.log(trainer.model.config.get_text_config().vocab_size)
+    deviations = (2 * (most - entropies.float()).clamp(min=0)).sqrt().mean(1)
+    return logps.float().cpu(), deviations.cpu()
 
 
 @contextmanager
