@@ -170,20 +170,20 @@ def test_rows_are_trained_on_with_the_prompts_that_were_decoded(model_dir, tmp_p
 @pytest.mark.parametrize("index", [0, 1])
 def test_each_process_scores_whole_groups(monkeypatch, index, owners):
     """As many on each, so that a subclass finds the rows of a group together in what all processes gather."""
-    main = SimpleNamespace(num_processes=2, index=index, broadcast=lambda make: make())
+    main = SimpleNamespace(num_processes=2, index=index, scatter=lambda make: make()[index])
     batches = SimpleNamespace(
         main=main, num_generations=2, complete=lambda: {3: [[1], [2]], 5: [[3], [4]], 7: [[5], [6]]}
     )
     scores = GroupScores(None, batches, None, lambda: owners)  # type: ignore[arg-type]
     scored: list[tuple[int, int]] = []
 
-    def score(rows: list[tuple[int, int]], groups: Any) -> Any:
-        scored.extend(rows)
-        return torch.arange(2.0 * len(rows))[:, None], {}
+    def score(share: Any) -> Any:
+        scored.extend(share.rows)
+        assert share.completion_ids == [[entry_id - 2 + place] for entry_id, place in share.rows]
+        return torch.arange(2.0 * len(share.rows))[:, None], {}
 
     monkeypatch.setattr(scores, "_score", score)
-    new = scores._score_new()
-    assert [*new] == [3, 5, 7]
+    assert sorted(scores._score_new()) == [3, 5, 7]
     assert [entry_id for entry_id, _ in scored[::2]] == [entry_id for entry_id, _ in scored[1::2]]
     assert [place for _, place in scored] == [0, 1] * (len(scored) // 2)
     assert len(scored) == (6 if owners else 4)

@@ -62,6 +62,7 @@ HOOKS = {
         "_tokenize_prompts": ("prompts",),
         "_tool_call_loop": ("prompts", "prompt_ids", "completion_ids", "completions"),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+        "get_train_dataloader": (),
     },
     "VLLMGeneration": {
         "_init_vllm": (),

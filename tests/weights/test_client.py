@@ -66,7 +66,7 @@ def test_the_client_of_trl(tmp_path, monkeypatch):
 
 def test_the_check_command():
     with fake_server(routes([])) as url:
-        (found,) = check_servers([url], WayBack(), None, 5.0)
+        (found,) = check_servers([url], WayBack("secret"), None, 5.0)
     assert found.model == "served"
 
 
