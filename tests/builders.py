@@ -109,21 +109,20 @@ def compare_with_trl(trainer: Any) -> list[tuple[str, float, int]]:
 def record_batches(trainer: Any) -> list[dict[str, Any]]:
     """Collects the scored batches before they are shuffled, with the rows of their data."""
     batches: list[dict[str, Any]] = []
-    rows: list[Any] = []
-    source, score = trainer._sources[0], trainer._generate_and_score_completions
-    next_inputs = source.next_inputs
+    score_batch = trainer._score_batch
 
-    def recorded_inputs(inputs: Any) -> list[dict[str, Any]]:
-        rows[:] = next_inputs(inputs)
-        return list(rows)
+    def recorded(score: Any, inputs: Any) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
 
-    def recorded(inputs: Any) -> dict[str, Any]:
-        rows.clear()
-        output = score(inputs)
-        batches.append({"inputs": list(rows) or inputs, **output})
+        def scored(inputs: Any) -> dict[str, Any]:
+            rows.extend(inputs)
+            return score(inputs)
+
+        output = score_batch(scored, inputs)
+        batches.append({"inputs": rows, **output})
         return output
 
-    source.next_inputs, trainer._generate_and_score_completions = recorded_inputs, recorded
+    trainer._score_batch = recorded
     return batches
 
 

@@ -189,3 +189,25 @@ def test_each_process_scores_whole_groups(monkeypatch, index, owners):
     assert len(scored) == (6 if owners else 4)
     if owners:  # the other process has none, and scores the last group again
         assert [*dict.fromkeys(entry_id for entry_id, _ in scored)] == ([3, 5, 7] if index else [7])
+
+
+class Reads(DARTSGRPOTrainer):
+    """Reads the data of a batch before it is scored, as many subclasses do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.read: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.read += [row["prompt"] for row in inputs]
+        return super()._generate_and_score_completions(inputs)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_subclass_gets_the_rows_that_are_trained_on(model_dir, tmp_path, name):
+    args = make_args(tmp_path, max_completion_length=LIMIT, max_steps=3, **SERVER, **SCHEDULES[name])
+    with stub_servers(write):
+        trainer = make_trainer(model_dir, args, cls=Reads)
+    batches = record_batches(trainer)
+    trainer.train()
+    assert trainer.read == [row["prompt"] for batch in batches for row in batch["inputs"]]

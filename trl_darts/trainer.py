@@ -264,16 +264,17 @@ class DARTSGRPOTrainer(GRPOTrainer):
 
     # What TRL does with the rows
 
-    def _generate_and_score_completions(
-        self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any
+    def _score_batch(
+        self, score: Callable[..., dict[str, Any]], inputs: list[dict[str, Any]], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
+        """Has `score`, TRL's `_generate_and_score_completions` or a subclass's around it, score the next batch."""
         source = self._source
         with self._streams.serving(source.input_of(inputs)) as streamed:
             inputs = source.next_inputs(inputs)
-            # TRL's method, or a subclass's around it, scores each row once: maybe before TRL asks for the batch.
+            # Also around a subclass's: it scores each row once, maybe before TRL asks for the batch.
             asked = partial(self._rewards_of_batch, self._calculate_rewards)
             with self._score_clock.running(), replaced(self, "_calculate_rewards", asked):
-                output = super()._generate_and_score_completions(inputs, *args, **kwargs)
+                output = score(inputs, *args, **kwargs)
         metrics = {**streamed, **source.mask(output, self.accelerator), "darts/score/seconds": self._score_clock.pop()}
         if source.trains and self.rollout_func is None:  # otherwise its rollout would count as scoring
             self._log_all(metrics)
@@ -318,11 +319,12 @@ class DARTSGRPOTrainer(GRPOTrainer):
         return self._streams.per_token_logps(self, compute, model, *args, **kwargs)
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.model.training:
-            return super()._prepare_inputs(*args, **kwargs)
+        batch = partial(self._score_batch, self._generate_and_score_completions)
         before = self._buffered_inputs
-        with self._train_clock.paused():
+        with self._train_clock.paused(), replaced(self, "_generate_and_score_completions", batch):
             inputs = super()._prepare_inputs(*args, **kwargs)
+            if not self.model.training:
+                return inputs
             if self._buffered_inputs is before:  # no new rollout
                 return inputs
             self._batch_in_use = self._loop.batch
