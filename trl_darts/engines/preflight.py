@@ -89,11 +89,11 @@ async def check_server(server: VLLMServer, needs: Requirements) -> ServerFacts:
         await _check_image_endpoints(server)
     if user_seed(needs.sampling) is not None:
         await _check_seed(server, info["vllm_config"], needs)
-    if needs.sampling:
-        await _check_sampling(server, facts, needs)
     if needs.continuous:
         await _check_counts(server, info["vllm_config"])
     _check_architecture(server.base_url, info["vllm_config"]["model_config"]["model"], needs.model_config)
+    if needs.sampling:
+        await _check_sampling(server, facts, needs)
     return facts
 
 
@@ -269,8 +269,10 @@ async def _refusal(server: VLLMServer, options: Mapping[str, Any], images: bool)
         await try_options(server, options, images)
     except (ServerBusyError, aiohttp.ClientError, TimeoutError):  # not a matter of the options
         return None
-    except (ServerRefusedError, TypeError) as error:  # the latter for what can't be sent as JSON
+    except TypeError as error:  # it can't be sent as JSON
         return error
+    except ServerRefusedError as error:
+        return None if error.status in (401, 403, 404) else error
     return None
 
 
