@@ -23,8 +23,6 @@ from ..engines.pool import FAILURES, Member, State, describe
 from ..engines.vllm_api import CompletionRequest, ServerPrompt, num_engines
 from ..engines.vllm_server import VLLMServerEngine
 from ..errors import WeightSyncError
-from ..streaming import Streams
-from ..trl_compat import replaced
 
 
 TEXT = "The weather in spring is mild, and people walk in the park. In summer"
@@ -254,8 +252,7 @@ def own_logprobs(
     ZeRO-3 needs the same order of layers in each.
     """
     ids = torch.tensor([[*prompt, *tokens] for tokens in completions], device=trainer.accelerator.device)  # (N, P + T)
-    whole = replaced(trainer, "_streams", Streams())  # streamed log-probs are those of a batch
-    with torch.no_grad(), evaluating(trainer.model), whole:
+    with torch.no_grad(), evaluating(trainer.model):
         logps, entropies, *_ = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, torch.ones_like(ids), len(completions[0]), batch_size=BATCH, compute_entropy=True
         )
