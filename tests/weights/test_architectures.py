@@ -7,6 +7,8 @@ session's and the package's, except that of the mixture of experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -34,7 +36,12 @@ def moe(tmp_path_factory, tokenizer, log_of):
         yield server
 
 
-@pytest.fixture(params=["moe", "tied", "dense"])
+def shared(kind: str, group: str) -> Any:
+    """A parameter whose test runs in the process that has the session's server."""
+    return pytest.param(kind, marks=pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(params=["moe", shared("tied", "markov"), shared("dense", "markov")])
 def served(request):
     name = {"moe": "moe", "tied": "pair", "dense": "vllm_server"}[request.param]
     server = request.getfixturevalue(name)
@@ -142,7 +149,7 @@ def test_sound_run(server, model_dir, tmp_path, fields):
     assert trainer.model.training
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", [shared("dense", "letters"), "moe"])
 def test_a_server_that_was_given_other_weights_ends_the_run(request, kind, tmp_path, rng):
     server = request.getfixturevalue({"dense": "server", "moe": "moe"}[kind])
     other = load_model(server.model_dir)
