@@ -191,7 +191,7 @@ class Epochs(TrainerCallback):
         self.steps.append(state.global_step)
 
 
-@pytest.mark.parametrize("name", ["grpo", "default", "tail", "dynamic", "ahead"])
+@pytest.mark.parametrize("name", ["grpo", "unguarded", "default", "tail", "dynamic", "ahead"])
 def test_epochs_of_data_without_a_length(model_dir, tmp_path, name):
     """Epochs end with the passes, and each has its checkpoint, from which a run resumes."""
     fields = {**SCHEDULES[name], "save_strategy": "epoch"}
@@ -208,9 +208,7 @@ def test_epochs_of_data_without_a_length(model_dir, tmp_path, name):
         )
         seen = watch(again)
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert [(step, Counter(rows)) for step, rows in seen] == [
-            (place, Counter(rows)) for place, rows in expected if place >= step
-        ]
+        assert seen == [rows for rows in expected if rows[0] >= step]
 
 
 @pytest.mark.parametrize("name", ["grpo", "default"])

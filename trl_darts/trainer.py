@@ -367,6 +367,11 @@ class DARTSGRPOTrainer(GRPOTrainer):
             self._buffered_inputs = self._state_callback.load(Path(checkpoint), self._sampler, step, skips)
             self._step, self._batch_in_use = self._loop.num_items, self._loop.batch
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._feed.random_state_is_restored()
+
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         # In a step that is given up, the batch of the last one may be gone.
         has_batch = self._loop.is_within_batch and self._batch_in_use == self._loop.num_done // self._loop.repeats

@@ -66,6 +66,7 @@ class PromptFeed:
         self._ends = list(ends)  # values of `num_pulled` at which passes ended
         self._rest: Iterator[Rows] | None = None  # of this pass
         self._next: Rows | None = None  # a batch of it that was looked at
+        self._has_begun = False  # a pass has, since the restore
         self._source: Any = None
         self._epoch: Iterator[Rows] = iter(())
         self._num_items = 0  # that the training loop has got
@@ -83,6 +84,15 @@ class PromptFeed:
                 self._begin_pass()
                 self._look_ahead()
             self._take()
+        self._has_begun = False
+
+    def random_state_is_restored(self) -> None:
+        """
+        Draws what a pass has drawn that began before the random state was restored. Without a length, transformers
+        restores it after it has got the first items, also at the end of a pass.
+        """
+        if self._has_begun:
+            torch.empty((), dtype=torch.int64).random_()
 
     def begin(self, has_batch: bool = False) -> None:
         """
@@ -168,6 +178,7 @@ class PromptFeed:
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self.num_passes)
         if not self.num_taken:
+            self._has_begun = True
             return islice(loader, 0, None, self._loop.repeats)
         loader = skip_first_batches(loader, self.num_taken * self._loop.repeats)
         # PyTorch draws a seed for workers when an iterator begins. In the uninterrupted run that was before the
