@@ -57,6 +57,7 @@ HOOKS = {
         ),
         "_get_train_sampler": ("dataset",),
         "_load_optimizer_and_scheduler": ("checkpoint",),
+        "_load_rng_state": ("checkpoint",),
         "_prepare_inputs": ("generation_batch",),
         "_save_checkpoint": ("model", "trial"),
         "_tokenize_prompts": ("prompts",),
