@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trl_darts.buffer.codec import decode, encode, unsaved
@@ -20,6 +20,8 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON))
+@example({"__numpy__": []})
+@example({"a": [{"__torch__": "int64", "values": [1]}, {"__pairs__": {"__pairs__": None}}]})
 def test_plain_rows(row):
     assert decode(encode(row)) == row
 

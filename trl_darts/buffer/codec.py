@@ -11,22 +11,32 @@ from ..errors import StateMismatchError
 
 
 SAVED = ("null", "bool", "int", "uint", "float", "string", "large_string")  # beginnings of names of Arrow's types
+# Keys that tell what an object of the JSON was.
+TORCH, NUMPY, PAIRS = MARKS = ("__torch__", "__numpy__", "__pairs__")
 
 
 def encode(value: Any) -> bytes:
     """Returns a value as JSON. Raises `TypeError` if it can't be saved."""
-    return json.dumps(value, default=_default).encode()
+    return json.dumps(_escaped(value), default=_default).encode()
 
 
 def decode(data: bytes) -> Any:
     return json.loads(data, object_hook=_from_json)
 
 
+def _escaped(value: Any) -> Any:
+    """Writes dictionaries as pairs if a key of theirs is one of the marks."""
+    if isinstance(value, dict):
+        own = {key: _escaped(inner) for key, inner in value.items()}
+        return own if own.keys().isdisjoint(MARKS) else {PAIRS: [list(pair) for pair in own.items()]}
+    return [_escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def _default(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return {"__torch__": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+        return {TORCH: str(value.dtype).removeprefix("torch."), "values": value.tolist()}
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        return {"__numpy__": value.dtype.str, "values": value.tolist()}
+        return {NUMPY: value.dtype.str, "values": value.tolist()}
     raise StateMismatchError(
         f"A checkpoint can't hold the {type(value).__name__} of the data set that its rollout buffer has: "
         f"{value!r:.200}. Convert that column to text or numbers, or set `save_strategy='no'`."
@@ -34,12 +44,12 @@ def _default(value: Any) -> Any:
 
 
 def _from_json(saved: dict[str, Any]) -> Any:
-    if (name := saved.get("__torch__")) is not None:
+    if (name := saved.get(TORCH)) is not None:
         return torch.tensor(saved["values"], dtype=getattr(torch, name))
-    if (name := saved.get("__numpy__")) is not None:
+    if (name := saved.get(NUMPY)) is not None:
         array = np.array(saved["values"], name)
         return array if array.ndim else array[()]
-    return saved
+    return dict(saved[PAIRS]) if PAIRS in saved else saved
 
 
 def unsaved(row: Mapping[str, Any], features: Mapping[str, Any] | None = None) -> str | None:
