@@ -126,9 +126,10 @@ def test_structured_outputs_reach_the_server(server, model_dir, tmp_path):
 def test_an_option_whose_correction_leaves_no_gradient_gets_a_warning(server, model_dir, tmp_path, caplog, mode):
     """vLLM's probabilities are those of half of the tokens; the product of the ratios to the trainer's falls to 0."""
     fields = {"max_steps": 1, "top_p": 0.5, "vllm_importance_sampling_mode": mode, **ON_POLICY}
+    fields["generation_kwargs"] = {"ignore_eos": True}  # a short answer would keep some of its weight
 
     def reward(completion_ids, **kwargs):
-        return [float(sum(ids) % 7) for ids in completion_ids]
+        return [float(row) for row in range(len(completion_ids))]  # no group without a spread, whatever is sampled
 
     trainer = make_trainer(model_dir, server_args(tmp_path, server, **fields), reward_funcs=reward)
     trainer.train()
@@ -141,7 +142,7 @@ def test_an_option_whose_correction_leaves_no_gradient_gets_a_warning(server, mo
         assert entry["grad_norm"] < 0.01
     else:
         assert entry["sampling/importance_sampling_ratio/mean"] > 0.1
-        assert entry["grad_norm"] > 0.1
+        assert entry["grad_norm"] > 0.02
 
 
 def test_prompts_that_do_not_fit_are_named_by_index(server, model_dir, tmp_path):
