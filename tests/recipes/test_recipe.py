@@ -309,7 +309,7 @@ def test_all_files_are_checked_although_one_fails(recipe):
     bad, good = recipe("bad.yaml", nothing=1), recipe("good.yaml")
     result = check(bad, good, bad.with_name("none.yaml"))
     assert result.exit_code == 2
-    assert str(good) in result.stdout
+    assert re.findall("^.*: ok$", result.stdout, re.MULTILINE) == [f"{good}: ok"]
     assert [line.split(": ")[1] for line in result.stderr.splitlines()] == [str(bad), str(bad.with_name("none.yaml"))]
 
 
@@ -345,6 +345,26 @@ def test_batches_that_run_but_should_not(recipe, fields, warning):
     result = check(recipe(**fields))
     assert result.exit_code == 0, result.output
     assert f"Warning: {recipe()}: {warning}" in result.stderr
+
+
+def test_a_recipe_for_another_number_of_processes(recipe, tmp_path, caplog):
+    path = recipe(num_processes=4)
+    warning = "`num_processes` (4) must be the number of training processes (1): an optimizer step has 4 prompts inst"
+    for words in ((), ("--num-processes", 4)):
+        result = check(path, *words)
+        assert "processes         4\n" in result.stdout
+        assert result.stderr == ""
+    result = check(path, "--num-processes", 1)
+    assert result.exit_code == 0
+    assert f"Warning: {path}: {warning}" in result.stderr
+    launch = tmp_path / "accelerate.yaml"
+    launch.write_text("num_processes: 2")
+    assert "must be the number of training processes (2)" in check(path, "--accelerate-config", launch).stderr
+    assert "`num_processes` (0) must be at least 1" in check(recipe(num_processes=0)).stderr
+    read_command_line(["--config", str(recipe(num_processes=1)), "--use_cpu", "--bf16", "no"])
+    assert caplog.text == ""
+    read_command_line(["--config", str(recipe(num_processes=4)), "--use_cpu", "--bf16", "no"])
+    assert warning in caplog.text
 
 
 def test_gradients_that_fsdp_keeps_whole(recipe, tmp_path):

@@ -21,7 +21,9 @@ app = typer.Typer(no_args_is_help=True, help="Check a config, publish it on the 
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML files for `examples/train_grpo.py`.")],
     num_processes: Annotated[
-        int | None, typer.Option(min=1, help="Number of training processes. Default: the accelerate config's, or 1.")
+        int | None, typer.Option(
+            min=1, help="Number of training processes. Default: the accelerate config's, the recipe's, or 1."
+        )
     ] = None,
     accelerate_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Config file of `accelerate launch --config_file`.")
@@ -44,7 +46,7 @@ def check(
         trl-darts config check configs/tiny_reasoner.yaml --num-processes 2
     """
     launch = {} if accelerate_config is None else _read_launch(accelerate_config)
-    num_processes = num_processes or launch.get("num_processes") or 1
+    num_processes = num_processes or launch.get("num_processes")
     has_failed = False
     for path in files:  # continues after a failure
         try:
@@ -61,7 +63,7 @@ def check(
             typer.echo(f"Error: {where}{message}", err=True)
             has_failed = True
             continue
-        typer.echo("\n".join([f"{path}", *(f"{name:<18}{value}" for name, value in rows.items()), ""]))
+        typer.echo("\n".join([f"{path}: ok", *(f"{name:<18}{value}" for name, value in rows.items()), ""]))
         for warning in recipe.warnings(is_fsdp=launch.get("distributed_type") == "FSDP"):
             typer.echo(f"Warning: {path}: {warning}", err=True)
     if has_failed:
