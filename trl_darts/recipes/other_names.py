@@ -120,7 +120,7 @@ def other_name(name: str, value: Any = None) -> str | None:
         return None
     found = [f"`{key}` is `{VERL[key]}`" for key in _flat(name, value) if key in VERL]
     here = f", whose settings have other names here: {', '.join(found)}" if found else ""
-    return f"is a section of verl's files{here}. Write the fields of TRL's trainer instead, see docs/recipes.md."
+    return f"is a section of verl's files{here}. Write the fields of TRL's trainer instead, see docs/migrate.md."
 
 
 def _flat(name: str, value: Any) -> Iterator[str]:
