@@ -21,9 +21,10 @@ app = typer.Typer(no_args_is_help=True, help="Check a config, publish it on the 
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML files for `examples/train_grpo.py`.")],
     num_processes: Annotated[
-        int | None, typer.Option(
+        int | None,
+        typer.Option(
             min=1, help="Number of training processes. Default: the accelerate config's, the recipe's, or 1."
-        )
+        ),
     ] = None,
     accelerate_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Config file of `accelerate launch --config_file`.")
