@@ -115,10 +115,12 @@ wheel: $(VENV)/.wheel
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/server_overhead.py
+	$(BIN)/python -m benchmarks.report
 
-# Under three hours on two cores; goes on where it was interrupted. Rewrites tables and pictures of docs/evidence.md.
+# Under three hours on two cores; goes on where it was interrupted.
 bench-evidence: $(VENV)/.test
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python -m benchmarks.report
 
 clean:
 	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,6 +22,7 @@ from trl_darts.telemetry.metrics import RolloutRecord, TailRecord, bias_metrics,
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING"))]
+PAGES.append(ROOT / "benchmarks" / "REPORT.md")
 REFERENCE = re.compile(r"`([\w./-]+(?:\.(?:py|yaml|md)|/))(?:::([\w.]+))?`")
 FOLDERS = ("", "trl_darts", "tests")  # tests/PAPERS.md leaves the last two out
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)|<img [^>]*src=\"([^\"]+)\"")

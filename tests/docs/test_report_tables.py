@@ -30,7 +30,7 @@ def test_marks_must_be_there_once():
 
 
 def test_numbers_have_two_or_three_digits():
-    assert cells.ratio([2.0, 0.5, 1.0]) == "1.00 (0.18 to 5.60)"
+    assert cells.ratio([2.0, 0.5, 1.0]) == "1.00 (0.18 to 5.59)"
     assert cells.ratio([1, 1.0]) == "1"
     assert cells.ratio([1.234]) == "1.23"
     assert cells.mean([0.7412, 0.7478, 0.7441]) == "0.744 ± 0.008"

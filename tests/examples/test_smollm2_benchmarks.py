@@ -34,9 +34,10 @@ def test_a_later_call_runs_the_missing_repeats_alone(lines, tmp_path, monkeypatc
     smollm2_rollouts.run_simulated(path, lines, 1)
     assert smollm2_rollouts.read(path) == stored
     assert all(len(row["seconds"]) == 4 and min(row["seconds"]) > 0 for row in stored[0]["rows"].values())
-    table = smollm2_rollouts.rollouts_table(stored, "paced").splitlines()
-    assert table[2].startswith("| grpo | – | – | 1 ± 0 (2) | 1 ± 0 (2) |")
-    assert len(table) == 2 + len(ROWS)
+    caption, table = smollm2_rollouts.rollouts_table(stored, "paced").split("\n\n")
+    assert caption.startswith("0 repeats on the server and 1 simulated")
+    assert table.splitlines()[2] == "| grpo | – | – | 1 | 1 |"
+    assert len(table.splitlines()) == 2 + len(ROWS)
 
 
 def test_prompts_recur_after_all_were_used(lines):
@@ -60,12 +61,13 @@ def leave_run(results, arm, seconds, num_steps=24):
 
 def test_an_arm_is_compared_over_as_many_steps_with_grpo_of_its_seed(tmp_path):
     leave_run(tmp_path, "default", 10.0)
-    assert "| default (1) | 24 | – | – | 0.25, 0.5 | 40 | 0.1 |" in smollm2.table(tmp_path, [0])
+    assert "| default (1) | 24 | 10 | – | – |" in smollm2.speed_table(tmp_path, [0])
     leave_run(tmp_path, "grpo", 20.0, num_steps=8)
     leave_run(tmp_path, "trl", 40.0, num_steps=3)
-    table = smollm2.table(tmp_path, [0, 1])
-    assert "| default (1) | 24 | 2 | 2 | 0.25, 0.5 | 40 | 0.1 |" in table
-    assert "| trl (1) | 3 | 0.5 | 0.5 | – | – | – |" in table
+    table = smollm2.speed_table(tmp_path, [0, 1])
+    assert "| default (1) | 24 | 10 | 2.00 | 2.00 |" in table
+    assert "| trl (1) | 3 | 40 | 0.50 | 0.50 |" in table
+    assert "| default (1) | 0.25 | 0.5 | 40 | 0.1 |" in smollm2.learned_table(tmp_path, [0])
 
 
 def test_a_finished_run_is_left_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""The benchmark behind docs/evidence.md: its pace, its task, its statistics, and all of it, shortened, on a server."""
+"""Training runs at a GPU's pace: the pace, the task, the statistics, and all of it, shortened, on a server."""
 
 import json
 import math
@@ -22,7 +22,8 @@ from benchmarks.long_tail import (
     make_dataset,
 )
 from benchmarks.pacing import CURVES, Pace, Pacer, scaled
-from benchmarks.training import ARMS, BASELINE, PAGE, WORLDS, Training, parse, trainings_of
+from benchmarks.page import PAGE
+from benchmarks.training import ARMS, BASELINE, WORLDS, Training, parse, trainings_of
 from tests.conftest import Clock
 from trl_darts import DARTSGRPOConfig
 
@@ -124,11 +125,17 @@ def test_time_to_equal_reward_is_that_of_grpos_end():
     assert training.SPEED["to GRPO's reward"](own, base) == pytest.approx(6.0 / 3.5)
     assert training.SPEED["steps"](own, base) == pytest.approx(2.0)
     assert training.LEARNED["plain sampling"](own, base) == 0.25
-    assert training.SPEED["to it, in steps"](own, base) == pytest.approx(3 / 3.5)
+    assert training.SPENT["to it, in steps"](own, base) == pytest.approx(3 / 3.5)
     assert training.spent_to(own, 0.9, "tokens") == math.inf
     lines = training.table({"tail": {BASELINE: {0: base, 1: base}, "default": {0: own, 2: own}}}, training.SPEED)
     assert "| tail: default (1) | 1.71 |" in lines
-    assert "| tail: grpo (2) | 1 ± 0 |" in lines
+    assert "| tail: grpo (2) | 1 | 1 | 1 |" in lines
+
+
+def test_fixed_costs_make_shorter_rows_worth_less():
+    """Rollouts take 1 s of each step, and the rest is 1 s of GRPO and none of the arm."""
+    base, own = steps_of(2.0, [0.1, 0.2]), steps_of(1.0, [0.1, 0.2])
+    assert [training.speedup_with(fixed, own, base) for fixed in (0.0, 0.5, 1.0)] == pytest.approx([2, 4 / 3, 1])
 
 
 def leave_file(asked: Training, results: Path, **changes: object) -> None:
@@ -165,7 +172,6 @@ def test_quick_run(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     assert PAGE.read_text() == before
-    text = (tmp_path / "evidence.md").read_text()
-    assert all(f"| tail: {arm} (1) |" in text for arm in WORLDS["tail"].arms)
+    assert all(f"| tail: {arm} (1) |" in done.stdout for arm in WORLDS["tail"].arms)
     assert "engine steps late" in done.stdout
-    assert (tmp_path / "evidence_training.png").stat().st_size > 20_000
+    assert (tmp_path / training.PICTURE).stat().st_size > 20_000
