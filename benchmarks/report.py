@@ -55,6 +55,7 @@ def tables(results: Path = RESULTS) -> Iterator[tuple[str, str]]:
     yield "simulator, paper", simulator.paper_tables(lines)
     yield "simulator, spare", simulator.spare_table(lines)
     yield "simulator, slots", simulator.slots_table(lines)
+    yield "simulator, engines", simulator.engines_table(lines)
     yield "parts", "\n\n".join(filter(None, (part(results) for part in PARTS)))
 
 

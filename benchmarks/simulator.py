@@ -5,6 +5,7 @@ Compares the simulator with a real server and with the paper, and measures its s
     python benchmarks/simulator.py paper [--steps 40] [--seeds 3]
     python benchmarks/simulator.py spare [--steps 50] [--seeds 5]
     python benchmarks/simulator.py slots [--steps 24] [--seeds 3]
+    python benchmarks/simulator.py engines [--steps 50] [--seeds 5]
     python benchmarks/simulator.py speed [--steps 500]
 
 parity: replays rollouts that a trainer recorded, with a curve measured on the same server. Profile and run alternate,
@@ -20,6 +21,9 @@ spare: the default without a guard over GRPO, by `min_num_generations` and the s
 lengths and latencies.
 
 slots: the same by the number of sequences that are decoded at once, also where all lengths are equal.
+
+engines: the same by the number of engines, on published lengths. With few engines all are full by their latency, and
+no limit tells the budget.
 
 speed: a run of 512 prompts × 16 per step on one core. The target for 500 steps is 60 s.
 
@@ -265,6 +269,18 @@ def slots(steps: int, seeds: int) -> None:
         keep("slots", steps=steps, seeds=seeds, lengths=name, speedups=found)
 
 
+def engines(steps: int, seeds: int) -> None:
+    """Records speed-ups of the default's rollouts over GRPO, by published lengths and the number of engines."""
+    for name, lengths in WORKLOADS.items():
+        found = {}
+        for number in (1, 2, 4, 8):
+            cluster = ClusterSpec(LLAMA_8B_NIM, number)
+            settings = {"grpo": GRPO, "default": DEFAULT}
+            outcomes = compare(Workload(lengths, 128, 32_768, redraws=True), settings, cluster, steps, seeds)
+            found[str(number)] = outcomes[1].speedups
+        keep("engines", steps=steps, seeds=seeds, lengths=name, speedups=found)
+
+
 def speed(steps: int) -> None:
     """Records processor seconds and candidates of a run of each schedule."""
     curve = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062])
@@ -341,11 +357,18 @@ def slots_table(lines: Sequence[Mapping[str, Any]]) -> str:
     return table(["lengths", *SLOTS], [[line["lengths"], *map(ratio, line["speedups"].values())] for line in own])
 
 
+def engines_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each workload."""
+    own = latest(lines, "engines", "lengths")
+    header = ["lengths", *(f"{number} engines" for number in own[0]["speedups"])]
+    return table(header, [[line["lengths"], *map(ratio, line["speedups"].values())] for line in own])
+
+
 def main() -> None:
     """Runs one of the benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     timed: dict[str, tuple[Callable[[int], None], int]] = {"parity": (parity, 12), "speed": (speed, 500)}
-    virtual = {"paper": (paper, 40, 3), "spare": (spare, 50, 5), "slots": (slots, 24, 3)}
+    virtual = {"paper": (paper, 40, 3), "spare": (spare, 50, 5), "slots": (slots, 24, 3), "engines": (engines, 50, 5)}
     parser.add_argument("part", choices=[*timed, *virtual])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, help="of the parts in virtual time")
