@@ -21,8 +21,8 @@ for the same candidates. `server_overhead.py` measures what one request per cand
 
 Columns:
 
-- seconds: from the first submission to the last end, over all rollouts. The ratio to grpo's is given as median and
-  range over repeats (server: rows alternate step by step, so that the load of a shared machine affects all) or over
+- seconds: from the first submission to the last end, over all rollouts. The ratio to grpo's is a geometric mean with
+  its 95 % interval over repeats (server: rows alternate step by step, so that the load of a shared machine affects all) or over
   seeds (simulator).
 - bubble: share of idle slots (SortedRL, Eq. 4). Q is the largest number of candidates that ran at once in a rollout.
   Engines of the sorted rows decode at most N × M at once, which is their Q, and queue all others. In brackets: only
@@ -54,6 +54,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.cells import ratio
 from benchmarks.lines import record
 from benchmarks.models import EOS_ID, make_markov_model, make_tokenizer
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
@@ -316,7 +317,7 @@ def on_server(
     ]
     keep(title, size, rows, measured=measured, simulated=predicted)
     totals = list(zip(*(measured or predicted), strict=True))
-    show(f"{title}: {size}, {extent}", rows, totals, predicted[0] if measured else None)
+    show(f"{title}: {size}", rows, totals, predicted[0] if measured else None)
 
 
 def keep(title: str, size: Size, rows: Sequence[Row], **runs: Sequence[Sequence[Total]]) -> None:
@@ -369,7 +370,7 @@ def show(
 ) -> None:
     """Prints a table with the first row as the baseline."""
     table = Table(title=title)
-    columns = ["seconds", "vs grpo (range)", "bubble (oversub.)", "wasted", "off-policy", "trained on", "spread"]
+    columns = ["seconds", "vs grpo", "bubble (oversub.)", "wasted", "off-policy", "trained on", "spread"]
     for name in ("schedule", *columns, *(["simulated"] if predicted else [])):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for index, row in enumerate(rows):
@@ -378,7 +379,7 @@ def show(
         over = "" if math.isnan(own.oversubscribed) else f" ({own.oversubscribed:.0%})"
         cells = [
             f"{own.seconds:.1f}",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            ratio(ratios),
             f"{own.bubble_ratio:.0%}{over}",
             f"{own.wasted:.0%}",
             f"{own.off_policy:.0%}",
