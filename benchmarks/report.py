@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import continuous, learning, parts, reasoner, simulator, smollm2, smollm2_rollouts, training
+from benchmarks import continuous, learning, parts, reasoner, simulator, smollm2, smollm2_rollouts, survival, training
 from benchmarks.lines import RESULTS, read
 from benchmarks.page import PAGE, put
 
 
 SEEDS = (0, 1, 2)  # of SmolLM2's trainings
 PARTS: tuple[Callable[[Path], str], ...] = (
+    parts.gpu_server,
     parts.padding,
     parts.schedules,
     parts.parity,
@@ -31,11 +32,11 @@ PARTS: tuple[Callable[[Path], str], ...] = (
     parts.streaming,
     parts.drafts,
     parts.tail,
-    parts.faults,
-    parts.nodes,
-    parts.checkpoints,
-    parts.listed,
-    parts.load,
+    survival.faults,
+    survival.nodes,
+    survival.checkpoints,
+    survival.listed,
+    survival.load,
     parts.reasoner,
 )
 

@@ -22,8 +22,8 @@ for the same candidates. `server_overhead.py` measures what one request per cand
 Columns:
 
 - seconds: from the first submission to the last end, over all rollouts. The ratio to grpo's is a geometric mean with
-  its 95 % interval over repeats (server: rows alternate step by step, so that the load of a shared machine affects all) or over
-  seeds (simulator).
+  its 95 % interval over repeats (server: rows alternate step by step, so that the load of a shared machine affects
+  all) or over seeds (simulator).
 - bubble: share of idle slots (SortedRL, Eq. 4). Q is the largest number of candidates that ran at once in a rollout.
   Engines of the sorted rows decode at most N × M at once, which is their Q, and queue all others. In brackets: only
   rollouts that ended while other prompts were unfinished, so without the last ones of an epoch or a group of batches.

@@ -97,7 +97,7 @@ def parity(steps: int) -> None:
             curve = LatencyCurve.fit(BATCHES, [(before(size) + after(size)) / 2 for size in BATCHES])
             request = seconds_per_request(url, trainer.vllm_generation.facts.model)
             spec = ClusterSpec(curve, max_num_seqs=MAX_NUM_SEQS, seconds_per_request=request)
-            keep("parity", schedule=name, **replayed(run_dir, trainer.args.schedule_settings, spec))
+            keep("parity", schedule=name, **replayed(run_dir, trainer.args, spec))
             before = after
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks import cells, lines, parts, report
+from benchmarks import cells, lines, report, survival
 from benchmarks.page import PAGE, put
 
 
@@ -16,7 +16,7 @@ def test_every_table_is_what_its_lines_give():
 
 def test_a_changed_line_changes_the_page(tmp_path):
     lines.append(tmp_path / "listed.jsonl", {"prompts": 4, "tokens": 300, "fixed": 1.0, "ray": 2.0})
-    assert "| 4 × 8 | 300 | 1 | 2.00 |" in parts.listed(tmp_path)
+    assert "| 4 × 8 | 300 | 1 | 2.00 |" in survival.listed(tmp_path)
 
 
 @pytest.mark.parametrize("part", report.PARTS)
