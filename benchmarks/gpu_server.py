@@ -38,11 +38,12 @@ import numpy as np
 import torch
 from transformers import Qwen3Config
 
+from benchmarks.cells import ratio
 from benchmarks.lines import append, read
 from benchmarks.models import EOS_ID, PAD_ID, make_tokenizer
 from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Row, ServerCluster, Size
 from benchmarks.vllm_server import ServerError, VLLMServer, start_vllm_server
-from trl_darts.analysis.simulation import ClusterSpec, Estimate
+from trl_darts.analysis.simulation import ClusterSpec
 from trl_darts.analysis.simulation.run import SimulatedStep
 from trl_darts.analysis.simulation.workload import BatchLengths
 from trl_darts.buffer.buffer import BufferEntry, Lifecycle, RolloutBuffer, Round
@@ -285,18 +286,18 @@ def simulate(path: Path, size: Size, curves: dict[int, LatencyCurve], steps: int
 
 
 def summarize(lines: Sequence[dict[str, Any]]) -> None:
-    """Prints each arm's speed over GRPO's by step as mean and interval, measured and simulated."""
+    """Prints each arm's speed over GRPO's by step as geometric mean and interval, measured and simulated."""
     kinds = dict.fromkeys((own["kind"], own.get("context")) for own in lines if "arm" in own)
     for kind in kinds:
         own = [line for line in lines if "arm" in line and (line["kind"], line.get("context")) == kind]
         seconds = {row.name: [line["seconds"] for line in own if line["arm"] == row.name] for row in ARMS}
         for name, values in seconds.items():
             pairs = [a / b for a, b in zip(seconds[GRPO.name], values, strict=False)]
-            known = f"from the third step on {Estimate.of(pairs[2:])}" if len(pairs) > 3 else ""
+            known = f"from the third step on {ratio(pairs[2:])}" if len(pairs) > 3 else ""
             total = sum(seconds[GRPO.name]) / max(1e-9, sum(values))
             print(
                 f"{kind} {name}: {np.mean(values):.2f} s, {total:.2f} times as fast, by step",
-                Estimate.of(pairs),
+                ratio(pairs),
                 known,
             )
 

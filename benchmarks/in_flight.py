@@ -32,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.lines import record
 from benchmarks.vllm_server import plugin_environment
 from trl_darts.weights.plugin import when_imported
 
@@ -113,11 +114,11 @@ def train(
     taken: list[Any] = []
     original = trainer._batches.taken
 
-    def record(result: Any) -> Any:
+    def kept(result: Any) -> Any:
         taken.extend((trainer.state.global_step, row) for group in result.groups for row in group.candidates)
         return original(result)
 
-    trainer._batches.taken = record
+    trainer._batches.taken = kept
     seconds: dict[str, list[float]] = {}
     for room, name in ((calls, "pause"), (ServerPool, "report_update"), (calls, "resume")):
         time_calls(room, name, seconds.setdefault(name, []))
@@ -205,13 +206,13 @@ def main() -> None:
     from benchmarks.servers import benchmark_server
 
     with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "record.jsonl"
-        env = plugin_environment(Path(directory), "benchmarks.in_flight:register") | {RECORD: str(record)}
+        path = Path(directory) / "record.jsonl"
+        env = plugin_environment(Path(directory), "benchmarks.in_flight:register") | {RECORD: str(path)}
         # Few slots, so that the server always has something to decode.
         with benchmark_server(env=env, no_async_scheduling=True, max_num_seqs=4) as (url, model_dir):
             fields = {"kv_after_update": options.kv, "schedule": options.schedule}
             taken, calls = train(url, model_dir, directory, options.steps, **fields)
-        lines = [json.loads(line) for line in record.read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
     found = check(taken, versions_of(lines))
     stalls, loads, steps = stalls_of(lines)
     print("median (quartiles; number)")

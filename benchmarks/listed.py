@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import requests
 
+from benchmarks.cells import ratio
 from benchmarks.faults import CHECKPOINT
 from benchmarks.lines import append, read
 from benchmarks.nodes import NAME, cluster, serve
-from trl_darts.analysis.simulation import Estimate
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.connection import listed_urls, make_source
 from trl_darts.engines.discovery import Discovery
@@ -56,13 +56,9 @@ async def never(server: Any) -> None:
 def show(size: dict[str, int]) -> None:
     """Prints the ratio over all stored pairs of this size."""
     pairs = [pair for pair in read(PATH) if {name: pair[name] for name in size} == size]
-    logs = np.log([pair["ray"] / pair["fixed"] for pair in pairs])
-    mean = Estimate.of(logs)
-    print(
-        f"ray / fixed, {len(pairs)} pairs: {np.exp(mean.mean):.3f} ± {100 * mean.half_width:.1f} %, "
-        f"median {np.exp(np.median(logs)):.3f} of {np.median([pair['fixed'] for pair in pairs]):.2f} s",
-        flush=True,
-    )
+    ratios = [pair["ray"] / pair["fixed"] for pair in pairs]
+    usual = np.median([pair["fixed"] for pair in pairs])
+    print(f"ray / fixed, {len(pairs)} pairs: {ratio(ratios)}, median of {usual:.2f} s", flush=True)
 
 
 def main() -> None:

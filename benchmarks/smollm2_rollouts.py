@@ -41,7 +41,7 @@ from benchmarks.lines import append, read
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
 from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
 from benchmarks.vllm_server import start_vllm_server
-from trl_darts.analysis.simulation import ClusterSpec, Estimate, RecordedLengths, Workload
+from trl_darts.analysis.simulation import ClusterSpec, RecordedLengths, Workload
 from trl_darts.engines.keys import key_of
 from trl_darts.engines.vllm_api import draft_counts
 from trl_darts.policy import LatencyProfile
@@ -334,7 +334,7 @@ def run_drafts(path: Path, lines: Sequence[dict[str, Any]], repeats: int) -> Non
             with clusters_of(DraftingCluster, urls, size.lines, prompts) as clusters:
                 replays = {name: Replay(GRPO, size, spec, cluster, repeat) for name, cluster in clusters.items()}
                 run_repeat(path, DRAFTS, "drafts", repeat, replays, partial(drafted, clusters["suffix"].engine))
-    console.print("speed with drafts", Estimate.of(ratios(read(path), DRAFTS, "suffix", slice(None))))
+    console.print("speed with drafts", cells.ratio(ratios(read(path), DRAFTS, "suffix", slice(None))))
 
 
 def drafted(engine: Any) -> dict[str, Any]:
