@@ -5,7 +5,7 @@ as a rollout. The expected time is that of the longer of the two, plus the weigh
     python benchmarks/ahead.py [--quick]
 
 The runs are those of GRPO in `training.py`, on its paced server, one after the other from the same checkpoint.
-`training.py` and `reasoner.py` measure the effect on rewards.
+`training.py` and `reasoner.py` measure the effect on rewards. Appends to benchmarks/results/ahead.jsonl.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.lines import record
 from benchmarks.long_tail import LIMIT, make_checkpoint
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
 from benchmarks.training import ARMS, BASELINE, EPOCH, WORLDS, Training, train
@@ -46,6 +47,9 @@ def seconds(quick: bool) -> None:
                 for arm in (BASELINE, AHEAD):
                     training, output = Training("tail", 0, steps, arm), Path(directory) / f"{arm} {share}"
                     runs[arm] = train(training, server.base_url, pace, checkpoint, output, per_token, target=0.0)
+                record(
+                    "ahead", {"share": share, "per_token": per_token, "apart": runs[BASELINE], "ahead": runs[AHEAD]}
+                )
                 print(line(share, per_token, runs[BASELINE], runs[AHEAD]), flush=True)
             print(f"\n{steps - 1} steps each, without the first, which can't be sampled ahead. {pace()}")
 

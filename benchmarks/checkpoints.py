@@ -9,6 +9,7 @@ checkpoint, saves after every step, and is killed with SIGKILL at a random momen
 checkpoint; only the last trainer is not killed. After each kill, a complete checkpoint must exist. In each epoch, each
 prompt must be trained on once, not counting steps that a later trainer repeated. Epochs overlap in rollouts that never
 end, so there it is once per epoch over the whole training. Also prints the last file that each killed trainer wrote.
+Appends to benchmarks/results/checkpoints.jsonl.
 """
 
 import argparse
@@ -27,6 +28,9 @@ from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lines import record
+
 
 PROMPTS = [f"{i} + {i} =" for i in range(32)]
 BATCH, ROWS = 4, 2  # prompts per step, rows per prompt
@@ -154,6 +158,9 @@ def main() -> None:
             print(f"step {step} is complete, {num_tokens} tokens in its buffer; last file: {name}", flush=True)
         run(*arguments, max_steps)
         wrong = wrong_prompts(directory, max_steps, max_steps if options.continuous else STEPS)
+    found = {"schedule": arguments[2], "kills": options.kills, "steps": max_steps, "epochs": max_steps // STEPS}
+    found |= {"checkpoint_s": seconds, "tokens": tokens, "last_file": dict(newest), "wrong": wrong}
+    record("checkpoints", found)
     print(f"{options.kills} kills, {max_steps} steps, {max_steps // STEPS} epochs; a checkpoint takes {seconds:.2f} s")
     print(f"tokens in the restored buffers: median {statistics.median(tokens):.0f}, most {max(tokens)}")
     print(f"last file: {dict(newest.most_common())}")

@@ -5,7 +5,8 @@ Measures the processor time of one training step's decisions on one core.
 
 Each stage in `STAGES` is a function that makes a part of the decisions for a `Batch`, and may read the results of
 earlier stages in it. The step is measured again with `--factor` times the prompts, to show that nothing is quadratic.
-With `--check`, the exit status is 1 if a limit is exceeded.
+With `--check`, the exit status is 1 if a limit is exceeded. Medians are appended to
+benchmarks/results/decisions.jsonl.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lines import record
 from trl_darts.policy import BudgetController, LatencyCurve, LengthTracker, allocate_redundancy
 from trl_darts.scheduling import CandidateEnded, EngineLoad, FinishReason, GroupPlan, Scheduler, ScheduleSettings
 
@@ -168,6 +174,8 @@ def main() -> int:
     small = measure(args.num_prompts, args.repeats)
     large = measure(args.num_prompts * args.factor, max(3, args.repeats // 3))
     show(small, large, args.num_prompts, args.factor)
+    sizes = {"prompts": args.num_prompts, "factor": args.factor}
+    record("decisions", {**sizes, "seconds": small, "seconds_larger": large})
     growth, limit = sum(large.values()) / sum(small.values()), LIMIT_S * args.num_prompts / 512
     exceeded = sum(small.values()) > limit or growth > LIMIT_GROWTH * args.factor
     print(

@@ -12,6 +12,8 @@ Measures the cost of drafts, and the time that they save.
   drafts require), vLLM's `ngram`, and our `suffix`. All replay the same lengths; in the first epoch, no prompt has a
   history. `--follow` is the probability that the chain takes its most likely step. `--engines` is the number of
   engines that a server represents; with 1, it is nearly full.
+
+Results are appended to benchmarks/results/drafts.jsonl.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.cells import ratio
 from benchmarks.decoding import Decoding, make_drafter
+from benchmarks.lines import record
 from benchmarks.models import make_markov_model, make_tokenizer
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, paced_server, scaled
 from benchmarks.vllm_server import V1_RUNNER, VLLMServer
@@ -63,7 +67,7 @@ console = Console(width=150)
 
 
 def cost(rng: np.random.Generator) -> None:
-    """Measures the index alone, on texts of which half is repeated."""
+    """Measures and records the index alone, on texts of which half is repeated."""
     table = Table("tokens in the index", "add, µs per token", "propose 8, µs", title="Cost of the index")
     for num_texts in (8, 32, 128):
         phrases = rng.integers(0, 50_000, (200, 16))
@@ -81,7 +85,9 @@ def cost(rng: np.random.Generator) -> None:
             start = time.perf_counter()
             index.propose(name, 8)
             times.append(time.perf_counter() - start)
-        table.add_row(f"{num_texts * texts[0].size:,}", f"{added * 1e6:.2f}", f"{statistics.mean(times) * 1e6:.1f}")
+        size, proposed = num_texts * texts[0].size, statistics.mean(times)
+        record("drafts", {"part": "cost", "tokens": size, "add_s": added, "propose_s": proposed})
+        table.add_row(f"{size:,}", f"{added * 1e6:.2f}", f"{proposed * 1e6:.1f}")
     console.print(table)
 
 
@@ -105,8 +111,9 @@ def sample(num_prompts: int, epochs: int, seed: int) -> Iterator[list[tuple[list
         yield answers
 
 
-def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> None:
-    """Prints what the drafter saves on real answers in modelled time, which has no noise."""
+def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> list[dict[str, Any]]:
+    """Prints and returns what the drafter saves on real answers in modelled time, which has no noise."""
+    found: list[dict[str, Any]] = []
     data = list(sample(num_prompts, epochs, seed))
     placements = {"spread": range(num_prompts * NUM_GENERATIONS)}
     if num_servers > 1:
@@ -124,10 +131,14 @@ def replay(num_prompts: int, epochs: int, seed: int, num_servers: int) -> None:
             control, seconds, *counted = zip(*runs, strict=True)
             accepted, drafted, num_drafts = map(sum, counted)
             longest = str(max(len(answer) for _, answer in answers))
+            facts = {"placement": name, "epoch": epoch + 1, "longest": int(longest), "control": max(control)}
+            facts |= {"time": max(seconds), "accepted": accepted, "drafted": drafted, "drafts": num_drafts}
+            found.append({"part": "replay", "seed": seed, "servers": num_servers, **facts})
             time_saved = f"{max(control) / max(seconds):.2f}×, {max(seconds):.0f}"
             shares = f"{accepted / drafted:.0%}", f"{accepted / num_drafts:.2f}"
             table.add_row(name, str(epoch + 1), longest, time_saved, *shares)
     console.print(table)
+    return found
 
 
 def decode(decoding: Decoding) -> tuple[float, float, int, int, int]:
@@ -219,6 +230,10 @@ def servers(args: argparse.Namespace) -> None:
                     seconds[name, epoch].append(rollout(running[name], schedule, lengths, prompts))
                     drafted[name, epoch] += counts(running[name]) - before
                     console.log(f"{schedule}, epoch {epoch + 1}, {name}: {seconds[name, epoch][-1]:.1f} s")
+            for name, epoch in seconds:
+                facts = {"arm": name, "epoch": epoch + 1, "seconds": seconds[name, epoch]}
+                facts |= {"counts": drafted[name, epoch].tolist()}
+                record("drafts", {"part": "servers", "options": vars(args), "schedule": schedule, **facts})
             show(schedule, seconds, drafted, args.epochs)
         for name, (_, pace) in paced.items():
             console.print(f"{name}: {pace()}")
@@ -227,7 +242,7 @@ def servers(args: argparse.Namespace) -> None:
 def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
     """Prints seconds of each epoch, and the speed relative to no drafts."""
     title = (
-        f"{schedule}: seconds of rollouts (ratio, range over steps); accepted tokens per draft, and their share; "
+        f"{schedule}: seconds of rollouts, ratio with a 95 % interval over steps; accepted tokens per draft, and their share; "
         f"share of drafts with {', '.join(map(str, POSITIONS))} accepted tokens"
     )
     table = Table("arm", *(f"epoch {epoch + 1}" for epoch in range(epochs)), title=title)
@@ -235,8 +250,7 @@ def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
         cells = []
         for epoch in range(epochs):
             own, control = seconds[name, epoch], seconds["no drafts", epoch]
-            ratios = [other / mine for mine, other in zip(own, control, strict=True)]
-            cell = f"{sum(own):.1f} ({sum(control) / sum(own):.2f}×, {min(ratios):.2f} to {max(ratios):.2f})"
+            cell = f"{sum(own):.1f}, {ratio([other / mine for mine, other in zip(own, control, strict=True)])}"
             number, tokens, accepted, *places = drafted[name, epoch]
             if number:
                 cell += f"; {accepted / number:.2f}, {accepted / tokens:.0%}"
@@ -262,7 +276,8 @@ def main() -> None:
     if args.only in (None, "cost"):
         cost(np.random.default_rng(args.seed))
     if args.only in (None, "replay"):
-        replay(args.prompts, args.epochs, args.seed, args.servers)
+        for line in replay(args.prompts, args.epochs, args.seed, args.servers):
+            record("drafts", line)
     if args.only in (None, "servers"):
         servers(args)
 

@@ -13,7 +13,7 @@ that were resumed or moved are compared with a forward pass with the weights of 
 candidate may continue from its tokens. With `--defer`, groups wait for long rounds, and a fifth of the prompts is
 audited. With `--continuous`, rollouts never end, log-probs are compared with the weights of each token's version, and
 no prompt may be trained on twice. No other server may be lost. With drafts, the tokens that each server accepted since
-its last start are printed.
+its last start are printed. A run is appended to benchmarks/results/faults.jsonl, with times of one clock.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from rich.table import Table
 from task import accuracy_reward, make_dataset
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
+from benchmarks.lines import record
 from benchmarks.servers import training_args
 from benchmarks.vllm_server import free_port, is_healthy
 from trl_darts import DARTSGRPOTrainer
@@ -323,8 +324,7 @@ def train(urls: list[str], kinds: list[str], seed: int, output_dir: str, **field
     trainer.add_callback(chaos)
     trainer.train()
     audit.check_ended()
-    false_losses = trainer.vllm_generation.engine.num_losses - len(kinds)
-    print(f"{false_losses} servers lost without a fault")
+    audit.counts["lost without a fault"] = trainer.vllm_generation.engine.num_losses - len(kinds)
     for url, counts in trainer.vllm_generation.engine.query(draft_counts).items():
         if counts is not None and counts.num_drafts:
             print(f"{url}: {counts.num_draft_tokens:.0f} tokens drafted, {counts.num_accepted_tokens:.0f} accepted")
@@ -385,6 +385,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, serve(directory, *servers) as urls:
         faults, audit = train(urls, kinds, options.seed, directory, **fields_of(options))
     report(faults, audit)
+    found = {"counts": dict(audit.counts), "worst": audit.worst, "nothing_lost": audit.nothing_lost}
+    found |= {"faults": list(map(asdict, faults)), "rollouts": audit.rollouts}
+    record("faults", {"options": vars(options), **found})
     sys.exit(0 if audit.nothing_lost else 1)
 
 

@@ -9,7 +9,7 @@ the server's own, token by token, and the age of each row with `max_staleness`. 
 tokens, from the end of the last engine step before it to the end of the first one after it. A lower bound is the load
 of the weights, vLLM's pause and resume, and one engine step; `report_update` asks how many tokens each request has.
 
-Exits with 1 if a version differs or a row is too old.
+Exits with 1 if a version differs or a row is too old. Appends to benchmarks/results/in_flight.jsonl.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def stalls_of(lines: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]
     return stalls, loads, steps
 
 
-def check(taken: Sequence[tuple[int, Any]], known: Counter[tuple[tuple[int, ...], Versions]]) -> bool:
-    """Compares candidates with what the server wrote, and prints the result."""
+def check(taken: Sequence[tuple[int, Any]], known: Counter[tuple[tuple[int, ...], Versions]]) -> dict[str, int]:
+    """Compares candidates with what the server wrote, and prints and returns the result."""
     rows = [(step, tuple(row.tokens), row.versions) for step, row in taken if row.tokens]
     wrong = Counter((tokens, versions) for _, tokens, versions in rows) - known
     oldest = max(step - versions[0][0] for step, _, versions in rows)
@@ -186,7 +186,13 @@ def check(taken: Sequence[tuple[int, Any]], known: Counter[tuple[tuple[int, ...]
         f"with other versions than the server's; the oldest token was {oldest} steps old where {MAX_STALENESS} are "
         "allowed"
     )
-    return not wrong and oldest <= MAX_STALENESS
+    return {
+        "candidates": len(rows),
+        "tokens": num_tokens,
+        "mixed": num_mixed,
+        "wrong": wrong.total(),
+        "oldest": oldest,
+    }
 
 
 def main() -> None:
@@ -206,13 +212,16 @@ def main() -> None:
             fields = {"kv_after_update": options.kv, "schedule": options.schedule}
             taken, calls = train(url, model_dir, directory, options.steps, **fields)
         lines = [json.loads(line) for line in record.read_text().splitlines()]
-    right = check(taken, versions_of(lines))
+    found = check(taken, versions_of(lines))
     stalls, loads, steps = stalls_of(lines)
     print("median (quartiles; number)")
+    milliseconds = {}
     for name, seconds in {"stall": stalls, "load": loads, "engine step": steps, **calls}.items():
         low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
+        milliseconds[name] = {"quartiles": [low, middle, high], "number": len(seconds)}
         print(f"{name}: {middle:.1f} ms ({low:.1f} to {high:.1f}; {len(seconds)})")
-    sys.exit(0 if right else 1)
+    record("in_flight", {"options": vars(options), **found, "ms": milliseconds})
+    sys.exit(1 if found["wrong"] or found["oldest"] > MAX_STALENESS else 0)
 
 
 if __name__ == "__main__":

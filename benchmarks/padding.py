@@ -9,12 +9,13 @@ optimizer step. The three trainers alternate, with the same model, rows and seed
 - tail: lengths of LLaMA-3.1-8B on DeepScaleR (log-normal, median 2,748, σ 0.885), divided by `--scale`.
 - equal: all rows have the mean of these lengths, so that there is no padding to save.
 
-Columns: seconds of a step, their ratio to TRL's (median and 95 % interval over repeats, of paired logarithms), the
-share of the step that our code spends on ordering, cutting and counting rows (mean and 95 % interval), peak memory of
-a step above what was there before it, tokens computed over tokens there are, and by how much the gradient differs from
-TRL's, relative to its norm. Two steps of equal work differ by 10 % on a shared CPU, so the ratio can't resolve a cost
-of 1 %. The share can: it is measured inside each step, and with equal lengths nothing else differs. Without a GPU,
-seconds are CPU time of this process, without that of other programs. The first repeat warms up.
+Columns: seconds of a step, their ratio to TRL's (geometric mean and 95 % interval over paired repeats), the share of
+the step that our code spends on ordering, cutting and counting rows (mean and 95 % interval), peak memory of a step
+above what was there before it, tokens computed over tokens there are, and by how much the gradient differs from TRL's,
+relative to its norm. Two steps of equal work differ by 10 % on a shared CPU, so the ratio can't resolve a cost of 1 %.
+The share can: it is measured inside each step, and with equal lengths nothing else differs. Without a GPU, seconds are
+CPU time of this process, without that of other programs. The first repeat warms up. The others are appended to
+benchmarks/results/padding.jsonl.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.cells import ratio
+from benchmarks.lines import record
 from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.analysis.simulation import Estimate
@@ -195,20 +197,10 @@ def step(
     return cost | {"share": trainer.ours / measured.seconds}, measured.gradient
 
 
-def interval(ratios: list[float]) -> str:
-    """Formats the median, and the 95 % interval of the mean of logarithms."""
-    logs = np.log(ratios)
-    if len(logs) < 2:
-        return f"{ratios[0]:.2f}"
-    half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
-    low, high = np.exp([logs.mean() - half, logs.mean() + half])
-    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
-
-
 def compare(
     title: str, make_model: Callable[[], PreTrainedModel], lengths: np.ndarray, repeats: int, **fields: Any
-) -> None:
-    """Prints a table. `make_model` must return the same model each time."""
+) -> dict[str, Any]:
+    """Prints a table and returns what it shows. `make_model` must return the same model each time."""
     runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     gradients: dict[str, torch.Tensor] = {}
     for repeat in range(repeats + 1):
@@ -227,14 +219,15 @@ def compare(
     )
     table = Table(*names, title=title)
     whole = gradients["TRL"]
+    apart = {arm: ((own - whole).norm() / whole.norm()).item() for arm, own in gradients.items()}
     for arm, costs in runs.items():
         faster = [theirs["seconds"] / ours["seconds"] for theirs, ours in zip(runs["TRL"], costs, strict=True)]
         own, memory, padding = (statistics.median(cost[n] for cost in costs) for n in ("seconds", "memory", "padding"))
         share = Estimate.of([100 * cost["share"] for cost in costs])
-        apart = ((gradients[arm] - whole).norm() / whole.norm()).item()
         padded = "" if math.isnan(padding) else f"{padding:.2f}"
-        table.add_row(arm, f"{own:.2f}", interval(faster), f"{share} %", f"{memory:.0f}", padded, f"{apart:.1e}")
+        table.add_row(arm, f"{own:.2f}", ratio(faster), f"{share} %", f"{memory:.0f}", padded, f"{apart[arm]:.1e}")
     console.print(table)
+    return {"runs": runs, "gradient": apart}
 
 
 def main() -> None:
@@ -250,7 +243,9 @@ def main() -> None:
     model = partial(random_model, options.hidden_size, options.num_layers)
     for name, own in regimes.items():
         if options.only in (None, name):
-            compare(f"{name}: {describe(own)}, {options.repeats} repeats", model, own, options.repeats)
+            found = compare(f"{name}: {describe(own)}, {options.repeats} repeats", model, own, options.repeats)
+            size = {"hidden_size": options.hidden_size, "num_layers": options.num_layers}
+            record("padding", {"lengths": name, "rows": describe(own), **size, **found})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ Compares what the tiny reasoner learns per step, which does not depend on the lo
   is not inferior if the lower end of the 95 % interval of the paired difference, over 10 seeds, is above -0.02. Runs
   are kept in `benchmarks/results`, and a later call runs what is missing.
 
-Prints means over seeds with 95 % intervals. The arms alternate. Each run takes one to two minutes on two cores.
+Prints means over seeds with 95 % intervals; runs of the first two parts are appended to
+benchmarks/results/reasoner.jsonl. The arms alternate. Each run takes one to two minutes on two cores.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from transformers import PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lines import append, read
+from benchmarks.lines import append, read, record
 from benchmarks.servers import training_args
 from benchmarks.training import ARMS, BASELINE, DEFAULT
 from benchmarks.vllm_server import V1_RUNNER, start_vllm_server
@@ -114,6 +115,8 @@ def compare(arms: Mapping[str, Arm], steps: int, seeds: int) -> None:
                 urls[str(options)] = server.base_url
         for seed, (name, (fields, options)) in product(range(seeds), arms.items()):
             logs[name].append(train(urls[str(options)], fields, steps, seed))
+            curves = {metric: [entry[metric] for entry in logs[name][-1]] for metric in COLUMNS.values()}
+            record("reasoner", {"arm": name, "seed": seed, **curves})
             print(f"seed {seed}, {name}: {means(logs[name][-1:], 'reward', -LAST)}", flush=True)
     parts = [(title, metric, start) for title, metric in COLUMNS.items() for start in (0, -LAST)]
     titles = [f"{title}, {'last ' + str(LAST) if start else f'{steps} steps'}" for title, _, start in parts]

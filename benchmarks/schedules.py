@@ -1,10 +1,11 @@
 """
 Compares all schedules on the same heavy-tailed lengths: seconds, wasted tokens, and the age of trained tokens.
 
-    python benchmarks/schedules.py [--quick] [--only shares|schedules|order|simulator] [--curve llama-8b]
+    python benchmarks/schedules.py [--quick] [--only shares|schedules|order|simulator] [--curve llama-8b] [--virtual]
 
 The first three parts run on a real vLLM server at a GPU's pace (see `pacing.py`), and also print the simulator's ratio
-for the same trace. The last part runs on simulated clusters of 16, 32 and 64 GPUs.
+for the same trace; `--virtual` prints this alone. The last part runs on simulated clusters of 16, 32 and 64 GPUs.
+Tables are appended to benchmarks/results/schedules.jsonl.
 
 - shares: the default against grpo, with and without M_low (`min_num_generations`), for several shares of endless
   answers; and two controls: equal lengths, and a full engine that decodes a sixteenth of a batch at once.
@@ -38,7 +39,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +54,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.lines import record
 from benchmarks.models import EOS_ID, make_markov_model, make_tokenizer
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
 from benchmarks.simulator import CURVE
@@ -295,11 +297,25 @@ def server_of(curve: LatencyCurve, slots: int | None, size: Size) -> Iterator[tu
 def on_server(
     title: str, rows: Sequence[Row], size: Size, curve: LatencyCurve, slots: int | None, repeats: int
 ) -> None:
-    """Runs all rows on a server and in the simulator, and prints a table."""
-    with server_of(curve, slots, size) as (cluster, spec):
-        measured = [train([Replay(row, size, spec, cluster) for row in rows], size.steps) for _ in range(repeats)]
+    """Runs all rows on a server, unless there are no repeats, and in the simulator. Prints and records a table."""
+    measured, spec = [], ClusterSpec(curve, max_num_seqs=slots)
+    if repeats:
+        with server_of(curve, slots, size) as (cluster, spec):
+            measured = [train([Replay(row, size, spec, cluster) for row in rows], size.steps) for _ in range(repeats)]
     predicted = train([Replay(row, size, spec) for row in rows], size.steps)
-    show(f"{title}: {size}, {repeats} repeats", rows, list(zip(*measured, strict=True)), predicted)
+    keep(title, size, rows, list(zip(*measured, strict=True)), predicted)
+    shown = list(zip(*measured, strict=True)) or [[total] for total in predicted]
+    show(f"{title}: {size}, {repeats} repeats", rows, shown, predicted)
+
+
+def keep(
+    title: str, size: Size, rows: Sequence[Row], totals: Sequence[Sequence[Total]], predicted: Sequence[Total]
+) -> None:
+    """Appends a table to the results: of each row the totals of each repeat on the server, and the simulator's."""
+    names = [row.name for row in rows]
+    measured = {name: list(map(asdict, own)) for name, own in zip(names, totals, strict=False)}
+    simulated = {name: asdict(total) for name, total in zip(names, predicted, strict=False)}
+    record("schedules", {"title": title, "size": str(size), "measured": measured, "simulated": simulated})
 
 
 def shares(size: Size, curve: LatencyCurve, repeats: int) -> None:
@@ -307,7 +323,7 @@ def shares(size: Size, curve: LatencyCurve, repeats: int) -> None:
     bare = Row("default, M_low = M", {**DEFAULT.settings, "min_num_generations": size.num_generations})
     for share in (0.0, 0.002, 0.01):
         own = replace(size, endless_share=share)
-        on_server("At a GPU's pace", [GRPO, DEFAULT, bare], own, curve, None, repeats)
+        on_server(f"At a GPU's pace, {share:.1%} never end", [GRPO, DEFAULT, bare], own, curve, None, repeats)
     equal = replace(size, median=4 * size.median, endless_share=0.0, equal=True)
     on_server("Control, equal lengths", [GRPO, DEFAULT], equal, curve, None, repeats)
     on_server("Control, a full engine", [GRPO, DEFAULT], size, curve, size.rows // 16, repeats)
@@ -317,7 +333,8 @@ def schedules(size: Size, curve: LatencyCurve, repeats: int) -> None:
     """Runs every schedule."""
     for capped in (False, True):
         rows = [GRPO, *(row for row in ROWS if row.capped == capped and row is not GRPO)]
-        on_server("At a GPU's pace", rows, size, curve, size.rows if capped else None, repeats)
+        title = "Every schedule" + (", with a queue" if capped else "")
+        on_server(title, rows, size, curve, size.rows if capped else None, repeats)
 
 
 def order(size: Size, curve: LatencyCurve, repeats: int) -> None:
@@ -330,6 +347,8 @@ def on_simulator(size: Size, seeds: int, gpus: int) -> None:
     """Prints the table of a simulated cluster."""
     spec = ClusterSpec(CURVE, gpus // 2)
     totals = [[train([Replay(row, size, spec, seed=seed)], size.steps)[0] for seed in range(seeds)] for row in ROWS]
+    runs = {row.name: list(map(asdict, own)) for row, own in zip(ROWS, totals, strict=True)}
+    record("schedules", {"title": f"{gpus} GPUs, simulated", "size": str(size), "runs": runs})
     show(f"Simulator, {gpus} GPUs, two per engine: {size}, {seeds} seeds", ROWS, totals)
 
 
@@ -369,12 +388,15 @@ def main() -> None:
     parser.add_argument("--only", choices=parts, help="run one part")
     parser.add_argument("--curve", choices=CURVES, default="llama-8b", help="latency curve of the server")
     parser.add_argument("--scale", type=float, default=SCALE, help="slowdown factor of that curve")
+    parser.add_argument("--virtual", action="store_true", help="simulate alone, without a server")
     parser.add_argument("--quick", action="store_true", help="smoke test: small and noisy")
     args = parser.parse_args()
     server = Size(8, 4, 25.0, 100, batches=2) if args.quick else Size(32, 8, 25.0, 300, batches=4)
     cluster = Size(32, 4, 250.0, 5_120, batches=4) if args.quick else Size(64, 8, 250.0, 5_120)
     if args.quick:
         args.repeats = args.seeds = 1
+    if args.virtual:
+        args.repeats = 0
     curve = scaled(CURVES[args.curve], args.scale, NUM_ENGINES)
     for part in (args.only,) if args.only else parts:
         if part == "shares":

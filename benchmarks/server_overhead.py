@@ -4,9 +4,10 @@ Measures what one request per candidate costs: generation time of TRL's server p
     python benchmarks/server_overhead.py [--base-url URL]
 
 Both sides get the same gathered rows and return the same lists of token IDs and log-probs. They alternate, and the
-ratio of medians is printed. There are three workloads: completions of equal length; heavy-tailed ones, which a seed
-makes equal on both sides; and the worst case, completions of a single token, for which only requests take time. The
-model is tiny, so that a token costs almost nothing and the overhead of requests is largest.
+geometric mean of their ratios is printed. There are three workloads: completions of equal length; heavy-tailed ones,
+which a seed makes equal on both sides; and the worst case, completions of a single token, for which only requests take
+time. The model is tiny, so that a token costs almost nothing and the overhead of requests is largest. Seconds are
+appended to benchmarks/results/server_overhead.jsonl.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
+from benchmarks.cells import ratio
+from benchmarks.lines import record
 from benchmarks.servers import benchmark_server
 from trl_darts.engines import Deadlines
 from trl_darts.engines.batch import PromptBatch
@@ -90,8 +93,8 @@ def both_sides(generation: SyncedGeneration, num_generations: int) -> dict[str, 
 
 def measure(
     sides: dict[str, Generate], rows: Rows, repeats: int, reset: Callable[[], None]
-) -> dict[str, tuple[float, int]]:
-    """Alternates both sides after a warm-up. Returns the median seconds and the tokens of each."""
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Alternates both sides after a warm-up. Returns the seconds and the tokens of each."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens = {}
     for repeat in range(repeats + 1):
@@ -105,7 +108,7 @@ def measure(
             tokens[name] = sum(map(len, completion_ids))
             if repeat:
                 seconds[name].append(elapsed)
-    return {name: (statistics.median(seconds[name]), tokens[name]) for name in sides}
+    return seconds, tokens
 
 
 def main() -> None:
@@ -125,10 +128,13 @@ def main() -> None:
         sides = both_sides(generation, args.num_generations)
         for name, kwargs in WORKLOADS.items():
             generation.generation_kwargs = kwargs
-            result = measure(sides, rows, args.repeats, generation.vllm_client.reset_prefix_cache)
-            (theirs, their_tokens), (ours, our_tokens) = result["TRL"], result["trl_darts"]
-            tokens = f"{our_tokens}" if our_tokens == their_tokens else f"{their_tokens} / {our_tokens}"
-            table.add_row(name, tokens, f"{theirs:.2f}", f"{ours:.2f}", f"{theirs / ours:.3f}")
+            seconds, tokens = measure(sides, rows, args.repeats, generation.vllm_client.reset_prefix_cache)
+            size = {"prompts": args.num_prompts, "generations": args.num_generations}
+            record("server_overhead", {"workload": name, **size, "seconds": seconds, "tokens": tokens})
+            theirs, ours = (statistics.median(own) for own in seconds.values())
+            ratios = [before / after for before, after in zip(*seconds.values(), strict=True)]
+            number = " / ".join(map(str, dict.fromkeys(tokens.values())))
+            table.add_row(name, number, f"{theirs:.2f}", f"{ours:.2f}", ratio(ratios))
         generation.engine.close()
     Console().print(table)
 

@@ -2,7 +2,9 @@
 Compares the simulator with a real server and with the paper, and measures its speed.
 
     python benchmarks/simulator.py parity [--steps 12]
-    python benchmarks/simulator.py paper [--steps 40] [--seeds 5]
+    python benchmarks/simulator.py paper [--steps 40] [--seeds 3]
+    python benchmarks/simulator.py spare [--steps 50] [--seeds 5]
+    python benchmarks/simulator.py slots [--steps 24] [--seeds 3]
     python benchmarks/simulator.py speed [--steps 500]
 
 parity: replays rollouts that a trainer recorded, with a curve measured on the same server. Profile and run alternate,
@@ -10,23 +12,29 @@ so that the load of a shared machine affects both. The trainer runs with a learn
 request is fitted, with rollouts of one token per candidate.
 
 paper: Tables 3 (ablation), 4 (dual-end ratio), 5 (scale) and Figure 8 (tail batching) of the DARTS paper, for several
-shares of endless answers. Writes the results into docs/evidence.md. The assumptions were not tuned to the paper: a
-log-normal workload similar to Figure 1, an H20-like curve, GRPO's rollouts taking about 70 % of a step, and
-`Workload.shaping`, because the paper's speed-ups are averages over 500 steps in which answers became shorter.
+shares of endless answers. The assumptions were not tuned to the paper: a log-normal workload similar to Figure 1, an
+H20-like curve, GRPO's rollouts taking about 70 % of a step, and `Workload.shaping`, because the paper's speed-ups are
+averages over 500 steps in which answers became shorter.
+
+spare: the default without a guard over GRPO, by `min_num_generations` and the share of endless answers, on published
+lengths and latencies.
+
+slots: the same by the number of sequences that are decoded at once, also where all lengths are equal.
 
 speed: a run of 512 prompts × 16 per step on one core. The target for 500 steps is 60 s.
+
+Results are appended to benchmarks/results/simulator.jsonl, from which `python -m benchmarks.report` makes the tables.
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +43,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets import Dataset
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.cells import geometric, ratio, table
+from benchmarks.lines import record
 from benchmarks.pacing import CURVES
-from benchmarks.page import PAGE, put
 from benchmarks.servers import benchmark_server, training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.profile import ProfileOptions, profile_servers
 from trl_darts.analysis.simulation import (
+    ASSUMED_CLUSTER,
+    LLAMA_8B_NIM,
+    WORKLOADS,
     ClusterSpec,
-    Estimate,
     LogNormalLengths,
     SimulatedTraining,
     Workload,
@@ -70,10 +80,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def parity(steps: int) -> None:
-    """Prints predicted over real seconds, and how many groups have the same rows."""
-    table = Table(title=f"{steps} rollouts of {PROMPTS} prompts × {M}, replayed")
-    for name in ("schedule", "real (s)", "predicted (s)", "predicted / real", "worst rollout", "same rows"):
-        table.add_column(name, justify="right")
+    """Records real and predicted seconds, and how many groups have the same rows."""
     with (
         benchmark_server(max_model_len=1024, max_num_seqs=MAX_NUM_SEQS) as (url, model_dir),
         tempfile.TemporaryDirectory() as out,
@@ -86,24 +93,20 @@ def parity(steps: int) -> None:
             curve = LatencyCurve.fit(BATCHES, [(before(size) + after(size)) / 2 for size in BATCHES])
             request = seconds_per_request(url, trainer.vllm_generation.facts.model)
             spec = ClusterSpec(curve, max_num_seqs=MAX_NUM_SEQS, seconds_per_request=request)
-            table.add_row(name, *replayed(run_dir, trainer.args.schedule_settings, spec))
+            keep("parity", schedule=name, **replayed(run_dir, trainer.args.schedule_settings, spec))
             before = after
-    console.print(table)
 
 
-def replayed(run_dir: Path, settings: ScheduleSettings, spec: ClusterSpec) -> list[str]:
-    """Replays a run, and returns a row of the table."""
-    ratios, real, predicted, same, groups = [], 0.0, 0.0, 0, 0
+def replayed(run_dir: Path, settings: ScheduleSettings, spec: ClusterSpec) -> dict[str, Any]:
+    """Replays a run, and returns real and predicted seconds, and how many groups have the same rows."""
+    real, predicted, same, groups = [], [], 0, 0
     for rollout in list(recorded_rollouts(run_dir))[1:]:  # the first one warms up
         result = rollout.replay(settings, spec, LIMIT)
-        seconds = result.timeline.times[-1] - result.timeline.times[0]
-        ratios.append(seconds / rollout.seconds)
-        real, predicted = real + rollout.seconds, predicted + seconds
+        real.append(rollout.seconds)
+        predicted.append(result.timeline.times[-1] - result.timeline.times[0])
         same += sum(g.selected == kept for g, kept in zip(result.groups, rollout.selected, strict=True))
         groups += len(rollout.plans)
-    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-    shares = [f"{statistics.median(ratios):.2f}", f"{worst:.2f}"]
-    return [f"{real:.2f}", f"{predicted:.2f}", *shares, f"{same} of {groups}"]
+    return {"real": real, "predicted": predicted, "same": same, "groups": groups}
 
 
 def measured_curve(url: str) -> LatencyCurve:
@@ -190,18 +193,24 @@ PAPER = [
 
 
 def paper(steps: int, seeds: int) -> None:
-    """Writes speed-ups of whole steps over GRPO into the page, by the share of endless answers."""
+    """Records speed-ups of whole steps over GRPO, by the share of endless answers."""
+    cases = list(product(SHAPINGS, SHARES))
     with ProcessPoolExecutor() as pool:
-        tables = [list(pool.map(partial(speedups, steps, seeds, shaping), SHARES)) for shaping in SHAPINGS]
-    lines = [f"{steps} steps of 128 prompts × {M}, {seeds} seeds."]
-    for shaping, columns in zip(SHAPINGS, tables, strict=True):
-        lines += ["", f"Shaping {shaping:g}:" if shaping else "Without shaping:", "", *markdown(columns)]
-    PAGE.write_text(put(PAGE.read_text(), "simulated", "simulator.py", "\n".join(lines)))
+        for (shaping, share), found in zip(
+            cases, pool.map(partial(speedups, steps, seeds), *zip(*cases)), strict=True
+        ):
+            keep("paper", steps=steps, seeds=seeds, shaping=shaping, share=share, speedups=found)
 
 
-def speedups(steps: int, seeds: int, shaping: float, share: float) -> list[Estimate]:
-    """Returns the speed-up of each row over GRPO on the same engines and prompts."""
-    found: dict[str, Estimate] = {}
+def keep(part: str, **line: Any) -> None:
+    """Prints and appends a result."""
+    console.print({"part": part, **line})
+    record("simulator", {"part": part, **line})
+
+
+def speedups(steps: int, seeds: int, shaping: float, share: float) -> dict[str, list[float]]:
+    """Returns the speed-ups of each row over GRPO on the same engines and prompts, seed by seed."""
+    found: dict[str, list[float]] = {}
     for num_engines, epochs in {(row.num_engines, row.epochs) for row in PAPER}:
         # GRPO's rollouts of 1,024 responses take some 350 s on 16 engines; 150 s of training make them 70 % of a step.
         workload = Workload(
@@ -215,55 +224,139 @@ def speedups(steps: int, seeds: int, shaping: float, share: float) -> list[Estim
         )
         rows = {row.name: row.settings for row in PAPER if (row.num_engines, row.epochs) == (num_engines, epochs)}
         outcomes = compare(workload, {"grpo": GRPO, **rows}, ClusterSpec(CURVE, num_engines), steps, seeds)
-        found |= {outcome.name: outcome.speedup for outcome in outcomes}
-    return [found[row.name] for row in PAPER]
+        found |= {outcome.name: outcome.speedups for outcome in outcomes}
+    return {row.name: found[row.name] for row in PAPER}
 
 
-def markdown(columns: Sequence[Sequence[Estimate]]) -> list[str]:
-    """Formats a table with one column per share, and the share that gives the paper's number."""
-    shares = " | ".join(f"{share:.2%}" for share in SHARES)
-    lines = [f"| never-ending answers | {shares} | gives the paper's |", f"|---|{'---:|' * (len(SHARES) + 1)}"]
-    for row, own in zip(PAPER, zip(*columns, strict=True), strict=True):
-        cells = " | ".join(f"{estimate.mean:.2f} ± {estimate.half_width:.2f}" for estimate in own)
-        paper = f" (**{', '.join(f'{number:.2f}' for number in row.paper)}**)" if row.paper else ""
-        means = [estimate.mean for estimate in own]
-        reached = ", ".join(share_of(number / row.streaming, means) for number in row.paper) or "–"
-        lines.append(f"| {row.name}{paper} | {cells} | {reached} |")
-    return lines
+SPARE = (8, 9, 10, 11, 12)  # `min_num_generations`
+DEFAULT = ScheduleSettings("darts", num_generations=M)
 
 
-def share_of(target: float, means: Sequence[float]) -> str:
-    """Interpolates the share that gives a speed-up."""
-    for (low, left), (high, right) in pairwise(zip(SHARES, means, strict=True)):
-        if left != right and (left - target) * (target - right) >= 0:
-            return f"{low + (high - low) * (left - target) / (left - right):.2%}"
-    return "none" if target > max(means) else f"over {SHARES[-1]:.1%}"
+def spare(steps: int, seeds: int) -> None:
+    """Records speed-ups of rollouts over GRPO by `min_num_generations`, for some shares of endless answers."""
+    settings = {str(least): replace(DEFAULT, min_num_generations=least) for least in SPARE}
+    for share in (0.0, 0.002, 0.01):
+        lengths = replace(WORKLOADS["llama_8b_deepscaler"], endless_share=share)
+        workload = Workload(lengths, 128, 32_768, redraws=True)
+        outcomes = compare(workload, {"grpo": GRPO, **settings}, ASSUMED_CLUSTER, steps, seeds)
+        found = {outcome.name: outcome.speedups for outcome in outcomes[1:]}
+        keep("spare", steps=steps, seeds=seeds, share=share, speedups=found)
+
+
+SLOT_PROMPTS, SLOT_ENGINES = 64, 4
+SLOTS = {"N·M/16": 32, "N·M/4": 128, "N·M": 512, "no limit": None}
+LENGTHS = {  # deviations of log-lengths between and within prompts, and the share of endless answers
+    "all equal": (0.0, 0.0, 0.0),
+    "equal within a prompt": (0.7, 0.0, 0.0),
+    "heavy tails": (0.7, 0.6, 0.0),
+    "0.2 % never end": (0.7, 0.6, 0.002),
+    "1 % never end": (0.7, 0.6, 0.01),
+}
+
+
+def slots(steps: int, seeds: int) -> None:
+    """Records speed-ups of the default's rollouts over GRPO, by lengths and slots."""
+    for name, (between, within, endless) in LENGTHS.items():
+        lengths = LogNormalLengths(1_024, 2_748.0, between, within, endless_share=endless)
+        workload, found = Workload(lengths, SLOT_PROMPTS, 32_768, redraws=True), {}
+        for label, limit in SLOTS.items():
+            cluster = ClusterSpec(LLAMA_8B_NIM, SLOT_ENGINES, max_num_seqs=limit and limit // SLOT_ENGINES)
+            settings = {"grpo": GRPO, "default": DEFAULT}
+            found[label] = compare(workload, settings, cluster, steps, seeds)[1].speedups
+        keep("slots", steps=steps, seeds=seeds, lengths=name, speedups=found)
 
 
 def speed(steps: int) -> None:
-    """Prints processor seconds per run and per candidate."""
+    """Records processor seconds and candidates of a run of each schedule."""
     curve = LatencyCurve([1, 64, 256, 1024], [0.010, 0.012, 0.020, 0.062])
     workload = Workload(LogNormalLengths(10_000, endless_share=0.005), 512, 16_384)
-    table = Table("run", "candidates", "seconds", "µs per candidate", title=f"{steps} steps of 512 × 16")
     for name, fields in ROWS.items():
         start = time.process_time()
         settings = ScheduleSettings(num_generations=16, **fields)
         run = SimulatedTraining(workload, settings, ClusterSpec(curve, num_engines=8)).run(steps)
-        seconds, candidates = time.process_time() - start, sum(run.candidates)
-        table.add_row(name, f"{candidates:,.0f}", f"{seconds:.1f}", f"{seconds / candidates * 1e6:.1f}")
-    console.print(table)
+        seconds = time.process_time() - start
+        keep("speed", schedule=name, steps=steps, seconds=seconds, candidates=int(sum(run.candidates)))
+
+
+# The report
+
+
+def latest(lines: Sequence[Mapping[str, Any]], part: str, *names: str) -> list[Mapping[str, Any]]:
+    """Returns the last line of a part for each combination of some fields, in the order of the first."""
+    found = {tuple(line[name] for name in names): line for line in lines if line["part"] == part}
+    return list(found.values())
+
+
+def paper_tables(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A table for each shaping: rows of the paper, speed-ups by the share of endless answers."""
+    own = latest(lines, "paper", "shaping", "share")
+    parts = [f"{own[0]['steps']} steps of 128 prompts × {M}, {own[0]['seeds']} seeds."]
+    for shaping in dict.fromkeys(line["shaping"] for line in own):
+        by_share = {line["share"]: line["speedups"] for line in own if line["shaping"] == shaping}
+        parts += [
+            f"Shaping {shaping:g}:" if shaping else "Without shaping:",
+            shares_table(by_share),
+            where_table(by_share),
+        ]
+    return "\n\n".join(parts)
+
+
+SHOWN = (0.0, 0.0003, 0.002, 0.01)
+
+
+def shares_table(by_share: Mapping[float, Mapping[str, Sequence[float]]]) -> str:
+    """Speed-ups of all rows."""
+    shares = [share for share in SHOWN if share in by_share]
+    rows = [[row.name, *(ratio(by_share[share][row.name]) for share in shares)] for row in PAPER]
+    return table(["never-ending answers", *(f"{share:.2%}" for share in shares)], rows)
+
+
+def where_table(by_share: Mapping[float, Mapping[str, Sequence[float]]]) -> str:
+    """The paper's numbers, and the shares of endless answers that give them."""
+    rows = []
+    for row in [row for row in PAPER if row.paper]:
+        means = {share: geometric(found[row.name])[0] for share, found in by_share.items()}
+        where = ", ".join(share_of(number / row.streaming, means) for number in row.paper)
+        rows.append([row.name, ", ".join(f"{number:.2f}" for number in row.paper), where])
+    return table(["row", "the paper's speed-up", "share that gives it"], rows)
+
+
+def share_of(target: float, means: Mapping[float, float]) -> str:
+    """Interpolates the share that gives a speed-up."""
+    for (low, left), (high, right) in pairwise(means.items()):
+        if left != right and (left - target) * (target - right) >= 0:
+            return f"{low + (high - low) * (left - target) / (left - right):.2%}"
+    return "none" if target > max(means.values()) else f"over {max(means):.1%}"
+
+
+def spare_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each `min_num_generations`."""
+    own = latest(lines, "spare", "share")
+    rows = [[least, *(ratio(line["speedups"][least]) for line in own)] for least in own[0]["speedups"]]
+    return table(["`min_num_generations`", *(f"{line['share']:.1%} never end" for line in own)], rows)
+
+
+def slots_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each kind of lengths."""
+    own = latest(lines, "slots", "lengths")
+    return table(["lengths", *SLOTS], [[line["lengths"], *map(ratio, line["speedups"].values())] for line in own])
 
 
 def main() -> None:
     """Runs one of the benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts: dict[str, Callable[..., None]] = {"parity": parity, "paper": paper, "speed": speed}
-    parser.add_argument("part", choices=parts)
+    timed: dict[str, tuple[Callable[[int], None], int]] = {"parity": (parity, 12), "speed": (speed, 500)}
+    virtual = {"paper": (paper, 40, 3), "spare": (spare, 50, 5), "slots": (slots, 24, 3)}
+    parser.add_argument("part", choices=[*timed, *virtual])
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--seeds", type=int, default=5, help="seeds of the paper's tables")
+    parser.add_argument("--seeds", type=int, help="of the parts in virtual time")
     args = parser.parse_args()
-    steps = args.steps or {"parity": 12, "paper": 40, "speed": 500}[args.part]
-    parts[args.part](steps, *([args.seeds] if args.part == "paper" else []))
+    if args.part in timed:
+        run, steps = timed[args.part]
+        run(args.steps or steps)
+    else:
+        compute, steps, seeds = virtual[args.part]
+        compute(args.steps or steps, args.seeds or seeds)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ candidates for each 8 rows and no early stop, because its budgets depend on hist
 
 Columns, medians over pairs of steps:
 
-- step: seconds without and with streaming, and their ratio with its range.
+- step: seconds without and with streaming, and the geometric mean of their ratio with a 95 % interval.
 - forward: seconds of the log-probs that TRL computes after the rollout, and their share of the step without streaming.
 - hidden: share of these seconds that streaming saves after the rollout. It does not save the time from the rollout's
   last event until all kept rows are scored, and the time in which TRL reads the streamed log-probs or computes others.
@@ -18,7 +18,8 @@ Columns, medians over pairs of steps:
 - cache: largest size of the cached keys and values.
 
 The row "rewards" has a reward function that sleeps 50 ms for each group, with and without `stream_rewards`. There,
-`forward` is the time that the function takes after the rollout.
+`forward` is the time that the function takes after the rollout. Pairs are appended to
+benchmarks/results/streaming.jsonl.
 """
 
 import argparse
@@ -42,6 +43,8 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cells import ratio
+from benchmarks.lines import record
 from benchmarks.models import EOS_ID, make_random_model, make_tokenizer
 from benchmarks.servers import training_args
 from benchmarks.vllm_server import start_vllm_server
@@ -215,7 +218,7 @@ def row_of(regime: Regime, pairs: list[tuple[dict[str, float], dict[str, float]]
     forward, step = median(off[name] for off, _ in pairs), median(off["seconds"] for off, _ in pairs)
     left = median(on[name] + on.get("exposed_seconds", 0.0) for _, on in pairs)
     cells = [regime.name, f"{step:.2f}", f"{median(on['seconds'] for _, on in pairs):.2f}"]
-    cells.append(f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    cells.append(ratio(ratios))
     cells += [f"{forward:.2f} ({forward / step:.0%})", f"{1 - left / forward:.0%}"]
     if regime.rewards:
         return [*cells, "", ""]
@@ -235,7 +238,7 @@ def main() -> None:
     torch.set_num_threads(1)
     num_pairs = 1 if args.quick else args.pairs
     table = Table(title=f"{num_pairs} pairs of steps; server and trainer on one core{'' if args.share else ' each'}")
-    for name in ("lengths", "step off", "step on", "ratio (range)", "forward (share)", "hidden", "work", "cache"):
+    for name in ("lengths", "step off", "step on", "ratio", "forward (share)", "hidden", "work", "cache"):
         table.add_column(name, justify="left" if name == "lengths" else "right")
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model_dir = make_model(Path(directory) / "model")
@@ -246,8 +249,9 @@ def main() -> None:
         for regime in REGIMES:
             if regime.name in args.only:
                 out = Path(directory) / "run"
-                bench = Bench(regime, model_dir, server.base_url, out, num_pairs)
-                table.add_row(*row_of(regime, bench.run()))
+                pairs = Bench(regime, model_dir, server.base_url, out, num_pairs).run()
+                record("streaming", {"regime": regime.name, "share": args.share, "pairs": pairs})
+                table.add_row(*row_of(regime, pairs))
     console.print(table)
 
 

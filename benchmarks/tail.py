@@ -9,10 +9,10 @@ Compares rollouts on main servers alone, on tail servers alone, and with a switc
 
 Lengths are heavy-tailed or, as a control, equal. All rows have the same lengths and alternate step by step, as in
 `schedules.py`. The first epoch, in which lengths are learned, is excluded. Columns: seconds of all rollouts; time of
-the better static layout over this, median and range over steps; switches; median of the candidates left at a switch;
-median of predicted over real time from the switch to the end, with predicted lengths; error of the predictor for
-rollouts without a switch, with the actual lengths (PAT, Figure 14) and the cost of requests, median and range; the
-second column in the simulator.
+the better static layout over this, geometric mean and 95 % interval over steps; switches; median of the candidates
+left at a switch; median of predicted over real time from the switch to the end, with predicted lengths; error of the
+predictor for rollouts without a switch, with the actual lengths (PAT, Figure 14) and the cost of requests, median and
+range; the second column in the simulator. Rows are appended to benchmarks/results/tail.jsonl.
 """
 
 import argparse
@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.table import Table
 
+from benchmarks.cells import ratio
+from benchmarks.lines import record
 from benchmarks.models import make_markov_model, make_random_model, make_tokenizer
 from benchmarks.pacing import paced_server, scaled
 from benchmarks.schedules import Replay, Row, ServerCluster, Size, console
@@ -152,12 +154,16 @@ def compare(title: str, servers: Servers, size: Size) -> None:
         simulated = {name: Watched(row, size, specs[name]) for name in own}
         seconds, predicted = (steps(replays, size) for replays in (rows, simulated))
         for name, replay in rows.items():
+            facts = {"title": title, "size": str(size), "schedule": schedule, "servers": name}
+            facts |= {"switches": replay.switches, "errors": replay.errors}
+            facts |= {"seconds": seconds[name].tolist(), "simulated": predicted[name].tolist()}
+            record("tail", facts)
             ratios, static = better(seconds) / seconds[name], better(predicted).sum()
             left, factor = np.array(replay.switches or [(np.nan, np.nan)]).T
             errors = np.array(replay.errors or [np.nan])
             table.add_row(
                 *(schedule, name, f"{seconds[name].sum():.1f}"),
-                f"{np.median(ratios):.2f} ({ratios.min():.2f}-{ratios.max():.2f})",
+                ratio(ratios.tolist()),
                 *(f"{len(replay.switches)}", f"{np.median(left):.0f}", f"{np.median(factor):.2f}"),
                 f"{np.median(errors):+.0%} ({errors.min():+.0%} to {errors.max():+.0%})",
                 f"{static / predicted[name].sum():.2f}",
