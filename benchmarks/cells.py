@@ -39,7 +39,7 @@ def mean(values: Sequence[float]) -> str:
         return f"{estimate.mean:.0f} ± {estimate.half_width:.0f}"
     decimals = 1 - math.floor(math.log10(estimate.half_width))
     decimals -= estimate.half_width * 10**decimals >= 20  # two digits for an interval that begins with 1
-    return f"{estimate.mean:.{decimals}f} ± {estimate.half_width:.{decimals}f}"
+    return f"{estimate.mean:z.{decimals}f} ± {estimate.half_width:.{decimals}f}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -19,7 +19,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks import cells
 from benchmarks.learning import (
     CURVE,
     EPOCH,
@@ -46,7 +47,7 @@ from benchmarks.learning import (
 from benchmarks.lines import append, read
 from benchmarks.long_tail import LIMIT, TOKENIZER, load_model, make_dataset, probabilities
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.analysis.simulation import ClusterSpec, Estimate, SimulatedCluster
+from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
 from trl_darts.callbacks import ADMISSION_FILE
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.scheduling import RolloutResult
@@ -257,37 +258,44 @@ def times_as_early(own: Mapping[str, Any], base: Mapping[str, Any]) -> float:
     return float(theirs / mine)
 
 
-COLUMNS = {
-    "times as early": times_as_early,
+def _known(values: Sequence[float], value: Callable[[np.ndarray], float], default: float) -> float:
+    known = [own for own in values if np.isfinite(own)]
+    return float(value(np.array(known))) if known else default
+
+
+Columns = Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], float]]
+GAINED: Columns = {
+    "speed-up": times_as_early,
     "steps per second": lambda own, base: base["now"][-1] / own["now"][-1],
     "reward at the end": lambda own, base: own["hard"][-1],
     "minus GRPO's": lambda own, base: own["hard"][-1] - base["hard"][-1],
-    "kept ÷ plain length": lambda own, base: float(np.divide(own["kept"], own["mean"]).mean()),
-    "lag": lambda own, base: float(np.nanmean(own["lag"])) if np.isfinite(own["lag"]).any() else 0.0,
-    "oldest": lambda own, base: float(np.nanmax(own["oldest"])) if np.isfinite(own["oldest"]).any() else 0.0,
-    "effective sample": lambda own, base: (
-        float(np.nanmean(own["sample"])) if np.isfinite(own["sample"]).any() else 1.0
-    ),
 }
+STALE: Columns = {
+    "kept ÷ plain length": lambda own, base: float(np.divide(own["kept"], own["mean"]).mean()),
+    "mean lag": lambda own, base: _known(own["lag"], np.mean, 0.0),
+    "oldest": lambda own, base: _known(own["oldest"], np.max, 0.0),
+    "effective sample": lambda own, base: _known(own["sample"], np.mean, 1.0),
+}
+RATIOS = {"speed-up", "steps per second", "kept ÷ plain length"}
 
 
-def table(runs: Sequence[Mapping[str, Any]]) -> str:
+def table(runs: Sequence[Mapping[str, Any]], columns: Columns) -> str:
     """A row per world, rate and arm, in Markdown: means over seeds with 95 % intervals."""
-    lines = [["world, learning rate: arm (seeds)", *COLUMNS]]
+    rows = []
     for world, rate in dict.fromkeys((run["world"], run["rate"]) for run in runs):
         mine = [run for run in runs if (run["world"], run["rate"]) == (world, rate)]
         bases = {run["seed"]: run for run in mine if run["arm"] == BASELINE}
         for arm in ARMS:
             pairs = [(run, bases[run["seed"]]) for run in mine if run["arm"] == arm and run["seed"] in bases]
             if pairs:
-                cells = [str(Estimate.of([value(*pair) for pair in pairs])) for value in COLUMNS.values()]
-                lines.append([f"{world}, {rate:g}: {arm} ({len(pairs)})", *cells])
-    header, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([header, f"|---|{'---:|' * len(COLUMNS)}", *rows])
+                found = {name: [value(*pair) for pair in pairs] for name, value in columns.items()}
+                own = [cells.ratio(values) if name in RATIOS else cells.mean(values) for name, values in found.items()]
+                rows.append([f"{world}, {rate:g}: {arm} ({len(pairs)})", *own])
+    return cells.table(["world, learning rate: arm (seeds)", *columns], rows)
 
 
 def main() -> None:
-    """Trains what is missing, and prints the table."""
+    """Trains what is missing, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=lambda text: text.split(","), default=["published"])
     parser.add_argument("--arms", type=lambda text: text.split(";"), default=list(ARMS), help="with semicolons")
@@ -308,7 +316,8 @@ def main() -> None:
             object.__setattr__(WORLDS[name], "steps", 2)
     if not options.only_table:
         run_missing(options)
-    print(table(read(options.file)))
+    for columns in (GAINED, STALE):
+        print(table(read(options.file), columns), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -242,8 +242,8 @@ def servers(args: argparse.Namespace) -> None:
 def show(schedule: str, seconds: Any, drafted: Any, epochs: int) -> None:
     """Prints seconds of each epoch, and the speed relative to no drafts."""
     title = (
-        f"{schedule}: seconds of rollouts, ratio with a 95 % interval over steps; accepted tokens per draft, and their share; "
-        f"share of drafts with {', '.join(map(str, POSITIONS))} accepted tokens"
+        f"{schedule}: seconds of rollouts, ratio with a 95 % interval over steps; accepted tokens per draft, and "
+        f"their share; share of drafts with {', '.join(map(str, POSITIONS))} accepted tokens"
     )
     table = Table("arm", *(f"epoch {epoch + 1}" for epoch in range(epochs)), title=title)
     for name in ARMS:

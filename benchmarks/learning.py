@@ -53,6 +53,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks import cells
 from benchmarks.lines import append, read
 from benchmarks.long_tail import (
     ENDLESS_SHARE,
@@ -69,11 +70,10 @@ from benchmarks.long_tail import (
 )
 from benchmarks.models import EOS_ID
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
-from benchmarks.page import PAGE, put
 from benchmarks.servers import training_args
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.analysis.simulation import ClusterSpec, Estimate, SimulatedCluster
+from trl_darts.analysis.simulation import ClusterSpec, SimulatedCluster
 from trl_darts.callbacks import ADMISSION_FILE
 from trl_darts.engines.batch import PromptBatch
 from trl_darts.policy import rollout_time
@@ -357,61 +357,76 @@ def times_as_early(name: str, own: Run, base: Run) -> float:
     return float(theirs / mine)
 
 
-COLUMNS: dict[str, Callable[[Run, Run], float]] = {
-    "hard reward at the end": lambda own, base: own["by_step"]["hard"][-1],
+Columns = Mapping[str, Callable[[Run, Run], float]]
+REWARD: Columns = {
+    "reward at the end": lambda own, base: own["by_step"]["hard"][-1],
     "minus GRPO's": lambda own, base: own["by_step"]["hard"][-1] - base["by_step"]["hard"][-1],
-    "times as early": partial(times_as_early, "hard"),
-    "all kinds": partial(times_as_early, "reward"),
-    "kept ÷ plain length": lambda own, base: float(np.divide(own["by_step"]["kept"], own["by_step"]["mean"]).mean()),
-    "long rounds": lambda own, base: float(np.mean(own["by_step"]["long"])),
+    "speed-up": partial(times_as_early, "hard"),
+    "speed-up, all kinds": partial(times_as_early, "reward"),
 }
-
-
-SPEED: dict[str, Callable[[Run, Run], float]] = {
-    "times as fast as unguarded": lambda own, base: seconds(base).sum() / seconds(own).sum(),
+SPEED: Columns = {
+    "whole run": lambda own, base: seconds(base).sum() / seconds(own).sum(),
     "from the second step on": lambda own, base: seconds(base)[1:].sum() / seconds(own)[1:].sum(),
 }
+MEANS = {"reward at the end", "minus GRPO's"}  # others are ratios
 
 
-def table(
-    worlds: Mapping[str, Sequence[Run]],
-    columns: Mapping[str, Callable[[Run, Run], float]] = COLUMNS,
-    baseline: str = BASELINE,
-) -> str:
+def table(worlds: Mapping[str, Sequence[Run]], columns: Columns = REWARD, baseline: str = BASELINE) -> str:
     """A row per world and arm, in Markdown: means over seeds with 95 % intervals."""
-    lines = [["world: arm (seeds)", *columns]]
+    rows = []
     for world, runs in worlds.items():
         bases = {run["seed"]: run for run in runs if run["arm"] == baseline}
         for arm in ARMS:
             pairs = [(run, bases[run["seed"]]) for run in runs if run["arm"] == arm and run["seed"] in bases]
             if pairs:
-                cells = [str(Estimate.of([value(*pair) for pair in pairs])) for value in columns.values()]
-                lines.append([f"{world}: {arm} ({len(pairs)})", *cells])
-    header, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([header, f"|---|{'---:|' * len(columns)}", *rows])
+                found = {name: [value(*pair) for pair in pairs] for name, value in columns.items()}
+                own = [cells.mean(values) if name in MEANS else cells.ratio(values) for name, values in found.items()]
+                rows.append([f"{world}: {arm} ({len(pairs)})", *own])
+    return cells.table(["world: arm (seeds)", *columns], rows)
+
+
+def kept_table(worlds: Mapping[str, Sequence[Run]]) -> str:
+    """A row per world, in Markdown: kept over plain length by arm, and the default's share of long rounds."""
+    arms, rows = ("paper", "unguarded", "default"), []
+    for world, runs in worlds.items():
+        steps = {arm: [run["by_step"] for run in runs if run["arm"] == arm] for arm in arms}
+        kept = [[float(np.divide(own["kept"], own["mean"]).mean()) for own in steps[arm]] for arm in arms]
+        rows.append([world, *map(cells.ratio, kept), cells.mean([np.mean(own["long"]) for own in steps["default"]])])
+    return cells.table(["world", *arms, "the default's long rounds"], rows)
+
+
+def guard_table(worlds: Mapping[str, Sequence[Run]]) -> str:
+    """A row per world, in Markdown: how many times as early as without a guard the two guards are."""
+    rows = []
+    for world, runs in worlds.items():
+        bases = {run["seed"]: run for run in runs if run["arm"] == "unguarded"}
+        own = [[run for run in runs if run["arm"] == arm and run["seed"] in bases] for arm in ("default", "every 4th")]
+        ratios = [[times_as_early("hard", run, bases[run["seed"]]) for run in arm] for arm in own]
+        rows.append([f"{world} ({', '.join(str(len(arm)) for arm in own)})", *map(cells.ratio, ratios)])
+    return cells.table(["world (seeds)", "default", "every 4th"], rows)
 
 
 def audit_table(worlds: Mapping[str, Sequence[Run]]) -> str:
     """A row per world, in Markdown: what audits told of the unguarded wait and what was exact, means over seeds."""
-    header = ["world (seeds)", "lost", "lost at random", "warned", "kept ÷ plain length", "exact", "covered"]
-    lines = [header]
+    rows = []
     for world, runs in worlds.items():
         own = [run for run in runs if run["arm"] == "audited" and "audits" in run]
         if not own:
             continue
-        audits = [run["audits"] for run in own]
-        exact = [exact_length_ratio(run) for run in own]
+        audits, exact = [run["audits"] for run in own], [exact_length_ratio(run) for run in own]
         covered = [
             abs(audit["length_mean_ratio"] - ratio) <= audit["length_mean_ratio_interval"]
             for audit, ratio in zip(audits, exact, strict=True)
         ]
-        shares = [np.mean([audit[name] for audit in audits]) for name in ("lost_share", "lost_share_at_random")]
-        warned = sum(audit["warned"] for audit in audits)
-        ratio = Estimate.of([audit["length_mean_ratio"] for audit in audits])
-        cells = [*(f"{share:.1%}" for share in shares), f"{warned}", f"{ratio}", f"{np.mean(exact):.3g}"]
-        lines.append([f"{world} ({len(own)})", *cells, f"{sum(covered)}"])
-    top, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([top, f"|---|{'---:|' * (len(header) - 1)}", *rows])
+        lost, at_random = (
+            np.mean([audit[name] for audit in audits]) for name in ("lost_share", "lost_share_at_random")
+        )
+        told = cells.ratio([audit["length_mean_ratio"] for audit in audits])
+        warned = f"{sum(audit['warned'] for audit in audits)}"
+        exactly = f"{cells.geometric(exact)[0]:.2f}, {sum(covered)}"
+        rows.append([f"{world} ({len(own)})", f"{lost:.1%}, {at_random:.1%}", warned, told, exactly])
+    header = ["world (seeds)", "lost, lost at random", "warned", "kept ÷ plain length", "exact, covered in"]
+    return cells.table(header, rows)
 
 
 def exact_length_ratio(run: Run) -> float:
@@ -437,7 +452,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--server", action="store_true", help="decode on a real vLLM server")
     parser.add_argument("--quick", action="store_true", help="two steps, one seed: does it run?")
     parser.add_argument("--results", help="default: benchmarks/results; outputs/quick if quick")
-    parser.add_argument("--only-page", action="store_true", help="train nothing: the table of what is there")
+    parser.add_argument("--only-table", action="store_true", help="train nothing: the tables of what is there")
     options = parser.parse_args(arguments)
     for name, known in {"arms": ARMS, "worlds": WORLDS}.items():
         if unknown := set(getattr(options, name)) - set(known):
@@ -448,14 +463,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--steps ({options.steps}) must be at least 1.")
     if options.learning_rate is not None and options.learning_rate < 0:
         parser.error(f"--learning-rate ({options.learning_rate}) must not be negative.")
-    changed = options.steps or options.learning_rate is not None
-    options.writes_page = not (options.results or options.quick or options.server or changed)
     options.results = options.results or ("outputs/quick" if options.quick else ROOT / "benchmarks" / "results")
     return options
 
 
 def main() -> None:
-    """Trains what is missing, prints the tables, and writes those of virtual time into the page."""
+    """Trains what is missing, and prints the tables."""
     options = parse()
     for name in ("transformers", "trl_darts"):  # the latter says with each arm that its admission begins anew
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -469,14 +482,12 @@ def main() -> None:
     given = {"steps": 2 if options.quick else options.steps, "learning_rate": options.learning_rate}
     given = {name: value for name, value in given.items() if value is not None}
     WORLDS.update({name: replace(world, **given) for name, world in WORLDS.items()})
-    for name in [] if options.only_page else options.worlds:
+    for name in [] if options.only_table else options.worlds:
         run_missing(name, seeds, arms, options)
     worlds = {name: read(results_file(name, options)) for name in WORLDS}
-    print(content := "\n\n".join([table(worlds), audit_table(worlds)]))
+    print("\n\n".join([table(worlds), audit_table(worlds)]))
     if options.learning_rate == 0:
-        print(f"\n{table(worlds, SPEED, 'unguarded')}")
-    if options.writes_page:
-        PAGE.write_text(put(PAGE.read_text(), "learning", "learning.py", content))
+        print(f"\nspeed over unguarded\n\n{table(worlds, SPEED, 'unguarded')}")
 
 
 if __name__ == "__main__":

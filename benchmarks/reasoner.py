@@ -29,6 +29,7 @@ from transformers import PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import cells
 from benchmarks.lines import append, read, record
 from benchmarks.servers import training_args
 from benchmarks.training import ARMS, BASELINE, DEFAULT
@@ -95,13 +96,20 @@ def compare_accuracy(steps: int, num_seeds: int, path: Path) -> None:
             runs.append(run | {"reward": [entry["reward"] for entry in log[:-1]]})
             append(path, runs[-1])
             print(f"seed {seed}, {arm}: {run['accuracy']:.3f}", flush=True)
-    found = {(run["seed"], run["arm"]): run["accuracy"] for run in runs}
-    seeds = [seed for seed in range(num_seeds) if all((seed, arm) in found for arm in ACCURACY_ARMS)]
-    print("| arm | accuracy | minus GRPO's |\n| --- | ---: | ---: |")
-    for arm in ACCURACY_ARMS:
-        own = [found[seed, arm] for seed in seeds]
-        difference = Estimate.of([value - found[seed, "grpo"] for seed, value in zip(seeds, own, strict=True)])
-        print(f"| {arm} | {Estimate.of(own)} | {difference} |")
+    print(accuracy_table(runs))
+
+
+def accuracy_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the accuracy of each arm, and its paired difference to GRPO's, over the seeds that both have."""
+    found = {(run["seed"], run["arm"]): run for run in runs}
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        pairs = [(run, found[seed, "grpo"]) for (seed, own), run in found.items() if own == arm]
+        accuracy = cells.mean([run["accuracy"] for run, _ in pairs])
+        difference = cells.mean([run["accuracy"] - base["accuracy"] for run, base in pairs])
+        tokens = cells.mean([float(np.mean(run["tokens"])) for run, _ in pairs])
+        rows.append([f"{arm} ({len(pairs)})", accuracy, difference, tokens])
+    return cells.table(["arm (seeds)", "accuracy", "minus GRPO's", "tokens of a row"], rows)
 
 
 def compare(arms: Mapping[str, Arm], steps: int, seeds: int) -> None:

@@ -294,62 +294,74 @@ def server_of(curve: LatencyCurve, slots: int | None, size: Size) -> Iterator[tu
             cluster.engine.close()
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How often a table is run: on a server, and in the simulator, whose first run has the server's lengths."""
+
+    repeats: int
+    seeds: int = 1
+
+
 def on_server(
-    title: str, rows: Sequence[Row], size: Size, curve: LatencyCurve, slots: int | None, repeats: int
+    title: str, rows: Sequence[Row], size: Size, curve: LatencyCurve, slots: int | None, extent: Extent
 ) -> None:
     """Runs all rows on a server, unless there are no repeats, and in the simulator. Prints and records a table."""
     measured, spec = [], ClusterSpec(curve, max_num_seqs=slots)
-    if repeats:
+    if extent.repeats:
         with server_of(curve, slots, size) as (cluster, spec):
-            measured = [train([Replay(row, size, spec, cluster) for row in rows], size.steps) for _ in range(repeats)]
-    predicted = train([Replay(row, size, spec) for row in rows], size.steps)
-    keep(title, size, rows, list(zip(*measured, strict=True)), predicted)
-    shown = list(zip(*measured, strict=True)) or [[total] for total in predicted]
-    show(f"{title}: {size}, {repeats} repeats", rows, shown, predicted)
+            for _ in range(extent.repeats):
+                measured.append(train([Replay(row, size, spec, cluster) for row in rows], size.steps))
+    predicted = [
+        train([Replay(row, size, spec, seed=seed) for row in rows], size.steps) for seed in range(extent.seeds)
+    ]
+    keep(title, size, rows, measured=measured, simulated=predicted)
+    totals = list(zip(*(measured or predicted), strict=True))
+    show(f"{title}: {size}, {extent}", rows, totals, predicted[0] if measured else None)
 
 
-def keep(
-    title: str, size: Size, rows: Sequence[Row], totals: Sequence[Sequence[Total]], predicted: Sequence[Total]
-) -> None:
-    """Appends a table to the results: of each row the totals of each repeat on the server, and the simulator's."""
-    names = [row.name for row in rows]
-    measured = {name: list(map(asdict, own)) for name, own in zip(names, totals, strict=False)}
-    simulated = {name: asdict(total) for name, total in zip(names, predicted, strict=False)}
-    record("schedules", {"title": title, "size": str(size), "measured": measured, "simulated": simulated})
+def keep(title: str, size: Size, rows: Sequence[Row], **runs: Sequence[Sequence[Total]]) -> None:
+    """Appends a table to the results: of each row the totals of each run, on a server and in the simulator."""
+    totals = {
+        kind: {
+            row.name: [asdict(total) for total in own] for row, own in zip(rows, zip(*every, strict=True), strict=True)
+        }
+        for kind, every in runs.items()
+        if every
+    }
+    record("schedules", {"title": title, "size": str(size), **totals})
 
 
-def shares(size: Size, curve: LatencyCurve, repeats: int) -> None:
+def shares(size: Size, curve: LatencyCurve, extent: Extent) -> None:
     """Runs the default against grpo for growing shares of endless answers, and on the controls."""
     bare = Row("default, M_low = M", {**DEFAULT.settings, "min_num_generations": size.num_generations})
     for share in (0.0, 0.002, 0.01):
         own = replace(size, endless_share=share)
-        on_server(f"At a GPU's pace, {share:.1%} never end", [GRPO, DEFAULT, bare], own, curve, None, repeats)
+        on_server(f"At a GPU's pace, {share:.1%} never end", [GRPO, DEFAULT, bare], own, curve, None, extent)
     equal = replace(size, median=4 * size.median, endless_share=0.0, equal=True)
-    on_server("Control, equal lengths", [GRPO, DEFAULT], equal, curve, None, repeats)
-    on_server("Control, a full engine", [GRPO, DEFAULT], size, curve, size.rows // 16, repeats)
+    on_server("Control, equal lengths", [GRPO, DEFAULT], equal, curve, None, extent)
+    on_server("Control, a full engine", [GRPO, DEFAULT], size, curve, size.rows // 16, extent)
 
 
-def schedules(size: Size, curve: LatencyCurve, repeats: int) -> None:
+def schedules(size: Size, curve: LatencyCurve, extent: Extent) -> None:
     """Runs every schedule."""
     for capped in (False, True):
         rows = [GRPO, *(row for row in ROWS if row.capped == capped and row is not GRPO)]
         title = "Every schedule" + (", with a queue" if capped else "")
-        on_server(title, rows, size, curve, size.rows if capped else None, repeats)
+        on_server(title, rows, size, curve, size.rows if capped else None, extent)
 
 
-def order(size: Size, curve: LatencyCurve, repeats: int) -> None:
+def order(size: Size, curve: LatencyCurve, extent: Extent) -> None:
     """Runs the sorted schedule with the shortest and with the longest candidates first."""
     rows = [Row(f"sorted, {first} first", {"schedule": "sorted", "submit_order": first}) for first in ORDERS]
-    on_server("Half a batch of slots", [GRPO, *rows], size, curve, size.rows // 2, repeats)
+    on_server("Half a batch of slots", [GRPO, *rows], size, curve, size.rows // 2, extent)
 
 
 def on_simulator(size: Size, seeds: int, gpus: int) -> None:
     """Prints the table of a simulated cluster."""
     spec = ClusterSpec(CURVE, gpus // 2)
-    totals = [[train([Replay(row, size, spec, seed=seed)], size.steps)[0] for seed in range(seeds)] for row in ROWS]
-    runs = {row.name: list(map(asdict, own)) for row, own in zip(ROWS, totals, strict=True)}
-    record("schedules", {"title": f"{gpus} GPUs, simulated", "size": str(size), "runs": runs})
-    show(f"Simulator, {gpus} GPUs, two per engine: {size}, {seeds} seeds", ROWS, totals)
+    runs = [train([Replay(row, size, spec, seed=seed) for row in ROWS], size.steps) for seed in range(seeds)]
+    keep(f"{gpus} GPUs", size, ROWS, simulated=runs)
+    show(f"Simulator, {gpus} GPUs, two per engine: {size}, {seeds} seeds", ROWS, list(zip(*runs, strict=True)))
 
 
 def show(
@@ -395,16 +407,15 @@ def main() -> None:
     cluster = Size(32, 4, 250.0, 5_120, batches=4) if args.quick else Size(64, 8, 250.0, 5_120)
     if args.quick:
         args.repeats = args.seeds = 1
-    if args.virtual:
-        args.repeats = 0
+    extent = Extent(0, args.seeds) if args.virtual else Extent(args.repeats)
     curve = scaled(CURVES[args.curve], args.scale, NUM_ENGINES)
     for part in (args.only,) if args.only else parts:
         if part == "shares":
-            shares(server, curve, args.repeats)
+            shares(server, curve, extent)
         elif part == "schedules":
-            schedules(server, curve, args.repeats)
+            schedules(server, curve, extent)
         elif part == "order":
-            order(server, curve, args.repeats)
+            order(server, curve, extent)
         for gpus in (16, 32, 64) if part == "simulator" else ():
             on_simulator(cluster, args.seeds, gpus)
 

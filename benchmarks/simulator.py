@@ -196,9 +196,8 @@ def paper(steps: int, seeds: int) -> None:
     """Records speed-ups of whole steps over GRPO, by the share of endless answers."""
     cases = list(product(SHAPINGS, SHARES))
     with ProcessPoolExecutor() as pool:
-        for (shaping, share), found in zip(
-            cases, pool.map(partial(speedups, steps, seeds), *zip(*cases)), strict=True
-        ):
+        every = pool.map(partial(speedups, steps, seeds), *zip(*cases, strict=True))
+        for (shaping, share), found in zip(cases, every, strict=True):
             keep("paper", steps=steps, seeds=seeds, shaping=shaping, share=share, speedups=found)
 
 

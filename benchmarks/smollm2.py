@@ -1,7 +1,8 @@
 """
 Whole trainings of SmolLM2-135M-Instruct on tasks of reasoning-gym, with a real vLLM server.
 
-    python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--machine cpu|gpu] [--only-page]
+    python benchmarks/smollm2.py [--arms grpo,default] [--seeds 0,1,2] [--minutes 60] [--machine cpu|gpu]
+                                 [--only-tables]
 
 9 steps of 8 prompts × 8 rows, in which 24 prompts recur twice. On a GPU, which trainer and server share: 24 steps of
 16 × 8 rows, 128 prompts, and answers of up to 512 tokens. All weights are trained, in bfloat16 where PyTorch's
@@ -35,7 +36,7 @@ from tasks import TEMPERATURE, accuracy_reward, make_dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from benchmarks.page import PAGE, put
+from benchmarks import cells
 from benchmarks.servers import training_args
 from benchmarks.smollm2_rollouts import (
     CHECKPOINT,
@@ -50,7 +51,6 @@ from benchmarks.smollm2_rollouts import (
     tokens_of,
 )
 from trl_darts import DARTSGRPOTrainer
-from trl_darts.analysis.simulation import Estimate
 from trl_darts.engines.vllm_generation import synced_generation
 from trl_darts.serving.options import SPECULATIVE
 
@@ -77,18 +77,16 @@ class Setting:
 
     machine: Machine
     prefix: str  # of the results' names
-    table: str  # on the page
     steps: int
     micro_batch: int
     config: Mapping[str, Any]
 
 
 SETTINGS = {
-    "cpu": Setting(MACHINES["cpu"], "smollm2", "smollm2 trainings", steps=9, micro_batch=4, config={}),
+    "cpu": Setting(MACHINES["cpu"], "smollm2", steps=9, micro_batch=4, config={}),
     "gpu": Setting(
         MACHINES["gpu"],
         "smollm2.gpu",
-        "smollm2 trainings on a GPU",
         steps=24,
         micro_batch=32,
         config={"use_cpu": False, "weight_sync": "filesystem"},  # NCCL refuses two processes on one GPU
@@ -191,46 +189,115 @@ def write(path: Path, run: Mapping[str, Any]) -> None:
     part.rename(path)
 
 
-# The page
+# The report
 
 
 def mean_of(run: Mapping[str, Any], name: str) -> float:
     return float(np.mean([step.get(name, np.nan) for step in run["steps"]]))
 
 
-def table(results: Path, seeds: Sequence[int], setting: Setting = SETTINGS["cpu"]) -> str:
-    """Returns a line for each arm: means over seeds, ratios to GRPO's run of the same seed over as many steps."""
-    columns = ("steps", "speed of a step", "of a rollout", "held-out before, after", "tokens", "cut off")
-    lines = [["arm (seeds)", *columns], ["---", *["---:"] * len(columns)]]
-    for arm in ARMS:
-        runs = [run for seed in seeds if (run := load(arm, seed, results, setting))["steps"]]
-        if not runs:
-            continue
-        pairs = [(run, _first(load(BASELINE, run["seed"], results, setting), len(run["steps"]))) for run in runs]
-        pairs = [(_first(run, len(base["steps"])), base) for run, base in pairs if base["steps"]]
+def runs_of(results: Path, seeds: Sequence[int], setting: Setting) -> dict[str, list[dict[str, Any]]]:
+    """Returns the runs that were made, by arm."""
+    runs = {arm: [load(arm, seed, results, setting) for seed in seeds] for arm in ARMS}
+    made = {arm: [run for run in own if run["steps"]] for arm, own in runs.items()}
+    return {arm: own for arm, own in made.items() if own}
+
+
+Pair = tuple[dict[str, Any], dict[str, Any]]
+
+
+def pairs_of(runs: Mapping[str, Sequence[dict[str, Any]]], arm: str) -> list[Pair]:
+    """Returns each run of an arm beside GRPO's of the same seed, over as many steps."""
+    bases = {run["seed"]: run for run in runs.get(BASELINE, [])}
+    pairs = [(run, bases[run["seed"]]) for run in runs[arm] if run["seed"] in bases]
+    return [(_first(own, len(base["steps"])), _first(base, len(own["steps"]))) for own, base in pairs]
+
+
+def speed_table(results: Path, seeds: Sequence[int], setting: Setting = SETTINGS["cpu"]) -> str:
+    """Returns a line for each arm: speed-ups over GRPO's run of the same seed, over as many steps."""
+    runs, rows = runs_of(results, seeds, setting), []
+    for arm, own in runs.items():
+        pairs = pairs_of(runs, arm)
+        seconds = cells.mean([mean_of(run, "step_seconds") for run in own])
         speeds = [
-            _cell([mean_of(base, name) / mean_of(run, name) for run, base in pairs])
+            _ratio([mean_of(base, name) / mean_of(run, name) for run, base in pairs])
             for name in ("step_seconds", "darts/rollout/seconds")
         ]
+        rows.append([f"{arm} ({len(own)})", ", ".join(str(len(run["steps"])) for run in own), seconds, *speeds])
+    return cells.table(["arm (seeds)", "steps", "seconds per step", "step", "rollout"], rows)
+
+
+def learned_table(results: Path, seeds: Sequence[int], setting: Setting = SETTINGS["cpu"]) -> str:
+    """Returns a line for each arm: plain sampling on prompts that were never trained on."""
+    rows = []
+    for arm, runs in runs_of(results, seeds, setting).items():
         ends = [list(run["held_out"].values()) for run in runs if len(run["held_out"]) > 1]
-        accuracy = f"{_cell([own[0]['accuracy'] for own in ends])}, {_cell([own[-1]['accuracy'] for own in ends])}"
-        last = [_cell([own[-1][name] for own in ends]) for name in ("tokens", "cut")]
-        steps = ", ".join(str(len(run["steps"])) for run in runs)
-        lines.append([f"{arm} ({len(runs)})", steps, *speeds, accuracy if ends else "–", *last])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        if ends:
+            before, after = (cells.mean([own[place]["accuracy"] for own in ends]) for place in (0, -1))
+            last = [cells.mean([own[-1][name] for own in ends]) for name in ("tokens", "cut")]
+            rows.append([f"{arm} ({len(ends)})", before, after, *last])
+    return cells.table(["arm (seeds)", "right before", "right after", "tokens", "cut off"], rows)
+
+
+PARTS = {
+    "rollout": "darts/rollout/seconds",
+    "weights": "darts/sync/seconds",
+    "rewards, log-probs": "darts/score/seconds",
+    "training": "darts/train/seconds",
+}
+
+
+def parts_table(results: Path, seeds: Sequence[int], setting: Setting) -> str:
+    """Returns where the seconds of a step go, for GRPO and the default."""
+    runs = runs_of(results, seeds, setting)
+    rows = [
+        [arm, *(cells.mean([mean_of(run, name) for run in runs[arm]]) for name in PARTS.values())]
+        for arm in (BASELINE, "default")
+    ]
+    return cells.table(["arm", *PARTS], rows)
+
+
+def progress_table(results: Path, seeds: Sequence[int], setting: Setting) -> str:
+    """Returns the default's speed-up in each third of the steps, and with GRPO's weight syncs."""
+    pairs = pairs_of(runs_of(results, seeds, setting), "default")
+    thirds = [slice(place * setting.steps // 3, (place + 1) * setting.steps // 3) for place in range(3)]
+    speeds = [_ratio([_seconds(base, third) / _seconds(own, third) for own, base in pairs]) for third in thirds]
+    sync = "darts/sync/seconds"
+    equal = [
+        mean_of(base, "step_seconds") / (mean_of(own, "step_seconds") - mean_of(own, sync) + mean_of(base, sync))
+        for own, base in pairs
+    ]
+    header = ["arm", *(f"{name} third" for name in ("first", "second", "last")), "equal weight syncs"]
+    return cells.table(header, [["default", *speeds, cells.ratio(equal)]])
+
+
+def rounds_table(results: Path, seeds: Sequence[int], setting: Setting) -> str:
+    """Returns the default's speed-up over pairs of the same seed and step, in bounded and in long rounds."""
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for own, base in pairs_of(runs_of(results, seeds, setting), "default"):
+        for mine, theirs in zip(own["steps"], base["steps"], strict=True):
+            is_long = bool(mine["darts/buffer/long_round"])
+            speeds[is_long].append(theirs["step_seconds"] / mine["step_seconds"])
+    kinds = {"bounded": speeds[False], "long": speeds[True], "all": speeds[False] + speeds[True]}
+    return cells.table(
+        ["rounds", "steps", "speed-up"], [[name, str(len(v)), cells.ratio(v)] for name, v in kinds.items()]
+    )
+
+
+def _seconds(run: Mapping[str, Any], steps: slice) -> float:
+    return float(sum(step["step_seconds"] for step in run["steps"][steps]))
 
 
 def _first(run: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
     return {**run, "steps": run["steps"][:num_steps]}
 
 
-def _cell(values: Sequence[float]) -> str:
-    known = [value for value in values if not np.isnan(value)]
-    return str(Estimate.of(known)) if known else "–"
+def _ratio(values: Sequence[float]) -> str:
+    return cells.ratio([value for value in values if not np.isnan(value)])
 
 
 def main() -> None:
-    """Trains what is missing and writes the table."""
+    """Trains what is missing and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", default=",".join(ARMS), help="some of them, with commas")
     parser.add_argument("--seeds", default="0,1,2")
@@ -238,7 +305,7 @@ def main() -> None:
     parser.add_argument("--machine", choices=SETTINGS, default="cpu")
     parser.add_argument("--base-url", help="a running server of the checkpoint, instead of a new one")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only-page", action="store_true", help="train nothing")
+    parser.add_argument("--only-tables", action="store_true", help="train nothing")
     options = parser.parse_args()
     arms, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
     if unknown := set(arms) - set(ARMS):
@@ -247,7 +314,7 @@ def main() -> None:
         parser.error(f"--arms ({', '.join(sorted(drafting))}) need servers of their own. Leave out --base-url.")
     setting = SETTINGS[options.machine]
     deadline = time.monotonic() + 60 * options.minutes
-    if not options.only_page:
+    if not options.only_tables:
         if options.machine == "cpu":
             torch.set_num_threads(2)  # the server is idle while the trainer computes
         for seed, arm in missing(arms, seeds, options.results, setting):
@@ -256,9 +323,7 @@ def main() -> None:
             method = SPECULATIVE["suffix"] if arm in DRAFTING else None
             with smollm2_server(None, setting.machine, options.base_url, speculative_config=method) as url:
                 make_run(arm, seed, url, options.results, setting)
-    content = table(options.results, seeds, setting)
-    print(content)
-    PAGE.write_text(put(PAGE.read_text(), setting.table, "smollm2.py", content))
+    print(speed_table(options.results, seeds, setting), learned_table(options.results, seeds, setting), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """
 Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own answers.
 
-    python benchmarks/smollm2_rollouts.py lengths|bare|paced|simulated|drafts|page [--rows main|others] [--repeats 5]
+    python benchmarks/smollm2_rollouts.py lengths|bare|paced|simulated|drafts [--rows main|others] [--repeats 5]
                                           [--machine cpu|gpu]
 
 - lengths: samples 16 answers to each prompt of examples/smollm2 (on a CPU, to 64 of them) on a real server.
@@ -10,7 +10,6 @@ Rollouts of SmolLM2-135M-Instruct, by every schedule, on the lengths of its own 
 - simulated: the same lengths in virtual time, by the machine's profile and, for a CPU's, by the published curve of an
   8 B model.
 - drafts: GRPO's rollouts as in `bare`, on a server that drafts (`suffix`) over one that does not.
-- page: writes the tables of docs/evidence.md.
 
 A repeat has the prompts of two steps: a first epoch in which no lengths are known, and a second one. A step has 8 × 8
 rows, and 16 × 8 on a GPU, where answers have up to 512 tokens instead of 256.
@@ -37,10 +36,10 @@ import requests
 from tasks import TEMPERATURE, accuracy_reward, make_dataset
 from transformers import AutoTokenizer
 
+from benchmarks import cells
 from benchmarks.lines import append, read
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, scaled
-from benchmarks.page import PAGE, put
-from benchmarks.schedules import GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
+from benchmarks.schedules import DEFAULT, GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.simulation import ClusterSpec, Estimate, RecordedLengths, Workload
 from trl_darts.engines.keys import key_of
@@ -344,7 +343,7 @@ def drafted(engine: Any) -> dict[str, Any]:
     return {"drafts": asdict(counts)}
 
 
-# The page
+# The report
 
 
 def ratios(results: Sequence[dict[str, Any]], pace: str, name: str, epoch: slice) -> list[float]:
@@ -360,52 +359,61 @@ def rollouts_table(results: Sequence[dict[str, Any]], pace: str) -> str:
     """Returns the table of speeds over GRPO's in the first epoch and in the second one, real and simulated."""
     epochs = {"new prompts": slice(0, BATCHES), "known lengths": slice(BATCHES, None)}
     columns = {
-        f"{name}, {kind} (repeats)": (pace + suffix, epoch)
-        for kind, suffix in (("server", ""), ("simulated", ", simulated"))
+        f"{name}{kind}": (pace + suffix, epoch)
+        for kind, suffix in (("", ""), (", simulated", ", simulated"))
         for name, epoch in epochs.items()
     }
-    lines = [["schedule", *columns, "wasted", "off-policy"], ["---", *["---:"] * (len(columns) + 2)]]
+    rows = [
+        [row.name, *(cells.ratio(ratios(results, own, row.name, epoch)) for own, epoch in columns.values())]
+        for row in ROWS
+    ]
+    numbers = [len(ratios(results, own, DEFAULT.name, slice(None))) for own in (pace, f"{pace}, simulated")]
+    caption = f"{numbers[0]} repeats on the server and {numbers[1]} simulated, twice as many of GRPO."
+    return f"{caption}\n\n{cells.table(['schedule', *columns], rows)}"
+
+
+def shares_table(results: Sequence[dict[str, Any]], pace: str) -> str:
+    """Returns the shares of wasted and of off-policy tokens in virtual time."""
+    found = [line["rows"] for line in results if line["pace"] == f"{pace}, simulated"]
+    rows = []
     for row in ROWS:
-        found = [ratios(results, own, row.name, epoch) for own, epoch in columns.values()]
-        speeds = [f"{Estimate.of(own)} ({len(own)})" if own else "–" for own in found]
-        own = [line["rows"] for line in results if line["pace"] == f"{pace}, simulated"]
-        simulated = [rows[row.name] for rows in own if row.name in rows]
-        shares = [f"{np.mean([own[name] for own in simulated]):.0%}" for name in ("wasted", "off_policy")]
-        lines.append([row.name, *speeds, *(shares if simulated else ["–", "–"])])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        own = [line[row.name] for line in found if row.name in line]
+        rows.append([row.name, *(f"{np.mean([run[name] for run in own]):.0%}" for name in ("wasted", "off_policy"))])
+    return cells.table(["schedule", "wasted", "off-policy"], rows)
+
+
+def agreement_table(results: Sequence[dict[str, Any]]) -> str:
+    """Returns the server's speed-ups over the simulator's in the same repeats, with known lengths."""
+    rows = []
+    for row in [row for row in ROWS if row is not GRPO]:
+        own = []
+        for pace in ("bare", "paced"):
+            known = slice(BATCHES, None)
+            real = ratios(results, pace, row.name, known)
+            simulated = ratios(results, f"{pace}, simulated", row.name, known)[: len(real)]
+            own.append(cells.ratio([a / b for a, b in zip(real, simulated, strict=True)]))
+        rows.append([row.name, *own])
+    return cells.table(["schedule", "two cores", "at a GPU's pace"], rows)
 
 
 def lengths_table(lines: Sequence[dict[str, Any]]) -> str:
     """Returns the table of the recorded answers by family."""
-    columns = ["right", "prompts with both", "p50", "p90", "p99", "cut off"]
-    rows = [["family", *columns], ["---", *["---:"] * len(columns)]]
+    rows = []
     for family in [*dict.fromkeys(line["family"] for line in lines), "all"]:
         own = [line for line in lines if family in (line["family"], "all")]
         rewards = np.array([line["rewards"] for line in own])
         percentiles = np.percentile([line["lengths"] for line in own], (50, 90, 99))
         both = np.mean([0 < reward.mean() < 1 for reward in rewards[:, :NUM_GENERATIONS]])
-        cells = [f"{rewards.mean():.0%}", f"{both:.0%}", *(f"{value:.0f}" for value in percentiles)]
-        rows.append([family, *cells, f"{np.mean([line['cut'] for line in own]):.1%}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def write_page(results: Path) -> None:
-    text = PAGE.read_text()
-    rollouts = read(results / ROLLOUTS)
-    for name, content in {
-        "smollm2 lengths": lengths_table(read_lengths(results / CPU.lengths)),
-        "smollm2 rollouts": rollouts_table(rollouts, "bare"),
-        "smollm2 rollouts at a GPU's pace": rollouts_table(rollouts, "paced"),
-    }.items():
-        text = put(text, name, "smollm2_rollouts.py", content)
-        console.print(content, markup=False)
-    PAGE.write_text(text)
+        lengths = ", ".join(f"{value:.0f}" for value in percentiles)
+        cut = np.mean([line["cut"] for line in own])
+        rows.append([family, f"{rewards.mean():.0%}", f"{both:.0%}", lengths, f"{cut:.1%}"])
+    return cells.table(["family", "right", "prompts with both", "p50, p90, p99", "cut off"], rows)
 
 
 def main() -> None:
     """Runs what is missing of a part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("lengths", "bare", "paced", "simulated", "drafts", "page"))
+    parser.add_argument("part", choices=("lengths", "bare", "paced", "simulated", "drafts"))
     parser.add_argument("--rows", choices=GROUPS, default="main")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--machine", choices=MACHINES, default="cpu")
@@ -416,8 +424,6 @@ def main() -> None:
     path, lengths = options.results / ROLLOUTS, options.results / machine.lengths
     if options.part == "lengths":
         return record_lengths(lengths, machine, options.base_url)
-    if options.part == "page":
-        return write_page(options.results)
     lines = read_lengths(lengths)
     if len(lines) < machine.num_prompts:
         parser.error(f"{lengths} must have {machine.num_prompts} prompts. Run the part `lengths` first.")

@@ -14,7 +14,8 @@ nothing can be gained, and in `full` the engine decodes a sixteenth of a batch a
 `half`, all answers to half of the prompts are worth the same, and GRPO is compared with dynamic sampling.
 
 Each training leaves a file of some kilobytes in `--results`, and a later call runs those that are missing: all take
-some three hours. Then, and with `--only-page`, the tables and the picture of docs/evidence.md are written anew.
+some three hours. Then, and with `--only-tables`, the tables are printed and the picture of
+benchmarks/REPORT.md is drawn.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from matplotlib import pyplot as plt
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks import cells
 from benchmarks.long_tail import (
     LIMIT,
     TOKENIZER,
@@ -51,16 +53,14 @@ from benchmarks.long_tail import (
     make_dataset,
 )
 from benchmarks.pacing import CURVES, NUM_ENGINES, SCALE, Pace, paced_server, scaled
-from benchmarks.page import PAGE, put
 from benchmarks.servers import training_args
 from trl_darts import DARTSGRPOTrainer
 from trl_darts.analysis.plots import save_picture
-from trl_darts.analysis.simulation import Estimate
 from trl_darts.callbacks import ADMISSION_FILE
 
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = "evidence_training.png"
+PICTURE = "training.png"
 PROMPTS, NUM_GENERATIONS = 32, 8  # of a step
 EPOCH = 8  # steps
 PATIENCE = 1.5  # the others get so many times as many to reach its reward
@@ -327,47 +327,87 @@ def _ratio(name: str) -> Callable[[Steps, Steps], float]:
 
 def _end(name: str) -> Callable[[Steps, Steps], float]:
     """The mean over the last steps of as many as GRPO has."""
-    return lambda own, base: float(np.nanmean(own[name][: len(base[name])][-LAST:]))
+    return lambda own, base: _known_mean(own[name][: len(base[name])][-LAST:])
 
 
 def _mean(name: str) -> Callable[[Steps, Steps], float]:
-    return lambda own, base: float(np.nanmean(own[name][: len(base[name])]))
+    return lambda own, base: _known_mean(own[name][: len(base[name])])
 
 
-SPEED: dict[str, Callable[[Steps, Steps], float]] = {
+def _known_mean(values: np.ndarray) -> float:
+    """The mean of what a schedule logs, NaN where it logs nothing."""
+    return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
+
+
+Columns = Mapping[str, Callable[[Steps, Steps], float]]
+SPEED: Columns = {
     "to GRPO's reward": _to_equal_reward("seconds"),
-    "to it, in steps": _to_equal_reward("steps"),
-    "to it, in tokens": _to_equal_reward("tokens"),
     "steps": _ratio("seconds"),
     "rollouts": _ratio("rollout"),
     "seconds per step": _mean("seconds"),
 }
-LEARNED = {
+SPENT: Columns = {
+    "to it, in steps": _to_equal_reward("steps"),
+    "to it, in tokens": _to_equal_reward("tokens"),
+    "tokens of as many steps": lambda own, base: 1 / _ratio("tokens")(own, base),
+    "off-policy": _mean("off_policy"),
+}
+LEARNED: Columns = {
     "plain sampling": lambda own, base: float(own["reward"][: len(base["reward"])][-1]),
     "p99": _end("p99"),
     "if wrong": _end("mean_wrong"),
     "gradient norm": _mean("grad_norm"),
-    "kept ÷ plain length": lambda own, base: _mean("kept_length")(own, base) / _mean("mean")(own, base),
-    "off-policy": _mean("off_policy"),
 }
+ROWS: Columns = {
+    "kept ÷ plain length": lambda own, base: _mean("kept_length")(own, base) / _mean("mean")(own, base),
+    "the log's estimate": _mean("length_ratio"),
+    "late engine steps": _mean("engine_late"),
+    "late optimizer steps": _mean("late"),
+}
+RATIOS = {*list(SPEED)[:3], *list(SPENT)[:3], *list(ROWS)[:2]}
 
 
-def table(worlds: Mapping[str, Runs], columns: Mapping[str, Callable[[Steps, Steps], float]]) -> str:
+def table(worlds: Mapping[str, Runs], columns: Columns) -> str:
     """A line for each arm that has a GRPO of the same seed beside it, in Markdown: means and 95 % intervals."""
-    lines = [["world: arm (seeds)", *columns]]
+    rows = []
     for world, runs in worlds.items():
         bases = runs.get(BASELINE, {})
         for arm, own in runs.items():
             pairs = [(own[seed], bases[seed]) for seed in own if seed in bases]
-            cells = [_cell([value(*pair) for pair in pairs]) for value in columns.values()] if pairs else []
-            lines.append([f"{world}: {arm} ({len(pairs)})", *cells])
-    header, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([header, f"|---|{'---:|' * len(columns)}", *rows])
+            rows.append(
+                [f"{world}: {arm} ({len(pairs)})", *(_cell(name, own, pairs) for name, own in columns.items())]
+            )
+    return cells.table(["world: arm (seeds)", *columns], rows)
 
 
-def _cell(values: Sequence[float]) -> str:
-    known = [value for value in values if math.isfinite(value)]
-    return str(Estimate.of(known)) if known else "–"
+def _cell(name: str, value: Callable[[Steps, Steps], float], pairs: Sequence[tuple[Steps, Steps]]) -> str:
+    known = [found for pair in pairs if math.isfinite(found := value(*pair))]
+    return cells.ratio(known) if name in RATIOS else cells.mean(known)
+
+
+FIXED = {"as it is": 0.0, "half of the rest fixed": 0.5, "all of the rest fixed": 1.0}
+
+
+def rest_table(runs: Runs) -> str:
+    """The speed-up to GRPO's reward if a part of what a step costs beside its rollout were the same for all arms."""
+    rows = []
+    for arm in ("darts (paper)", DEFAULT):
+        speedups = [
+            cells.ratio([speedup_with(share, own, runs[BASELINE][seed]) for seed, own in runs[arm].items()])
+            for share in FIXED.values()
+        ]
+        rows.append([arm, *speedups])
+    return cells.table(["arm", *FIXED], rows)
+
+
+def speedup_with(fixed: float, own: Steps, base: Steps) -> float:
+    """The speed-up to GRPO's reward if a share of the rest of GRPO's mean step were fixed."""
+    usual = float((base["seconds"] - base["rollout"]).mean())
+    mine, theirs = (
+        {**run, "seconds": run["rollout"] + fixed * usual + (1 - fixed) * (run["seconds"] - run["rollout"])}
+        for run in (own, base)
+    )
+    return _to_equal_reward("seconds")(mine, theirs)
 
 
 def draw(runs: Runs) -> Any:
@@ -387,18 +427,6 @@ def draw(runs: Runs) -> Any:
     return figure
 
 
-def write_page(worlds: Mapping[str, Runs], page: Path) -> None:
-    """The tables between their marks, and the picture beside them."""
-    text = PAGE.read_text()
-    for name, columns in {"speed": SPEED, "learned": LEARNED}.items():
-        print(content := table(worlds, columns), end="\n\n")
-        if name == "learned" and "tail" in worlds:
-            save_picture(lambda: draw(worlds["tail"]), page.parent / PICTURE, dpi=110)
-            content += f"\n\n![Reward of plain sampling against seconds, and p99 of its lengths]({PICTURE})"
-        text = put(text, name, "training.py", content)
-    page.write_text(text)
-
-
 # The command
 
 
@@ -411,7 +439,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worlds", type=split, default=list(WORLDS), help="some of them")
     parser.add_argument("--quick", action="store_true", help="two steps, one seed: does it run?")
     parser.add_argument("--results", type=Path, help="default: benchmarks/results; outputs/quick if quick")
-    parser.add_argument("--only-page", action="store_true", help="train nothing: tables and picture of what is there")
+    parser.add_argument(
+        "--only-tables", action="store_true", help="train nothing: tables and picture of what is there"
+    )
     options = parser.parse_args(arguments)
     for name, known in {"arms": ARMS, "worlds": WORLDS}.items():
         if unknown := set(getattr(options, name)) - set(known):
@@ -434,7 +464,7 @@ def trainings_of(options: argparse.Namespace) -> list[Training]:
 
 
 def main() -> None:
-    """Trains what is missing, and writes tables and picture."""
+    """Trains what is missing, prints the tables and draws the picture."""
     options = parse()
     trainings = trainings_of(options)
     load(trainings, options.results)  # others than those asked for are refused before hours of training
@@ -442,12 +472,14 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message="Mean of empty slice")  # what a schedule does not log
-    if not options.only_page:
+    if not options.only_tables:
         run_missing(trainings, options.results)
-    every = trainings_of(parse([])) if not options.quick else trainings  # also what earlier calls left
-    worlds = load(every, options.results)
-    write_page(worlds, options.results / PAGE.name if options.quick else PAGE)
+    worlds = load(trainings if options.quick else trainings_of(parse([])), options.results)  # also of earlier calls
+    for columns in (SPEED, SPENT, LEARNED, ROWS):
+        print(table(worlds, columns), end="\n\n")
+    if "tail" in worlds:
+        folder = options.results if options.quick else ROOT / "benchmarks"
+        save_picture(lambda: draw(worlds["tail"]), folder / PICTURE, dpi=110)
 
 
 if __name__ == "__main__":
