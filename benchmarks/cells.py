@@ -25,21 +25,27 @@ def ratio(ratios: Sequence[float]) -> str:
     if all(value == 1 for value in ratios):
         return "1"
     mean, low, high = geometric(ratios)
-    return f"{mean:.2f}" if math.isnan(low) else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    return _digits(mean) if math.isnan(low) else f"{_digits(mean)} ({_digits(low)} to {_digits(high)})"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def mean(values: Sequence[float]) -> str:
-    """Formats a mean with as many decimals as its interval has meaning."""
+    """Formats a mean: two digits of its interval, but no more than three of the mean."""
     if not len(values):
         return "–"
     estimate = Estimate.of(values)
     if math.isinf(estimate.half_width) or not estimate.half_width:
         return f"{estimate.mean:.3g}"
-    if estimate.half_width >= 10:
-        return f"{estimate.mean:.0f} ± {estimate.half_width:.0f}"
-    decimals = 1 - math.floor(math.log10(estimate.half_width))
-    decimals -= estimate.half_width * 10**decimals >= 20  # two digits for an interval that begins with 1
+    largest = max(abs(estimate.mean), estimate.half_width)
+    decimals = max(0, min(1 - _power(estimate.half_width), 2 - _power(largest)))
     return f"{estimate.mean:z.{decimals}f} ± {estimate.half_width:.{decimals}f}"
+
+
+def _power(value: float) -> int:
+    return math.floor(math.log10(value))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
