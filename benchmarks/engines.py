@@ -3,8 +3,8 @@ What does the default gain when fewer engines share the same batch, so that one 
 
     python benchmarks/engines.py [--steps 50] [--seeds 5]
 
-Rollouts of 128 prompts × 8 in virtual time, with the published lengths and latencies of `trl-darts simulate`. The guard
-is off: it depends on rewards. A line for each number of engines is appended to benchmarks/results/engines.jsonl.
+Rollouts of 128 prompts × 8 in virtual time, with the published lengths and latencies of `trl-darts simulate`. Deferral
+is off, since it depends on rewards. A line for each number of engines is appended to benchmarks/results/engines.jsonl.
 """
 
 import argparse

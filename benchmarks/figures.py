@@ -9,7 +9,6 @@ ground, which dark pages leave as it is. The same lines and the same matplotlib 
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -51,7 +50,7 @@ COLORS = {  # of arms, the same in all figures
     "partial rollout": PURPLE,
     "sorted": OLIVE,
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "trl_darts",
     "svg.fonttype": "none",  # letters stay letters
     "font.family": ["DejaVu Sans", "sans-serif"],
@@ -114,14 +113,14 @@ def forest(plt: Any) -> Any:
     place, write = 0.0, partial(axes.text, transform=axes.get_yaxis_transform(), va="center")
     for basis, numbers in FOREST.items():
         place += 1
-        write(-1.37, place, basis, weight="bold", backgroundcolor="white")
+        write(-1.34, place, basis, weight="bold", backgroundcolor="white")
         for label, name, arm in numbers:
             place += 1
             mean, low, high = geometric(NUMBERS[name].values())
             axes.plot([low, high], [place, place], color=COLORS[arm], linewidth=2.4, solid_capstyle="butt")
             axes.plot(mean, place, "o", color=COLORS[arm], markersize=6)
-            write(-1.37, place, label)
-            write(1.04, place, f"{mean:.2f}")
+            write(-1.34, place, label)
+            write(1.06, place, f"{mean:.2f}")
         place += 0.6
     axes.axvline(1, color=MUTED, linewidth=1, zorder=1)
     axes.set(ylim=(place, 0), xlabel="speed-up over GRPO", yticks=[])
@@ -143,14 +142,14 @@ def reward(plt: Any) -> Any:
     figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH, 6.2))
     figure.subplots_adjust(left=0.19, right=0.97, top=0.95, bottom=0.085, hspace=0.36)
     virtual = {  # arm: label, its side and its shift to the right in points, runs
-        "continuous": ("GRPO,\ncontinuous", "right", 5, continuous("grpo, continuous")),
-        "default": ("default", "left", 4, learning("published", "default")),
+        "continuous": ("GRPO,\ncontinuous", "right", 9, continuous("grpo, continuous")),
+        "default": ("default", "left", 8, learning("published", "default")),
         "paper": ("paper", "right", -4, learning("published", "paper")),
         "GRPO": ("GRPO", "center", 3, learning("published", "grpo")),
     }
     real = {
-        "ahead": ("one batch\nahead", "right", 2, training("tail", "default_ahead")),
-        "guard off": ("guard off", "left", 0, training("tail", "default")),
+        "ahead": ("one batch\nahead", "right", 8, training("tail", "default_ahead")),
+        "guard off": ("guard off", "left", -3, training("tail", "default")),
         "paper": ("paper", "right", 0, training("tail", "darts_paper")),
         "GRPO": ("GRPO", "center", 5, training("tail", "grpo")),
     }
@@ -165,7 +164,7 @@ def reward(plt: Any) -> Any:
 
 
 def _curve(axes: Any, pairs: Pairs, name: str, color: str) -> tuple[float, float]:
-    """Draws an arm's mean and its range over seeds, up to the reward that GRPO has at its end. Returns where it ends."""
+    """Draws an arm's mean and its range over seeds, up to the reward at GRPO's end. Returns where the mean ends."""
     runs = [(run["now"] if "now" in run else np.cumsum(run["seconds"]), np.array(run[name])) for run, _ in pairs]
     target, low = min(base[name][-1] for _, base in pairs), max(reward[0] for _, reward in runs)
     grid = np.linspace(low, target, 60)
@@ -320,7 +319,7 @@ def draw(name: str, path: Path) -> None:
 
     with plt.rc_context(STYLE):
         figure = FIGURES[name](plt)
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
@@ -335,4 +334,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

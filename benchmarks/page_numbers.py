@@ -7,16 +7,15 @@ A number on a page has a mark right after it, an HTML comment with a name of `NU
 
     1.15 (1.10 to 1.19)<!--gpu.step-->
 
-A page may leave out the interval. Ratios are geometric means, and intervals are 95 % intervals of Student's t. The
-command prints a table of all marks with their raw files; `--write` first puts the computed numbers into the pages.
-`tests/docs/test_numbers.py` fails if they differ, and if a page has a number without a mark. Numbers that need none
-are those in code, links and images, and what matches one of `UNMARKED`.
+A page may leave out the interval, and a number without a raw file yet stays as it is. Ratios are geometric means, and
+intervals are 95 % intervals of Student's t. The command prints a table of all marks with their raw files; `--write`
+first puts the computed numbers into the pages. `tests/docs/test_numbers.py` fails if they differ, and if a page has a
+number without a mark. Numbers that need none are those in code, links and images, and what matches `UNMARKED`.
 """
 
 import argparse
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +24,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cells import mean, ratio, table
-from benchmarks.lines import ROOT
+from benchmarks.lines import RESULTS, ROOT
 from benchmarks.speedups import (
     KNOWN,
     NEW,
+    Run,
     accuracy_difference,
     agreement,
     continuous,
@@ -51,8 +51,8 @@ from trl_darts.analysis.estimates import Estimate
 
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
-NUMBER = r"-?\d[\d.,]*(?: ± [\d.]+| \([\d.]+ to [\d.]+\))?(?: %)?"
-MARK = re.compile(rf"(?P<number>{NUMBER})?<!--(?P<name>[\w.]+)-->")
+NUMBER = r"-?\d[\d.,]*(?:\s+±\s+[\d.]+|\s+\([\d.]+\s+to\s+[\d.]+\)|\s+of\s+\d+)?"
+MARK = re.compile(rf"(?P<number>{NUMBER})<!--(?P<name>[\w.]+)-->")
 HIDDEN = re.compile(  # not read as a claim: blocks of code, inline code, comments, images, targets of links
     r"^ *```.*?^ *```$|`[^`\n]*`|<!--.*?-->|!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)]*\)", re.MULTILINE | re.DOTALL
 )
@@ -60,15 +60,18 @@ UNMARKED = re.compile(
     r"\b[A-Za-z]+[\w.-]*\d[\w.-]*"  # names: SmolLM2-135M, H100, Apache-2.0
     r"|\b\d+ ?[BM]\b"  # sizes of models
     r"|(?:Python|TRL|vLLM|PyTorch|tested up to) \d[\d.]*\d"  # versions
-    r"|\d[\d,]*(?: × \d+)? (?:seeds|steps|prompts|servers|candidates|repeats|cores|GPUs|engines)\b"  # of an experiment
-    r"|(?:limit of|at least|need) \d+ tokens|[\d.]+ % (?:of the answers )?never end"  # settings of an experiment
+    r"|\b\d+ (?:prompts )?× \d+\b|at least \d+ tokens"  # sizes of an experiment, and these:
+    r"|(?:\d+ to )?\d[\d,]* (?:seeds|steps|prompts|servers|candidates|repeats|cores|GPUs|engines)\b"
     r"|95 % intervals?"
 )
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number, its raw files (a pattern in `benchmarks/results`), and how it is computed from them."""
+    """
+    A number, its raw files (a pattern in `benchmarks/results`; of trainings, GRPO's of the same seeds count too), and
+    how it is computed from them.
+    """
 
     files: str
     values: Callable[[], Sequence[float]]  # by seed or repeat
@@ -77,22 +80,27 @@ class Number:
     def __str__(self) -> str:
         return self.form(self.values())
 
-    def as_in(self, text: str | None) -> str:
-        """Returns the number with an interval if `text` has one, or is missing."""
-        whole = str(self)
-        has_interval = text is None or "(" in text or "±" in text
-        return whole if has_interval else re.sub(r" ± [\d.]+| \(.*?\)", "", whole)
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a raw file."""
+        return any(RESULTS.glob(self.files))
+
+    def as_in(self, text: str) -> str:
+        """Returns the number, with an interval if `text` has one."""
+        if not self.is_measured:
+            return text
+        return str(self) if "(" in text or "±" in text else re.sub(r" ± [\d.]+| \(.*?\)", "", str(self))
 
 
 def _gpu(value: Callable[..., float], form: Callable[[Sequence[float]], str] = ratio) -> Number:
-    return Number("smollm2.gpu.*.seed*.json", lambda: each(smollm2("smollm2.gpu", "default"), value), form)
+    return Number("smollm2.gpu.default.seed*.json", lambda: each(smollm2("smollm2.gpu", "default"), value), form)
 
 
 def _over_trl(machine: str) -> Number:
     def values() -> list[float]:
         return [1 / own for own in each(smollm2(machine, "trl"), speed_of("step_seconds"))]
 
-    return Number(f"{machine}.*.seed*.json", values)
+    return Number(f"{machine}.trl.seed*.json", values)
 
 
 def _seconds(arm: str, *names: str) -> Number:
@@ -102,8 +110,8 @@ def _seconds(arm: str, *names: str) -> Number:
     return Number(f"smollm2.gpu.{arm}.seed*.json", values, partial(_rounded, digits=2))
 
 
-def _rounded(values: Sequence[float], digits: int = 0) -> str:
-    return f"{np.mean(values):,.{digits}f}"
+def _rounded(values: Sequence[float], digits: int) -> str:
+    return f"{round(np.mean(values), digits):,.{max(digits, 0)}f}"
 
 
 def _learning(
@@ -112,8 +120,12 @@ def _learning(
     return Number(f"learning.{world}.jsonl", lambda: each(learning(world, arm), value), form)
 
 
+def _loss(own: Run, base: Run) -> float:
+    return -reward_difference(own, base)
+
+
 def _training(arm: str, world: str = "tail") -> Number:
-    return Number(f"{world}.*.seed*.json", lambda: each(training(world, arm), seconds_to_reward))
+    return Number(f"{world}.{arm}.seed*.json", lambda: each(training(world, arm), seconds_to_reward))
 
 
 def _rollouts(pace: str, schedule: str, epoch: slice) -> Number:
@@ -129,7 +141,7 @@ def _agreement() -> list[float]:
     return [abs(math.log(virtual / real)) for *_, real, virtual in agreement()]
 
 
-def _storm(column: str, digits: int = 0, unit: float = 1.0) -> Number:
+def _storm(column: str, digits: int, unit: float = 1.0) -> Number:
     def values() -> list[float]:
         lines = [own for own in lines_of("load.jsonl") if (own["servers"], own["candidates"]) == (64, 10_000)]
         return [unit * own[column] for own in lines]
@@ -165,7 +177,9 @@ NUMBERS: dict[str, Number] = {
     "gpu.trl": _over_trl("smollm2.gpu"),
     "gpu.seconds.grpo": _seconds("grpo", "step_seconds"),
     "gpu.seconds.rollout": _seconds("grpo", "darts/rollout/seconds"),
-    "cpu.step": Number("smollm2.*.seed*.json", lambda: each(smollm2("smollm2", "default"), speed_of("step_seconds"))),
+    "cpu.step": Number(
+        "smollm2.default.seed*.json", lambda: each(smollm2("smollm2", "default"), speed_of("step_seconds"))
+    ),
     "cpu.trl": _over_trl("smollm2"),
     "cpu.new": _rollouts("bare", "default", NEW),
     "padding.tail": Number("padding.jsonl", _padding),
@@ -173,8 +187,7 @@ NUMBERS: dict[str, Number] = {
     "learning.unguarded": _learning("published", "unguarded"),
     "learning.paper": _learning("published", "paper"),
     "learning.easy": _learning("easy", "default"),
-    "learning.easy.difference": _learning("easy", "default", reward_difference, mean),
-    "learning.needs_80.difference": _learning("needs_80", "default", reward_difference, mean),
+    "learning.easy.loss": _learning("easy", "default", _loss, mean),
     "learning.needs_120": _learning("needs_120", "default"),
     "learning.needs_120.unguarded": _learning("needs_120", "unguarded"),
     "learning.needs_120.reward.grpo": _learning("needs_120", "grpo", reward_at_end, mean),
@@ -182,9 +195,7 @@ NUMBERS: dict[str, Number] = {
     "learning.needs_120.reward.every_4th": _learning("needs_120", "every 4th", reward_at_end, mean),
     "learning.needs_120.reward.unguarded": _learning("needs_120", "unguarded", reward_at_end, mean),
     "continuous.grpo": Number("continuous.jsonl", lambda: each(continuous("grpo, continuous"), time_to_reward)),
-    "continuous.grpo.difference": Number(
-        "continuous.jsonl", lambda: each(continuous("grpo, continuous"), reward_difference), mean
-    ),
+    "continuous.grpo.loss": Number("continuous.jsonl", lambda: each(continuous("grpo, continuous"), _loss), mean),
     "paced.unguarded": _training("default"),
     "paced.paper": _training("darts_paper"),
     "paced.ahead": _training("default_ahead"),
@@ -193,12 +204,12 @@ NUMBERS: dict[str, Number] = {
     "accuracy": Number(
         "reasoner.accuracy.jsonl", _accuracy, lambda own: "{0.mean:.3f} ± {0.half_width:.3f}".format(Estimate.of(own))
     ),
-    "storm.tokens": _storm("tokens / s"),
+    "storm.tokens": _storm("tokens / s", -2),
     "storm.cores": _storm("client (cores)", 2),
     "storm.p99": _storm("delay p99 (ms)", 1, unit=1e-3),
     "engines.1": Number("engines.jsonl", lambda: lines_of("engines.jsonl")[0]["speedups"]["default"]),
     "slots.between": Number("simulator.jsonl", lambda: simulated("slots", "N·M", lengths="equal within a prompt")),
-    "agreement.within": Number(
+    "agreement": Number(
         "smollm2.rollouts.jsonl", _agreement, lambda own: f"{sum(value < WITHIN for value in own)} of {len(own)}"
     ),
     **{
@@ -216,15 +227,16 @@ def written(text: str) -> str:
 
 def claims(text: str) -> list[str]:
     """Returns the numbers of a page that have no mark, each with the words before it."""
-    shown = UNMARKED.sub("", HIDDEN.sub(" ", MARK.sub("", text)))
-    return re.findall(r"[^\n]{0,30}\d[\d.,]*", shown)
+    shown = " ".join(HIDDEN.sub(" ", MARK.sub("", text)).split())
+    return re.findall(r".{0,30}\d[\d.,]*", UNMARKED.sub("", shown))
 
 
 def rows_of(page: Path) -> Iterator[list[str]]:
     """Yields page, name, number and raw file of each mark."""
     for found in MARK.finditer(page.read_text()):
-        name = found["name"]
-        yield [str(page.relative_to(ROOT)), name, NUMBERS[name].as_in(found["number"]), NUMBERS[name].files]
+        own = NUMBERS[found["name"]]
+        file = own.files if own.is_measured else f"{own.files} (missing)"
+        yield [str(page.relative_to(ROOT)), found["name"], own.as_in(found["number"]), file]
 
 
 def main() -> None:
@@ -238,4 +250,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
