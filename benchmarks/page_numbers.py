@@ -47,7 +47,6 @@ from benchmarks.speedups import (
     time_to_reward,
     training,
 )
-from trl_darts.analysis.estimates import Estimate
 
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -201,9 +200,7 @@ NUMBERS: dict[str, Number] = {
     "paced.ahead": _training("default_ahead"),
     "paced.partial_rollout": _training("partial_rollout"),
     "equal": _training("default", "equal"),
-    "accuracy": Number(
-        "reasoner.accuracy.jsonl", _accuracy, lambda own: "{0.mean:.3f} ± {0.half_width:.3f}".format(Estimate.of(own))
-    ),
+    "accuracy": Number("reasoner.accuracy.jsonl", _accuracy, mean),
     "storm.tokens": _storm("tokens / s", -2),
     "storm.cores": _storm("client (cores)", 2),
     "storm.p99": _storm("delay p99 (ms)", 1, unit=1e-3),
