@@ -287,8 +287,8 @@ def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
     """Returns the verdict, then a line for each part. `matters` are settings that change the work of a step."""
     if saved.entries < MIN_ENTRIES:
         return [
-            f"{saved.other.name} and {saved.first.name}: too few steps to compare. Their logs have {saved.entries} "
-            f"entries in {saved.over}; at least {MIN_ENTRIES} are needed."
+            f"{saved.other.name} and {saved.first.name}: too few steps to compare. Log entries of both in "
+            f"{saved.over}: {saved.entries}. At least {MIN_ENTRIES} are needed."
         ]
     verdict = _verdict(saved)
     if not math.isfinite(saved.rollouts.mean):
