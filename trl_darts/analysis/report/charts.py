@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ..colors import GRID, INK, MUTED, colors_of
+from ..estimates import number
 from . import tables
 
 
@@ -22,10 +23,10 @@ Draw = Callable[[Any], None]  # on matplotlib's axes
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (2, 1.5), (7, 2, 1.5, 2), (10, 3), (1, 1))
 MARKERS = "o^sDvP"
-STRONG, MIDDLE, FAINT = 0.95, 0.55, 0.28  # opacity
+STRONG, MIDDLE, FAINT = 0.95, 0.6, 0.35  # opacity
 LOOKS = {"trained on": STRONG, "discarded": FAINT, "idle": 0.0}
 LOOKS |= {"generate": STRONG, "score": MIDDLE, "train": FAINT, "sync": 0.12, "not known": 0.05, "busy": STRONG}
-WIDTH = 4.9  # inches: a text of 11 points is 11 pixels high on a phone
+WIDTH = 4.9  # inches, so that text of 11 points has 11 pixels on a phone
 MAX_LANES = 300  # that are drawn
 _RC: dict[Any, Any] = {
     **{"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left", "svg.fonttype": "none"},
@@ -37,22 +38,35 @@ _RC: dict[Any, Any] = {
 BINS = {tables.FIRST_SEEN: "new", "1": "least", "2": "", "3": "middle", "4": "", "5": "most spread"}
 
 
-def svg(draw: Draw, names: Sequence[str], key: str, height: float = 2.9, width: float = WIDTH, **face: str) -> str:
-    """Draws one chart. The `key` makes its identifiers unique on a page, and the same for the same chart."""
+def svg(
+    draws: Sequence[Draw],
+    names: Sequence[str],
+    key: str,
+    height: float = 2.9,
+    *,
+    looks: Sequence[str] = (),
+    background: str = "none",
+) -> str:
+    """
+    Draws charts under each other, with a legend of some `looks`. The `key` makes identifiers unique on a page, and the
+    same for the same charts.
+    """
     import matplotlib
     from cycler import cycler
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    cycle: dict[Any, Any] = {"axes.prop_cycle": cycler(color=colors_of(names)), "svg.hashsalt": key}
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_RC, **cycle}):
+    settings: dict[Any, Any] = {"axes.prop_cycle": cycler(color=colors_of(names)), "svg.hashsalt": key}
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_RC, **settings}):
         # Without pyplot, whose state belongs to the caller.
-        picture = Figure(figsize=(width, height), layout="constrained")
-        picture.patch.set_facecolor(face.get("facecolor", "none"))
-        axes = picture.add_subplot()
-        axes.patch.set_facecolor("none")
-        draw(axes)
+        picture = Figure(figsize=(WIDTH, height), layout="constrained", facecolor=background)
+        for place, draw in enumerate(draws, start=1):
+            draw(picture.add_subplot(len(draws), 1, place, facecolor="none"))
+        if looks:
+            handles = [Patch(facecolor=(MUTED, LOOKS[look]), edgecolor=MUTED, label=look) for look in looks]
+            picture.legend(handles=handles, loc="outside lower left", ncols=len(looks), frameon=False, fontsize=10)
         buffer = io.StringIO()
-        picture.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        picture.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = buffer.getvalue()
     return re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text[text.index("<svg") :])  # names of parts, which repeat
 
@@ -124,9 +138,9 @@ def candidates(axes: Any, title: str, color: str, lanes: pd.DataFrame, seconds: 
     """
     end, num_lanes = float(lanes["end"].max()), int(lanes["lane"].max()) + 1
     spans(axes, lanes[lanes["lane"] % -(-num_lanes // MAX_LANES) == 0], color)
-    axes.axvline(end, color=MUTED, linewidth=1)
+    axes.plot([0, end, end], [-0.6, -0.6, num_lanes - 0.4], color=MUTED, linewidth=1)  # what is idle is inside
     side = {"ha": "right", "x": end - 0.015 * seconds} if end > 0.8 * seconds else {"x": end + 0.015 * seconds}
-    axes.text(s=f"{end:.3g} s", y=0.06 * num_lanes, va="top", weight="bold", **side)
+    axes.text(s=f"{number(end)} s", y=0.06 * num_lanes, va="top", weight="bold", **side)
     axes.set(title=title, xlabel="seconds", xlim=(0, 1.02 * seconds or 1), ylim=(num_lanes - 0.4, -0.6), yticks=[])
     axes.grid(visible=False)
 

@@ -114,7 +114,7 @@ def render(runs: Sequence[Run], window: Window | None, panels: Sequence[Panel]) 
 
 def figures(panel: Panel, names: Sequence[str]) -> list[str]:
     """Draws a panel's charts in the colours of the page's theme."""
-    drawn = [charts.svg(own, names, f"{panel.key}{i}", panel.height) for i, own in enumerate(panel.charts)]
+    drawn = [charts.svg([own], names, f"{panel.key}{i}", panel.height) for i, own in enumerate(panel.charts)]
     return [re.sub("|".join(THEME), lambda color: THEME[color[0]], picture) for picture in drawn]
 
 
