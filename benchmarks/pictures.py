@@ -264,7 +264,7 @@ def draw_overlap(axes: Any, title: str, own: Overlap, seconds: float) -> None:
             look = charts.STRONG if step % 2 else charts.FAINT
             axes.barh(0.4, end - start, 0.7, start, color=GREY, alpha=look, linewidth=0)
             ink = "white" if step % 2 else INK
-            number = str(step) if end - start > 0.04 * seconds else ""
+            number = str(step) if end - start > 0.03 * seconds else ""
             axes.text((start + end) / 2, 0.4, number, ha="center", va="center", color=ink, clip_on=True)
     axes.set_yticks([0.4, 1.7], ["trainer", "servers"])
     axes.tick_params(axis="y", length=0)

@@ -189,6 +189,24 @@ def test_what_a_log_of_trl_does_not_say_is_unknown(tmp_path):
     assert "−" not in page
 
 
+def test_traces_without_times_are_those_of_another_trainer(tmp_path):
+    """Lengths are known, seconds are not."""
+    traces = {f"rollout_{step:05d}_00.parquet": slow(step) for step in range(5)}
+    for trace in traces.values():
+        trace[["start_seconds", "end_seconds"]] = float("nan")
+    log = [of_trl(step) for step in range(1, 6)]
+    runs = read(tmp_path, trl={"log": log, "traces": traces, "settings": None}, darts={"log": 5, "traces": 5})
+    rows = {row.key: row.cells for row in summary(runs)}
+    assert [rows[key][0] for key in ("rollout", "bubble", "share")] == ["–"] * 3
+    assert [rows[key][0] for key in ("longest", "candidates", "waste")] == ["9.00", "1.00", "0 %"]
+    assert [rows[key][1] for key in ("rollout", "longest")] == ["10.0", "9.00"]
+    assert typical_step(runs, compared_steps(runs)) == 3  # of the other run
+    assert typical_step(runs[:1], compared_steps(runs)) is None
+    page = write_report([run.directory for run in runs], tmp_path / "report.html").read_text()
+    assert "trl: no times of its candidates." in page
+    assert ">trl: % of candidates</text>" in page
+
+
 def test_log_and_traces_have_one_window(tmp_path):
     runs = read(tmp_path, a={"traces": 4, "log": 4}, b={"log": 3}, c={"traces": 4})
     window = compared_steps(runs)

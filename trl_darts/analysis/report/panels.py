@@ -16,6 +16,11 @@ from .tables import PHASES, Window
 
 
 Row = list[str]
+DISTRIBUTION = (
+    " Area: all candidates. Line: the rows trained on. If the line stands left of the area, training sees shorter "
+    "answers than the model writes. Aborted candidates count with the tokens they had, so early stops hide a part of "
+    "the tail."
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ def occupancy(runs: Sequence[Run], window: Window | None, step: int | None) -> P
             title = f"{runs[i].name}, step {own_step}{which}: {percent(tables.bubble(rollout))} idle"
             drawn[i, which] = (title, lanes)
     notes = [_how_many(runs[i], own, window) for i, own in long.items()]
-    notes += [f"{run.name}: no trace of this step." for i, run in enumerate(runs) if (i, "") not in drawn]
+    notes += [f"{run.name}: no times of its candidates." for i, run in enumerate(runs) if (i, "") not in drawn]
     seconds = max((float(lanes["end"].max()) for _, lanes in drawn.values()), default=1.0)
     return Panel(
         "occupancy",
@@ -193,9 +198,7 @@ def lengths(runs: Sequence[Run], window: Window | None) -> Panel:
     return Panel(
         "lengths",
         "Lengths",
-        "Area: all candidates. Line: the rows trained on. If the line stands left of the area, training sees shorter "
-        "answers than the model writes. Aborted candidates count with the tokens they had, so early stops hide a part "
-        "of the tail.",
+        "A rollout waits for the longest candidate." + DISTRIBUTION * bool(rows),
         drawn,
         f"Tokens, all candidates → rows trained on, {window}",
         [["Run", "Mean", "Median", "p99", "Longest"], *rows] if rows else (),
@@ -254,7 +257,7 @@ def prediction(runs: Sequence[Run], curve: LatencyCurve | None) -> Panel:
     rows, predicted = [], {}
     for i, run in enumerate(runs):
         if curve is not None and not run.traces.empty:
-            predicted[i] = tables.predicted_times(run.traces, curve)
+            predicted[i] = tables.predicted_times(run.traces, curve).dropna()
             ratio = predicted[i]["predicted"] / predicted[i]["real"]
             off = percent((ratio - 1).abs().median())
             rows.append([run.name, str(len(ratio)), number(ratio.median()), off])

@@ -6,6 +6,7 @@ generated ones; the parts of a step's time sum to the step's time; all numbers a
 """
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,8 @@ def traces_within(runs: Sequence[Run], window: Window | None) -> list[pd.DataFra
 
 def typical_step(runs: Sequence[Run], window: Window | None) -> int | None:
     """Returns the step whose rollouts took the (lower) median of time, summed over all runs with traces."""
-    seconds = [own["seconds"] for own in within([rollouts(run) for run in runs if not run.traces.empty], window)]
+    found = within([rollouts(run) for run in runs if not run.traces.empty], window)
+    seconds = [own["seconds"] for own in found if own["seconds"].notna().any()]
     return median_of(pd.concat(seconds, axis=1, join="inner").sum(axis=1)) if seconds else None
 
 
@@ -192,8 +194,10 @@ def lanes(rollout: pd.DataFrame) -> pd.DataFrame:
 
 
 def bubble(rollout: pd.DataFrame) -> float:
-    """Returns the share of one rollout's decoding slots that were idle, as `darts/rollout/bubble_ratio`."""
+    """Returns the idle share of one rollout's decoding slots, as `darts/rollout/bubble_ratio`: NaN without times."""
     starts, ends = rollout["start_seconds"], rollout["end_seconds"]
+    if starts.isna().any():
+        return math.nan
     running = starts.value_counts().sub(ends.value_counts(), fill_value=0).sort_index().cumsum()
     return max(0.0, bubble_ratio(Occupancy(int(running.max()), (ends - starts).sum(), ends.max() - starts.min())))
 
@@ -204,7 +208,7 @@ def rollouts(run: Run) -> pd.DataFrame:
 
     Columns are `num_steps` that a row covers, and their `num_rollouts`; sums over these of `seconds`, of the decoded
     tokens `kept`, `unused` and `aborted`, of `candidates` that ended and `rows` trained on; and the means `longest`
-    (tokens of the longest candidate) and `bubble`.
+    (tokens of the longest candidate) and `bubble`. Seconds and bubble are NaN if the traces have no times.
     """
     if run.traces.empty:
         return _rollouts_of_log(run)
@@ -221,7 +225,7 @@ def rollouts(run: Run) -> pd.DataFrame:
     means = pd.DataFrame(
         {"longest": each["length"].max(), "bubble": each[["start_seconds", "end_seconds"]].apply(bubble)}
     )
-    return sums.groupby("step").sum().join(means.groupby("step").mean()).assign(num_steps=1).astype(float)
+    return sums.groupby("step").sum(min_count=1).join(means.groupby("step").mean()).assign(num_steps=1).astype(float)
 
 
 def _rollouts_of_log(run: Run) -> pd.DataFrame:
