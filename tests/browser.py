@@ -42,7 +42,7 @@ class Shot:
     requests: list[str]
 
 
-def show(page: Path, directory: Path, *, dark: bool = False, height: int = 2000) -> Shot:
+def show(page: Path, directory: Path, *, dark: bool = False, height: int = 2000, width: int = 1280) -> Shot:
     """
     Opens a page, with an empty `directory` for the browser. Without one, the test is skipped, or fails where
     `TRL_DARTS_REQUIRE_BROWSER=1` promises it.
@@ -57,7 +57,7 @@ def show(page: Path, directory: Path, *, dark: bool = False, height: int = 2000)
         "screenshot": directory / "page.png",
         "log-net-log": directory / "net.json",
         "user-data-dir": directory / "profile",
-        "window-size": f"1280,{height}",
+        "window-size": f"{width},{height}",
         "blink-settings": f"preferredColorScheme={0 if dark else 1}",
     }
     command = [browser, *FLAGS, *(f"--{name}={value}" for name, value in own.items()), page.resolve().as_uri()]

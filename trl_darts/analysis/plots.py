@@ -47,6 +47,7 @@ def plot_comparison(runs: Mapping[str, LogHistory], path: str | Path) -> None:
 
 def _comparison(runs: Mapping[str, LogHistory]) -> Any:
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, (by_step, by_time, lengths) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for place, (name, log_history) in enumerate(runs.items()):
@@ -67,8 +68,9 @@ def _comparison(runs: Mapping[str, LogHistory]) -> Any:
     lines = [lengths.plot([], [], color=GREY, linestyle=style)[0] for style in ("-", "--")]
     labels = ["rows trained on, mean", "all candidates, p99 (aborted ones: tokens until then)"]
     figure.legend(lines, labels, loc="outside lower right", ncols=2, frameon=False, fontsize=8)
+    lengths.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     lengths.yaxis.set_major_formatter("{x:.0f}")
-    lengths.yaxis.set_minor_formatter("{x:.0f}")
+    lengths.yaxis.set_minor_formatter(NullFormatter())
     return figure
 
 

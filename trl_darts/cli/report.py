@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 
 def report(
@@ -12,12 +11,10 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR...",
-            help="`output_dir` of a training, one or several. The first is the baseline.",
+            help="`output_dir` of a training, or a folder with several. The first run is the baseline.",
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page. Its figures are written beside it as PNG files.")
-    ] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
     name: Annotated[
         list[str] | None,
         typer.Option(help="Name of a run, once per run in their order. By default its directory's name."),
@@ -32,9 +29,10 @@ def report(
     ] = None,
 ) -> None:
     """
-    Write one HTML page about one or several runs: rewards, times, lengths, budgets and faults.
+    Write one HTML page about one or several runs: times, rollouts, lengths, rewards and faults.
 
     Train with `save_rollout_trace=True`. The page contains its figures, so that one file can be mailed or printed.
+    Runs of TRL's own GRPOTrainer are read from their last checkpoint.
 
     Example:
 
@@ -43,8 +41,4 @@ def report(
     # Loads pandas, which takes a second. `--help` and wrong options should be fast.
     from ..analysis.report import write_report
 
-    paths = write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve)
-    console = Console(stderr=True)
-    pictures = f"{len(paths) - 1} figures next to it, {paths[0].stem}-*.png"
-    console.print(f"{pictures}. Open the page in a browser.", markup=False, highlight=False, soft_wrap=True)
-    typer.echo(paths[0])
+    typer.echo(write_report(run_dir, output, names=name or (), step=step, latency_curve=latency_curve))

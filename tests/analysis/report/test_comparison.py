@@ -1,9 +1,10 @@
 """
 Comparisons of runs, and their cautions.
 
-Invariants: numbers of several runs are over the same steps; a caution names runs that did different work.
+Invariants: all numbers are over the same steps; a caution names runs that did different work.
 """
 
+import re
 from dataclasses import asdict
 
 import pandas as pd
@@ -12,12 +13,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_darts.analysis.estimates import Estimate, mean_of, plus_minus
-from trl_darts.analysis.report import read_runs, write_report
-from trl_darts.analysis.report.tables import Window, common_traces, common_window, time_split, typical_step
-from trl_darts.analysis.report.verdict import UNKNOWN, cautions, compare_settings, in_short, reward_ends, summary
+from trl_darts.analysis.report import read_runs, verdict, write_report
+from trl_darts.analysis.report.tables import (
+    Window,
+    common_window,
+    compared_steps,
+    long_steps,
+    median_of,
+    time_split,
+    traces_within,
+    typical_step,
+)
+from trl_darts.analysis.report.verdict import UNKNOWN, compare_settings, reward_ends
 from trl_darts.scheduling import ScheduleSettings
 
 from .builders import ROLLOUT, SETTINGS, make_entry, make_trace, write_run
+
+
+def summary(runs):
+    return verdict.summary(runs, compared_steps(runs))
+
+
+def cautions(runs):
+    return verdict.cautions(runs, compare_settings(runs), compared_steps(runs))
 
 
 def entries(steps):
@@ -51,18 +69,18 @@ def slow(step):
 
 @pytest.fixture
 def pair(tmp_path):
-    """A slow run of four steps and a fast one of two."""
+    """A slow run of four steps and a fast one of three."""
     traces = {f"rollout_{step:05d}_00.parquet": slow(step) for step in range(4)}
     log = [make_entry(s, **{"step_time": 30.0 * s, "darts/rollout/seconds": 20.0}) for s in (1, 2, 3, 4)]
     grpo = {"traces": traces, "log": log, "settings": {**SETTINGS, "schedule": "grpo"}}
-    return read(tmp_path, grpo=grpo, darts={"traces": 2, "log": 2})
+    return read(tmp_path, grpo=grpo, darts={"traces": 3, "log": 3})
 
 
 def test_summary_is_over_the_common_steps(pair):
     rows = {row.key: row for row in summary(pair)}
     expected = {
-        "step": [45, 18],  # (30 + 60) / 2: the third and the fourth step don't count
-        "share": [20 / 45, 10 / 18],
+        "step": [75, 18],  # (60 + 90) / 2: step 1 warms up, and the second run has no fourth
+        "share": [20 / 75, 10 / 18],
         "rollout": [20, 10],
         "longest": [9, 9],
         "tokens": [26, 26],
@@ -74,12 +92,12 @@ def test_summary_is_over_the_common_steps(pair):
     assert set(rows) == {*expected, "bubble"}
     for key, values in expected.items():
         assert [estimate.mean for estimate in rows[key].estimates] == pytest.approx(values), key
-        assert "steps 1 to 2" in rows[key].over
     assert rows["waste"].cells == ["0 %", "31 %"]  # the same in both steps
-    assert rows["step"].cells == ["45.0", "18.0"]  # two steps tell nothing of the noise
+    assert rows["step"].cells == ["75.0", "18.0"]  # two steps tell nothing of the noise
     assert [rows["rollout"].ratio(i) for i in (0, 1)] == ["", "0.500×"]
-    (steps,) = cautions(pair, compare_settings(pair))
-    assert steps.startswith("The runs have different numbers of steps: grpo 4, darts 2. Comparisons are over")
+    assert rows["candidates"].ratio(1) == ""  # the first run has 1
+    (steps,) = cautions(pair)
+    assert steps.startswith("The runs have different numbers of steps: grpo 4, darts 3. Comparisons are over")
 
 
 def test_other_work_is_said(tmp_path):
@@ -95,11 +113,11 @@ def test_other_work_is_said(tmp_path):
     assert settings["prompts per rollout"].matters
     assert not settings["num_longest"].differs  # only one run has it
     assert not settings["schedule"].differs
-    first, unknown, prompts = cautions(runs, [*settings.values()])
+    first, unknown, prompts = cautions(runs)
     assert "differ in model, prompts per rollout" in first
     assert unknown.startswith("Settings are unknown: c.")
     assert "same prompts in only 0 of 1 common steps" in prompts
-    assert cautions(runs[:1], compare_settings(runs[:1])) == []
+    assert cautions(runs[:1]) == []
 
 
 def test_what_a_schedule_sets_is_not_other_work_and_what_it_does_not_read_is_left_out(tmp_path):
@@ -137,9 +155,11 @@ def test_none_is_a_value(tmp_path):
         assert (settings[name].differs, settings[name].matters) == (True, False)
     assert not settings["num_longest"].differs
     assert "redundancy_cost_weight" not in settings  # None in all
-    page = write_report([tmp_path / name for name in runs], tmp_path / "report.html")[0].read_text()
-    assert '≠ long_end_patience</th><td class="text">None</td><td class="text">auto</td>' in page
-    assert '≠ long_end_every</th><td class="text">None</td><td class="text">4</td><td class="text">–</td>' in page
+    page = write_report([tmp_path / name for name in runs], tmp_path / "report.html").read_text()
+    page = re.sub(' data-label="[a-z]*"', "", page)
+    assert '>long_end_patience</th><td class="text">None</td><td class="text">auto</td>' in page
+    assert '>long_end_every</th><td class="text">None</td><td class="text">4</td><td class="text">–</td>' in page
+    assert page.index(">long_end_every<") < page.index("All other settings") < page.index(">num_generations<")
 
 
 def of_trl(step, **metrics):
@@ -160,23 +180,45 @@ def test_what_a_log_of_trl_does_not_say_is_unknown(tmp_path):
     split = time_split(runs[0])
     assert split["total"].notna().all()
     assert split[["generate", "score", "train", "sync", "busy", "idle"]].isna().all(axis=None)
-    ((verdict, unknown),) = in_short(runs, compare_settings(runs))
-    assert "darts took 16.5 s a step, trl 21.0 s" in verdict
-    assert "saved" in verdict
+    ((saved, unknown),) = verdict.in_short(runs, compare_settings(runs), compared_steps(runs))
+    assert "darts took 16.5 s a step, trl 21.0 s: saved" in saved
     assert unknown == "What of this was saved in rollouts is unknown: a log of TRL's own trainer does not say."
-    page = write_report([run.directory for run in runs], tmp_path / "report.html")[0].read_text()
+    page = write_report([run.directory for run in runs], tmp_path / "report.html").read_text()
+    assert ">not known</text>" in page  # the parts of its step
     assert "100 %" not in page.replace("width: 100 %", "")
     assert "−" not in page
 
 
-def test_log_and_traces_have_windows_of_their_own(tmp_path):
-    runs = read(tmp_path, a={"traces": 4, "log": 4}, b={"log": 3}, c={"traces": 2})
-    over = {row.key: row.over for row in summary(runs)}
-    assert over["step"] == "steps 1 to 3, from the log"
-    assert over["rollout"] == "rollouts of steps 1 to 2"
-    traces, window = common_traces(runs)
-    assert [len(table) for table in traces] == [12, 0, 12]
-    assert window == Window(1, 2)
+def test_traces_without_times_are_those_of_another_trainer(tmp_path):
+    """Lengths are known, seconds are not."""
+    traces = {f"rollout_{step:05d}_00.parquet": slow(step) for step in range(5)}
+    for trace in traces.values():
+        trace[["start_seconds", "end_seconds"]] = float("nan")
+    log = [of_trl(step) for step in range(1, 6)]
+    runs = read(tmp_path, trl={"log": log, "traces": traces, "settings": None}, darts={"log": 5, "traces": 5})
+    rows = {row.key: row.cells for row in summary(runs)}
+    assert [rows[key][0] for key in ("rollout", "bubble", "share")] == ["–"] * 3
+    assert [rows[key][0] for key in ("longest", "candidates", "waste")] == ["9.00", "1.00", "0 %"]
+    assert [rows[key][1] for key in ("rollout", "longest")] == ["10.0", "9.00"]
+    assert typical_step(runs, compared_steps(runs)) == 3  # of the other run
+    assert typical_step(runs[:1], compared_steps(runs)) is None
+    page = write_report([run.directory for run in runs], tmp_path / "report.html").read_text()
+    assert "trl: no times of its candidates." in page
+    assert ">trl: % of candidates</text>" in page
+
+
+def test_log_and_traces_have_one_window(tmp_path):
+    runs = read(tmp_path, a={"traces": 4, "log": 4}, b={"log": 3}, c={"traces": 4})
+    window = compared_steps(runs)
+    assert window == Window(2, 3)  # step 1 warms up
+    assert [len(table) for table in traces_within(runs, window)] == [12, 0, 12]
+    averaged = read(tmp_path, d={"log": [make_entry(2), make_entry(4)]})
+    assert compared_steps([*runs, *averaged]) == Window(1, 3)  # its first entry has step 1 in it
+    assert compared_steps(read(tmp_path, e={"log": 1})) == Window(1, 1)
+    late = read(tmp_path, f={"traces": {"rollout_00008_00.parquet": make_trace(step=8)}})
+    assert compared_steps([*runs, *late]) is None
+    assert "No step has log entries and rollouts of all runs" in " ".join(cautions([*runs, *late]))
+    assert summary([*runs, *late]) == []
 
 
 def test_drafts_and_switches_are_summed_up_where_a_log_has_them(tmp_path):
@@ -189,14 +231,18 @@ def test_drafts_and_switches_are_summed_up_where_a_log_has_them(tmp_path):
     assert "darts/tail/gain_seconds" not in rows  # nothing was predicted
 
 
-def test_typical_step(tmp_path):
+def test_typical_and_long_steps(tmp_path):
     def took(seconds, step):
         return make_trace({1: [(5, "stop", True, 0.0, seconds)]}, step=step)
 
-    traces = {f"rollout_{step:05d}_00.parquet": took(s, step) for step, s in enumerate([9.0, 1.0, 4.0, 8.0])}
-    runs = read(tmp_path, a={"traces": traces}, b={"log": 2})
-    assert typical_step(runs) == 3  # 4 s, the lower of the two in the middle
-    assert typical_step(runs[1:]) is None
+    traces = {f"rollout_{step:05d}_00.parquet": took(s, step) for step, s in enumerate([50.0, 1.0, 4.0, 5.0, 9.0])}
+    runs = read(tmp_path, a={"traces": traces}, b={"log": 5})
+    window = compared_steps(runs)
+    assert typical_step(runs, window) == 3  # 4 s, the lower of the two in the middle
+    assert typical_step(runs[1:], window) is None
+    assert long_steps(runs[0], window).empty  # 9 s is twice the median
+    assert dict(long_steps(runs[0], Window(1, 5))) == {1: 50.0}
+    assert median_of(pd.Series({4: 9.0, 8: 12.0, 12: 10.0})) == 12
 
 
 def test_reward_ends():

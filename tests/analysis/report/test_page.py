@@ -1,5 +1,5 @@
 """
-The page, its pictures, and the command that writes them.
+The page, its charts, and the command that writes it.
 
 Invariants: the page loads nothing; it is the same for the same runs; a run's log is text on it and never code; missing
 parts are named; an error is one line.
@@ -7,9 +7,7 @@ parts are named; an error is one line.
 
 import re
 
-import numpy as np
 import pytest
-from PIL import Image
 from typer.testing import CliRunner
 
 from tests.browser import show
@@ -19,10 +17,10 @@ from trl_darts.analysis.report.runs import read_run
 from trl_darts.cli import app
 from trl_darts.policy import LatencyCurve
 
-from .builders import SETTINGS, make_entry, write_run
+from .builders import SETTINGS, make_entry, make_trace, write_run
 
 
-PANELS = ("reward", "time", "occupancy", "lengths", "budget", "faults", "prediction")
+PANELS = ("time", "occupancy", "lengths", "prediction", "reward", "budget")
 
 
 def run(*args):
@@ -31,8 +29,12 @@ def run(*args):
 
 @pytest.fixture
 def no_figures(monkeypatch):
-    """Most of a report's time goes into its figures."""
-    monkeypatch.setattr(page, "figure", lambda *args: b"figure")
+    """Most of a report's time goes into its charts."""
+    monkeypatch.setattr(page.charts, "svg", lambda *args: "<svg></svg>")
+
+
+def panels_in(text):
+    return re.findall(r'<(?:section|details class=panel) id="(\w+)"', text)
 
 
 @pytest.mark.browser
@@ -44,28 +46,26 @@ def test_two_trainings_as_a_reader_sees_them(model_dir, tmp_path):
         make_trainer(model_dir, args, train_dataset=letters_dataset(8)).train()
     LatencyCurve([1, 32], [0.001, 0.004]).save(tmp_path / "curve.json")
     directories = [tmp_path / "grpo", tmp_path / "darts"]
-    path, *pictures = write_report(directories, tmp_path / "report.html", latency_curve=tmp_path / "curve.json")
+    path = write_report(directories, tmp_path / "report.html", latency_curve=tmp_path / "curve.json")
 
     text = path.read_text()
-    assert text.count("<section id=") == 2 + len(PANELS)
+    assert panels_in(text) == ["summary", *PANELS, "settings"]
     assert "is left out" not in text
     assert "did different work" not in text
     assert "same prompts in" not in text  # they did see the same
     references = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(["']?([^"')]+)""", text)
     assert all((a or b).startswith(("#", "data:")) for a, b in references)
     assert "<script" not in text
+    identifiers = re.findall(r' id="([^"]+)"', text)
+    assert len(set(identifiers)) == len(identifiers)
+    assert list(tmp_path.glob("*.png")) == []
 
-    assert [picture.name for picture in pictures] == [f"report-{key}.png" for key in PANELS if key != "faults"]
-    for picture in pictures:
-        pixels = np.asarray(Image.open(picture).convert("RGB"))
-        assert (pixels[0] == 255).all()  # on white, also on dark pages
-        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
-
-    for name, dark, behind in (("light", False, (255, 255, 255)), ("dark", True, (20, 24, 29))):
+    for name, dark, width, behind in (("light", False, 1280, (255, 255, 255)), ("dark", True, 500, (20, 24, 29))):
         (tmp_path / name).mkdir()
-        shot = show(path, tmp_path / name, dark=dark, height=3000)
+        shot = show(path, tmp_path / name, dark=dark, height=3000, width=width)
         assert shot.messages == shot.requests == []
         assert 0.3 < (shot.pixels == behind).all(axis=-1).mean() < 0.97  # neither blank nor another colour
+        assert (shot.pixels[:, -8:] == behind).all(axis=(1, 2)).mean() > 0.97  # nothing sticks out at the right
 
 
 @pytest.mark.browser
@@ -84,19 +84,18 @@ def test_command(tmp_path):
     result = run(*runs, *options, "--latency-curve", tmp_path / "curve.json")
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(tmp_path / "new" / "page.html")
-    assert "6 figures next to it" in result.stderr
-    assert sorted(path.name for path in (tmp_path / "new").glob("*.png"))[0] == "page-budget.png"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
     text = (tmp_path / "new" / "page.html").read_text()
     assert "as a multiple of A" in text
-    assert "This is step 2" in text
-    assert "<strong>B and A: too few steps to compare. Without step 1, which warms up, their logs have 1 in" in text
+    assert "A, step 2: 57 % idle" in text
+    assert "<strong>B and A: too few steps to compare. Log entries of both in step 2: 1. At" in text
     assert text.index("<h2>In short<") < text.index("<h2>Where the time goes<") < text.index("<h2>Settings<")
 
 
 def test_text_of_a_run_is_text(tmp_path, no_figures):
     settings = {**SETTINGS, "model": "<script>alert(1)</script>"}
     source = write_run(tmp_path / "a&b <i>", traces=2, log=2, settings=settings)
-    text = write_report([source], tmp_path / "report.html")[0].read_text()
+    text = write_report([source], tmp_path / "report.html").read_text()
     assert "<script" not in text
     assert "&lt;script&gt;" in text
     assert "a&amp;b &lt;i&gt;" in text
@@ -104,30 +103,30 @@ def test_text_of_a_run_is_text(tmp_path, no_figures):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "notes"),
+    ("kwargs", "notes", "panels"),
     [
-        ({"traces": 3}, ["No log: rewards", "the log has no <code>reward</code>", "No latency curve was given"]),
-        ({"log": 3}, ["No traces: length", "no distribution", "budgets need them", "no trace of this step"]),
-        ({"traces": 1, "log": 1}, ["No prompt was sampled twice in these steps"]),
-        ({"log": [{"step": 1, "reward": 1.0}]}, ["no curve against time", "lacks <code>step_time</code>"]),
+        ({"traces": 3}, ["No log: rewards"], ["occupancy", "lengths", "budget"]),
+        ({"log": 3}, ["No traces: length", "no traces, so no distribution"], ["time", "lengths", "reward"]),
+        ({"log": [{"step": 1, "reward": 1.0}]}, ["No traces: length"], ["reward"]),
     ],
 )
-def test_what_is_missing_is_said(tmp_path, kwargs, notes):
-    text = write_report([write_run(tmp_path / "run", **kwargs)], tmp_path / "report.html")[0].read_text()
+def test_what_is_missing_is_said_and_empty_panels_vanish(tmp_path, no_figures, kwargs, notes, panels):
+    text = write_report([write_run(tmp_path / "run", **kwargs)], tmp_path / "report.html").read_text()
     for note in notes:
         assert note in text
-    for key in PANELS:
-        assert f'<section id="{key}"' in text
+    assert panels_in(text) == ["summary", *panels, "settings"]
 
 
 def test_faults_and_settings_of_two_runs(tmp_path, no_figures):
     other = {**SETTINGS, "schedule": "grpo", "model": "some/Other-7B"}
     lost = [make_entry(step, **{"darts/rollout/resumed_candidates": 2.0 * (step > 1)}) for step in (1, 2, 3)]
     runs = [write_run(tmp_path / "a", log=lost), write_run(tmp_path / "b", log=2, settings=other)]
-    text = write_report(runs, tmp_path / "report.html")[0].read_text()
-    assert "<td>4.00 (steps 2 to 3)</td><td>–</td>" in text
-    assert '<tr class="matters"><th scope="row">‼ model' in text
-    assert '<tr class="differs"><th scope="row">≠ schedule' in text
+    text = write_report(runs, tmp_path / "report.html").read_text()
+    assert '<td data-label="a">4.00 (steps 2 to 3)</td><td data-label="b">–</td>' in text
+    differing, others = text[text.index("<h2>Settings") :].split("<details>")
+    assert '<tr class="matters"><th scope="row">‼ model' in differing
+    assert '<th scope="row">schedule<' in differing
+    assert '<th scope="row">num_generations<' in others
     assert "The runs did different work: they differ in model." in text
 
 
@@ -135,19 +134,28 @@ def test_the_trainer_waits_and_engines_are_idle(tmp_path, no_figures):
     """Of 18 seconds a step, 10 are rollouts; the second run waits for 4 of them."""
     ahead = [make_entry(step, **{"darts/rollout/wait_seconds": 4.0}) for step in (1, 2, 3)]
     runs = [write_run(tmp_path / "a", log=3), write_run(tmp_path / "b", log=ahead)]
-    text = write_report(runs, tmp_path / "report.html")[0].read_text()
-    assert "<th>Step</th><th>Engines idle</th>" in text.replace(' scope="col"', "")
-    assert "<td>10.0 (56 %)</td>" in text
-    assert "<td>4.00 (22 %)</td>" in text
-    assert text.count("<td>44 %</td>") == 2
+    text = write_report(runs, tmp_path / "report.html").read_text()
+    assert '<td data-label="Generate">10.0 (56 %)</td>' in text
+    assert '<td data-label="Generate">4.00 (22 %)</td>' in text
+    assert text.count('<td data-label="Engines idle">44 %</td>') == 2
 
 
 def test_six_runs_without_traces(tmp_path):
-    (tmp_path / "report-budget.png").write_bytes(b"of an earlier report")
     runs = [write_run(tmp_path / f"a run with a long name, number {i}", log=i + 1) for i in range(6)]
-    _, *pictures = write_report(runs, tmp_path / "report.html")
-    assert [picture.name for picture in pictures] == ["report-reward.png", "report-time.png", "report-lengths.png"]
-    assert not (tmp_path / "report-budget.png").exists()
+    text = write_report(runs, tmp_path / "report.html").read_text()
+    assert panels_in(text) == ["summary", "time", "lengths", "reward", "settings"]
+    assert all(f"var({name})" in text for name in re.findall(r"(--[0-9a-f]{6}):", text))  # a colour each
+
+
+def test_a_long_rollout_is_drawn_beside_the_typical_one(tmp_path):
+    traces = {f"rollout_{step:05d}_00.parquet": make_trace(step=step) for step in range(8)}
+    traces["rollout_00005_00.parquet"] = slower = make_trace(step=5)
+    slower["end_seconds"] *= 3
+    text = write_report([write_run(tmp_path / "run", traces=traces)], tmp_path / "report.html").read_text()
+    assert "run: in 1 of 7 steps, rollouts took more than 2 times the median, 30.0 s on average." in text
+    assert ">run, step 5: 57 % idle<" in text  # of those that took 10 s, the one in the middle
+    assert ">run, step 6, a long one: 56 % idle<" in text
+    assert text.count(" s</text>") == 2  # where each ends
 
 
 @pytest.mark.parametrize(
@@ -175,10 +183,6 @@ def test_curve_must_be_of_the_runs_model(tmp_path, no_figures, metadata, fits):
             f"`--output` ('{'x' * 300}.html') must be a file that can be written",
         ),
         (
-            ["a", "--output", "d/r.html"],
-            "`--output` ('d/r-reward.png') must be a file that can be written: it is a dir",
-        ),
-        (
             ["a", "--latency-curve", "none.json"],
             "`--latency-curve` ('none.json') must name a JSON file with a latency curve",
         ),
@@ -188,7 +192,6 @@ def test_bad_input(tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "a", traces=1, log=1)
     (tmp_path / "file").touch()
-    (tmp_path / "d" / "r-reward.png").mkdir(parents=True)
     result = run(*args)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Error: {message}")
@@ -197,14 +200,12 @@ def test_bad_input(tmp_path, monkeypatch, args, message):
     assert not list(tmp_path.rglob("*.html"))
 
 
-def test_evaluation_reward_stands_against_time_beside_the_rows_reward(tmp_path):
+def test_evaluation_reward_comes_first_and_the_rows_reward_last(tmp_path, no_figures):
     entries = [make_entry(2), {"step": 1, "eval_reward": 0.3}, make_entry(4), {"step": 4, "eval_reward": 0.7}]
-    evaluated = read_run(write_run(tmp_path / "evaluated", log=[*entries, {"step": 9, "eval_reward": 1.0}]))
-    plain = read_run(write_run(tmp_path / "plain", log=4))
-    assert tables.evaluation_curve(evaluated).to_dict() == {18.0: 0.3, 72.0: 0.7}  # step 9 has no time
-    panel = panels.reward([plain, evaluated])
-    assert [chart.keywords["title"] for chart in panel.charts] == [*["Reward of the rows"] * 2, "Evaluation reward"]
-    assert list(panel.charts[2].keywords["curves"]) == [1]
-    assert "does not compare between runs; evaluation reward against time does, within its noise. Time" in panel.lead
-    assert "no log has `eval_reward`" in panels.reward([plain]).lead
-    assert len(panels.reward([plain]).charts) == 2
+    evaluated = write_run(tmp_path / "evaluated", log=[*entries, {"step": 9, "eval_reward": 1.0}])
+    assert tables.evaluation_curve(read_run(evaluated)).to_dict() == {18.0: 0.3, 72.0: 0.7}  # step 9 has no time
+    panel = panels.evaluation([read_run(write_run(tmp_path / "plain", log=4)), read_run(evaluated)])
+    assert list(panel.charts[0].keywords["curves"]) == [1]
+    assert panel.notes == ["plain: the log has no `eval_reward`."]
+    found = panels_in(write_report([evaluated], tmp_path / "report.html").read_text())
+    assert (found[1], found[-2]) == ("evaluation", "reward")

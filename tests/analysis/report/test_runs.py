@@ -45,8 +45,8 @@ def test_what_became_of_a_carried_candidate_is_what_became_of_it_at_last(tmp_pat
     ("build", "rule"),
     [
         (lambda path: None, "does not exist. Check the path."),
-        (lambda path: path.mkdir(), "has neither rollouts/log.jsonl.*Train with `save_rollout_trace=True`"),
-        (lambda path: write_run(path / "inner", traces=1), "Did you mean .*inner'"),
+        (lambda path: path.mkdir(), "or a folder with some, and has neither rollouts/log.jsonl.*Train with `save_r"),
+        (lambda path: write_run(path / "too" / "deep", traces=1), "or a folder with some, and has neither"),
         (lambda path: write_run(path, log=[{"run": {}}], settings=None), "has no finished step"),
     ],
 )
@@ -73,6 +73,17 @@ def test_names_that_do_not_fit(tmp_path, directories, names, rule):
         write_run(tmp_path / name, log=1)
     with pytest.raises(ConfigurationError, match=rule):
         read_runs([tmp_path / name for name in directories], names)
+
+
+def test_a_folder_stands_for_its_runs(tmp_path):
+    """The baseline comes first: TRL's, whose settings are unknown, and GRPO's."""
+    for name, settings in {"darts": SETTINGS, "z": {**SETTINGS, "schedule": "grpo"}, "trl": None}.items():
+        write_run(tmp_path / "runs" / name, log=1, settings=settings)
+    (tmp_path / "runs" / "picture.png").touch()
+    assert [run.name for run in read_runs([tmp_path / "runs"])] == ["trl", "z", "darts"]
+    other = write_run(tmp_path / "other", log=1)
+    assert [run.name for run in read_runs([other, tmp_path / "runs"])] == ["other", "trl", "z", "darts"]
+    assert [run.name for run in read_runs([tmp_path / "runs"], ["x", "y", "w"])] == ["x", "y", "w"]
 
 
 def test_names(tmp_path):

@@ -12,9 +12,19 @@ from scipy import stats
 
 from trl_darts.analysis.estimates import fit_linear, ratio_of_sums
 from trl_darts.analysis.report import read_run
-from trl_darts.analysis.report.verdict import busy, describe, in_short, saving
+from trl_darts.analysis.report.tables import compared_steps
+from trl_darts.analysis.report.verdict import busy, describe, saving
+from trl_darts.analysis.report.verdict import in_short as in_short_over
 
 from .builders import make_entry, write_run
+
+
+def save(first, other):
+    return saving(first, other, compared_steps([first, other]))
+
+
+def in_short(runs):
+    return in_short_over(runs, [], compared_steps(runs))
 
 
 def entry(step, rollout, longest, per_token=0.02, other=1.0):
@@ -38,7 +48,7 @@ def make(tmp_path, name, rollout, longest, num=40, **more):
 
 def test_shorter_rows_are_told_from_rollouts_and_from_the_machine(tmp_path):
     first = make(tmp_path, "grpo", 5.0, 400)
-    saved = saving(first, make(tmp_path, "darts", 4.5, 200))
+    saved = save(first, make(tmp_path, "darts", 4.5, 200))
     for part, true in ((saved.rollouts, 0.5), (saved.shorter_rows, 0.02 * (saved.widths[0] - saved.widths[1]))):
         assert abs(part.mean - true) <= 1.5 * part.half_width < 1.0
     assert abs(saved.rest.mean) <= 1.5 * saved.rest.half_width < 0.5
@@ -46,12 +56,12 @@ def test_shorter_rows_are_told_from_rollouts_and_from_the_machine(tmp_path):
     assert parts == pytest.approx(saved.step.mean) == pytest.approx(saved.seconds[0] - saved.seconds[1])
     verdict, _, shorter, rest = describe(saved)
     assert verdict.startswith("darts took 9.")
-    assert "(steps 2 to 40; step 1 warms up): saved " in verdict
-    assert verdict.endswith(" %), most of it by shorter rows.")
-    assert "tokens, not" in shorter
+    assert " s: saved " in verdict
+    assert verdict.endswith(" %), most of it by narrower micro-batches.")
+    assert "tokens wide instead of" in shorter
     assert "busy" not in rest
 
-    slow = saving(first, make(tmp_path, "slow", 5.0, 400, other=6.0))
+    slow = save(first, make(tmp_path, "slow", 5.0, 400, other=6.0))
     assert abs(slow.shorter_rows.mean) < 1.0
     assert slow.rest.mean == pytest.approx(-5.0, abs=1.0)
     verdict, *_, rest = describe(slow)
@@ -69,7 +79,7 @@ def test_rows_are_as_wide_as_they_were_computed(tmp_path):
         for line, longest in zip(log, lengths, strict=True):
             line |= {"completions/max_length": float(longest), "darts/train/completion_width": ratio * longest}
         runs.append(read_run(write_run(tmp_path / name, log=log)))
-    saved = saving(*runs)
+    saved = save(*runs)
     assert saved.widths[1] == pytest.approx(saved.widths[0] / 4)
     assert saved.shorter_rows.mean == pytest.approx(0.02 * (saved.widths[0] - saved.widths[1]))
     assert saved.rest.mean == pytest.approx(0, abs=1e-6)
@@ -79,15 +89,15 @@ def test_what_can_not_be_told(tmp_path):
     flat = [
         read_run(write_run(tmp_path / n, log=[entry(s, 5.0, x) for s in range(1, 6)])) for n, x in (("a", 9), ("b", 5))
     ]
-    assert "the rest are unknown" in in_short(flat, [])[0][-1]
+    assert "the rest are unknown" in in_short(flat)[0][-1]
     again = read_run(write_run(tmp_path / "c", log=[entry(s, 5.0, 9) for s in range(1, 6)]))
-    assert "no difference beyond the noise" in in_short([flat[0], again], [])[0][0]
+    assert "no difference beyond the noise" in in_short([flat[0], again])[0][0]
     few = read_run(write_run(tmp_path / "few", log=[entry(s, 50.0, 9) for s in range(1, 5)]))
-    ((line,),) = in_short([flat[0], few], [])
-    assert line.startswith("few and a: too few steps to compare. Without step 1, which warms up, their logs have 3 in")
+    ((line,),) = in_short([flat[0], few])
+    assert line.startswith("few and a: too few steps to compare. Log entries of both in steps 2 to 4: 3. At")
     no_times = read_run(write_run(tmp_path / "d", log=[{"step": 1, "reward": 1.0}]))
-    assert in_short([flat[0], no_times], []) == []
-    assert in_short(flat[:1], []) == []
+    assert in_short([flat[0], no_times]) == []
+    assert in_short(flat[:1]) == []
 
 
 def test_a_busy_machine_is_said_of_any_run(tmp_path):

@@ -39,6 +39,8 @@ def test_lengths_from_traces_and_from_the_log(tmp_path):
     logged = read_run(write_run(tmp_path / "log", log=2))
     assert dict(tables.length_stats(logged).loc[2]) == pytest.approx(dict(stats.loc[2]))
     assert dict(tables.length_stats(logged, kept=True).loc[2]) == {"mean": 4.5, "max": 9}
+    of_trl = read_run(write_run(tmp_path / "trl", log=[{"step": 1, "reward": 1.0, "completions/max_length": 7.0}]))
+    assert dict(tables.length_stats(of_trl).loc[1]) == {"max": 7}  # it keeps all candidates
 
 
 def test_length_shares():
@@ -59,25 +61,30 @@ def test_budget_follows_earlier_rollouts_only():
     assert list(table) == [2, 2, 3]  # the second rollout of prompt 1 does not count yet
 
 
-def test_occupancy():
-    running = tables.occupancy(as_read(make_trace()))
-    assert list(running.index) == [0, 1, 2, 3, 4, 10]
-    assert list(running["kept"]) == [3, 4, 3, 2, 1, 0]
-    assert list(running["unused"]) == [1, 1, 1, 1, 0, 0]
-    assert list(running["aborted"]) == [1, 1, 1, 1, 0, 0]
+def test_lanes():
+    lanes = tables.lanes(as_read(make_trace()))
+    assert lanes[["begin", "end", "lane"]].to_numpy().tolist() == [
+        *([0, 2, 0], [0, 3, 1], [0, 4, 2], [0, 4, 3], [0, 4, 4]),  # those that end first are on top
+        [1, 10, 5],
+    ]
+    assert list(lanes["outcome"]) == ["kept", "kept", "unused", "kept", "aborted", "kept"]
     # 5 + 6 + 5 + 4 + 6 · 1 candidate-seconds of 6 · 10
     assert tables.bubble(as_read(make_trace())) == pytest.approx(1 - 26 / 60)
-    assert tables.bubble(as_read(make_trace({1: [(1, "stop", True, 0.0, 0.0)]}))) == 0.0
+    queue = as_read(make_trace({1: [(1, "stop", True, 0.0, 2.0), (1, "stop", True, 2.0, 3.0)]}))
+    assert list(tables.lanes(queue)["lane"]) == [0, 0]  # one slot
+    never_ran = as_read(make_trace({1: [(1, "stop", True, 0.0, 0.0)]}))
+    assert tables.bubble(never_ran) == 0.0
+    assert tables.lanes(never_ran).empty
 
 
 @settings(deadline=None)  # pandas' first call takes long
 @given(rollouts())
 def test_bubble_is_the_trainers_and_shares_sum_to_one(trace):
-    running = tables.occupancy(trace)
+    lanes = tables.lanes(trace)
     begin, end = trace["start_seconds"], trace["end_seconds"]
-    assert running["running"].iloc[-1] == 0
-    assert (running[["kept", "unused", "aborted"]] >= 0).all(axis=None)
-    occupancy = Occupancy(int(running["running"].max()), float((end - begin).sum()), float(end.max() - begin.min()))
+    for _, lane in lanes.groupby("lane"):
+        assert (lane["begin"].to_numpy()[1:] >= lane["end"].to_numpy()[:-1]).all()  # one at a time
+    occupancy = Occupancy(lanes["lane"].max() + 1, float((end - begin).sum()), float(end.max() - begin.min()))
     assert tables.bubble(trace) == pytest.approx(bubble_ratio(occupancy), abs=1e-9)
     assert 0 <= tables.bubble(trace) < 1
     assert tables.budget_shares(trace).sum() == pytest.approx(1)

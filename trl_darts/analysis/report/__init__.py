@@ -1,8 +1,8 @@
 """
 `trl-darts report`: one page about one or several trainings.
 
-`runs` reads them, `tables` has the numbers, `verdict` compares them, `panels` draws, `page` writes. Nothing here loads
-torch.
+`runs` reads them, `tables` has the numbers, `verdict` compares them, `panels` chooses what is shown, `charts` draws,
+`page` writes. Nothing here loads torch.
 """
 
 from .page import write_report

@@ -1,24 +1,31 @@
 """
-Writes the report: one HTML page, and its figures as PNG files beside it.
+Writes the report: one HTML page with its figures in it.
 
 Invariant: the page loads nothing, runs no script, and is the same for the same runs.
 """
 
-import base64
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ... import __version__
 from ...errors import ConfigurationError
 from ...import_utils import require_matplotlib
+from ..colors import GRID, INK, MUTED, ON_DARK, colors_of
 from ..output_files import check_directory, check_writable, writing
 from ..simulation.recorded import curve_of
-from . import panels
-from .panels import Panel, figure
+from . import charts
+from .panels import Panel, panels_of
 from .runs import Run, read_runs
+from .tables import Window, compared_steps
 from .verdict import UNKNOWN, busy, cautions, compare_settings, in_short, summary
+
+
+# Colours of charts that follow the page's theme
+THEME = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--line)"}
+THEME |= {color: f"var(--{color[1:]})" for color in ON_DARK}
 
 
 def write_report(
@@ -28,15 +35,16 @@ def write_report(
     names: Sequence[str] = (),
     step: int | None = None,
     latency_curve: str | Path | None = None,
-) -> list[Path]:
+) -> Path:
     """
     Writes a report of one or several runs.
 
     Args:
         directories (`Sequence[str | Path]`):
-            The `output_dir` of each training, at most six. The first is the baseline.
+            The `output_dir` of each training, at most six. A folder stands for all runs in it, of which those without
+            over-sampling come first. The first run is the baseline.
         output (`str` or `Path`, *optional*, defaults to `"report.html"`):
-            The page. Its directory is created. Figures are written beside it, as `report-<panel>.png`.
+            The page. Its directory is created.
         names (`Sequence[str]`, *optional*):
             The runs' names. Defaults to their directories'.
         step (`int`, *optional*):
@@ -45,10 +53,10 @@ def write_report(
             File of a [`LatencyCurve`], with which predicted times are shown against real ones.
 
     Returns:
-        `list[Path]`: The page, then the figures.
+        `Path`: The page.
 
     Raises:
-        [`ConfigurationError`]: If a directory is no run, a run is empty or broken, an argument is wrong, or a file
+        [`ConfigurationError`]: If a directory has no run, a run is empty or broken, an argument is wrong, or the page
             can't be written.
         [`ImportError`]: If matplotlib or Jinja is missing.
 
@@ -63,38 +71,17 @@ def write_report(
     require_matplotlib()
     output = _check_output(Path(output))
     runs = read_runs(directories, names)
-    found = _panels(runs, step, latency_curve)
-    paths = {panel.key: output.with_name(f"{output.stem}-{panel.key}.png") for panel in found}
-    for path in paths.values():
-        check_writable("--output", path)
-    run_names = [run.name for run in runs]
-    figures = {panel.key: figure(panel.charts, run_names, panel.looks) for panel in found if panel.charts}
-    with writing("--output", output):
-        output.write_text(render(runs, found, figures), encoding="utf-8")
-    for key, path in paths.items():
-        with writing("--output", path):
-            path.unlink(missing_ok=True)  # a figure of an earlier report
-            if key in figures:
-                path.write_bytes(figures[key])
-    return [output, *(paths[key] for key in figures)]
-
-
-def _panels(runs: Sequence[Run], step: int | None, latency_curve: str | Path | None) -> list[Panel]:
     models = {run.name: run.settings.get("model") for run in runs}
     curve = None if latency_curve is None else curve_of(latency_curve, models)
-    return [
-        panels.reward(runs),
-        panels.time(runs),
-        panels.occupancy(runs, step),
-        panels.lengths(runs),
-        panels.budget(runs),
-        panels.faults(runs),
-        panels.prediction(runs, curve),
-    ]
+    window = compared_steps(runs)
+    page = render(runs, window, list(panels_of(runs, window, step, curve)))
+    with writing("--output", output):
+        output.write_text(page, encoding="utf-8")
+    return output
 
 
-def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, bytes]) -> str:
-    """Returns the page, with the figures in it."""
+def render(runs: Sequence[Run], window: Window | None, panels: Sequence[Panel]) -> str:
+    """Returns the page."""
     import jinja2
     from markupsafe import Markup, escape
 
@@ -107,17 +94,37 @@ def render(runs: Sequence[Run], found: Sequence[Panel], figures: Mapping[str, by
     )
     environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
     settings = compare_settings(runs)
+    names = [run.name for run in runs]
     return environment.get_template("page.html.jinja").render(
         runs=runs,
-        in_short=in_short(runs, settings),
-        cautions=[*cautions(runs, settings), *filter(None, map(busy, runs))],
-        summary=summary(runs),
+        window=window,
+        in_short=in_short(runs, settings, window),
+        cautions=[*cautions(runs, settings, window), *filter(None, map(busy, runs))],
+        summary=summary(runs, window),
         settings=settings,
         unknown=UNKNOWN,
-        panels=found,
-        figures={key: base64.b64encode(picture).decode() for key, picture in figures.items()},
+        panels=panels,
+        figures={panel.key: [Markup(picture) for picture in figures(panel, names)] for panel in panels},
+        lines=legend(names),
+        looks=charts.LOOKS,
+        on_dark=ON_DARK,
         version=__version__,
     )
+
+
+def figures(panel: Panel, names: Sequence[str]) -> list[str]:
+    """Draws a panel's charts in the colours of the page's theme."""
+    drawn = [charts.svg([own], names, f"{panel.key}{i}", panel.height) for i, own in enumerate(panel.charts)]
+    return [re.sub("|".join(THEME), lambda color: THEME[color[0]], picture) for picture in drawn]
+
+
+def legend(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns name, colour and dashes of each run."""
+    dashes = [" ".join(f"{1.9 * length:g}" for length in own) for own in charts.DASHES]
+    return [
+        {"name": name, "color": THEME[color], "dashes": own}
+        for name, color, own in zip(names, colors_of(names), dashes, strict=False)
+    ]
 
 
 def _check_output(output: Path) -> Path:

@@ -6,7 +6,7 @@ missing or left out; a directory that can't be used at all raises a [`Configurat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +50,38 @@ class Run:
 
 
 def read_runs(directories: Sequence[str | Path], names: Sequence[str] = ()) -> list[Run]:
-    """Reads at most six runs. Names default to those of their directories, or to their paths if names repeat."""
-    paths = [Path(directory) for directory in directories]
-    if not 1 <= len(paths) <= MAX_RUNS:
+    """
+    Reads at most six runs. A folder stands for the runs in it. Those without over-sampling come first there, because
+    the first run is the baseline. Names default to those of the directories, or to their paths if names repeat.
+    """
+    folders = [_runs_in(Path(directory)) for directory in directories]
+    if not 1 <= (found := sum(map(len, folders))) <= MAX_RUNS:
         raise ConfigurationError(
-            f"`RUN_DIR` ({len(paths)} directories) must be 1 to {MAX_RUNS}: more colours can't be told apart. Write "
+            f"`RUN_DIR` ({found} directories) must be 1 to {MAX_RUNS}: more colours can't be told apart. Write "
             "several reports."
         )
-    return [read_run(path, name) for path, name in zip(paths, _names(paths, names), strict=True)]
+    runs = [run for paths in folders for run in sorted(map(read_run, paths), key=_over_samples)]
+    found_names = _names([run.directory for run in runs], names)
+    return [replace(run, name=name) for run, name in zip(runs, found_names, strict=True)]
 
 
-def read_run(directory: str | Path, name: str | None = None) -> Run:
+def _runs_in(directory: Path) -> list[Path]:
+    """Returns a run's directory, or those of the runs in a folder."""
+    if not directory.is_dir() or _is_run(directory):
+        return [directory]  # is checked when it is read
+    return sorted(path for path in directory.iterdir() if _is_run(path)) or [directory]
+
+
+def _is_run(directory: Path) -> bool:
+    return any(any(directory.glob(sign)) for sign in SIGNS)
+
+
+def _over_samples(run: Run) -> bool:
+    """Whether the run is neither of TRL's own trainer nor of `schedule="grpo"`."""
+    return bool(run.settings.get("schedule", "grpo") != "grpo")
+
+
+def read_run(directory: str | Path) -> Run:
     """
     Reads one run: the traces in `output_dir/rollouts`, and the `log.jsonl` beside them, or else the newest
     checkpoint's `trainer_state.json`.
@@ -68,8 +89,6 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     Args:
         directory (`str` or `Path`):
             The run's `output_dir`.
-        name (`str`, *optional*):
-            Name of the run. Defaults to the directory's.
 
     Returns:
         [`Run`]: The run.
@@ -99,8 +118,8 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
         traces = traces[~stale]
     traces = traces.assign(outcome=outcomes(traces))
     log = log.assign(num_rollouts=_count_rollouts(log, traces))
-    name = name or directory.resolve().name
-    return Run(name, directory, settings, log, traces, tuple(notes), read_evaluations(directory))
+    evaluations = read_evaluations(directory)
+    return Run(directory.resolve().name, directory, settings, log, traces, tuple(notes), evaluations)
 
 
 def _check_directory(directory: Path) -> None:
@@ -108,15 +127,11 @@ def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
         raise ConfigurationError(f"{where} must be a training's `output_dir`, and {state}. Check the path.")
-    if any(any(directory.glob(sign)) for sign in SIGNS):
-        return
-    inside = next((found for sign in SIGNS for found in sorted(directory.glob(f"*/{sign}"))), None)
-    hint = "Train with `save_rollout_trace=True`, or check the path."
-    if inside is not None:
-        hint = f"Did you mean {str(directory / inside.relative_to(directory).parts[0])!r}?"
-    raise ConfigurationError(
-        f"{where} must be a training's `output_dir`, and has neither {', nor '.join(SIGNS)}. {hint}"
-    )
+    if not _is_run(directory):
+        raise ConfigurationError(
+            f"{where} must be a training's `output_dir`, or a folder with some, and has neither "
+            f"{', nor '.join(SIGNS)}. Train with `save_rollout_trace=True`, or check the path."
+        )
 
 
 def _names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:

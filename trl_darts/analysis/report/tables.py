@@ -1,11 +1,12 @@
 """
-The numbers behind the panels: tables from runs and traces, and the steps over which runs can be compared.
+The numbers behind the panels: tables from runs and traces, and the steps over which runs are compared.
 
 Invariants: the log is used only if there are no traces; shares sum to 1; kept, unused and aborted tokens sum to the
-generated ones; the parts of a step's time sum to the step's time; numbers of different runs are compared only over the
-same steps.
+generated ones; the parts of a step's time sum to the step's time; all numbers are over the same steps.
 """
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from .runs import OUTCOMES, Run
 
 PHASES, ENGINES = ("generate", "score", "train", "sync"), ("busy", "idle")  # of the trainer, and of the engines
 FIRST_SEEN = "new"
+LONG = 2  # times the median
 FAULTS = {
     "Candidates resumed on another server or later": "darts/rollout/resumed_candidates",
     "Prompts dropped": "darts/rollout/dropped_groups",
@@ -56,25 +58,46 @@ def _begins(table: pd.DataFrame) -> Any:
     return table.index.to_numpy() - (table["num_steps"].to_numpy() - 1 if "num_steps" in table else 0)
 
 
-def in_common(tables: Sequence[pd.DataFrame]) -> tuple[list[pd.DataFrame], Window | None]:
-    """Returns the rows of each table in the steps that all of them cover, and these steps."""
-    window = common_window(tables)
-    return [window.of(table) if window else table.iloc[:0] for table in tables], window
+def compared_steps(runs: Sequence[Run]) -> Window | None:
+    """
+    Returns the steps that all logs and all traces have. Step 1 warms up: it is left out, unless there is no other, or
+    an entry of a log averages it with others.
+    """
+    logs = [run.log for run in runs if len(run.log)]
+    window = common_window([*logs, *(run.traces.set_index("step") for run in runs)])
+    if window is None or window.first > 1 or window.last == 1 or any(log.index[0] > 1 for log in logs):
+        return window
+    return Window(2, window.last)
 
 
-def common_traces(runs: Sequence[Run]) -> tuple[list[pd.DataFrame], Window | None]:
-    """Returns each run's candidates in the steps that all runs with traces have, and these steps."""
-    tables, window = in_common([run.traces.set_index("step", drop=False) for run in runs])
-    return [table.reset_index(drop=True) for table in tables], window
+def within(tables: Sequence[pd.DataFrame], window: Window | None) -> list[pd.DataFrame]:
+    """Returns the rows of each table in the window; none if there is no window."""
+    return [window.of(table) if window else table.iloc[:0] for table in tables]
 
 
-def typical_step(runs: Sequence[Run]) -> int | None:
-    """Returns the common step whose rollouts took the (lower) median of time, summed over all runs with traces."""
-    seconds = [rollouts(run)["seconds"] for run in runs if not run.traces.empty]
-    if not seconds:
-        return None
-    total = pd.concat(seconds, axis=1, join="inner").sum(axis=1).sort_values(kind="stable")
-    return int(total.index[(len(total) - 1) // 2]) if len(total) else None
+def traces_within(runs: Sequence[Run], window: Window | None) -> list[pd.DataFrame]:
+    """Returns each run's candidates in the window."""
+    tables = within([run.traces.set_index("step", drop=False) for run in runs], window)
+    return [table.reset_index(drop=True) for table in tables]
+
+
+def typical_step(runs: Sequence[Run], window: Window | None) -> int | None:
+    """Returns the step whose rollouts took the (lower) median of time, summed over all runs with traces."""
+    found = within([rollouts(run) for run in runs if not run.traces.empty], window)
+    seconds = [own["seconds"] for own in found if own["seconds"].notna().any()]
+    return median_of(pd.concat(seconds, axis=1, join="inner").sum(axis=1)) if seconds else None
+
+
+def long_steps(run: Run, window: Window | None) -> pd.Series:
+    """Returns the seconds of a run's rollouts by step, of those steps that took more than `LONG` times the median."""
+    (table,) = within([rollouts(run)], window)
+    return table["seconds"][table["seconds"] > LONG * table["seconds"].median()]
+
+
+def median_of(seconds: pd.Series) -> int | None:
+    """Returns the step with the (lower) median."""
+    ordered = seconds.sort_values(kind="stable")
+    return int(ordered.index[(len(ordered) - 1) // 2]) if len(ordered) else None
 
 
 def decoded(traces: pd.DataFrame) -> pd.Series:
@@ -97,7 +120,9 @@ def length_stats(run: Run, kept: bool = False) -> pd.DataFrame:
         lengths = traces.groupby("step")["length"]
         stats = {"mean": lengths.mean(), "p50": lengths.median(), "p99": lengths.quantile(0.99), "max": lengths.max()}
         return pd.DataFrame(stats).astype(float)
-    columns = {stat: run.log[name] for stat, name in (KEPT if kept else POOL).items() if run.logged(name)}
+    # TRL's own trainer keeps all candidates.
+    names = POOL if not kept and run.logged(POOL["max"]) else KEPT
+    columns = {stat: run.log[name] for stat, name in names.items() if run.logged(name)}
     return pd.DataFrame(columns, index=run.log.index).dropna(how="all")
 
 
@@ -148,24 +173,31 @@ def _groups(traces: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def occupancy(rollout: pd.DataFrame) -> pd.DataFrame:
+def lanes(rollout: pd.DataFrame) -> pd.DataFrame:
     """
-    Counts the running candidates of one rollout by outcome (`kept`, `unused`, `aborted`) and in all (`running`), from
-    each time in seconds (the index) until the next. The last row is all zeros.
+    Returns when each candidate of one rollout began and ended, in seconds, its `outcome`, and its `lane`: a decoding
+    slot that no other candidate has meanwhile. There are as many lanes as candidates that ran at once, in the order in
+    which they fall idle.
     """
-    begin = rollout["start_seconds"].min()
-    changes = [
-        pd.DataFrame({"seconds": rollout[column] - begin, "outcome": rollout["outcome"], "change": change})
-        for column, change in (("start_seconds", 1), ("end_seconds", -1))
-    ]
-    table = pd.concat(changes).pivot_table("change", "seconds", "outcome", "sum", fill_value=0)
-    running = table.reindex(columns=list(OUTCOMES), fill_value=0).sort_index().cumsum().astype(int)
-    return running.assign(running=running.sum(axis=1))
+    times = {"begin": rollout["start_seconds"], "end": rollout["end_seconds"], "outcome": rollout["outcome"]}
+    table = pd.DataFrame(times)
+    table[["begin", "end"]] -= table["begin"].min()
+    table = table[table["end"] > table["begin"]].sort_values(["begin", "end"], kind="stable")
+    free: list[tuple[float, int]] = []  # a heap: when each lane is free
+    taken = []
+    for begin, end in zip(table["begin"], table["end"], strict=True):
+        lane = heapq.heappop(free)[1] if free and free[0][0] <= begin else len(free)
+        heapq.heappush(free, (end, lane))
+        taken.append(lane)
+    order = {lane: place for place, (_, lane) in enumerate(sorted(free))}
+    return table.assign(lane=[order[lane] for lane in taken]).reset_index(drop=True)
 
 
 def bubble(rollout: pd.DataFrame) -> float:
-    """Returns the share of one rollout's decoding slots that were idle, as `darts/rollout/bubble_ratio`."""
+    """Returns the idle share of one rollout's decoding slots, as `darts/rollout/bubble_ratio`: NaN without times."""
     starts, ends = rollout["start_seconds"], rollout["end_seconds"]
+    if starts.isna().any():
+        return math.nan
     running = starts.value_counts().sub(ends.value_counts(), fill_value=0).sort_index().cumsum()
     return max(0.0, bubble_ratio(Occupancy(int(running.max()), (ends - starts).sum(), ends.max() - starts.min())))
 
@@ -176,7 +208,7 @@ def rollouts(run: Run) -> pd.DataFrame:
 
     Columns are `num_steps` that a row covers, and their `num_rollouts`; sums over these of `seconds`, of the decoded
     tokens `kept`, `unused` and `aborted`, of `candidates` that ended and `rows` trained on; and the means `longest`
-    (tokens of the longest candidate) and `bubble`.
+    (tokens of the longest candidate) and `bubble`. Seconds and bubble are NaN if the traces have no times.
     """
     if run.traces.empty:
         return _rollouts_of_log(run)
@@ -193,7 +225,7 @@ def rollouts(run: Run) -> pd.DataFrame:
     means = pd.DataFrame(
         {"longest": each["length"].max(), "bubble": each[["start_seconds", "end_seconds"]].apply(bubble)}
     )
-    return sums.groupby("step").sum().join(means.groupby("step").mean()).assign(num_steps=1).astype(float)
+    return sums.groupby("step").sum(min_count=1).join(means.groupby("step").mean()).assign(num_steps=1).astype(float)
 
 
 def _rollouts_of_log(run: Run) -> pd.DataFrame:

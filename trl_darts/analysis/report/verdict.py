@@ -5,7 +5,7 @@ Training and scoring take longer the wider their micro-batches are: with `trim_p
 row, otherwise as wide as the longest of the whole batch. The seconds per token are fitted to the steps within each
 run, so that a slower machine, or other work on it, is not mistaken for shorter rows.
 
-Invariants: the parts of a saving sum to it; each number of the summary names its steps.
+Invariants: the parts of a saving sum to it; headline and table have the same steps.
 """
 
 import math
@@ -31,7 +31,7 @@ from ..estimates import (
 )
 from ..simulation.sweep import has_effect
 from .runs import OUTCOMES, Run
-from .tables import Window, common_window, in_common, rollouts, time_split
+from .tables import Window, rollouts, time_split, within
 
 
 # Settings of the method. Runs that differ in any other setting did different work.
@@ -106,7 +106,7 @@ def _work(run: Run) -> dict[str, Any]:
     }
 
 
-def cautions(runs: Sequence[Run], settings: Sequence[Setting]) -> list[str]:
+def cautions(runs: Sequence[Run], settings: Sequence[Setting], window: Window | None) -> list[str]:
     """Returns what a reader must know before comparing; nothing for a single run."""
     if len(runs) == 1:
         return []
@@ -121,10 +121,8 @@ def cautions(runs: Sequence[Run], settings: Sequence[Setting]) -> list[str]:
     if len({run.num_steps for run in runs}) > 1:
         counts = ", ".join(f"{run.name} {run.num_steps}" for run in runs)
         found.append(f"The runs have different numbers of steps: {counts}. Comparisons are over their common steps.")
-    if common_window([rollouts(run) for run in runs]) is None:
-        found.append("No step has rollouts of all runs: they can't be compared.")
-    if common_window([run.log for run in runs]) is None and any(not run.log.empty for run in runs):
-        found.append("No step has a log entry of all runs: times and rewards can't be compared.")
+    if window is None:
+        found.append("No step has log entries and rollouts of all runs: they can't be compared.")
     same, steps = _same_prompts(runs)
     if same < steps:
         found.append(f"The runs saw the same prompts in only {same} of {steps} common steps: order or data differ.")
@@ -146,13 +144,12 @@ Quantities = dict[str, tuple[str, Form, Estimate]]  # of one run: label, format,
 
 @dataclass(frozen=True)
 class Quantity:
-    """A row of the summary: one quantity of all runs (NaN if unknown), averaged over the steps named in `over`."""
+    """A row of the summary: one quantity of all runs, NaN if unknown."""
 
     key: str
     label: str
     form: Form
     estimates: list[Estimate]
-    over: str
 
     @property
     def cells(self) -> list[str]:
@@ -160,28 +157,26 @@ class Quantity:
         return [self.form(estimate) for estimate in self.estimates]
 
     def ratio(self, index: int) -> str:
-        """Returns a run's value as a multiple of the first run's: empty for the first, and if it is meaningless."""
+        """Returns a run's value as a multiple of the first run's: empty for the first, and if it says nothing."""
         first, own = self.estimates[0], self.estimates[index]
-        if index == 0 or not (first.mean > 0 and own.mean > 0) or self.key.startswith("reward"):
+        is_known = first.mean > 0 and own.mean > 0
+        if index == 0 or not is_known or math.isclose(first.mean, 1.0) or self.key.startswith("reward"):
             return ""
         return plus_minus(quotient(own, first), "×")
 
 
-def summary(runs: Sequence[Run]) -> list[Quantity]:
-    """Returns the quantities that at least one run has, over the steps that all runs have."""
-    splits, log_window = in_common([time_split(run) for run in runs])
-    tables, window = in_common([rollouts(run) for run in runs])
-    rewards, _ = in_common([run.log.reindex(columns=["reward", "num_steps"]) for run in runs])
-    from_log = f"{log_window}, from the log"
+def summary(runs: Sequence[Run], window: Window | None) -> list[Quantity]:
+    """Returns the quantities that at least one run has, over the steps of the window."""
+    logs = within([run.log for run in runs], window)
     sources = [
-        ([_of_log(split) for split in splits], from_log),
-        ([_of_engines(run.log) for run in runs], "the whole log of each run"),
-        ([_of_rollouts(table) for table in tables], f"rollouts of {window}"),
-        ([_of_rewards(log["reward"]) for log in rewards], from_log),
+        [_of_log(split) for split in within([time_split(run) for run in runs], window)],
+        [_of_engines(log) for log in logs],
+        [_of_rollouts(table) for table in within([rollouts(run) for run in runs], window)],
+        [_of_rewards(log.get("reward", pd.Series(dtype=float))) for log in logs],
     ]
     rows = [
-        Quantity(key, label, form, [own[key][2] for own in of_runs], over)
-        for of_runs, over in sources
+        Quantity(key, label, form, [own[key][2] for own in of_runs])
+        for of_runs in sources
         for key, (label, form, _) in of_runs[0].items()
     ]
     return [row for row in rows if any(math.isfinite(estimate.mean) for estimate in row.estimates)]
@@ -252,10 +247,9 @@ class Saving:
     rest: Estimate
 
 
-def saving(first: Run, other: Run) -> Saving | None:
-    """Compares the common steps except step 1, which warms up. Returns `None` if no step has times of both runs."""
-    tables, window = in_common([_widths_and_times(first), _widths_and_times(other)])
-    tables = [table[table.index > 1] if (table.index > 1).any() else table for table in tables]
+def saving(first: Run, other: Run, window: Window | None) -> Saving | None:
+    """Compares two runs over the steps of the window. Returns `None` if no step has times of both."""
+    tables = within([_widths_and_times(first), _widths_and_times(other)], window)
     if window is None or not all(map(len, tables)):
         return None
     both = pd.concat(tables)
@@ -272,8 +266,7 @@ def saving(first: Run, other: Run) -> Saving | None:
     # The error of a product of two estimates. Rows of equal lengths save nothing, whatever a token costs.
     error = math.hypot(slope.mean * shorter.half_width, shorter.mean * slope.half_width)
     shorter_rows = Estimate(slope.mean * shorter.mean, error) if widths[0] != widths[1] else Estimate(0.0, 0.0)
-    over = Window(max(window.first, int(both.index.min())), window.last)
-    return Saving(first, other, over, min(map(len, tables)), seconds, widths, step, rollout, shorter_rows, rest)
+    return Saving(first, other, window, min(map(len, tables)), seconds, widths, step, rollout, shorter_rows, rest)
 
 
 def _widths_and_times(run: Run) -> pd.DataFrame:
@@ -283,10 +276,10 @@ def _widths_and_times(run: Run) -> pd.DataFrame:
     return known.dropna(subset=None if has_rollouts else ["total", "num_steps", "width"])
 
 
-def in_short(runs: Sequence[Run], settings: Sequence[Setting]) -> list[list[str]]:
+def in_short(runs: Sequence[Run], settings: Sequence[Setting], window: Window | None) -> list[list[str]]:
     """Returns, for each run but the first, a verdict and the parts of what it saved."""
     matters = [setting.name for setting in settings if setting.matters]
-    found = [saving(runs[0], run) for run in runs[1:]]
+    found = [saving(runs[0], run, window) for run in runs[1:]]
     return [describe(saved, matters) for saved in found if saved is not None]
 
 
@@ -294,8 +287,8 @@ def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
     """Returns the verdict, then a line for each part. `matters` are settings that change the work of a step."""
     if saved.entries < MIN_ENTRIES:
         return [
-            f"{saved.other.name} and {saved.first.name}: too few steps to compare. Without step 1, which warms up, "
-            f"their logs have {saved.entries} in common; at least {MIN_ENTRIES} are needed."
+            f"{saved.other.name} and {saved.first.name}: too few steps to compare. Log entries of both in "
+            f"{saved.over}: {saved.entries}. At least {MIN_ENTRIES} are needed."
         ]
     verdict = _verdict(saved)
     if not math.isfinite(saved.rollouts.mean):
@@ -304,22 +297,21 @@ def describe(saved: Saving, matters: Sequence[str] = ()) -> list[str]:
     if not math.isfinite(saved.rest.mean):
         unknown = "Rows had the same length in all steps: the parts of shorter rows and of the rest are unknown."
         return [verdict, rollouts, unknown]
-    lengths = f"the mean row was computed with {saved.widths[1]:,.0f} tokens, not {saved.widths[0]:,.0f}"
+    lengths = f"micro-batches were {saved.widths[1]:,.0f} tokens wide instead of {saved.widths[0]:,.0f}"
     shorter_rows = plus_minus(saved.shorter_rows, " s")
     return [
         verdict,
         rollouts,
-        f"Saved by shorter rows (training and scoring fewer tokens): {shorter_rows}; {lengths}.",
-        f"Saved in the rest (rows of the same length, and sending weights): {plus_minus(saved.rest, ' s')}."
+        f"Saved by narrower micro-batches (less padding, shorter rows): {shorter_rows}; {lengths}.",
+        f"Saved in the rest (training on the same width, and sending weights): {plus_minus(saved.rest, ' s')}."
         + _reason(saved, matters),
     ]
 
 
 def _verdict(saved: Saving) -> str:
     total, (before, after) = saved.step, saved.seconds
-    parts = {"in rollouts": saved.rollouts, "by shorter rows": saved.shorter_rows, "in the rest": saved.rest}
-    over = f"{saved.over}{'; step 1 warms up' if saved.over.first == 2 else ''}"
-    took = f"{saved.other.name} took {number(after)} s a step, {saved.first.name} {number(before)} s ({over})"
+    parts = {"in rollouts": saved.rollouts, "by narrower micro-batches": saved.shorter_rows, "in the rest": saved.rest}
+    took = f"{saved.other.name} took {number(after)} s a step, {saved.first.name} {number(before)} s"
     if abs(total.mean) <= total.half_width:
         return f"{took}: no difference beyond the noise, {plus_minus(total, ' s')}."
     most = [name for name, part in parts.items() if part.mean / total.mean > 0.5]
