@@ -96,6 +96,7 @@ def test_the_callback_that_follows_a_cluster():
     [
         ("bash", "trl-darts nothing"),
         ("bash", "trl-darts serve MODEL --no-such 1"),
+        ("bash", "trl-darts grpo --config tiny_reasoner --max_stepz 3"),
         ("bash", "trl-darts config push a.yaml a/b --wihout nothing"),
         ("bash", "A=1 accelerate launch examples/train_grpo.py --config configs/two_gpu_server.yaml --schedul darts"),
         ("bash", "python examples/train_grpo.py --config configs/nothing.yaml"),
