@@ -46,8 +46,8 @@ def record_lengths(trainer: Any) -> None:
     """
     if hasattr(trainer.args, "save_rollout_trace"):
         raise ConfigurationError(
-            f"`trainer` ({type(trainer).__name__}) must be TRL's `GRPOTrainer`. Set `save_rollout_trace=True` instead, "
-            "which records the times of each candidate too."
+            f"`trainer` ({type(trainer).__name__}) must be TRL's `GRPOTrainer`. Set `save_rollout_trace=True` "
+            "instead, which records the times of each candidate too."
         )
     check_hook(type(trainer), "_generate", ("prompts",))
     check_hook(type(trainer), "_generate_and_score_completions", ("inputs",))
@@ -81,7 +81,7 @@ class LengthRecorder(RunLogCallback):
         output = self._generate(prompts, *args, **kwargs)
         if trainer.model.training:
             self._seconds["darts/rollout/seconds"].append(time.perf_counter() - begin)
-            rows = gather_object(self._rows(*output[:3], images=output[6]))
+            rows = gather_object(self._rows(output[0], output[1], output[2], output[6]))
             if trainer.is_world_process_zero():
                 micro_step = trainer._step % trainer.args.gradient_accumulation_steps
                 groups = _groups(rows, trainer.num_generations)
@@ -109,7 +109,7 @@ class LengthRecorder(RunLogCallback):
 def _groups(rows: list[Row], num_generations: int) -> list[GroupSummary]:
     """Returns the groups of a batch from the rows of all processes, in the order of the processes."""
     unknown = [(math.nan, math.nan)] * num_generations
-    groups = []
+    groups: list[GroupSummary] = []
     for first in range(0, len(rows), num_generations):
         keys, num_prompt_tokens, lengths, cut_off = zip(*rows[first : first + num_generations], strict=True)
         reasons = [str(FinishReason.LENGTH if cut else FinishReason.STOP) for cut in cut_off]

@@ -26,7 +26,7 @@ from ..analysis.simulation import (
     settings_of,
 )
 from ..analysis.simulation.comparison import fastest, show
-from ..analysis.simulation.recorded import curve_of, run_settings
+from ..analysis.simulation.recorded import curve_of, fitted_cluster, run_settings
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
 from ..policy import Layout, PrefillCurve, drafted_latency
@@ -100,10 +100,15 @@ def simulate(
     ] = None,
     latency_curve: Annotated[
         Path | None,
-        for_engines("File of `trl-darts profile`. Default: NVIDIA's published latencies of Llama-3.1-8B."),
+        for_engines(
+            "File of `trl-darts profile`. Default: fitted to the times in the trace, or else NVIDIA's of Llama-3.1-8B."
+        ),
     ] = None,
     num_engines: Annotated[
-        int | None, for_engines("Data parallel engines. Default: 1, or 8 with the default curve.")
+        int | None,
+        for_engines(
+            "Data parallel engines. Default: the trace's with a curve fitted to it, 1 with a file, or else 8."
+        ),
     ] = None,
     num_gpus: Annotated[
         int | None,
@@ -222,6 +227,13 @@ def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
         run = given.get("trace")
         curve = curve_of(path, {} if run is None else {str(run): run_settings(run).get("model")})
         cluster = ClusterSpec.of(curve, PrefillCurve.load(path), **own)
+    elif "trace" in given:
+        fitted, line = fitted_cluster(given["trace"], **own)
+        if fitted is None:
+            typer.echo(f"WARNING: no latency curve can be fitted to {str(given['trace'])!r}: {line}.", err=True)
+        else:
+            typer.echo(f"Latency curve: fitted to {line}.", err=True)
+        cluster = fitted or cluster
     if "draft_acceptance" not in given:
         return cluster
     return replace(cluster, latency=drafted_latency(cluster.latency, given["draft_acceptance"]))

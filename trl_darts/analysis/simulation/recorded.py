@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...buffer.rounds import round_policy
 from ...errors import ConfigurationError
 from ...policy import LatencyCurve
+from ...policy.traced_latency import TimedRollout, fit_rollouts
 from ...scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
 from .cluster import SimulatedCluster
 from .cluster_spec import ClusterSpec
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 
 STOP = FinishReason.STOP.value
+LARGE_ERROR = 0.2  # median, of a fitted curve
 
 
 def recorded_workload(
@@ -94,6 +96,33 @@ def curve_of(path: str | Path, models: Mapping[str, Any]) -> LatencyCurve:
                 "profile`, or leave the option out."
             )
     return curve
+
+
+def fitted_cluster(run_dir: Path, **fields: Any) -> tuple[ClusterSpec | None, str]:
+    """
+    Fits a latency curve to the times in a run's traces, for as many engines as the run had if `fields` have no other
+    number. Returns `None` if that can't be done, and a line that says how good the curve is, or why there is none.
+    """
+    settings, traces = run_settings(run_dir), _traces(run_dir)
+    if settings.get("rollout_ahead"):
+        return None, "its rollouts overlap (`rollout_ahead`)"
+    rollouts = [
+        TimedRollout(*own[["start_seconds", "end_seconds", "decoded"]].to_numpy(float).T)
+        for _, own in traces.assign(decoded=traces["length"] - traces["num_carried_tokens"]).groupby(["step", "micro"])
+    ]
+    num_engines = settings.get("num_engines") or 1
+    fitted = fit_rollouts(rollouts, num_engines)
+    if fitted is None:
+        return None, "its traces have no times, or too few candidates"
+    engines = f"{num_engines} engine{'s' * (num_engines > 1)}"
+    line = (
+        f"{fitted.num_candidates:,} candidates of {str(run_dir)!r} on {engines}; its error in a candidate's tokens is "
+        f"{fitted.median_error:.1%} (median), {fitted.p90_error:.1%} (90th percentile)"
+    )
+    if fitted.median_error > LARGE_ERROR:
+        line += ". That is large, as on a busy machine, or where candidates waited in a queue"
+    curve = replace(fitted.curve, metadata={"fitted": str(run_dir), "model": settings.get("model")})
+    return ClusterSpec(curve, **{"num_engines": num_engines, **fields}), line
 
 
 @dataclass(frozen=True)
