@@ -228,12 +228,7 @@ def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
         curve = curve_of(path, {} if run is None else {str(run): run_settings(run).get("model")})
         cluster = ClusterSpec.of(curve, PrefillCurve.load(path), **own)
     elif "trace" in given:
-        fitted, line = fitted_cluster(given["trace"], **own)
-        if fitted is None:
-            typer.echo(f"WARNING: no latency curve can be fitted to {str(given['trace'])!r}: {line}.", err=True)
-        else:
-            typer.echo(f"Latency curve: fitted to {line}.", err=True)
-        cluster = fitted or cluster
+        cluster = fitted_cluster(given["trace"], cluster, **own)
     if "draft_acceptance" not in given:
         return cluster
     return replace(cluster, latency=drafted_latency(cluster.latency, given["draft_acceptance"]))

@@ -98,31 +98,34 @@ def curve_of(path: str | Path, models: Mapping[str, Any]) -> LatencyCurve:
     return curve
 
 
-def fitted_cluster(run_dir: Path, **fields: Any) -> tuple[ClusterSpec | None, str]:
+def fitted_cluster(run_dir: Path, assumed: ClusterSpec, **fields: Any) -> ClusterSpec:
     """
     Fits a latency curve to the times in a run's traces, for as many engines as the run had if `fields` have no other
-    number. Returns `None` if that can't be done, and a line that says how good the curve is, or why there is none.
+    number. The curve's metadata tell how good it is. If there is none, the result is `assumed`, and they tell why.
     """
-    settings, traces = run_settings(run_dir), _traces(run_dir)
-    if settings.get("rollout_ahead"):
-        return None, "its rollouts overlap (`rollout_ahead`)"
-    rollouts = [
-        TimedRollout(*own[["start_seconds", "end_seconds", "decoded"]].to_numpy(float).T)
-        for _, own in traces.assign(decoded=traces["length"] - traces["num_carried_tokens"]).groupby(["step", "micro"])
-    ]
-    num_engines = settings.get("num_engines") or 1
-    fitted = fit_rollouts(rollouts, num_engines)
+    settings = run_settings(run_dir)
+    num_engines, fitted = settings.get("num_engines") or 1, None
+    why = "the run's rollouts overlap (`rollout_ahead`)" if settings.get("rollout_ahead") else None
+    if why is None:
+        fitted = fit_rollouts(_timed(_traces(run_dir)), num_engines)
+        why = "the run's traces have too few candidates, or no times"
     if fitted is None:
-        return None, "its traces have no times, or too few candidates"
+        metadata = {**assumed.latency.metadata, "not_fitted": why}
+        return replace(assumed, latency=replace(assumed.latency, metadata=metadata))
     engines = f"{num_engines} engine{'s' * (num_engines > 1)}"
-    line = (
-        f"{fitted.num_candidates:,} candidates of {str(run_dir)!r} on {engines}; its error in a candidate's tokens is "
+    told = (
+        f"{fitted.num_candidates:,} candidates of the run on {engines}. Its error in a candidate's tokens is "
         f"{fitted.median_error:.1%} (median), {fitted.p90_error:.1%} (90th percentile)"
     )
     if fitted.median_error > LARGE_ERROR:
-        line += ". That is large, as on a busy machine, or where candidates waited in a queue"
-    curve = replace(fitted.curve, metadata={"fitted": str(run_dir), "model": settings.get("model")})
-    return ClusterSpec(curve, **{"num_engines": num_engines, **fields}), line
+        told += ", which is large, as on a busy machine, or where candidates waited in a queue"
+    return ClusterSpec(replace(fitted.curve, metadata={"fitted": told}), **{"num_engines": num_engines, **fields})
+
+
+def _timed(traces: pd.DataFrame) -> list[TimedRollout]:
+    table = traces.assign(decoded=traces["length"] - traces["num_carried_tokens"])
+    columns = ["start_seconds", "end_seconds", "decoded"]
+    return [TimedRollout(*own[columns].to_numpy(float).T) for _, own in table.groupby(["step", "micro"])]
 
 
 @dataclass(frozen=True)
