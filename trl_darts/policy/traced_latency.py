@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .latency import Array, LatencyCurve, robust_least_squares
+from .latency import Array, LatencyCurve, robust_least_squares, rollout_time
 
 
 MIN_CANDIDATES = 32
@@ -32,14 +32,13 @@ class TimedRollout(NamedTuple):
 @dataclass(frozen=True)
 class TracedCurve:
     """
-    A curve, and its errors: those of the tokens that it predicts for the lives of the candidates, relative, median and
-    90th percentile.
+    A curve, and its `errors`: the seconds of each rollout as predicted from its lengths (Eq. 4), over the real ones,
+    minus 1.
     """
 
     curve: LatencyCurve
     num_candidates: int
-    median_error: float
-    p90_error: float
+    errors: Array  # (R,)
 
 
 def fit_rollouts(rollouts: Sequence[TimedRollout], num_engines: int = 1) -> TracedCurve | None:
@@ -70,8 +69,13 @@ def fit_rollouts(rollouts: Sequence[TimedRollout], num_engines: int = 1) -> Trac
     seconds, sizes = seconds[:, used], weighted[used] / total[used]
     speeds = _speeds(seconds, num_tokens)
     curve = LatencyCurve.fit(sizes[speeds > 0], 1 / speeds[speeds > 0])
-    errors = np.abs(seconds @ (1 / curve(sizes)) / num_tokens - 1)
-    return TracedCurve(curve, len(num_tokens), float(np.median(errors)), float(np.quantile(errors, 0.9)))
+    errors = [
+        rollout_time(own.num_tokens, lambda batch_sizes: curve(batch_sizes / num_engines))
+        / np.ptp([*own.starts, *own.ends])
+        for own in known
+        if len(own.starts)
+    ]
+    return TracedCurve(curve, len(num_tokens), np.array(errors) - 1)
 
 
 def _ran(rollout: TimedRollout) -> TimedRollout:
@@ -97,12 +101,13 @@ def _seconds(rollout: TimedRollout, edges: Array, num_engines: int) -> tuple[Arr
 
 
 def _speeds(seconds: Array, num_tokens: Array) -> Array:
-    """Returns tokens per second by range, by a robust fit of the relative errors."""
+    """Returns tokens per second by range, by a robust fit. What is uncertain about a candidate are its seconds."""
     from scipy.optimize import nnls
 
     # The speed of a range is the sum of the decrements from it on, none of which is negative.
     lost = -np.ones(len(num_tokens))
-    design = np.column_stack([np.cumsum(seconds, axis=1), lost]) / num_tokens[:, None]
+    scale = seconds.sum(axis=1) * num_tokens.sum() / seconds.sum()  # tokens at the mean speed
+    design = np.column_stack([np.cumsum(seconds, axis=1), lost]) / scale[:, None]
     weights = np.full(len(num_tokens), 1 / len(num_tokens))
-    steps = robust_least_squares(design, np.ones(len(num_tokens)), weights, lambda *problem: nnls(*problem)[0])
+    steps = robust_least_squares(design, num_tokens / scale, weights, lambda *problem: nnls(*problem)[0])
     return np.cumsum(steps[-2::-1])[::-1]

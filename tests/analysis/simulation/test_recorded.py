@@ -80,7 +80,7 @@ def test_the_curve_of_a_run_is_that_of_its_engines(tmp_path, schedule):
     sizes = np.array([1.0, 4, 16, 28])
     assert cluster.latency(sizes) == pytest.approx(CURVE(sizes), rel=0.06)
     assert (cluster.num_engines, cluster.max_num_seqs) == (2, None)
-    assert "candidates of the run on 2 engines. Its error in a cand" in cluster.latency.metadata["fitted"]
+    assert "candidates of the run on 2 engines. It predicts the sec" in cluster.latency.metadata["fitted"]
     assert fitted_cluster(tmp_path / "run", QUEUED, num_engines=3).num_engines == 3
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...buffer.rounds import round_policy
 from ...errors import ConfigurationError
 from ...policy import LatencyCurve
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 STOP = FinishReason.STOP.value
-LARGE_ERROR = 0.2  # median, of a fitted curve
+LARGE_ERROR = 0.2  # of a fitted curve
 
 
 def recorded_workload(
@@ -113,11 +115,12 @@ def fitted_cluster(run_dir: Path, assumed: ClusterSpec, **fields: Any) -> Cluste
         metadata = {**assumed.latency.metadata, "not_fitted": why}
         return replace(assumed, latency=replace(assumed.latency, metadata=metadata))
     engines = f"{num_engines} engine{'s' * (num_engines > 1)}"
+    error = float(np.median(np.abs(fitted.errors)))
     told = (
-        f"{fitted.num_candidates:,} candidates of the run on {engines}. Its error in a candidate's tokens is "
-        f"{fitted.median_error:.1%} (median), {fitted.p90_error:.1%} (90th percentile)"
+        f"{fitted.num_candidates:,} candidates of the run on {engines}. It predicts the seconds of their rollouts "
+        f"with a median error of {error:.1%}"
     )
-    if fitted.median_error > LARGE_ERROR:
+    if error > LARGE_ERROR:
         told += ", which is large, as on a busy machine, or where candidates waited in a queue"
     return ClusterSpec(replace(fitted.curve, metadata={"fitted": told}), **{"num_engines": num_engines, **fields})
 
