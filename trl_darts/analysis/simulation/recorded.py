@@ -7,6 +7,7 @@ The final length of an aborted candidate is unknown. A replay aborts it as well,
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from .workload import ENDLESS, RecordedLengths, Workload
 if TYPE_CHECKING:
     import pandas as pd
 
+
+logger = logging.getLogger(__name__)
 
 STOP = FinishReason.STOP.value
 LARGE_ERROR = 0.2  # of a fitted curve
@@ -61,7 +64,9 @@ def recorded_workload(
     Raises:
         [`ConfigurationError`]: If there are no traces, they lack columns, or the log can't be read.
     """
-    traces = _traces(run_dir)
+    traces, notes = _traces(run_dir)
+    for note in notes:
+        logger.warning(note)
     traces = traces[~traces["carried_over"]]  # a later rollout has them with all their tokens
     trained_on = traces[traces["selected"]].groupby(["step", "micro"])
     if not len(trained_on):
@@ -109,7 +114,7 @@ def fitted_cluster(run_dir: Path, assumed: ClusterSpec, **fields: Any) -> Cluste
     num_engines, fitted = settings.get("num_engines") or 1, None
     why = "the run's rollouts overlap (`rollout_ahead`)" if settings.get("rollout_ahead") else None
     if why is None:
-        fitted = fit_rollouts(_timed(_traces(run_dir)), num_engines)
+        fitted = fit_rollouts(_timed(_traces(run_dir)[0]), num_engines)
         why = "the run's traces have too few candidates, or no times"
     if fitted is None:
         metadata = {**assumed.latency.metadata, "not_fitted": why}
@@ -159,7 +164,7 @@ class RecordedRollout:
 
 def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
     """Yields the rollouts of a run with `save_rollout_trace=True`, in order."""
-    for number, (_, rollout) in enumerate(_traces(run_dir).groupby(["step", "micro"])):
+    for number, (_, rollout) in enumerate(_traces(run_dir)[0].groupby(["step", "micro"])):
         groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
         yield RecordedRollout(
             plans=[_plan(index, group) for index, group in enumerate(groups)],
@@ -177,16 +182,17 @@ def _plan(index: int, group: pd.DataFrame) -> GroupPlan:
     return GroupPlan(index, len(group), num_prompt_tokens=num_prompt_tokens, expected_length=expected)
 
 
-def _traces(run_dir: Path) -> pd.DataFrame:
-    from ...telemetry.traces import read_traces  # reads Parquet with pandas, which takes a second to import
+def _traces(run_dir: Path) -> tuple[pd.DataFrame, list[str]]:
+    from ...telemetry.trl_completions import read_lengths  # loads pandas, which takes a second
 
-    traces, _ = read_traces(run_dir)
+    traces, notes = read_lengths(run_dir)
     if not len(traces):
         raise ConfigurationError(
-            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, and has "
-            "no `rollouts/rollout_*.parquet`."
+            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, or of "
+            "TRL's trainer with `record_lengths` or `log_completions=True`, and has neither "
+            "`rollouts/rollout_*.parquet` nor `completions/completions_*.parquet`."
         )
-    return traces
+    return traces, notes
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
