@@ -57,7 +57,10 @@ def simulate(
     more_schedules: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SCHEDULE")] = None,
     trace: Annotated[
         Path | None,
-        for_workload("`output_dir` of a run with `save_rollout_trace=True`: its lengths, prompts and batch are used."),
+        for_workload(
+            "`output_dir` of a run with `save_rollout_trace=True`, or of TRL's trainer with `record_lengths` or "
+            "`log_completions=True`: its lengths, prompts and batch are used."
+        ),
     ] = None,
     prompts_per_step: Annotated[int | None, for_workload("Prompts per rollout. Default: the trace's, or 128.")] = None,
     max_completion_length: Annotated[
@@ -72,7 +75,10 @@ def simulate(
     ] = None,
     shaping: Annotated[
         float | None,
-        for_workload("How fast the policy follows the selection, an assumption; see docs/analysis.md. Default: 0."),
+        for_workload(
+            "How fast the policy follows the selection, an assumption: each step adds it times the difference between "
+            "kept and all candidates to the probability to stop. Default: 0."
+        ),
     ] = None,
     uniform_share: Annotated[
         float | None,
@@ -176,8 +182,7 @@ def simulate(
 
     Example:
 
-        trl-darts simulate --trace out --latency-curve latency.json --schedule grpo darts --sweep
-        max_num_generations=10,12,16 --sweep long_end_patience=none,2
+        trl-darts simulate --trace outputs/grpo --schedule grpo,darts --sweep max_num_generations=10,12,16
     """
     given = {name: value for name, value in locals().items() if value is not None}
     names = schedule_names(schedule, more_schedules or [])

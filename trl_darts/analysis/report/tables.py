@@ -1,9 +1,9 @@
 """
 The numbers behind the panels: tables from runs and traces, and the steps over which runs can be compared.
 
-Invariants: the log is used only if there are no traces, or no times in them; shares sum to 1; kept, unused and aborted
-tokens sum to the generated ones; the parts of a step's time sum to the step's time; numbers of different runs are
-compared only over the same steps.
+Invariants: the log is used only if there are no traces; shares sum to 1; kept, unused and aborted tokens sum to the
+generated ones; the parts of a step's time sum to the step's time; numbers of different runs are compared only over the
+same steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -166,8 +166,6 @@ def occupancy(rollout: pd.DataFrame) -> pd.DataFrame:
 def bubble(rollout: pd.DataFrame) -> float:
     """Returns the share of one rollout's decoding slots that were idle, as `darts/rollout/bubble_ratio`."""
     starts, ends = rollout["start_seconds"], rollout["end_seconds"]
-    if ends.isna().any():  # a trace of `record_lengths`
-        return np.nan
     running = starts.value_counts().sub(ends.value_counts(), fill_value=0).sort_index().cumsum()
     return max(0.0, bubble_ratio(Occupancy(int(running.max()), (ends - starts).sum(), ends.max() - starts.min())))
 
@@ -195,10 +193,7 @@ def rollouts(run: Run) -> pd.DataFrame:
     means = pd.DataFrame(
         {"longest": each["length"].max(), "bubble": each[["start_seconds", "end_seconds"]].apply(bubble)}
     )
-    table = sums.groupby("step").sum(min_count=1).join(means.groupby("step").mean()).assign(num_steps=1).astype(float)
-    if "darts/rollout/seconds" in run.log:  # of a trace of `record_lengths`, which has no times
-        table["seconds"] = table["seconds"].fillna(run.log["darts/rollout/seconds"] * table["num_rollouts"])
-    return table
+    return sums.groupby("step").sum().join(means.groupby("step").mean()).assign(num_steps=1).astype(float)
 
 
 def _rollouts_of_log(run: Run) -> pd.DataFrame:
