@@ -96,3 +96,22 @@ def test_help():
     ]
     assert re.findall(r"^(\S.*):$", shown, re.MULTILINE)[1:] == headings  # after the script's own
     assert "--learning_rate" in RUNNER.invoke(app, ["grpo", "--help-all"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("simulate --sead 3", "No such option: --sead (Possible options: --schedule, --seeds, --sweep)"),
+        ("simulate --steps x", "Invalid value for '--steps': "),
+        ("profile", "Missing argument 'URL'"),
+        ("report --output x.html", "Missing argument 'RUN_DIR...'"),
+        ("nothing", "No such command 'nothing'"),
+    ],
+)
+def test_wrong_options_of_any_command_are_one_line(words, message):
+    result = RUNNER.invoke(app, words.split(), prog_name="trl-darts")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: {message}")
+    command = "trl-darts" if words == "nothing" else f"trl-darts {words.split()[0]}"
+    assert line.endswith(f"`{command} --help` lists what it takes.")
