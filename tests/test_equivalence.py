@@ -5,7 +5,7 @@ two processes: `tests/launches/test_two_processes.py::test_equal_to_trl`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,17 @@ BASE = (
 ARGUMENTS = ("peft_config", "train_dataset", "reward_funcs", "processing_class", "tools", "environment_factory")
 
 
-def trained(model_dir: Path, out: Path, schedule: str | None, **settings: Any) -> Any:
-    """Trains three steps; with TRL's trainer for `schedule=None`. Some settings are arguments of the trainer."""
+def trained(
+    model_dir: Path,
+    out: Path,
+    schedule: str | None,
+    prepare: Callable[[Any], None] = lambda trainer: None,
+    **settings: Any,
+) -> Any:
+    """
+    Trains three steps; with TRL's trainer for `schedule=None`. Some settings are arguments of the trainer, which
+    `prepare` is called with before.
+    """
     fields = {"max_steps": STEPS, "learning_rate": 1e-3, **settings}
     set_seed(fields.get("seed", 42))  # before TRL 1.16, an adapter is created before TRL sets the seed
     more = {name: fields.pop(name) for name in ARGUMENTS if name in fields}
@@ -82,6 +91,7 @@ def trained(model_dir: Path, out: Path, schedule: str | None, **settings: Any) -
         trainer = make_trainer(model_dir, GRPOConfig(**fields), GRPOTrainer, **more)
     else:
         trainer = make_trainer(model_dir, make_args(out, **fields, **OURS[schedule]), DARTSGRPOTrainer, **more)
+    prepare(trainer)
     trainer.train()
     return trainer
 

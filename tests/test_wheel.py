@@ -55,6 +55,8 @@ def test_wheel(tmp_path, model_dir):
     assert "report" in run(python.with_name("trl-darts"), "--help")
     run(python.with_name("trl-darts"), "quickstart", "--steps", "1")  # its model is in the wheel
     assert (tmp_path / "outputs" / "quickstart" / "comparison.png").exists()
+    run(python.with_name("trl-darts"), "grpo", "--config", "tiny_reasoner", "--cpu", "--max_steps", "1")
+    assert (tmp_path / "outputs" / "tiny_reasoner" / "model.safetensors").exists()
     (tmp_path / "script.py").write_text(SCRIPT.replace("MODEL", repr(str(model_dir))))
     assert Path(run(python, "script.py").splitlines()[-1]).is_relative_to(own)
     run(python.with_name("trl-darts"), "report", "out", "--output", "report.html")  # its page is in the wheel

@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .callbacks import VarianceTrackerCallback
     from .config import DARTSGRPOConfig
+    from .length_recorder import record_lengths
     from .trainer import DARTSGRPOTrainer
 
 __version__ = "0.1.0"
 
-_MODULES = {"DARTSGRPOConfig": "config", "DARTSGRPOTrainer": "trainer", "VarianceTrackerCallback": "callbacks"}
+_MODULES = {
+    "DARTSGRPOConfig": "config",
+    "DARTSGRPOTrainer": "trainer",
+    "VarianceTrackerCallback": "callbacks",
+    "record_lengths": "length_recorder",
+}
 
-__all__ = ["DARTSGRPOConfig", "DARTSGRPOTrainer", "VarianceTrackerCallback", "__version__"]
+__all__ = ["DARTSGRPOConfig", "DARTSGRPOTrainer", "VarianceTrackerCallback", "__version__", "record_lengths"]
 
 
 def __getattr__(name: str) -> object:

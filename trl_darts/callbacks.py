@@ -181,7 +181,7 @@ class RunLogCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            settings = {name: getattr(args, name) for name in SETTINGS}
+            settings = {name: getattr(args, name) for name in SETTINGS if hasattr(args, name)}
             model = kwargs["model"].config._name_or_path
             source = length_source(kwargs["model"].config, kwargs["processing_class"])
             run = {"name": args.run_name or args.output_dir, "model": model, "source": source, **settings}

@@ -3,22 +3,19 @@ Makes docs/settings.md of the dataclasses: `python -m docs.hooks.settings_table`
 compares them.
 """
 
-import inspect
 import re
-from dataclasses import Field, fields
+from dataclasses import Field
 from pathlib import Path
 from typing import get_type_hints
 
 from trl_darts.analysis.simulation.sweep import has_effect
-from trl_darts.config import OWN_CLASSES, DARTSGRPOConfig
+from trl_darts.config import DARTSGRPOConfig
+from trl_darts.recipes.own_fields import own_fields
 from trl_darts.scheduling import SCHEDULES, ScheduleSettings
 
 
 PAGE = Path(__file__).resolve().parents[1] / "settings.md"
-TITLES = ("Schedule", "What the trainer does", "vLLM servers")  # of the classes, where a field has no other heading
 HINTS = get_type_hints(DARTSGRPOConfig)  # building a parser changes the fields' own types
-# Comments that are headings stand above a field, after an empty line, and are no sentences.
-HEADING = re.compile(r"\n\n    # ([^\n]+[^.\n])\n    (\w+):")
 # What the simulator, which knows no other, can't say.
 READ_BY = {
     "schedule": "all",
@@ -33,7 +30,7 @@ HEAD = """# All settings
 
 The fields that `DARTSGRPOConfig` adds to TRL's [`GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer), all of
 whose fields it has too. [Schedules](schedules.md#settings) says which one to change when. In a terminal,
-`python examples/train_grpo.py --help-fields` has them with their whole help.
+`trl-darts grpo --help` has them with their whole help.
 
 *Read by* names the schedules for which a setting means something. "darts, `selection`" is `"darts"`, and any other but
 `"grpo"` with a `selection` of `"dual_end"` or `"uniform"`. *computed*: the next column says how. Symbols in brackets
@@ -43,14 +40,10 @@ are the paper's.
 
 def settings_page() -> str:
     """The whole page."""
-    own = {field.name: field for field in fields(DARTSGRPOConfig)}
     lines = [HEAD.rstrip()]
-    for cls, title in zip(OWN_CLASSES, TITLES, strict=True):
-        headings = {name: text for text, name in HEADING.findall(inspect.getsource(cls))}
-        for index, name in enumerate(name for name in cls.__annotations__ if name in own):
-            if (heading := headings.get(name, title if index == 0 else None)) is not None:
-                lines += [f"\n## {heading}\n", "| field | type | default | what it does | read by |", "|---" * 5 + "|"]
-            lines.append(table_row(own[name], HINTS[name]))
+    for heading, group in own_fields().items():
+        lines += [f"\n## {heading}\n", "| field | type | default | what it does | read by |", "|---" * 5 + "|"]
+        lines += [table_row(field, HINTS[field.name]) for field in group]
     return "\n".join([*lines, ""])
 
 

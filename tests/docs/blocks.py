@@ -24,6 +24,7 @@ from trl import GRPOTrainer, TrlParser
 
 from trl_darts import DARTSGRPOConfig, DARTSGRPOTrainer
 from trl_darts.cli import app
+from trl_darts.cli.grpo import split_words
 from trl_darts.recipes.recipe import ARGUMENTS
 
 
@@ -107,7 +108,10 @@ def check_command(words: list[str]) -> None:
         _script(arguments)
 
 
-def _trl_darts(words: list[str]) -> None:
+def _trl_darts(words: list[str]) -> Any:
+    if words[0] == "grpo":
+        launch, _ = split_words(words[1:])
+        return _parsed(launch_command_parser(), [*launch, "script"])
     command: Any = typer.main.get_command(app)
     context = command.make_context("trl-darts", list(words))
     while hasattr(command, "commands"):

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 from unittest.mock import call, create_autospec
 
 import pytest
+import typer
 from transformers import TrainerCallback
 
 import trl_darts
 from tests.builders import letters_dataset, make_args, make_trainer
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, check
+from trl_darts.cli import app
 from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.policy import DecodePoint, LatencyProfile, PrefillPoint
 
@@ -78,6 +81,19 @@ def test_what_it_names_exists(block):
     check(block)
 
 
+def commands(app: typer.Typer) -> Iterator[Callable]:
+    yield from (command.callback for command in app.registered_commands)
+    for group in app.registered_groups:
+        yield from commands(group.typer_instance)
+
+
+@pytest.mark.parametrize("command", commands(app), ids=lambda command: command.__name__)
+def test_examples_of_help_can_be_copied(command):
+    code = command.__doc__.partition("Example:")[2]
+    assert code.strip().startswith("trl-darts ")
+    check(Block(command.__name__, 1, "bash", code, False))
+
+
 def test_the_callback_that_follows_a_cluster():
     (block,) = [block for block in CODE if "class FollowTheCluster" in block.code]
     generation = create_autospec(SyncedGeneration, instance=True)
@@ -96,6 +112,7 @@ def test_the_callback_that_follows_a_cluster():
     [
         ("bash", "trl-darts nothing"),
         ("bash", "trl-darts serve MODEL --no-such 1"),
+        ("bash", "trl-darts grpo --config tiny_reasoner --max_stepz 3"),
         ("bash", "trl-darts config push a.yaml a/b --wihout nothing"),
         ("bash", "A=1 accelerate launch examples/train_grpo.py --config configs/two_gpu_server.yaml --schedul darts"),
         ("bash", "python examples/train_grpo.py --config configs/nothing.yaml"),

@@ -1,6 +1,5 @@
-"""`examples/train_grpo.py` works as TRL's script does: data sets, rewards, and errors before the first step."""
+"""`trl_darts/cli/train.py` works as TRL's script does: data sets, rewards, and errors before the first step."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -30,12 +29,9 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("train_grpo", ROOT / "examples" / "train_grpo.py")
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "examples")  # where Python looks when it runs the script
-        spec.loader.exec_module(module)
-    return module
+    from trl_darts.cli import train
+
+    return train
 
 
 @pytest.mark.parametrize("make", [Dataset.from_list, lambda rows: IterableDataset.from_generator(lambda: iter(rows))])
@@ -159,7 +155,7 @@ def test_a_training_with_a_server(script, server, model_dir, monkeypatch, tmp_pa
     words += ["--vllm_group_port", str(free_port()), "--output_dir", str(tmp_path), "--max_steps", "3"]
     words += ["--per_device_train_batch_size", "16", "--max_completion_length", "64", "--save_steps", "3"]
     words += ["--defer_unsettled_groups", "false"]  # surplus groups would be trained on one step later
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "examples")])
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script adds the working directory
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", *words])
     script.main()
@@ -195,7 +191,7 @@ def test_a_training_with_a_server(script, server, model_dir, monkeypatch, tmp_pa
     ],
 )
 def test_before_the_training_an_error_is_one_line(script, monkeypatch, tmp_path, capsys, arguments, message):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "examples")])
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script adds the working directory
     monkeypatch.chdir(ROOT)
     config = [] if "--config" in arguments else ["--config", "configs/tiny_reasoner.yaml"]
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", *config, *arguments, "--output_dir", str(tmp_path)])

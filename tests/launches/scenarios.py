@@ -32,6 +32,7 @@ from tests.launches.cpu_sharded import allow_fsdp_on_cpu, compile_no_collective
 from tests.test_equivalence import trained
 from tests.trl_parity.tool_calls import Reader, multiply, said, tool_messages, tool_trainer
 from tests.zoo import make_chat_tokenizer, tool_call
+from trl_darts import record_lengths
 from trl_darts.engines.in_process import processes as in_process
 from trl_darts.engines.main_process import MainProcess
 
@@ -172,8 +173,9 @@ def wait_long(model_dir: Path, out: Path, url: str | None) -> dict[str, Any]:
 
 
 def train_like_trl(model_dir: Path, out: Path, url: str | None, schedule: str | None) -> dict[str, Any]:
-    """Digests of the parameters after a training; `schedule=None` is TRL's own trainer."""
-    trainer = trained(model_dir, out, schedule, per_device_train_batch_size=6)
+    """Digests of the parameters after a training; `schedule=None` is TRL's own trainer, whose lengths are recorded."""
+    more = {"prepare": record_lengths} if schedule is None else {}
+    trainer = trained(model_dir, out, schedule, per_device_train_batch_size=6, **more)
     assert (type(trainer) is GRPOTrainer) == (schedule is None)
     parameters = trainer.model.named_parameters()
     return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in parameters}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.launches.scenarios import MULTIPLY
+from tests.telemetry.test_length_recorder import check_traces
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900), pytest.mark.xdist_group("launches")]
@@ -96,6 +97,7 @@ def test_equal_to_trl(launches):
     theirs = launches("ddp", "theirs")
     assert launches("ddp", "grpo") == theirs
     assert launches("ddp", "darts") == theirs
+    check_traces(launches.root / "ddp" / "theirs", launches.model_dir, 3)  # which `record_lengths` wrote meanwhile
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "deepspeed_zero3"])

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.test_imports import loaded
-from trl_darts.config import OWN_CLASSES
 from trl_darts.errors import ConfigurationError
-from trl_darts.recipes.files import check_config_option, check_hub, split_command_line
+from trl_darts.recipes.files import SHIPPED, check_config_option, check_hub, shipped_file, split_command_line
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,8 +87,13 @@ def test_the_script_says_that_it_loads_trl_and_names_a_wrong_flag():
     )
 
 
-def test_help_of_our_fields_alone():
-    done = run_script("--help-fields")
-    assert done.returncode == 0
-    own = {f"--{name}" for cls in OWN_CLASSES for name in cls.__annotations__}
-    assert own == set(re.findall(r"^  (--\w+)", done.stdout, re.MULTILINE))
+def test_shipped_recipes_have_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert split_command_line(["--config", "tiny_reasoner"]) == ([], str(SHIPPED / "tiny_reasoner.yaml"))
+    assert shipped_file("--accelerate_config", "fsdp2", SHIPPED / "accelerate").endswith(
+        "configs/accelerate/fsdp2.yaml"
+    )
+    with pytest.raises(ConfigurationError, match=r"`--config` \('tiny'\) must be a YAML file, or .*, tiny_reasoner, "):
+        split_command_line(["--config", "tiny"])
+    Path("tiny_reasoner").write_text("")  # a file wins
+    assert shipped_file("--config", "tiny_reasoner") == "tiny_reasoner"

@@ -336,7 +336,7 @@ def test_commands_without_network_end_before_anything_is_loaded(hub, monkeypatch
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["push", str(RECIPE), REPO], "`model_name_or_path` ('examples/tiny_reasoner/checkpoint') must be a name on"),
+        (["push", str(RECIPE), REPO], "`reward_funcs` ('trl_darts.tiny_reasoner.task.accuracy_reward') must not load"),
         (["pull", "me/typo", "--output", "new.yaml"], "`num_generation` is not a field of"),
         (["pull", "me/ok", "--output", str(RECIPE)], "must be a new file, and exists"),
     ],

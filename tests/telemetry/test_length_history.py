@@ -41,8 +41,7 @@ def recorded(directory: Path, source: str, tracker: LengthTracker) -> LengthTrac
             )
             for i in range(4)
         ]
-        record = SimpleNamespace(groups=groups, deferred=groups[3:], carries_over=True)
-        write_trace(directory, step, 0, record)
+        write_trace(directory, step, 0, groups, carried_over=groups[3:])
         admission.observe(groups[:3])
     return tracker
 

@@ -1,7 +1,6 @@
 """Tests that traces are read as they were written."""
 
 import math
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,18 +11,13 @@ from trl_darts.scheduling import GroupSummary
 from trl_darts.telemetry.traces import read_traces, write_trace
 
 
-def record(*groups: GroupSummary, deferred: tuple[GroupSummary, ...] = (), carries_over: bool = False):
-    """Stub of a `RolloutRecord` with the fields of a trace."""
-    return SimpleNamespace(groups=[*groups, *deferred], deferred=deferred, carries_over=carries_over)
-
-
 def group(key: int, group_id: int = 0, **more) -> GroupSummary:
     times = [(5.0, 6.5), (5.5, 6.0)]
     return GroupSummary(group_id, key, [3, 2], ["stop", "abort"], [0], num_prompt_tokens=7, times=times, **more)
 
 
 def test_one_row_per_candidate(tmp_path):
-    write_trace(tmp_path, 4, 1, record(group(2**64 - 1, expected_length=2.5)))
+    write_trace(tmp_path, 4, 1, [group(2**64 - 1, expected_length=2.5)])
     traces, notes = read_traces(tmp_path)
     first, second = traces.to_dict("records")
     assert first == {
@@ -49,9 +43,9 @@ def test_one_row_per_candidate(tmp_path):
 
 
 def test_deferred_groups_are_carried_over_where_tokens_are_kept(tmp_path):
-    for step, carries_over in enumerate((True, False)):
-        deferred = (group(8, group_id=0, carried=[1, 2]),)
-        write_trace(tmp_path, step, 0, record(group(7, group_id=1), deferred=deferred, carries_over=carries_over))
+    for step, keeps_tokens in enumerate((True, False)):
+        deferred = [group(8, group_id=0, carried=[1, 2])]
+        write_trace(tmp_path, step, 0, [group(7, group_id=1), *deferred], deferred if keeps_tokens else ())
     traces, _ = read_traces(tmp_path)
     assert traces["carried_over"].tolist() == [True, True, False, False, False, False, False, False]
     assert traces["num_carried_tokens"].tolist() == [1, 2, 0, 0] * 2
@@ -62,14 +56,14 @@ def test_prompts_keep_all_digits_of_their_hashes(tmp_path):
     """pandas alone would read the keys of the files as int64 and uint64, and both together as floats."""
     keys = [2**60 + 1, 2**64 - 1]
     for step, key in enumerate(keys):
-        write_trace(tmp_path, step, 0, record(group(key)))
+        write_trace(tmp_path, step, 0, [group(key)])
     assert read_traces(tmp_path)[0]["prompt_key"].tolist() == [keys[0], keys[0], keys[1], keys[1]]
 
 
 def test_files_that_can_not_be_read_are_noted(tmp_path):
     write_run(tmp_path, traces=1)
     (tmp_path / "rollouts" / "rollout_00001_00.parquet").write_bytes(b"PAR1 half a file")
-    write_trace(tmp_path, 2, 0, record())
+    write_trace(tmp_path, 2, 0, [])
     traces, notes = read_traces(tmp_path)
     assert set(traces["step"]) == {1}
     assert notes[0].startswith("rollout_00001_00.parquet is left out. ")

@@ -8,12 +8,13 @@ import typer
 
 from .. import __version__
 from ..engines.addresses import API_KEY_VARIABLE
-from . import check, config, profile, quickstart, report, serve, simulate
+from . import check, config, grpo, profile, quickstart, report, serve, simulate
 from .exits import OneLineErrors
 
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.command()(quickstart.quickstart)
+app.command(context_settings=grpo.ANY_WORDS)(grpo.grpo)
 app.command()(serve.serve)
 app.command()(check.check)
 app.command()(profile.profile)

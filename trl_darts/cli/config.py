@@ -8,7 +8,7 @@ import typer
 
 from ..analysis.output_files import check_writable
 from ..errors import ConfigurationError, TRLDARTSError
-from ..recipes.files import check_hub, read_yaml
+from ..recipes.files import check_hub, read_yaml, shipped_file
 from .exits import USAGE_ERROR, announce_loading, fail
 
 
@@ -19,7 +19,9 @@ app = typer.Typer(no_args_is_help=True, help="Check a config, publish it on the 
 
 @app.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML files for `examples/train_grpo.py`.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="YAML files, or names of recipes in the package.")
+    ],
     num_processes: Annotated[
         int | None,
         typer.Option(
@@ -44,13 +46,14 @@ def check(
 
     Example:
 
-        trl-darts config check configs/tiny_reasoner.yaml --num-processes 2
+        trl-darts config check tiny_reasoner --num-processes 2
     """
     launch = {} if accelerate_config is None else _read_launch(accelerate_config)
     num_processes = num_processes or launch.get("num_processes")
     has_failed = False
     for path in files:  # continues after a failure
         try:
+            path = Path(shipped_file("file", str(path)))
             read_yaml(path)  # a missing file is reported without loading TRL
             announce_loading()
             from ..recipes.recipe import check_lengths, read_recipe

@@ -13,6 +13,7 @@ from ..errors import ConfigurationError, TRLDARTSError
 
 
 USAGE_ERROR = 2
+UsageError: Any = typer.BadParameter.__base__  # click's, or newer typer's copy of it
 
 
 def announce_loading() -> None:
@@ -52,5 +53,11 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         # ImportError: an optional package is missing. OSError: a file can't be read or written.
-        with one_line_errors(ImportError, OSError):
-            return super().invoke(ctx)
+        try:
+            with one_line_errors(ImportError, OSError):
+                return super().invoke(ctx)
+        except UsageError as error:
+            if "\n" in error.message:  # the help of a group without a command
+                raise
+            command = getattr(error.ctx, "command_path", ctx.command_path)
+            fail(f"{error.format_message().rstrip('.')}. `{command} --help` lists what it takes.")

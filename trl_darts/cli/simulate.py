@@ -26,7 +26,7 @@ from ..analysis.simulation import (
     settings_of,
 )
 from ..analysis.simulation.comparison import fastest, show
-from ..analysis.simulation.recorded import curve_of, run_settings
+from ..analysis.simulation.recorded import curve_of, fitted_cluster, run_settings
 from ..errors import ConfigurationError
 from ..import_utils import require_matplotlib
 from ..policy import Layout, PrefillCurve, drafted_latency
@@ -57,7 +57,10 @@ def simulate(
     more_schedules: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SCHEDULE")] = None,
     trace: Annotated[
         Path | None,
-        for_workload("`output_dir` of a run with `save_rollout_trace=True`: its lengths, prompts and batch are used."),
+        for_workload(
+            "`output_dir` of a run with `save_rollout_trace=True`, or of TRL's trainer with `record_lengths` or "
+            "`log_completions=True`: its lengths, prompts and batch are used."
+        ),
     ] = None,
     prompts_per_step: Annotated[int | None, for_workload("Prompts per rollout. Default: the trace's, or 128.")] = None,
     max_completion_length: Annotated[
@@ -72,7 +75,10 @@ def simulate(
     ] = None,
     shaping: Annotated[
         float | None,
-        for_workload("How fast the policy follows the selection, an assumption; see docs/analysis.md. Default: 0."),
+        for_workload(
+            "How fast the policy follows the selection, an assumption: each step adds it times the difference between "
+            "kept and all candidates to the probability to stop. Default: 0."
+        ),
     ] = None,
     uniform_share: Annotated[
         float | None,
@@ -100,10 +106,15 @@ def simulate(
     ] = None,
     latency_curve: Annotated[
         Path | None,
-        for_engines("File of `trl-darts profile`. Default: NVIDIA's published latencies of Llama-3.1-8B."),
+        for_engines(
+            "File of `trl-darts profile`. Default: fitted to the times in the trace, or else NVIDIA's of Llama-3.1-8B."
+        ),
     ] = None,
     num_engines: Annotated[
-        int | None, for_engines("Data parallel engines. Default: 1, or 8 with the default curve.")
+        int | None,
+        for_engines(
+            "Data parallel engines. Default: the trace's with a curve fitted to it, 1 with a file, or else 8."
+        ),
     ] = None,
     num_gpus: Annotated[
         int | None,
@@ -171,8 +182,7 @@ def simulate(
 
     Example:
 
-        trl-darts simulate --trace out --latency-curve latency.json --schedule grpo darts --sweep
-        max_num_generations=10,12,16 --sweep long_end_patience=none,2
+        trl-darts simulate --trace outputs/grpo --schedule grpo,darts --sweep max_num_generations=10,12,16
     """
     given = {name: value for name, value in locals().items() if value is not None}
     names = schedule_names(schedule, more_schedules or [])
@@ -222,6 +232,8 @@ def _cluster(given: Mapping[str, Any], sweep: Mapping[str, Any]) -> ClusterSpec:
         run = given.get("trace")
         curve = curve_of(path, {} if run is None else {str(run): run_settings(run).get("model")})
         cluster = ClusterSpec.of(curve, PrefillCurve.load(path), **own)
+    elif "trace" in given:
+        cluster = fitted_cluster(given["trace"], cluster, **own)
     if "draft_acceptance" not in given:
         return cluster
     return replace(cluster, latency=drafted_latency(cluster.latency, given["draft_acceptance"]))

@@ -9,10 +9,11 @@ from typing import Any
 import yaml
 
 from ..engines.addresses import check_address
-from ..errors import ConfigurationError, HubError
+from ..errors import ConfigurationError, HubError, did_you_mean
 
 
 CONFIG_NAME = "darts_config.yaml"
+SHIPPED = Path(__file__).parents[1] / "configs"  # a link to `configs` of the repository
 TIMEOUT_S = 2.0  # the Hub's client retries for half a minute
 
 
@@ -26,6 +27,20 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem="a name is given twice", problem_mark=key.start_mark)
             names.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
+
+
+def shipped_file(option: str, name: str, directory: Path = SHIPPED) -> str:
+    """Returns the YAML file of this name in the package, or the path of a file as it is."""
+    path = Path(name)
+    if path.exists() or path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or "://" in name:
+        return name
+    names = sorted(found.stem for found in directory.glob("*.yaml"))
+    if name not in names:
+        raise ConfigurationError(
+            f"`{option}` ({name!r}) must be a YAML file, or one of those that come with trl_darts: "
+            f"{', '.join(names)}.{did_you_mean(name, names)}"
+        )
+    return str(directory / f"{name}.yaml")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -54,14 +69,14 @@ def lines_of(path: str | Path) -> dict[str, int]:
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Splits arguments into those other than `--config FILE`, and the file."""
+    """Splits arguments into those other than `--config FILE`, and the file. It may have a shipped recipe's name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
     try:
         found, others = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigurationError("`--config` must be followed by a YAML file. Add it, or leave both out.") from error
-    return others, found.config
+    return others, None if found.config is None else shipped_file("--config", found.config)
 
 
 def check_config_option(words: Sequence[str]) -> None:

@@ -126,6 +126,11 @@ class RolloutRecord:
         return [*self.summaries, *self.deferred]
 
     @property
+    def carried_over(self) -> list[GroupSummary]:
+        """Groups that continue in a later rollout with their tokens."""
+        return self.deferred if self.carries_over else []
+
+    @property
     def ended(self) -> list[GroupSummary]:
         """Groups whose lengths are final, which excludes those carried over."""
         return self.summaries if self.carries_over else self.groups

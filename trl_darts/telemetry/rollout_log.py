@@ -35,7 +35,7 @@ class RolloutLog:
             self._long_ends.append(ratio)
             warn_of_cut_long_ends(self._args, self._long_ends)
         if self._args.save_rollout_trace and self._is_main:
-            write_trace(Path(self._args.output_dir), step, micro_step, record)
+            write_trace(Path(self._args.output_dir), step, micro_step, record.groups, record.carried_over)
         return metrics
 
     def drafted(self) -> Any:

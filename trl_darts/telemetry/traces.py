@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from ..errors import ConfigurationError
+from ..scheduling import GroupSummary
 
-
-if TYPE_CHECKING:
-    from .metrics import RolloutRecord
 
 TRACE_PATTERN = "rollout_*.parquet"
 COLUMNS = {
@@ -35,14 +33,21 @@ COLUMNS = {
 }
 
 
-def write_trace(directory: Path, step: int, micro_step: int, record: RolloutRecord) -> None:
+def write_trace(
+    directory: Path,
+    step: int,
+    micro_step: int,
+    groups: Iterable[GroupSummary],
+    carried_over: Iterable[GroupSummary] = (),
+) -> None:
     """
-    Writes one rollout. Seconds count from its first submission, `step` from 0. `micro_step` distinguishes rollouts of
-    one step. With `rollout_ahead="continuous"`, `versions` is "3:40 4:12" if weights after 3 optimizer steps sampled
+    Writes one rollout, of whose groups some may be `carried_over` to a later one. Seconds count from its first
+    submission, and are NaN if they are not known. `step` counts from 0, and `micro_step` distinguishes rollouts of one
+    step. With `rollout_ahead="continuous"`, `versions` is "3:40 4:12" if weights after 3 optimizer steps sampled
     40 tokens, and those after 4 steps the next 12.
     """
-    groups = sorted(record.groups, key=lambda group: group.group_id)
-    carried_over = {group.group_id for group in record.deferred} if record.carries_over else set()
+    groups = sorted(groups, key=lambda group: group.group_id)
+    carried = {group.group_id for group in carried_over}
     begin = min((start for group in groups for start, _ in group.times), default=0.0)
     rows = [
         {
@@ -58,7 +63,7 @@ def write_trace(directory: Path, step: int, micro_step: int, record: RolloutReco
             "start_seconds": group.times[index][0] - begin,
             "end_seconds": group.times[index][1] - begin,
             "num_carried_tokens": group.carried[index] if group.carried else 0,
-            "carried_over": group.group_id in carried_over,
+            "carried_over": group.group_id in carried,
             "expected_length": math.nan if group.expected_length is None else group.expected_length,
             "versions": " ".join(f"{v}:{n}" for v, n in group.versions[index]) if group.versions else "",
         }

@@ -78,7 +78,7 @@ def record(
     header = {"name": directory.name, "model": "some/Tiny-1B", "schedule": settings.schedule}
     append_entry(directory, {"run": {**header, "max_completion_length": workload.max_completion_length}})
     for step, own in enumerate(records):
-        write_trace(directory, step, 0, own)
+        write_trace(directory, step, 0, own.groups, own.carried_over)
         seconds = {"step_time": own.seconds + 1, "darts/rollout/seconds": own.seconds, "darts/score/seconds": 0.5}
         append_entry(directory, {"step": step + 1, "reward": 0.5, **seconds})
     return truth

@@ -1,8 +1,10 @@
 """Runs whose truth is known, read back: replayed, and as a workload."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from tests.analysis.report.builders import write_run
 from tests.analysis.simulation.builders import end_of, record
 from trl_darts.analysis.report import read_run
 from trl_darts.analysis.report.tables import rollouts
@@ -13,9 +15,11 @@ from trl_darts.analysis.simulation import (
     recorded_rollouts,
     recorded_workload,
 )
+from trl_darts.analysis.simulation.recorded import fitted_cluster
 from trl_darts.errors import ConfigurationError
 from trl_darts.policy import LatencyCurve
 from trl_darts.scheduling import ScheduleSettings
+from trl_darts.telemetry.run_log import append_entry
 
 
 CURVE = LatencyCurve([1, 256], [0.01, 0.02])
@@ -65,6 +69,33 @@ def test_tokens_of_a_report_are_those_that_were_decoded(tmp_path, schedule):
     if schedule == "partial_rollout":
         assert table["aborted"].sum() == 0
         assert table["unused"].sum() == truth.buffered_tokens[-1]
+
+
+@pytest.mark.parametrize("schedule", ["grpo", "darts", "partial_rollout"])
+def test_the_curve_of_a_run_is_that_of_its_engines(tmp_path, schedule):
+    spec = ClusterSpec(CURVE, num_engines=2)
+    record(tmp_path / "run", ScheduleSettings(schedule, num_generations=4), WORKLOAD, spec, 6)
+    append_entry(tmp_path / "run", {"run": {"num_engines": 2}})
+    cluster = fitted_cluster(tmp_path / "run", QUEUED)
+    sizes = np.array([1.0, 4, 16, 28])
+    assert cluster.latency(sizes) == pytest.approx(CURVE(sizes), rel=0.06)
+    assert (cluster.num_engines, cluster.max_num_seqs) == (2, None)
+    assert "candidates of the run on 2 engines. It predicts the sec" in cluster.latency.metadata["fitted"]
+    assert fitted_cluster(tmp_path / "run", QUEUED, num_engines=3).num_engines == 3
+
+
+@pytest.mark.parametrize(
+    ("num_rollouts", "settings", "why"),
+    [
+        (2, {}, "the run's traces have too few candidates, or no times"),
+        (9, {"rollout_ahead": "continuous"}, "the run's rollouts overlap (`rollout_ahead`)"),
+    ],
+)
+def test_no_curve_of_a_run(tmp_path, num_rollouts, settings, why):
+    write_run(tmp_path, traces=num_rollouts, log=num_rollouts, settings={"name": "out", **settings})
+    cluster = fitted_cluster(tmp_path, QUEUED)
+    assert cluster == QUEUED
+    assert cluster.latency.metadata == {"not_fitted": why}
 
 
 def test_workload_of_a_run(tmp_path):

@@ -230,9 +230,12 @@ def _remarks(workload: Workload, cluster: ClusterSpec, steps: int, guarded: bool
             "Rollouts only: training takes no time here, so a whole step gains less. Give --train-seconds-per-token "
             "and --fixed-seconds, as measured in a run's log."
         )
+    if fitted := cluster.latency.metadata.get("fitted"):
+        remarks.append(f"The latency curve is fitted to {fitted}.")
     if source := cluster.latency.metadata.get("assumed"):
+        why = f", because {why}" if (why := cluster.latency.metadata.get("not_fitted")) else ""
         remarks.append(
-            f"WARNING: the latency curve is assumed ({source}). The speed-ups depend on what a further candidate "
+            f"WARNING: the latency curve is assumed ({source}){why}. The speed-ups depend on what a further candidate "
             "costs on your servers: measure it with `trl-darts profile`, and name the file with --latency-curve."
         )
     epochs = steps * workload.prompts_per_step / workload.lengths.num_prompts

@@ -7,15 +7,19 @@ The final length of an aborted candidate is unknown. A replay aborts it as well,
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...buffer.rounds import round_policy
 from ...errors import ConfigurationError
 from ...policy import LatencyCurve
+from ...policy.traced_latency import TimedRollout, fit_rollouts
 from ...scheduling import FinishReason, GroupPlan, RolloutResult, Scheduler, ScheduleSettings
 from .cluster import SimulatedCluster
 from .cluster_spec import ClusterSpec
@@ -26,7 +30,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+logger = logging.getLogger(__name__)
+
 STOP = FinishReason.STOP.value
+LARGE_ERROR = 0.2  # of a fitted curve
 
 
 def recorded_workload(
@@ -57,7 +64,9 @@ def recorded_workload(
     Raises:
         [`ConfigurationError`]: If there are no traces, they lack columns, or the log can't be read.
     """
-    traces = _traces(run_dir)
+    traces, notes = _traces(run_dir)
+    for note in notes:
+        logger.warning(note)
     traces = traces[~traces["carried_over"]]  # a later rollout has them with all their tokens
     trained_on = traces[traces["selected"]].groupby(["step", "micro"])
     if not len(trained_on):
@@ -96,6 +105,37 @@ def curve_of(path: str | Path, models: Mapping[str, Any]) -> LatencyCurve:
     return curve
 
 
+def fitted_cluster(run_dir: Path, assumed: ClusterSpec, **fields: Any) -> ClusterSpec:
+    """
+    Fits a latency curve to the times in a run's traces, for as many engines as the run had if `fields` have no other
+    number. The curve's metadata tell how good it is. If there is none, the result is `assumed`, and they tell why.
+    """
+    settings = run_settings(run_dir)
+    num_engines, fitted = settings.get("num_engines") or 1, None
+    why = "the run's rollouts overlap (`rollout_ahead`)" if settings.get("rollout_ahead") else None
+    if why is None:
+        fitted = fit_rollouts(_timed(_traces(run_dir)[0]), num_engines)
+        why = "the run's traces have too few candidates, or no times"
+    if fitted is None:
+        metadata = {**assumed.latency.metadata, "not_fitted": why}
+        return replace(assumed, latency=replace(assumed.latency, metadata=metadata))
+    engines = f"{num_engines} engine{'s' * (num_engines > 1)}"
+    error = float(np.median(np.abs(fitted.errors)))
+    told = (
+        f"{fitted.num_candidates:,} candidates of the run on {engines}. It predicts the seconds of their rollouts "
+        f"with a median error of {error:.1%}"
+    )
+    if error > LARGE_ERROR:
+        told += ", which is large, as on a busy machine, or where candidates waited in a queue"
+    return ClusterSpec(replace(fitted.curve, metadata={"fitted": told}), **{"num_engines": num_engines, **fields})
+
+
+def _timed(traces: pd.DataFrame) -> list[TimedRollout]:
+    table = traces.assign(decoded=traces["length"] - traces["num_carried_tokens"])
+    columns = ["start_seconds", "end_seconds", "decoded"]
+    return [TimedRollout(*own[columns].to_numpy(float).T) for _, own in table.groupby(["step", "micro"])]
+
+
 @dataclass(frozen=True)
 class RecordedRollout:
     """One rollout of a trace."""
@@ -124,7 +164,7 @@ class RecordedRollout:
 
 def recorded_rollouts(run_dir: Path) -> Iterator[RecordedRollout]:
     """Yields the rollouts of a run with `save_rollout_trace=True`, in order."""
-    for number, (_, rollout) in enumerate(_traces(run_dir).groupby(["step", "micro"])):
+    for number, (_, rollout) in enumerate(_traces(run_dir)[0].groupby(["step", "micro"])):
         groups = [group.sort_values("candidate") for _, group in rollout.groupby("group")]
         yield RecordedRollout(
             plans=[_plan(index, group) for index, group in enumerate(groups)],
@@ -142,16 +182,17 @@ def _plan(index: int, group: pd.DataFrame) -> GroupPlan:
     return GroupPlan(index, len(group), num_prompt_tokens=num_prompt_tokens, expected_length=expected)
 
 
-def _traces(run_dir: Path) -> pd.DataFrame:
-    from ...telemetry.traces import read_traces  # reads Parquet with pandas, which takes a second to import
+def _traces(run_dir: Path) -> tuple[pd.DataFrame, list[str]]:
+    from ...telemetry.trl_completions import read_lengths  # loads pandas, which takes a second
 
-    traces, _ = read_traces(run_dir)
+    traces, notes = read_lengths(run_dir)
     if not len(traces):
         raise ConfigurationError(
-            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, and has "
-            "no `rollouts/rollout_*.parquet`."
+            f"`--trace` ({str(run_dir)!r}) must be the `output_dir` of a run with `save_rollout_trace=True`, or of "
+            "TRL's trainer with `record_lengths` or `log_completions=True`, and has neither "
+            "`rollouts/rollout_*.parquet` nor `completions/completions_*.parquet`."
         )
-    return traces
+    return traces, notes
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
