@@ -43,7 +43,7 @@ from benchmarks.page import PAGE, put
 from benchmarks.schedules import GRPO, ROWS, Replay, Row, ServerCluster, console, server_of, train
 from benchmarks.vllm_server import start_vllm_server
 from trl_darts.analysis.simulation import ClusterSpec, Estimate, RecordedLengths, Workload
-from trl_darts.engines.keys import key_of
+from trl_darts.engines.addresses import key_of
 from trl_darts.engines.vllm_api import draft_counts
 from trl_darts.policy import LatencyProfile
 from trl_darts.serving.options import SPECULATIVE

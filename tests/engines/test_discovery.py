@@ -18,12 +18,12 @@ from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
 from tests.engines.test_preflight import needs, routes
 from trl_darts.engines import VLLMServerEngine, connection, discovery, pool, server_list
 from trl_darts.engines.connection import ServerSettings, check_joining, connect
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.discovery import Discovery
 from trl_darts.engines.pool import State
 from trl_darts.engines.preflight import ServerFacts, ServerUnreachableError
 from trl_darts.engines.server_list import LOCK_SUFFIX, FileSource, ServerList, ServerListError, check_source
 from trl_darts.engines.vllm_api import ServerPrompt
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 from trl_darts.weights.files import WeightDirectory

@@ -20,12 +20,11 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, loop_lag, pool, server_log, vllm_api, vllm_rollout
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, server_log, vllm_api, vllm_rollout, waiting
 from trl_darts.engines.continuous_run import ContinuousRun
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.discovery import Discovery
-from trl_darts.engines.loop_lag import LATE_S
 from trl_darts.engines.pool import State
+from trl_darts.engines.waiting import LATE_S, Deadlines
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
@@ -174,7 +173,7 @@ def test_headers_that_come_with_the_first_token_do_not_hold_up_the_others(monkey
 
 def test_a_connection_that_a_late_loop_timed_out_is_no_loss(monkeypatch):
     """The loop is blocked for longer than a connection may take, in the n-th turn after the requests were opened."""
-    monkeypatch.setattr(loop_lag, "LATE_S", 0.2)
+    monkeypatch.setattr(waiting, "LATE_S", 0.2)
     plain, num_built = vllm_api.VLLMServer.open, []
     for turns in range(8):
         server, built = Stub(), []

@@ -33,7 +33,7 @@ from tests.engines.hostile_server import (
 )
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
-from trl_darts.engines.deadlines import Deadlines
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import CandidateState, GroupPlan, Scheduler, ScheduleSettings
 

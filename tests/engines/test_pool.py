@@ -12,10 +12,10 @@ from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_server, waiting
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import ServerPool, State, has_loaded_weights
 from trl_darts.engines.vllm_api import VLLMServer, new_session
 from trl_darts.engines.vllm_rollout import END_S
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import GenerationError, GenerationTimeoutError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 

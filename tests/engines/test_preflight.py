@@ -13,9 +13,9 @@ from tests.builders import make_args
 from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
 from trl_darts.engines import VLLMServerEngine, preflight, waiting
 from trl_darts.engines.connection import ServerSettings, connect, server_settings
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.preflight import Requirements, ServerUnreachableError, check_server
 from trl_darts.engines.sampling import request_body
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError
 
 

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from tests.engines.fake_server import completion, fake_server
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import State
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
 
 

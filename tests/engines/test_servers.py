@@ -14,12 +14,12 @@ from aiohttp import web
 from tests.engines.fake_server import answer, completion, fake_server
 from trl_darts.engines import VLLMServerEngine, pool
 from trl_darts.engines.batch import PromptBatch
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.engine import RolloutPlan
 from trl_darts.engines.main_process import MainProcess
 from trl_darts.engines.pool import Member
 from trl_darts.engines.preflight import ServerFacts
 from trl_darts.engines.servers import ServerEngine
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError, WeightsLostError
 from trl_darts.scheduling import Scheduler, ScheduleSettings, UniformAdmission
 

@@ -17,8 +17,8 @@ from aiohttp import web
 from tests.engines.fake_server import fake_server
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, vllm_rollout, vllm_server
-from trl_darts.engines.deadlines import Deadlines
 from trl_darts.engines.pool import State
+from trl_darts.engines.waiting import Deadlines
 from trl_darts.scheduling import FinishReason, GroupPlan, Scheduler, TailPolicy, TailServers
 
 

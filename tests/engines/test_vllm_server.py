@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.policies import make_policies
 from trl_darts.engines import ServerPrompt, VLLMServerEngine
 from trl_darts.engines.pool import State
-from trl_darts.engines.seeds import RolloutSeed
+from trl_darts.engines.sampling import RolloutSeed
 from trl_darts.engines.vllm_api import CompletionRequest, parse_choice
 from trl_darts.errors import GenerationError
 from trl_darts.scheduling import (

@@ -1,4 +1,7 @@
-"""Checks servers from the trainer's machine: whether each can be reached, and can get weights from here."""
+"""
+Checks servers from the trainer's machine: the trainer's own check, and whether each can get weights from here and has
+nothing else to decode.
+"""
 
 import asyncio
 import secrets
@@ -9,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ..errors import ConfigurationError, TRLDARTSError
@@ -17,12 +20,15 @@ from ..weights.plugin import PROBE
 from ..weights.probe import PREFIX, digest_of
 from .addresses import is_this_machine
 from .pool import FAILURES, describe
-from .vllm_api import VLLMServer, max_num_seqs, new_session, server_load
+from .preflight import Preflight, Requirements, ServerFacts
+from .vllm_api import VLLMServer, new_session, server_load
 
 
-EQUAL = ("model", "dtype", "max_model_len", "vllm", "trl_darts")  # columns that must not differ between servers
+VERSIONS = ("vllm", "trl_darts")  # must not differ between servers
 NO_PLUGIN = "none"
 PROBE_S = 30.0
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,14 +36,26 @@ class Checked:
     """What is known about a server, and what is wrong with it."""
 
     url: str
-    model: str = ""
-    dtype: str = ""
-    max_model_len: str = ""
-    slots: str = ""
+    facts: ServerFacts | None = None
     vllm: str = ""
     trl_darts: str = ""
     weights: str = ""  # how they get there
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # each names the server
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Columns of a table. Those that are not known are empty."""
+        facts = ServerFacts("", 0) if self.facts is None else self.facts
+        return {
+            "server": self.url,
+            "model": facts.model,
+            "dtype": (facts.dtype or "").removeprefix("torch."),
+            "max_model_len": facts.max_model_len,
+            "slots": facts.max_num_seqs,
+            "vllm": self.vllm,
+            "trl_darts": self.trl_darts,
+            "weights": self.weights,
+        }
 
 
 @dataclass(frozen=True)
@@ -109,51 +127,38 @@ def send_to_all(listener: socket.socket, secret: str) -> None:
 
 
 def check_servers(urls: Sequence[str], way: WayBack, api_key: str | None, timeout_s: float) -> list[Checked]:
-    """Checks all servers at once. Differences between them are problems of those in the minority."""
+    """Checks all servers at once, for any model. Those that differ from most others have a problem."""
+    backend = None if way.address is None else "nccl"
+    needs = Requirements(0, None, processed_logprobs=True, weight_transfer=backend, timeout_s=timeout_s)
 
     async def run() -> list[Checked]:
         async with new_session(api_key) as session:
             servers = [VLLMServer(url, session, timeout_s) for url in urls]
-            return list(await asyncio.gather(*(_check(server, way, timeout_s) for server in servers)))
+            return list(await asyncio.gather(*(_check(server, way, needs) for server in servers)))
 
     checked = asyncio.run(run())
-    for name in EQUAL:
-        values = [getattr(one, name) for one in checked if getattr(one, name)]
-        usual = max(values, key=values.count, default="")
-        for one in checked:
-            if getattr(one, name) not in ("", usual):
-                one.problems.append(f"its {name} is {getattr(one, name)}, that of others {usual}")
+    _compare(checked)
     return checked
 
 
-async def _check(server: VLLMServer, way: WayBack, timeout_s: float) -> Checked:
+async def _check(server: VLLMServer, way: WayBack, needs: Requirements) -> Checked:
     found = Checked(server.base_url)
     try:
-        await server.get("/health", timeout_s)
-        await _read_facts(server, found, timeout_s)
+        await server.get("/health", needs.timeout_s)
+        found.vllm = ((await server.get("/version", needs.timeout_s)) or {}).get("version", "")
+        check = await Preflight.of(server, needs)
+        found.facts = check.facts
+        found.problems += [problem async for problem in check.problems()]
+        load = await server_load(server, needs.timeout_s)
+        if load is not None and load.num_running + load.num_waiting:
+            found.problems.append(f"{check.name} decodes: another trainer may be using it.")
         await _probe(server, found, way)
     except FAILURES as error:
-        found.problems.append(describe(error, f"a request within {timeout_s:g} s"))
-    except (KeyError, IndexError, TypeError) as error:
-        found.problems.append(f"it is no vLLM server (its answer has no {error})")
+        reason = describe(error, f"a request within {needs.timeout_s:g} s")
+        found.problems.append(reason if server.base_url in reason else f"{server.base_url}: {reason}")
+    except ConfigurationError as error:
+        found.problems.append(str(error))
     return found
-
-
-async def _read_facts(server: VLLMServer, found: Checked, timeout_s: float) -> None:
-    found.vllm = ((await server.get("/version", timeout_s)) or {}).get("version", "")
-    info = await server.get("/server_info?config_format=json", max(timeout_s, PROBE_S))
-    if info is None:
-        found.problems.append("it has no development endpoints: start it with VLLM_SERVER_DEV_MODE=1")
-        return
-    config, served = info["vllm_config"], (await server.get("/v1/models", timeout_s))["data"][0]
-    found.model, found.max_model_len = served["id"], str(served["max_model_len"])
-    found.dtype = str(config["model_config"].get("dtype", "")).removeprefix("torch.")
-    found.slots = str(max_num_seqs(config) or "")
-    if config["model_config"]["logprobs_mode"] != "processed_logprobs":
-        found.problems.append("it needs `--logprobs-mode processed_logprobs`")
-    load = await server_load(server, timeout_s)
-    if load is not None and load.num_running + load.num_waiting:
-        found.problems.append("it decodes: another trainer may be using it")
 
 
 async def _probe(server: VLLMServer, found: Checked, way: WayBack) -> None:
@@ -162,10 +167,30 @@ async def _probe(server: VLLMServer, found: Checked, way: WayBack) -> None:
         answers = (await server.post("/collective_rpc", body, PROBE_S))["results"]
     except TRLDARTSError:
         found.trl_darts = NO_PLUGIN
-        found.problems.append("trl_darts is not in its environment, so weights can't be checked")
+        found.problems.append(f"{server.base_url}: trl_darts is not in its environment, so weights can't be checked")
         return
     found.trl_darts = answers[0]["trl_darts"]
     problem = way.problem(server.base_url, answers)
     found.weights = "no" if problem else "NCCL" if way.address else "files"
     if problem:
-        found.problems.append(problem)
+        found.problems.append(f"{server.base_url}: {problem}")
+
+
+def _compare(checked: Sequence[Checked]) -> None:
+    """Adds the differences between servers to the problems of those in the minority."""
+    facts = [one.facts for one in checked if one.facts is not None]
+    for one in checked:
+        try:
+            if one.facts is not None:
+                one.facts.check_like(one.url, _usual(facts))
+        except ConfigurationError as error:
+            one.problems.append(str(error))
+    for name in VERSIONS:
+        values = [getattr(one, name) for one in checked if getattr(one, name)]
+        for one in checked:
+            if (own := getattr(one, name)) and own != _usual(values):
+                one.problems.append(f"{one.url}: its {name} is {own}, that of others {_usual(values)}")
+
+
+def _usual(values: Sequence[T]) -> T:
+    return max(values, key=values.count)

@@ -14,7 +14,6 @@ from ..errors import ConfigurationError
 from ..weights.files import WeightDirectory
 from ..weights.fleet import resolve_weight_sync
 from ..weights.update import refresh
-from .deadlines import Deadlines
 from .pool import Member, Refresh
 from .preflight import Requirements, ServerFacts, ServerUnreachableError, check_server
 from .ray_list import RaySource
@@ -22,7 +21,7 @@ from .sampling import request_body
 from .server_list import RAY_PREFIX, FileSource, ServerList, ServerListError, ServerSource, check_source
 from .vllm_api import VLLMServer
 from .vllm_server import VLLMServerEngine
-from .waiting import Waiting
+from .waiting import Deadlines, Waiting
 
 
 JOIN_TIMEOUT_S = 10.0  # for a listed server, which was healthy, to answer

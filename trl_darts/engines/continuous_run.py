@@ -18,12 +18,11 @@ from ..scheduling import (
     RolloutResult,
     Scheduler,
 )
-from .deadlines import Deadlines
 from .pool import Member, ServerPool
-from .seeds import RolloutSeed
+from .sampling import RolloutSeed
 from .vllm_api import ServerPrompt
 from .vllm_rollout import Overrides, RolloutRun
-from .waiting import Waiting
+from .waiting import Deadlines, Waiting
 
 
 class ContinuousRun(RolloutRun):

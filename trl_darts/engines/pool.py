@@ -26,10 +26,9 @@ from typing import Protocol
 import aiohttp
 
 from ..scheduling.concurrency import ConcurrencyLimit, ServerLoad
-from .deadlines import Deadlines
-from .loop_lag import LoopLag
 from .server_log import explain, find_logs
 from .vllm_api import TURN_TIMEOUT_S, Sampling, ServerRefusedError, VLLMServer, max_num_seqs, sampling_of, server_load
+from .waiting import Deadlines, LoopLag
 
 
 PROBE_INTERVAL_S = 2.0

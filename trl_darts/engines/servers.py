@@ -14,8 +14,7 @@ from ..training.rows import KeptRows, Tokens
 from .batch import PromptBatch
 from .engine import Engine, OnProgress, RolloutPlan
 from .pool import State
-from .sampling import not_carried, request_body
-from .seeds import RolloutSeed, user_seed
+from .sampling import RolloutSeed, not_carried, request_body, user_seed
 from .vllm_api import ServerPrompt
 from .vllm_generation import SyncedGeneration
 from .vllm_rollout import Overrides

@@ -19,8 +19,8 @@ import orjson
 from ..errors import GenerationError
 from ..scheduling.concurrency import ServerLoad
 from ..weights.plugin import NUM_OUTPUTS, PROBE
-from .deadlines import Deadlines
-from .keys import key_of
+from .addresses import key_of
+from .waiting import Deadlines
 
 
 # The server closes idle connections after 5 s. A client that keeps one longer may send requests to a closing socket.

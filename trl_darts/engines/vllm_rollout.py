@@ -42,10 +42,9 @@ from ..scheduling import (
     TokensArrived,
 )
 from ..scheduling.scheduler import MAX_STALLS
-from .deadlines import Deadlines
 from .lateness import Key, OpenRequest, silence, silent_requests, stalled_requests
 from .pool import Member, ServerPool, State, describe, is_our_own
-from .seeds import RolloutSeed
+from .sampling import RolloutSeed
 from .vllm_api import (
     CompletionChunk,
     CompletionRequest,
@@ -54,7 +53,7 @@ from .vllm_api import (
     ServerPrompt,
     ServerRefusedError,
 )
-from .waiting import Waiting
+from .waiting import Deadlines, Waiting
 
 
 # Streaming every token costs the server and this thread 3 to 20 times as much as one response at the end. With chunks

@@ -22,12 +22,12 @@ from ..errors import ConfigurationError
 from ..scheduling import GroupPlan, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from .continuous_run import ContinuousRun
-from .deadlines import Deadlines
 from .discovery import Discovery
 from .pool import RESERVED_FILES, Member, Refresh, ServerPool, State, has_loaded_weights
-from .seeds import RolloutSeed
+from .sampling import RolloutSeed
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
+from .waiting import Deadlines
 
 
 T = TypeVar("T")

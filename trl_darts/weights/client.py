@@ -9,8 +9,8 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
-from ..engines.deadlines import Deadlines
-from ..engines.keys import key_of
+from ..engines.addresses import key_of
+from ..engines.waiting import Deadlines
 from ..errors import GenerationError
 from ..trl_compat import VLLMClient
 
