@@ -109,7 +109,7 @@ def test_a_server_gets_no_candidates_before_it_has_the_weights(tmp_path):
 
     with fake_server(first.routes) as old, fake_server(second.routes) as new:
         engine = VLLMServerEngine([old], refresh=refresh)
-        engine.follow(3, [old])
+        engine.follow(3, {old: True})
         write(path, old)
         engine.discover(Discovery(FileSource(str(path)), fits, [old]))
         rollout = start(engine)

@@ -654,7 +654,7 @@ def test_processes_that_share_the_servers_share_their_slots_and_probe_only_durin
         time.sleep(0.5)
         assert len(probes) == before
         engine.lose(url, "for the test")
-        engine.follow(0, [url])  # the main process has found it
+        engine.follow(0, {url: True})  # the main process has found it
         check_rows(rollout(engine), 2)
         engine.close()
 

@@ -288,6 +288,14 @@ def test_open_files_are_shared_among_the_servers_that_there_are():
     with_pool(Switch(), play, has_loaded_weights)
 
 
+def test_another_process_follows_the_main_one():
+    first, second, third = Switch(), Switch(), Switch()
+    with first.serve() as url, second.serve() as other, third.serve() as new, engine_on(url, other) as engine:
+        engine.follow(2, {other: False, new: True})
+        assert engine.states() == {other: State.DOWN, new: State.UP}
+        assert engine.state == (2, {other: False, new: True})
+
+
 def test_drained_server_gets_nothing_new():
     first, second = Switch(), Switch()
     with first.serve() as url, second.serve() as other, engine_on(url, other) as engine:

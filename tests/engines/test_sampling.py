@@ -1,4 +1,4 @@
-"""Sampling options that can't be carried to another request, and seeds: candidates and visits of a prompt have their own."""
+"""Sampling options that another request can't continue, and seeds: each visit of a prompt has its own."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ def sampled(*servers: Seeded, always: bool = False, joins: Seeded | None = None)
 
 async def _until_up(engine):
     servers = await engine.pool()
-    servers.watch()
     for task in list(servers._watchers.values()):
         while any(member.sampling is None or member.state is not pool.State.UP for member in servers.members.values()):
             await pool.asyncio.sleep(0.01)

@@ -310,7 +310,7 @@ def test_one_sync_of_files_is_six_round_trips_and_one_copy(servers, fleet_of, tm
     assert fleet.num_bytes == 2 * 32 + 4 * 8
     fleet.reset_prefix_cache()
     assert [server.num_answers for server in servers] == [6, 6, 6]
-    fleet.admit(servers[0].url, torch.float32)
+    fleet, _ = fleet_of(urls_of(servers), WeightDirectory(tmp_path))  # of different dtypes
     fleet.update_named_params(metadata, iter([("matrix", torch.rand(4, 8)), ("vector", torch.rand(8))]))
     assert fleet.num_bytes == 4 * 40
 

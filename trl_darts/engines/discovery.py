@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 from ..errors import TRLDARTSError
-from .pool import ServerPool, State, describe
+from .pool import Check, ServerPool, State, describe
 from .server_list import ServerSource
 from .vllm_api import VLLMServer
 
@@ -26,11 +26,9 @@ class Discovery:
     never listed are left alone, and so is the last server that is up.
     """
 
-    def __init__(
-        self, source: ServerSource, check: Callable[[VLLMServer], Awaitable[None]], urls: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, source: ServerSource, check: Check, urls: Iterable[str] = ()) -> None:
         self._source = source
-        self._check = check  # raises if a server can't serve this run
+        self._check = check
         self._known = set(urls)  # servers of the pool that were listed
         self._joining: dict[str, asyncio.Task[None]] = {}
         self._retry_at: dict[str, float] = {}
@@ -74,7 +72,7 @@ class Discovery:
     async def _join(self, pool: ServerPool, server: VLLMServer) -> None:
         url = server.base_url
         try:
-            await self._check(server)
+            await pool.admit(server, self._check)
         except Exception as error:  # one invalid answer must not end the task without a message
             reason = str(error) if isinstance(error, TRLDARTSError) else describe(error, "a check")
             self._warn(url, f"The vLLM server at {url} is listed and can't join: {reason}")
@@ -83,8 +81,6 @@ class Discovery:
         logger.warning("The vLLM server at %s was found.", url)
         self._warned.pop(url, None)
         self._known.add(url)
-        pool.add(url, server)
-        pool.watch()  # brings it the weights
 
     def _warn(self, url: str, message: str) -> None:
         if self._warned.get(url) != message:

@@ -116,6 +116,7 @@ class Member:
 
 
 Refresh = Callable[[Member, int], Awaitable[bool]]
+Check = Callable[[VLLMServer], Awaitable[object]]  # raises if a server can't serve the run
 
 
 async def has_loaded_weights(member: Member, version: int) -> bool:
@@ -190,6 +191,13 @@ class ServerPool:
         """Waits until the slots of all servers that are up are known. Otherwise, the first gets all candidates."""
         while any(member.state is State.UP and member.limit is None for member in self.members.values()):
             await asyncio.sleep(READY_POLL_S)
+
+    async def admit(self, server: VLLMServer, check: Check) -> None:
+        """Adds a server that passes `check`. It gets the weights as one that reconnects, and then candidates."""
+        await check(server)
+        if server.base_url not in self.members:
+            self.add(server.base_url, server)
+            self.watch()
 
     def add(self, url: str, server: VLLMServer) -> None:
         """Adds a server that was checked, but does not have our weights yet."""
@@ -338,11 +346,11 @@ class ServerPool:
         num_outputs = await member.server.num_outputs() if self._num_held(url) else {}
         self._notify(lambda listener: listener.on_updated(url, num_outputs))
 
-    def follow(self, version: int, up: Collection[str]) -> None:
-        """Copies the state from the main process: the version, and the servers that have its weights."""
+    def follow(self, version: int, has_weights: Mapping[str, bool]) -> None:
+        """Copies the state from the main process: the version, and which servers have its weights."""
         self.version = version
         for url, member in self.members.items():
-            if url in up:
+            if has_weights[url]:
                 if member.state is State.DOWN:  # not probed while this process decodes nothing
                     member.state = State.RETURNED
                 self.join(url)

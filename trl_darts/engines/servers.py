@@ -57,9 +57,9 @@ class ServerEngine(Engine):
         self._in_flight = False
         result: RolloutResult | None = self._main.run(lambda: self._run(plan, batch, images, on_progress), meanwhile)
         if self._main.num_processes > 1:
-            up = self._main.broadcast(lambda: self._generation.engine.up)
+            state = self._main.broadcast(lambda: self._generation.engine.state)
             if not self._main.is_here:
-                self._generation.own_engine.follow(*up)
+                self._generation.own_engine.follow(*state)
         return result
 
     def launch(self, plan: RolloutPlan | None, batch: PromptBatch) -> None:

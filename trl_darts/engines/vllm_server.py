@@ -23,7 +23,7 @@ from ..scheduling import GroupPlan, RolloutResult, Scheduler
 from ..scheduling.ledger import Ledger
 from .continuous_run import ContinuousRun
 from .discovery import Discovery
-from .pool import RESERVED_FILES, Member, Refresh, ServerPool, State, has_loaded_weights
+from .pool import RESERVED_FILES, Check, Member, Refresh, ServerPool, State, has_loaded_weights
 from .sampling import RolloutSeed
 from .vllm_api import ServerPrompt, VLLMServer, new_session
 from .vllm_rollout import Overrides, RolloutRun
@@ -163,14 +163,15 @@ class VLLMServerEngine:
         """Starts using a reconnected server that has the current weights."""
         self._in_loop(lambda pool: pool.join(url))
 
-    def follow(self, version: int, up: Collection[str]) -> None:
-        """Copies the state from the main process: the version, and the servers that have its weights."""
+    def follow(self, version: int, has_weights: Mapping[str, bool]) -> None:
+        """Copies the state from the main process: the version, the servers, and which of them have its weights."""
 
         def act(pool: ServerPool) -> None:
-            for url in up:
-                if url not in pool.members:
-                    pool.add(url, self._connect(url))
-            pool.follow(version, up)
+            for url in has_weights.keys() - pool.members.keys():
+                pool.add(url, self._connect(url))
+            for url in pool.members.keys() - has_weights.keys():
+                pool.remove(url)
+            pool.follow(version, has_weights)
 
         self._in_loop(act)
 
@@ -183,31 +184,27 @@ class VLLMServerEngine:
         asyncio.run_coroutine_threadsafe(discovery.run(pool, connect), self._loop)
 
     @property
-    def up(self) -> tuple[int, list[str]]:
+    def state(self) -> tuple[int, dict[str, bool]]:
         """Arguments of `follow` on the other processes."""
         pool = self.call(self.pool())
-        return pool.version, pool.urls(State.UP)
+        return pool.version, {url: member.state is State.UP for url, member in pool.members.items()}
 
     def drain(self, url: str, draining: bool = True) -> None:
         """Stops or resumes sending candidates to a server. Running candidates continue."""
         self._in_loop(lambda pool: pool.drain(url, draining))
 
-    def add(self, url: str, check: Callable[[VLLMServer], Coroutine[Any, Any, T]]) -> T:
+    def add(self, url: str, check: Check) -> None:
         """
-        Adds a server and returns the result of `check`. The server is used once it has the current weights, see
-        `join`. Raises [`ConfigurationError`] if it is one of the servers already, or the exception of `check`.
+        Adds a server, see [`ServerPool.admit`]. Raises [`ConfigurationError`] if it is one of the servers already, or
+        the exception of `check`.
         """
         if url in self.base_urls:
             raise ConfigurationError(f"`url` ({url!r}) must not be one of the servers already. Use another address.")
 
-        async def run() -> T:
-            pool = await self.pool()
-            server = self._connect(url)
-            answer = await check(server)
-            pool.add(url, server)
-            return answer
+        async def join() -> None:
+            await (await self.pool()).admit(self._connect(url), check)
 
-        return self.call(run())
+        self.call(join())
 
     def remove(self, url: str) -> None:
         """
@@ -218,7 +215,13 @@ class VLLMServerEngine:
             raise ConfigurationError(
                 f"`url` ({url!r}) must be one of several servers. This run has {', '.join(map(repr, self.base_urls))}."
             )
-        self._in_loop(lambda pool: pool.remove(url))
+
+        async def leave() -> None:
+            pool = await self.pool()
+            async with pool.updating:  # an update looks its servers up until its end
+                pool.remove(url)
+
+        self.call(leave())
 
     def _in_loop(self, act: Callable[[ServerPool], None]) -> None:
         async def run() -> None:

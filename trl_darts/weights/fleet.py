@@ -93,17 +93,11 @@ class FleetVLLMClient:
 
     def init_communicator(self) -> None:
         """Forms one NCCL group per server, or checks that each can read the files."""
-        for url in self.base_urls:
-            self.admit(url, self._dtype)
         if self._directory is None:
             self._engine.call(self._form_groups())
-
-    def admit(self, url: str, dtype: torch.dtype | None) -> None:
-        """Raises if a server can't read the files. If its dtype differs, weights are sent in the trainer's dtype."""
-        if self._directory is not None:
+            return
+        for url in self.base_urls:
             self._directory.check_server(url)
-        if dtype != self._dtype:
-            self._dtype = None
 
     def leave(self, url: str) -> None:
         """Leaves a server's group."""
