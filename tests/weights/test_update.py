@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from PIL import Image
 
 from tests.engines.fake_server import answer, fake_server
 from tests.weights.stubs import answer_together
-from trl_darts.engines import waiting
+from trl_darts.engines import VLLMServerEngine, waiting
 from trl_darts.engines.pool import State
 from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.errors import ConfigurationError, GenerationError, WeightSyncError
@@ -343,21 +342,22 @@ def test_images_are_processed_by_the_first_server_that_is_up():
         return fake_server({route: partial(reply, body) for route, body in answers.items()})
 
     generation = object.__new__(SyncedGeneration)
-    generation.settings = SimpleNamespace(api_key=None)
     generation._place_features = lambda features, prompt: features
     prompts = [[1], [2]]
     images = [[Image.new("RGB", (2, 2))], None]
     with processor("second") as second:
         with processor("first") as first:
-            generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
+            generation.engine = VLLMServerEngine([first, second])
             assert generation.image_features(images, prompts) == [{"by": "first"}, None]
-            generation.engine = SimpleNamespace(states=lambda: {first: State.DOWN, second: State.UP})
+            generation.engine.lose(first, "for the test")
             assert generation.image_features(images, prompts) == [{"by": "second"}, None]
-            generation.engine = SimpleNamespace(states=lambda: {first: State.UP, second: State.UP})
+            generation.engine.close()
+            generation.engine = VLLMServerEngine([first, second])
         # It has stopped, which this process does not know yet.
         assert generation.image_features(images, prompts) == [{"by": "second"}, None]
-    with pytest.raises(GenerationError, match=f"{first}: ConnectionError"):
+    with pytest.raises(GenerationError, match=f"{first}: nothing listens there; {second}: nothing"):
         generation.image_features(images, prompts)
+    generation.engine.close()
 
 
 def test_generation_keeps_the_order(fleet, servers, monkeypatch):

@@ -144,7 +144,7 @@ class VLLMServer:
         return (await self._get(path, timeout_s) or b"").decode(errors="replace")
 
     async def post(
-        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> Any:
         """
         Returns the JSON of the response, `{}` if it is empty. Connections are not reused here: the server closes them

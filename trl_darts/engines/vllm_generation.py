@@ -69,7 +69,6 @@ class SyncedGeneration(VLLMGeneration):
             self.accelerator.device,
             self.group_port,
             self.server_timeout,
-            self.settings.api_key,
         )
         self.vllm_client.init_communicator()
         self.drafted()  # excludes drafts of earlier runs
@@ -143,7 +142,7 @@ class SyncedGeneration(VLLMGeneration):
     def image_features(self, images: list[Any], prompts: list[list[int]]) -> list[dict[str, Any] | None]:
         """Requests the features of the images of each prompt from a server. Each process can call this alone."""
         up = [url for url, state in self.own_engine.states().items() if state is State.UP]
-        features = image_features(up, self.settings.api_key, images)
+        features = image_features(self.own_engine, up, images)
         return [self._place_features(*pair) for pair in zip(features, prompts, strict=True)]
 
     # Servers are added and removed. The engines of other processes follow the main one's after each rollout.
