@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 
 from tests.engines.fake_server import HEALTHY, answer, completion, fake_server
 from tests.engines.test_preflight import needs, routes
-from trl_darts.engines import VLLMServerEngine, connection, discovery, pool, server_list
+from trl_darts.engines import VLLMServerEngine, connection, discovery, monitor, server_list
 from trl_darts.engines.connection import ServerSettings, check_joining, connect
 from trl_darts.engines.discovery import Discovery
 from trl_darts.engines.pool import State
@@ -37,7 +37,7 @@ CONFIG = Qwen2Config(vocab_size=128)
 def _quick(monkeypatch):
     monkeypatch.setattr(discovery, "POLL_S", 0.02)
     monkeypatch.setattr(discovery, "RETRY_S", 0.05)
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr(connection, "LIST_POLL_S", 0.02)
     monkeypatch.setattr(connection, "JOIN_TIMEOUT_S", 0.5)
 

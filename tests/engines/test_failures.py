@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 
 from tests.engines.fake_server import answer, completion, fake_server
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool, server_log, vllm_api, vllm_rollout, waiting
+from trl_darts.engines import ServerPrompt, VLLMServerEngine, monitor, server_log, vllm_api, vllm_rollout, waiting
 from trl_darts.engines.continuous_run import ContinuousRun
 from trl_darts.engines.discovery import Discovery
 from trl_darts.engines.pool import State
@@ -36,7 +36,7 @@ LATE = LATE_S + 0.5  # seconds for which the loop is blocked
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 0.02)
     monkeypatch.setattr(vllm_rollout, "RETRY_S", 0.001)
     monkeypatch.setattr(vllm_rollout, "BUSY_S", 0.02)
     monkeypatch.setattr(vllm_rollout, "CLOCK_S", 0.02)
@@ -265,7 +265,7 @@ def test_a_missed_probe_of_a_server_that_sends_tokens_is_repeated():
 
 def test_servers_that_are_not_reached_are_no_attempts(monkeypatch):
     """More of them than a candidate has attempts, without probes. The wait for a server decides."""
-    monkeypatch.setattr(pool, "PROBE_INTERVAL_S", 60.0)
+    monkeypatch.setattr(monitor, "PROBE_INTERVAL_S", 60.0)
     urls = [f"http://127.0.0.1:{port}" for port in range(1, 45)]
     with engine_on(*urls, return_s=1.0) as engine, pytest.raises(GenerationError) as failure:
         rollout(engine)
@@ -499,7 +499,7 @@ def test_a_request_that_fails_on_a_process_with_other_weights_loses_it():
         engine = VLLMServerEngine([url], refresh=refresh)
         (member,) = engine.members.values()
         member.version = 3
-        engine._pool.version = 3
+        engine.call(engine.pool()).version = 3
         result = rollout(engine)
         check_rows(result, 2)
         assert engine.num_losses == 1
@@ -676,9 +676,9 @@ def test_what_a_rollout_without_end_knows_does_not_grow():
 def test_what_is_known_of_addresses_that_left_the_list_is_forgotten():
     """On a cluster whose servers come and go, each has another address."""
     discovery = Discovery(SimpleNamespace(), hangs)
-    pool = SimpleNamespace(members={"http://b": None})
+    monitor = SimpleNamespace(pool=SimpleNamespace(members={"http://b": None}))
     for number in range(5):
         discovery._retry_at[f"http://{number}"] = 0.0
         discovery._warned[f"http://{number}"] = "it can't join"
-    asyncio.run(discovery._follow(pool, lambda url: None, ["http://b"]))
+    asyncio.run(discovery._follow(monitor, ["http://b"]))
     assert (discovery._retry_at, discovery._warned) == ({}, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from contextlib import ExitStack
@@ -15,7 +16,8 @@ from tests.builders import make_args
 from tests.engines.fake_server import answer, completion, fake_server
 from tests.engines.test_preflight import CONFIG, check, needs, routes
 from trl_darts.checks import _check_seed
-from trl_darts.engines import ServerPrompt, VLLMServerEngine, pool
+from trl_darts.engines import ServerPrompt, VLLMServerEngine
+from trl_darts.engines.pool import State
 from trl_darts.engines.sampling import PER_REQUEST, RolloutSeed, not_carried, user_seed
 from trl_darts.engines.servers import ServerEngine
 from trl_darts.errors import ConfigurationError
@@ -101,11 +103,10 @@ def sampled(*servers: Seeded, always: bool = False, joins: Seeded | None = None)
 
 
 async def _until_up(engine):
-    servers = await engine.pool()
-    for task in list(servers._watchers.values()):
-        while any(member.sampling is None or member.state is not pool.State.UP for member in servers.members.values()):
-            await pool.asyncio.sleep(0.01)
-            assert not task.done()
+    members = (await engine.pool()).members.values()
+    async with asyncio.timeout(10):
+        while any(member.sampling is None or member.state is not State.UP for member in members):
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from ..errors import ConfigurationError
 from ..weights.files import WeightDirectory
 from ..weights.fleet import resolve_weight_sync
 from ..weights.update import refresh
-from .pool import Member, Refresh
+from .monitor import Refresh
+from .pool import Member
 from .preflight import Requirements, ServerFacts, ServerUnreachableError, check_server
 from .ray_list import RaySource
 from .sampling import request_body

@@ -18,7 +18,8 @@ from .addresses import check_address
 from .connection import ServerSettings, check_joining, connect, open_engine, server_settings
 from .discovery import Discovery
 from .main_process import MainProcess
-from .pool import State, shows_weights
+from .monitor import shows_weights
+from .pool import State
 from .preflight import ServerFacts
 from .vllm_api import DraftCounts, draft_counts
 from .vllm_server import VLLMServerEngine
