@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -19,10 +20,12 @@ from tests.engines.test_preflight import needs, routes
 from trl_darts.engines import VLLMServerEngine, connection, discovery, monitor, server_list
 from trl_darts.engines.connection import ServerSettings, check_joining, connect
 from trl_darts.engines.discovery import Discovery
+from trl_darts.engines.main_process import MainProcess
 from trl_darts.engines.pool import State
 from trl_darts.engines.preflight import ServerFacts, ServerUnreachableError
 from trl_darts.engines.server_list import LOCK_SUFFIX, FileSource, ServerList, ServerListError, check_source
 from trl_darts.engines.vllm_api import ServerPrompt
+from trl_darts.engines.vllm_generation import SyncedGeneration
 from trl_darts.engines.waiting import Deadlines
 from trl_darts.errors import ConfigurationError
 from trl_darts.scheduling import GroupPlan, Scheduler, ScheduleSettings
@@ -226,6 +229,26 @@ def test_a_found_server_must_be_like_the_others(tmp_path, changed, words):
         with pytest.raises(ConfigurationError, match=rf"{url} {words}"):
             engine.query(lambda server: check_joining(settings(tmp_path), facts, server))
         engine.query(lambda server: check_joining(settings(tmp_path), ServerFacts("served", 512), server))
+        engine.close()
+
+
+def test_a_server_that_is_added_by_hand_joins_as_a_listed_one():
+    generation = object.__new__(SyncedGeneration)
+    generation.main = MainProcess(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
+    with (
+        fake_server(routes(HEALTHY)) as url,
+        fake_server(routes(HEALTHY)) as other,
+        fake_server(routes(HEALTHY, 512)) as short,
+    ):
+        engine = generation.engine = VLLMServerEngine([url])
+        generation.facts = ServerFacts("served", 1024)
+        generation.settings = ServerSettings([url], None, Deadlines(), None, needs(CONFIG))
+        with pytest.raises(ConfigurationError, match=rf"{short} has `max_model_len` \(512\), and the others 1024"):
+            generation.add_server(short)
+        generation.add_server(f" {other}/")
+        wait_for(lambda: engine.states() == {url: State.UP, other: State.UP})
+        generation.remove_server(f"{url}/")
+        assert engine.states() == {other: State.UP}
         engine.close()
 
 

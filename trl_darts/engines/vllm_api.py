@@ -59,7 +59,10 @@ class ServerPrompt:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One candidate's request."""
+    """
+    One candidate's request. Text goes to `/v1/completions`, which every server has. Only `/inference/v1/generate`
+    takes images as features, and from vLLM 0.30 on, a server has it with `--enable-scale-out` alone.
+    """
 
     path: str
     body: dict[str, Any]
